@@ -26,6 +26,8 @@ from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 
 Record = dict[str, Any]
 SETTINGS, MODEL, RESPONSES, COMPLETE = "settings.json", "model.json", "responses.jsonl", "complete.json"
+_NUMBERS = ("row", "sample", "prompt_length", "response_length")
+"""Fields that a line has as whole numbers; one without them is sampled again."""
 _BLOCK = 65_536
 _BLOCKS = 32
 
@@ -79,7 +81,7 @@ class ResponseFile:
         """Return the n responses to each prompt that is complete, by the prompt's row, in the order of the samples."""
         found: dict[int, dict[int, Record]] = defaultdict(dict)
         for record in read_responses(self.path) if self.path.is_file() else ():
-            if isinstance(record.get("row"), int) and isinstance(record.get("sample"), int):
+            if all(type(record.get(name)) is int and record[name] >= 0 for name in _NUMBERS):
                 found[record["row"]][record["sample"]] = record
         whole = {row: group for row, group in sorted(found.items()) if set(group) == set(range(n))}
         return {row: [group[sample] for sample in range(n)] for row, group in whole.items()}

@@ -199,7 +199,10 @@ def _has_ratio(config: Config) -> bool:
     """Return whether the loss depends on the log-probs of the policy that sampled."""
     actor = config.actor_rollout_ref.actor
     loss, options = POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS)
-    outcomes = [trial.run_loss(loss, options, trial.loss_input(one_update=one)) for one in (False, True)]
+    try:
+        outcomes = [trial.run_loss(loss, options, trial.loss_input(one_update=one)) for one in (False, True)]
+    except Exception:
+        return True  # a loss that fails when it is tried is reported by itself
     return not outcomes[0].same(outcomes[1], last=1)
 
 

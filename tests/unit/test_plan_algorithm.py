@@ -270,6 +270,13 @@ def test_options_of_losses_and_averages_are_in_the_objective(words: list[str], s
             "which has no option clip_cov_ratio; it takes kl_cov_ratio, ppo_kl_coef",
         ),
         ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7"], "clip_cov_lb=7 must be below clip_cov_ub=5"),
+        (
+            [
+                *(f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7", "actor_rollout_ref.rollout.calculate_log_probs=true"),
+                "algorithm.rollout_correction.bypass_mode=true",
+            ],
+            "clip_cov_lb=7 must be below clip_cov_ub=5",
+        ),
         ([f"{A}.loss_scale_factor=33"], f"{A}.loss_agg_mode=token-mean, which has no option loss_scale_factor"),
     ],
 )

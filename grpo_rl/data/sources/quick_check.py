@@ -21,7 +21,7 @@ import numpy as np
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.rows import example
 from grpo_rl.data.sources.jsonl import check_head, first_line, is_array, open_json, parse_row
-from grpo_rl.data.sources.locate import HUB_PREFIX, TABLE_SUFFIXES, TASK_PREFIXES, data_files
+from grpo_rl.data.sources.locate import HUB_PREFIX, TABLE_SUFFIXES, TASK_PREFIXES, data_files, open_source
 from grpo_rl.data.sources.source import LARGEST_ROW, BadRow
 from grpo_rl.errors import ConfigError, DataError
 
@@ -52,7 +52,7 @@ def check_data_files(config: DataConfig, read: Read = example) -> list[str]:
     `read` checks one row, and raises BadRow.
 
     A file that cannot be used is always one. Rows that cannot be used are ten lines at most, and none under
-    `data.on_bad_row=skip`. Tasks, hub data sets and what a class of the user's own reads are not looked at.
+    `data.on_bad_row=skip`. Of a task the first row is looked at; hub data sets and what a class of the user's own reads are not.
     """
     if config.custom_cls.path is not None:
         return []
@@ -60,7 +60,9 @@ def check_data_files(config: DataConfig, read: Read = example) -> list[str]:
     names = dict.fromkeys((*config.train_files, *config.val_files))
     files: dict[str, Path] = {}
     for name in names:
-        if not name.startswith((*TASK_PREFIXES, HUB_PREFIX)):
+        if name.startswith(TASK_PREFIXES):
+            bad_rows += _bad_first_row(name, config, read)
+        elif not name.startswith(HUB_PREFIX):
             try:
                 files |= data_files(name)
             except (DataError, ConfigError, OSError) as error:
@@ -76,6 +78,20 @@ def check_data_files(config: DataConfig, read: Read = example) -> list[str]:
         return problems
     more = len(bad_rows) - LISTED
     return [*problems, *bad_rows[:LISTED], *([f"and {more} more bad rows among those that were read"] if more > 0 else [])]
+
+
+def _bad_first_row(name: str, config: DataConfig, read: Read) -> list[str]:
+    """Return what is wrong with the first row of a task, whose rows are all alike; nothing where the task itself is refused."""
+    try:
+        source = open_source(name)
+        row = source.row(0)
+    except (ConfigError, DataError, LookupError):
+        return []  # reported where its rows are counted
+    try:
+        read(row, source.where(0), config)
+    except BadRow as error:
+        return [str(error)]
+    return []
 
 
 def _bad_rows(name: str, path: Path, config: DataConfig, budget_s: float, read: Read) -> list[str]:

@@ -65,8 +65,14 @@ class Connection:
                 reason: BaseException = error
                 while isinstance(reason, BaseExceptionGroup):
                     reason = reason.exceptions[0]
-                self._ready.set_exception(ToolServerError(f"the MCP server {program} did not start: {reason}"))
+                self._ready.set_exception(ToolServerError(f"the MCP server {program} did not start: {_cause(reason)}"))
                 self._ready.exception()  # read, so that asyncio does not report it where no call waits for it
+
+
+def _cause(error: BaseException) -> str:
+    """Return what an error says; some, such as an answer that does not come in time, say nothing."""
+    late = f"no answer within {START_S:g} s" if isinstance(error, TimeoutError) else type(error).__name__
+    return str(error) or late
 
 
 class ToolServerError(RuntimeError):
@@ -155,7 +161,9 @@ def schemas(command: Command) -> dict[str, dict[str, Any]]:
     thread.join(2 * START_S)
     found = outcome[0] if outcome else TimeoutError(f"no answer within {2 * START_S:g} s")
     if isinstance(found, BaseException):
-        raise ConfigError(f"tool mcp: the server {' '.join(command[0])} could not be asked for its tools: {found}") from found
+        raise ConfigError(
+            f"tool mcp: the server {' '.join(command[0])} could not be asked for its tools: {_cause(found)}"
+        ) from found
     return found
 
 

@@ -94,6 +94,8 @@ class EnvironmentPool:
         self._has_started = False
         """True once all processes were ready: before, the first one would get all episodes."""
         self._closed = False
+        self._tried_again: set[int] = set()
+        """Numbers of the processes whose first start ended before they were ready."""
         self._processes = [self._start(number) for number in range(setup.num_workers)]
         self._retired: list[EnvironmentProcess] = []
 
@@ -207,6 +209,7 @@ class EnvironmentPool:
     def _read(self, process: EnvironmentProcess, message: dict[str, Any]) -> list[Event]:
         if "ready" in message and not process.is_ready:
             process.is_ready = True
+            self._tried_again.discard(process.number)
             for start in [s for s, asked in self._asked.items() if asked.process is process and asked.episode == ""]:
                 del self._asked[start]
             self._admit()
@@ -302,7 +305,9 @@ class EnvironmentPool:
             self._retired.remove(process)
         if process in self._processes:
             if not process.is_ready:
-                raise ClusterError(f"an environment process cannot start: {cause}")
+                if process.number in self._tried_again:
+                    raise ClusterError(f"an environment process cannot start: {cause}")
+                self._tried_again.add(process.number)
             self._processes[self._processes.index(process)] = self._start(process.number)
         return [Event(episode, "lost", cause=cause) for episode in lost]
 

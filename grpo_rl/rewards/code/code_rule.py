@@ -115,7 +115,12 @@ def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
         return []
     options = {name: given.default for name, given in inspect.signature(code).parameters.items()} | options
     problems = []
-    for name in ("time_s", "total_s", "memory_mb", "output_kb", "max_cases", "max_concurrent", "retry_s"):
+    for name in ("time_s", "memory_mb", "output_kb"):
+        try:
+            Limits(**{name: options[name]})
+        except ValueError as error:
+            problems.append(f"{KEY}.{error}")
+    for name in ("total_s", "max_cases", "max_concurrent", "retry_s"):
         value = options[name]
         whole = name in ("max_cases", "max_concurrent")
         wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf

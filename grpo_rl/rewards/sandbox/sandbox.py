@@ -40,6 +40,10 @@ STATUS = {b"E": "ended", b"T": "timeout", b"O": "output"}
 MIB = 1 << 20
 
 
+BOUNDS = {"time_s": (0, 86_400), "memory_mb": (16, 2**20)}
+"""The least and the most of a limit: a day, and the address space in which Python compiles a line. Others end at 2^20."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The resources that one case may use."""
@@ -53,9 +57,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value!r}; it must be a number above 0")
+            value, (least, most) = getattr(self, name), BOUNDS.get(name, (0, 2**20))
+            if isinstance(value, bool) or not isinstance(value, int | float) or not (least <= value <= most and value > 0):
+                raise ValueError(
+                    f"{name} is {value!r}; it must be a number {f'from {least}' if least else 'above 0'} to {most}"
+                )
 
     def rlimits(self) -> dict[str, int]:
         """The limits that the kernel keeps for the process, soft and hard."""

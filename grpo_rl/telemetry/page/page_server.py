@@ -102,11 +102,11 @@ class PageServer:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 """Answer with the page or one of its chunks; 404 for everything else, without saying why."""
-                file = server._file(self.path, self.headers.get("Host", ""))
                 try:
+                    file = server._file(self.path, self.headers.get("Host", ""))
                     content = file.read_bytes() if file is not None else None
-                except OSError:
-                    content = None
+                except (OSError, ValueError):  # ValueError: no name of a file, such as one with a NUL
+                    file = content = None
                 if file is None or content is None:
                     self.send_error(HTTPStatus.NOT_FOUND)
                     return

@@ -51,6 +51,8 @@ def test_good_files_of_every_kind_have_no_problem(tmp_path: Path) -> None:
     arrow_file(tmp_path / "h.arrow", stream=True)
     assert check(*sorted(tmp_path.iterdir())) == check(tmp_path) == []
     assert check_data_files(DataConfig(train_files=["task:arithmetic?nonsense=1", "hf:a/b?split=train"])) == []
+    [wrong] = check_data_files(DataConfig(train_files=["task:arithmetic"], prompt_key="nosuch"))
+    assert wrong.startswith("task:arithmetic, row 0: ") and "nosuch" in wrong
     own = DataConfig(train_files=["/nowhere.jsonl"], custom_cls=CustomClsConfig("a.py", "A"))
     assert check_data_files(own) == []
 

@@ -6,12 +6,14 @@ import asyncio
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import gymnasium
 import pytest
 from game_players import play, says, start_of
 
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.envs.adapters import mcp_tools
 from grpo_rl.envs.adapters.gymnasium_text import GymnasiumText
 from grpo_rl.envs.adapters.mcp_tools import McpTool
 from grpo_rl.envs.adapters.reasoning_gym_turns import ReasoningGymInTurns
@@ -202,10 +204,14 @@ def test_tools_of_a_server_are_called_over_its_standard_streams() -> None:
     asyncio.run(calls())
 
 
-def test_servers_that_do_not_start_and_tools_that_are_not_there_are_named() -> None:
+def test_servers_that_do_not_start_and_tools_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="has no tool 'subtract'; it has add, bump, leave"):
         _ = McpTool(command=SERVER, tool="subtract").schema
     with pytest.raises(ConfigError, match=r"no/such/server.*could not be asked for its tools"):
         _ = McpTool(command="no/such/server", tool="add").schema
+    with monkeypatch.context() as patch:
+        patch.setattr(mcp_tools, "_listed", AsyncMock(side_effect=TimeoutError))
+        with pytest.raises(ConfigError, match=r"could not be asked for its tools: no answer within 30 s$"):
+            mcp_tools.schemas((("slow",), ()))
     with pytest.raises(ConfigError, match="command is empty"):
         McpTool(command=[], tool="add")

@@ -180,7 +180,7 @@ def test_two_episodes_run_side_by_side() -> None:
 
 
 def test_the_interpreter_refuses_wrong_limits() -> None:
-    for options in ({"time_s": 0}, {"memory_mb": -1}, {"max_characters": 1}):
+    for options in ({"time_s": 0}, {"time_s": 1e9}, {"memory_mb": -1}, {"memory_mb": 1}, {"max_characters": 1}):
         with pytest.raises(ConfigError, match="tool python"):
             PythonInterpreter(**options)  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ def make() -> Iterator[Callable[..., EnvironmentPool]]:
     pools: list[EnvironmentPool] = []
 
     def build(name: str | None, *, tools: tuple[Named, ...] = (), workers: int = 1, step_timeout_s: float = 20.0, tool_timeout_s: float = 5.0, max_episodes: int = 64, **options: Any) -> EnvironmentPool:  # fmt: skip
-        named = None if name is None else Named(f"{HERE}:{name}", options)
+        named = None if name is None else Named(name if ":" in name else f"{HERE}:{name}", options)
         host = HostSetup(named, tools, max_parallel_calls=4, tool_timeout_s=tool_timeout_s, max_tool_response_length=60)
         pools.append(EnvironmentPool(PoolSetup(host, workers, max_episodes, step_timeout_s)))
         return pools[-1]
@@ -167,6 +167,30 @@ def test_a_class_that_cannot_be_made_is_reported_at_the_start(make) -> None:
     pool = make("Echo", no_such_option=3)
     with pytest.raises(ClusterError, match=r"no_such_option.*its options are turns, reward, opening"):
         events(pool, 1)
+
+
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_a_process_that_dies_at_its_start_is_started_once_more_and_its_last_words_are_told(
+    make, tmp_path: Path, deaths: int
+) -> None:
+    (tmp_path / "mortal.py").write_text(
+        "import os, pathlib\n"
+        "from grpo_rl.envs.contract import Observation\n"
+        "log = pathlib.Path(__file__).with_name('starts')\n"
+        "log.open('a').write('x')\n"
+        f"if log.stat().st_size <= {deaths}:\n"
+        "    print('no room left')\n"
+        "    os._exit(9)\n"
+        "class Mortal:\n"
+        "    async def reset(self, start): return Observation(())\n"
+        "    async def close(self): pass\n"
+    )
+    pool = make(f"{tmp_path / 'mortal.py'}:Mortal")
+    if deaths == 1:
+        begun(pool, "e")
+    else:
+        with pytest.raises(ClusterError, match=r"cannot start: .* exited with code 9; its last output: no room left"):
+            events(pool, 1)
 
 
 ADD = Named(f"{HERE}:Adding", {"slow_above": 100})

@@ -13,7 +13,8 @@ from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, ide
 
 
 def lines(row: int, n: int = 2) -> list[dict]:
-    return [{"row": row, "sample": sample, "response": f"{row}/{sample} é\n"} for sample in range(n)]
+    lengths = {"prompt_length": 2, "response_length": 3}
+    return [{"row": row, "sample": sample, "response": f"{row}/{sample} é\n", **lengths} for sample in range(n)]
 
 
 def test_whole_prompts_are_found_again_wherever_the_process_was_killed(tmp_path: Path) -> None:
@@ -28,6 +29,13 @@ def test_whole_prompts_are_found_again_wherever_the_process_was_killed(tmp_path:
         for row in missing:
             file.append(lines(row))
         assert file.groups(2) == {0: lines(0), 1: lines(1)}
+
+
+@pytest.mark.parametrize("value", [None, -1, 2.0, True, "2"])
+def test_a_line_without_whole_lengths_is_sampled_again(tmp_path: Path, value: object) -> None:
+    file = ResponseFile(tmp_path / "responses.jsonl")
+    file.append([{**lines(0)[0], "prompt_length": value}, lines(0)[1], *lines(1)])
+    assert file.groups(2) == {1: lines(1)}
 
 
 def test_a_prompt_with_another_number_of_responses_is_not_complete(tmp_path: Path) -> None:

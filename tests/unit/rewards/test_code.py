@@ -269,6 +269,8 @@ def test_options_out_of_range_are_refused_before_a_run() -> None:
         "sandbox_url",
         "continuous",
     ]
+    large, small = code_problems(partial(code, time_s=1e9, memory_mb=1), 60.0)
+    assert large.endswith("to 86400") and small.endswith("memory_mb is 1; it must be a number from 16 to 1048576")
     assert "reward.timeout_s=30" in code_problems(code, 30.0)[0]
     assert code_problems(code, 60.0) == [] and code_problems(len, 1.0) == []
     with pytest.raises(ConfigError, match="total_s"):

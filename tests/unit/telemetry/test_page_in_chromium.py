@@ -408,7 +408,14 @@ def test_the_server_gives_the_page_to_the_token_only_and_keeps_it_new(
                 return error.code
 
         assert status(f"/{token}/page.html") == 200 and status(f"/{token}/page_files/index.js") == 200
-        for path in ("/", "/page.html", f"/{token[:-1]}/page.html", f"/{token}/config.yaml", f"/{token}/../a_run/page.html"):
+        for path in (
+            "/",
+            "/page.html",
+            f"/{token[:-1]}/page.html",
+            f"/{token}/config.yaml",
+            f"/{token}/../a_run/page.html",
+            f"/{token}/%00.js",
+        ):
             assert status(path) == 404, path
         assert (
             status(f"/{token}/page_files/../metrics.jsonl") == 404 and status(f"/{token}/page_files/%2e%2e/config.yaml") == 404
