@@ -38,7 +38,7 @@ _USER_ERRORS: dict[str, type[GrpoRlError]] = {
 
 # A collective that lost a peer: torch and gloo have no exception class of their own for all of these.
 _PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
-_PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting")
+_PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL error")
 
 
 class WorkerFailed(ClusterError):
@@ -258,7 +258,7 @@ def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
         # Ray's own guard ends the process that uses most of a machine's memory when little is left.
         if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
             raise WorkerDied(message, [worker]) from error
-        if isinstance(cause, RemoteError) and _is_broken(cause):
+        if isinstance(cause, RemoteError) and is_broken(cause):
             raise WorkerBroken(message, [worker]) from error
         raise ClusterError(message) from error
 
@@ -293,7 +293,7 @@ def settle(
     return results
 
 
-def _is_broken(error: RemoteError) -> bool:
+def is_broken(error: RemoteError) -> bool:
     """Return whether the worker reports that it cannot go on, and not that the request was wrong."""
     return error.kind == ClusterError.__name__ or (
         not error.user_error and (error.kind in _PEER_ERRORS or any(words in error.message for words in _PEER_WORDS))
