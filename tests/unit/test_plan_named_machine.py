@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
 from grpo_rl.config.compose import compose
+from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.models.load import load_lm
+from grpo_rl.models.lora import add_adapters, is_adapter
 from grpo_rl.plan.machine import probe_machine
 from grpo_rl.plan.make import make_plan
+from grpo_rl.plan.memory import adapter_params, frozen_bytes
 from grpo_rl.plan.model_folder import ModelSize, model_size
 from grpo_rl.plan.named_machine.devices import DEVICES, named
 from grpo_rl.plan.named_machine.known_models import known_names, known_settings
@@ -128,3 +133,33 @@ def test_what_depends_on_the_device_is_judged_on_the_machine_that_is_named() -> 
     assert "describes the machine" in refused(dry, "trainer.machine_host_gib=8")
     long = ["data.max_response_length=40000", f"{A}.ppo_max_token_len_per_gpu=65536"]
     assert "positions" in refused(dry, "machine=8xH100-80GB", *long)
+
+
+def test_a_machine_named_without_a_count_has_one_gpu_whatever_the_recipe_says() -> None:
+    config = compose(["recipe=gsm8k/qwen2.5-7b", "machine=A100-40GB", "trainer.dry_run=true"]).config
+    assert config.trainer.n_gpus_per_node == 1
+    config = compose(
+        ["recipe=gsm8k/qwen2.5-7b", "machine=A100-40GB", "trainer.n_gpus_per_node=2", "trainer.dry_run=true"]
+    ).config
+    assert config.trainer.n_gpus_per_node == 2
+
+
+def test_the_frozen_blocks_of_a_known_model_are_planned_in_bfloat16() -> None:
+    words = [
+        "data.train_files=x.parquet",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B",
+        "actor_rollout_ref.model.lora_rank=32",
+    ]
+    plan = make_plan(compose([*words, "machine=A100-80GB", "trainer.dry_run=true"]))
+    size = size_of("Qwen/Qwen2.5-7B")
+    ends = 2 * size.vocab * size.hidden  # embedding and head, in float32
+    assert frozen_bytes(plan, size) == 4 * ends + 2 * (size.num_params - ends)
+
+
+@pytest.mark.parametrize("name", ["microsoft/Phi-4-mini-instruct", "Qwen/Qwen2.5-0.5B"])
+def test_the_parameters_of_adapters_are_those_that_peft_makes(name: str) -> None:
+    model = ModelConfig(path=name, lora_rank=8)
+    lm = load_lm("", AutoConfig.for_model(**known_settings(name)), on_meta=True)
+    add_adapters(lm, model)
+    made = sum(parameter.numel() for key, parameter in lm.named_parameters() if is_adapter(key))
+    assert adapter_params(model, size_of(name)) == made
