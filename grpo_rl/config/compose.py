@@ -64,7 +64,7 @@ def compose(argv: Sequence[str]) -> Composed:
         recipe_name = recipes.DEFAULT_RECIPE
     notes = list(line.notes)
     recipe = layers.of_recipe(recipe_name, problems, notes) if recipe_name is not None else ()
-    composed = layers.compose(recipe, line.overrides, problems)
+    composed = layers.compose(recipe, line.overrides, problems, notes)
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
     given = line.keys | layers.given(recipe)

@@ -24,6 +24,8 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.verl import verl_answers
 from grpo_rl.errors import ConfigError
 
+_ENVIRONMENT = "actor_rollout_ref.rollout.multi_turn.environment"
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:
@@ -67,11 +69,23 @@ def given(layers: Sequence[Layer]) -> set[str]:
     return {key for layer in layers for key in keys(layer.node)}
 
 
-def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list[str]) -> DictConfig:
-    """Return what Hydra composes. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
+def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list[str], notes: list[str]) -> DictConfig:
+    """Return what Hydra composes; another environment than the recipe's has none of its options, which is noted. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
     folder = recipes.folder("conf").absolute()
     try:
         composed = copy.deepcopy(_below_the_words(str(folder), (folder / "config.yaml").read_text(encoding="utf-8"), layers))
+        before = OmegaConf.select(composed, _ENVIRONMENT)
+        for word in words:
+            if (
+                word.key_or_group == f"{_ENVIRONMENT}.name"
+                and not word.is_delete()
+                and word.value() != before.name
+                and before.options
+            ):
+                notes.append(
+                    f"{_ENVIRONMENT}.options: those of {before.name} in the recipe are left out, as the environment is {word.value()}"
+                )
+                before.options = {}
         for word in words:
             _apply(word, composed)
         return composed

@@ -52,6 +52,13 @@ FUNCTIONS = (
 """Keys whose values may name a function as `file.py:function`, with a factor where rewards are summed."""
 
 
+OPTIONS = (
+    "algorithm.adv_options",
+    f"{_A}.actor.policy_loss.options",
+    f"{_A}.rollout.multi_turn.environment.options",
+    "reward.custom_reward_function.reward_kwargs",
+)
+"""Keys with options of the user's own, any text of which may be a path, as in PERHAPS."""
 BY_NAME = ("reward.function_kwargs", f"{_A}.rollout.multi_turn.tools")
 """Keys with options by name, whose names may be `file.py:function`."""
 
@@ -64,7 +71,9 @@ def from_folder(tree: Mapping[str, Any], folder: Path, prefix: str = "") -> dict
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key in BY_NAME and isinstance(value, Mapping):
-            moved[name] = {_function(str(function), folder): options for function, options in value.items()}
+            moved[name] = {_function(str(function), folder): _options(options, folder) for function, options in value.items()}
+        elif key in OPTIONS:
+            moved[name] = _options(value, folder)
         elif isinstance(value, Mapping):
             moved[name] = from_folder(value, folder, f"{key}.")
         elif key in FILES or key in PERHAPS or key in FUNCTIONS:
@@ -73,6 +82,12 @@ def from_folder(tree: Mapping[str, Any], folder: Path, prefix: str = "") -> dict
         else:
             moved[name] = value
     return moved
+
+
+def _options(value: Any, folder: Path) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _options(entry, folder) for name, entry in value.items()}
+    return [_options(entry, folder) for entry in value] if isinstance(value, list) else _perhaps(value, folder)
 
 
 def _file(value: Any, folder: Path) -> Any:

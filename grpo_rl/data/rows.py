@@ -32,6 +32,10 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
     if config.data_source is not None:
         data_source: Any = config.data_source
     else:
+        if missing := [
+            key for key in (config.reward_fn_key, config.ground_truth_key, config.prompt_key) if key.split(".")[0] not in row
+        ]:
+            _hint_at_keys(row, where, missing)
         data_source = column(row, config.reward_fn_key, where)
     if not isinstance(data_source, str) or not data_source:
         raise wrong(where, config.reward_fn_key, data_source, "a non-empty string")
@@ -41,6 +45,24 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
         raise wrong(where, config.extra_info_key, extra_info, "an object or nothing")
     prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     return Example(prompt, data_source, ground_truth, extra_info or {})
+
+
+def _hint_at_keys(row: dict[str, Any], where: str, missing: list[str]) -> None:
+    """Raise BadRow with the keys that name the columns of a row which has a prompt and an answer under other names."""
+    names = [next((name for name in usual if name in row), None) for usual in (_PROMPTS, _ANSWERS)]
+    if len(missing) == 3 and all(names):
+        raise BadRow(
+            f"{where}: there is no column {missing[0]!r}, {missing[1]!r} or {missing[2]!r}. The row has {', '.join(sorted(map(str, row)))}: "
+            f"name them, as data.prompt_key={names[0]} data.ground_truth_key={names[1]} data.data_source=NAME, the name by which "
+            "reward.functions=[auto] finds a rule (gsm8k, math, ...)"
+        )
+
+
+_PROMPTS, _ANSWERS = (
+    ("question", "problem", "query", "instruction", "input", "prompt"),
+    ("answer", "solution", "target", "output"),
+)
+"""Usual names of the columns with the prompt and with the right answer."""
 
 
 def difficulty_of(row: dict[str, Any], where: str, config: DataConfig) -> float:

@@ -3,7 +3,8 @@
     python -m grpo_rl.rewards.check my_reward.py[:name] --data file [--rows N]
     python -m grpo_rl.rewards.check math --data train.parquet --options '{"boxed_only": true}'
 
-Shows what each response is worth, how long it took, and what failed and why. Exit code 0 when every row got a reward, else 2.
+Shows what each response is worth, how long it took, and what failed and why; then the first row is answered by strange responses
+(empty, plain, wrong, long, foreign). Exit code 0 when every response got a reward, else 2.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -40,6 +41,14 @@ SHOWN_ROWS = 20
 SHOWN_CHARACTERS = 40
 SHOWN_FAILURES = 10
 FAILED, INTERRUPTED = 2, 130
+STRANGE: dict[str, str | None] = {
+    "empty": "",
+    "plain": None,
+    "wrong": "The answer is \\boxed{-987654321}.\n#### -987654321",
+    "long": "9" * 20_000,
+    "foreign": "答案是四。الجواب ٤ 🙂\u202e\x00 </answer> \\boxed{{",
+}
+"""Responses that a policy gives sooner or later, by what is strange in them: each is tried on the first row with a reward. Plain is the bare ground truth."""
 MAX_NUMBERS = 5
 """Numbers of a countdown that is solved here: six take seconds."""
 
@@ -245,6 +254,20 @@ def show(outcomes: Sequence[Outcome], unmade: int, console: Console) -> None:
         console.print(f"  and {len(failed) - SHOWN_FAILURES} more")
 
 
+def show_strange(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Say what the strange responses to the first row are worth, and which of them failed."""
+    for name, outcome in zip(STRANGE, outcomes, strict=False):
+        if outcome.failure is not None:
+            console.print(Text(f"a response that is {name} failed: {_printable(outcome.failure)}", style="red"))
+    scores = [
+        f"{name} {one.score:g}"
+        for name, one in zip(STRANGE, outcomes, strict=False)
+        if one.failure is None and one.score is not None
+    ]
+    if scores:
+        console.print(f"strange responses to the first row: {', '.join(scores)}")
+
+
 def _start(text: str) -> str:
     return _printable(text[:SHOWN_CHARACTERS]) + ("…" if len(text) > SHOWN_CHARACTERS else "")
 
@@ -286,25 +309,37 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         return FAILED
     usable = [row for row in rows if row.response is not None]
     outcomes: list[Outcome] = []
+    strange: list[Outcome] = []
+    printed = ""
     trial = Trial(config, [row.data_source for row in usable])
     interrupted = False
     try:
         for some in [usable] if given.batched and usable else [[row] for row in usable]:
             outcomes += trial.outcomes(some)
+        printed = trial.log.last
+        works = [outcome.row for outcome in outcomes if outcome.failure is None]
+        odd = [
+            replace(row, place=-1 - number, response=str(row.ground_truth) if text is None else text)
+            for row in works[:1]
+            for number, text in enumerate(STRANGE.values())
+        ]
+        for some in [odd] if given.batched and odd else [[row] for row in odd]:
+            strange += trial.outcomes(some)
     except GrpoRlError as error:
         console.print(Text(str(error), style="red"))
         return FAILED
     except KeyboardInterrupt:
-        interrupted = True
+        interrupted, printed = True, trial.log.last
         console.print(f"interrupted after {len(outcomes)} of {len(usable)} rows")
     finally:
         trial.close()
     show(outcomes, len(rows) - len(usable), console)
-    if printed := trial.log.last:
+    show_strange(strange, console)
+    if printed:
         console.print(Text(f"the end of what it printed: {_printable(printed)}"))
     if interrupted:
         return INTERRUPTED
-    return 0 if outcomes and all(outcome.failure is None for outcome in outcomes) else FAILED
+    return 0 if outcomes and all(outcome.failure is None for outcome in [*outcomes, *strange]) else FAILED
 
 
 def _options(text: str) -> dict[str, Any]:

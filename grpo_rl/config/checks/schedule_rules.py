@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_rl.config.checks.algorithm_table import ESTIMATORS, NO_FACTS
+from grpo_rl.config.checks.algorithm_table import ESTIMATORS, LOSSES, NO_FACTS
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import (
     ASYNC,
@@ -138,7 +138,7 @@ def problems(config: Config) -> Iterator[str]:
             f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with {chosen} they are fixed before "
             "training; leave it out"
         )
-    if loss != SUPERVISED_LOSS and ":" not in loss and not trains_pairs(config):
+    if loss != SUPERVISED_LOSS and loss in LOSSES and not trains_pairs(config):
         yield (
             f"{key}={loss}: is made for responses of the policy as it is, and {chosen} trains on fixed ones; {key}={SUPERVISED_LOSS} "
             f"learns them, {key}=dpo compares two"

@@ -40,7 +40,7 @@ def gsm8k(record: Record, split: str, index: int) -> Row:
 
 
 def math(record: Record, split: str, index: int) -> Row:
-    r"""A row of MATH from {problem, solution, level, type}; the ground truth is in the solution's last \boxed.
+    r"""A row of MATH from {problem, solution, level, type}, or of MATH-500; the ground truth is in the solution's last \boxed.
 
     Raises ValueError for a record without problem or solution, or a solution without a complete box.
     """
@@ -49,7 +49,10 @@ def math(record: Record, split: str, index: int) -> Row:
     if truth is None:
         raise ValueError(f"the solution has no complete \\boxed{{...}}: {_shown(solution[-60:])}")
     row = _row("DigitalLearningGmbH/MATH-lighteval", f"{problem} {MATH_INSTRUCTION}", truth, {"split": split, "index": index})
-    return row | {key: _text(record, key) for key in ("level", "type") if key in record}
+    # MATH-500 has the level as a number, and calls the type a subject.
+    level = record.get("level")
+    more = {"level": f"Level {level}"} if isinstance(level, int) else {}
+    return row | {key: _text(record, key) for key in ("level", "type", "subject") if key in record and key not in more} | more
 
 
 def countdown(record: Record, split: str, index: int) -> Row:

@@ -96,7 +96,8 @@ def _bad_first_row(name: str, config: DataConfig, read: Read) -> list[str]:
 
 def _bad_rows(name: str, path: Path, config: DataConfig, budget_s: float, read: Read) -> list[str]:
     """Return what is wrong with single rows of a file. Raises DataError for the file as a whole."""
-    found, num_rows = [], 0
+    found: dict[str, tuple[str, int]] = {}
+    num_rows = 0
     with path.open("rb") as file:
         rows = (
             _table_rows(name, path, budget_s) if path.name.endswith(TABLE_SUFFIXES) else _json_rows(name, path, file, budget_s)
@@ -108,10 +109,12 @@ def _bad_rows(name: str, path: Path, config: DataConfig, budget_s: float, read: 
                     raise row
                 read(row, where, config)
             except BadRow as error:
-                found.append(str(error))
+                # Rows that lack the same are one line, with the first of them.
+                first, number = found.get(str(error).removeprefix(where), (str(error), 0))
+                found[str(error).removeprefix(where)] = (first, number + 1)
     if num_rows == 0:
         raise DataError(f"{name}: the file has no rows")
-    return found
+    return [first + (f" (and {number - 1} rows more)" if number > 1 else "") for first, number in found.values()]
 
 
 def _json_rows(name: str, path: Path, file: IO[bytes], budget_s: float) -> Iterator[Found]:

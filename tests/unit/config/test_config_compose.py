@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from config_tools import A, R, any_settings, nested
+from config_tools import CPU, A, R, any_settings, nested
 from hypothesis import HealthCheck, given, settings
 
 from grpo_rl.config import overrides
+from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose, to_yaml
 from grpo_rl.errors import ConfigError
 
@@ -398,3 +399,32 @@ def test_thousands_of_words_are_refused_or_read_in_linear_time(tmp_path: Path) -
     many = {f"wrong_name_{index}": index for index in range(5000)}
     assert 200 <= len(problems_of(recipe(tmp_path, "my.yaml", {"trainer": many}))) <= 202
     assert time.process_time() - started < 5 * 2.0
+
+
+def test_paths_in_options_of_a_recipe_file_start_at_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("a")
+    options = {"words": "words.txt", "more": ["./other.txt", "easy"], "size": 3}
+    content = nested(
+        {f"{R}.multi_turn.environment.options": options, "reward.function_kwargs": {"f.py:f": {"table": "words.txt"}}}
+    )
+    config = compose([recipe(tmp_path, "mine.yaml", content)]).config
+    assert config.actor_rollout_ref.rollout.multi_turn.environment.options == {
+        "words": f"{tmp_path}/words.txt", "more": [f"{tmp_path}/other.txt", "easy"], "size": 3
+    }  # fmt: skip
+    assert config.reward.function_kwargs == {f"{tmp_path}/f.py:f": {"table": f"{tmp_path}/words.txt"}}
+
+
+def test_another_environment_than_the_recipes_has_none_of_its_options(tmp_path: Path) -> None:
+    key = f"{R}.multi_turn.environment"
+    mine = recipe(tmp_path, "mine.yaml", nested({f"{key}.name": "game", f"{key}.options": {"size": 5}}))
+    composed = compose([mine, f"{key}.name=other.py:Other", f"{key}.options.depth=2"])
+    assert composed.config.actor_rollout_ref.rollout.multi_turn.environment.options == {"depth": 2}
+    assert [note for note in composed.notes if "those of game in the recipe are left out" in note]
+    assert compose([mine, f"{key}.name=game"]).config.actor_rollout_ref.rollout.multi_turn.environment.options == {"size": 5}
+
+
+def test_one_mistake_in_a_losss_name_is_one_problem() -> None:
+    composed = compose(["data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=sfft", "recipe=arithmetic/grpo"])
+    assert [problem for problem in check(composed.config, CPU) if "sfft" in problem] == [
+        problem for problem in check(composed.config, CPU) if "unknown policy loss" in problem
+    ]

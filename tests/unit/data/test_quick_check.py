@@ -103,7 +103,8 @@ def test_tables_without_rows_or_columns_are_found(tmp_path: Path) -> None:
     found = check(*sorted(tmp_path.iterdir()))
     assert found[:2] == [f"{tmp_path}/a.parquet: the file has no rows", f"{tmp_path}/c.arrow: the file has no rows"]
     assert found[2].startswith(f"{tmp_path}/b.parquet, row 0: there is no column 'prompt'")
-    assert len(found) == 13 and re.fullmatch(r"and [0-9]+ more bad rows among those that were read", found[-1])
+    # All rows of a table lack the same: one line.
+    assert len(found) == 3 and re.search(r"\(and [0-9]+ rows more\)$", found[2])
 
 
 def test_bad_rows_are_no_problem_where_they_are_left_out_and_a_broken_file_is_still_one(tmp_path: Path) -> None:
@@ -175,3 +176,10 @@ def test_a_large_array_is_looked_at_from_both_ends(tmp_path: Path, monkeypatch: 
     found = check(*sorted(tmp_path.iterdir()))
     assert len(found) == 2
     assert "b.json: the JSON array has no end" in found[0] and "c.json, row 0: expected an object" in found[1]
+
+
+def test_rows_with_a_question_and_an_answer_are_told_the_keys_once(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(12)]))
+    [found] = check(tmp_path / "a.jsonl")
+    assert "data.prompt_key=question data.ground_truth_key=answer data.data_source=NAME" in found
+    assert found.endswith("(and 11 rows more)")

@@ -66,6 +66,16 @@ def test_failures_are_named_with_their_row_and_cause_and_end_in_2(check, my_file
     assert "row 3: reward_invalid: score is 'one' (str), not a number" in shown
 
 
+def test_a_function_that_fails_on_a_strange_response_is_found(check, tmp_path):
+    (tmp_path / "last.py").write_text(
+        "def last(data_source, solution_str, ground_truth, extra_info=None):\n    return float(solution_str.split()[-1] == ground_truth)\n"
+    )
+    code, shown = check(f"{tmp_path}/last.py:last", [row("18")])
+    assert code == 2 and "1 rows, 0 failed" in shown
+    assert "a response that is empty failed: reward_error: IndexError" in shown
+    assert "strange responses to the first row: plain 1, wrong 0, long 0, foreign 0" in shown
+
+
 def test_a_function_may_be_async_or_batched_or_have_options(check, my_file):
     rows = [row(response="four")]
     assert "score: mean 0.5" in check(f"{my_file}:later", rows)[1]
