@@ -12,6 +12,7 @@ and detached; the metrics say how far the two are apart and are worth logging al
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -74,17 +75,18 @@ class RolloutCorrection:
     rollout_rs: tuple[Rejection, ...] = ()
     """Rejections; what any of them rejects is not trained."""
     bypass_mode: bool = False
-    """Take the engine's log-probs as the old ones. The ratio of the loss then is the whole correction."""
+    """Take the engine's log-probs as the old ones. Weights and rejections are then those of the policy that is being trained against the
+    engine, in every update anew; a loss with a ratio has that for a weight already."""
 
     def __post_init__(self) -> None:
         problems = [problem for rejection in self.rollout_rs for problem in rejection.problems()]
-        problems += self._weight_problems() or self._bound_problems()
+        problems += self._weight_problems() or ([] if self.bypass_mode else self._bound_problems())
         modes = [rejection.mode for rejection in self.rollout_rs]
         problems += [f"rollout_rs={mode}: given twice" for mode in sorted(set(modes)) if modes.count(mode) > 1]
-        if self.bypass_mode and (self.rollout_is or self.rollout_rs):
+        if self.bypass_mode and self.rollout_is_batch_normalize:
             problems.append(
-                "bypass_mode=true: old and rollout log-probs are the same, so rollout_is and rollout_rs have nothing to correct; "
-                "leave them out, or bypass_mode=false"
+                "rollout_is_batch_normalize=true: with bypass_mode=true weights are made in each micro-batch of the update, and their "
+                "mean would depend on how the batch is cut; set it to false, or bypass_mode=false"
             )
         if problems:
             raise ConfigError(problems)
@@ -115,8 +117,14 @@ class RolloutCorrection:
 
     @property
     def active(self) -> bool:
-        """Return whether there are weights or rejections."""
-        return self.rollout_is is not None or bool(self.rollout_rs)
+        """Return whether there are weights or rejections before the update, of the trainer's old policy against the engine."""
+        return not self.bypass_mode and (self.rollout_is is not None or bool(self.rollout_rs))
+
+    def in_the_loss(self, has_ratio: bool) -> RolloutCorrection | None:
+        """Return what the loss does by itself in bypass mode (None: nothing); where it `has_ratio`, that is the weight."""
+        if not self.rollout_rs and (has_ratio or not self.rollout_is):
+            return None
+        return dataclasses.replace(self, rollout_is=None, rollout_is_threshold=None) if has_ratio else self
 
     def _weight_problems(self) -> list[str]:
         if self.rollout_is is None:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos.correction import RolloutCorrection, correct
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
-from grpo_rl.algos.trial import silent_without_advantage
+from grpo_rl.algos.trial import has_ratio, silent_without_advantage
 from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import ConfigError
@@ -46,6 +47,8 @@ class Objective:
     """Options of the average."""
     kl_options: Options = ()
     """Options of the KL estimator."""
+    correction: RolloutCorrection | None = None
+    """Weights and rejections of the policy against the engine, whose log-probs are the old ones (bypass_mode)."""
     router_aux_loss_coef: float = 0.0
     """Weight of the loss that keeps experts evenly used, which `models/moe/routing.py` adds where the model runs."""
 
@@ -65,7 +68,9 @@ class Objective:
             check_options(f"KL estimator {self.kl_loss_type!r}", estimator, dict(self.kl_options))
 
     @classmethod
-    def from_config(cls, actor: ActorConfig, max_response_length: int | None = None) -> Objective:
+    def from_config(
+        cls, actor: ActorConfig, max_response_length: int | None = None, correction: RolloutCorrection | None = None
+    ) -> Objective:
         """Return the objective that `actor_rollout_ref.actor` describes.
 
         `max_response_length` is the constant of the averages that divide by one, where `loss_scale_factor` is not set.
@@ -76,6 +81,7 @@ class Objective:
             agg_options.setdefault("loss_scale_factor", float(max_response_length))
         # A term with weight 0 is no term: nothing then asks for the reference.
         has_kl = actor.use_kl_loss and actor.kl_loss_coef > 0
+        loss_options = chosen_options(LOSS, actor, options_of(loss))
         return cls(
             loss_mode=actor.policy_loss.loss_mode,
             loss_agg_mode=actor.loss_agg_mode,
@@ -83,9 +89,10 @@ class Objective:
             adaptive_entropy=actor.adaptive_entropy.enable,
             kl_loss_type=actor.kl_loss_type if has_kl else None,
             kl_loss_coef=actor.kl_loss_coef if has_kl else 0.0,
-            loss_options=tuple(chosen_options(LOSS, actor, options_of(loss)).items()),
+            loss_options=tuple(loss_options.items()),
             agg_options=tuple(agg_options.items()),
             kl_options=tuple(actor.kl_loss_options.items()) if has_kl else (),
+            correction=correction.in_the_loss(has_ratio(loss, loss_options)) if correction and correction.bypass_mode else None,
             router_aux_loss_coef=actor.router_aux_loss_coef,
         )
 
@@ -156,7 +163,7 @@ class Objective:
         then divide by the global number of tokens), `share/x` adds up by itself, of `max/x` take the largest.
         """
         loss_T, token_stats = self._policy_loss(inputs)
-        weights_T = inputs.weights_T
+        weights_T = inputs.weights_T if self.correction is None else self._corrected(self.correction, inputs)
         loss = self._average(loss_T if weights_T is None else loss_T * weights_T.detach().double(), inputs, counts)
         stats = {"share/pg_loss": loss.detach()}
         if self.needs_pairs:
@@ -186,6 +193,12 @@ class Objective:
     def _policy_loss(self, inputs: LossInput) -> TokenLoss:
         loss = POLICY_LOSSES.get(self.loss_mode)
         return loss(inputs, **own_options(loss, dict(self.loss_options)))
+
+    def _corrected(self, correction: RolloutCorrection, inputs: LossInput) -> Tensor:
+        """Return each token's weight: 0 for what is rejected, which stays in the denominators, as in verl."""
+        found = correct(correction, inputs.policy_logprobs_T.detach(), inputs.old_T(), inputs.segments)
+        weights_T = torch.ones_like(inputs.policy_logprobs_T) if found.weights_T is None else found.weights_T
+        return weights_T if found.trained_T is None else weights_T * found.trained_T
 
     def _average(self, x_T: Tensor, inputs: LossInput, counts: Counts) -> Tensor:
         aggregate, keywords = AGGREGATIONS.get(self.loss_agg_mode), dict(self.agg_options)

@@ -216,6 +216,15 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
     return Outcome((loss_T.detach(), *stats.values(), _gradient(loss_T, inputs)), frozenset(read))
 
 
+def has_ratio(function: Callable[..., Any], options: Options) -> bool:
+    """Return whether a loss depends on the old log-probs; True for one that fails when it is tried, which is reported by itself."""
+    try:
+        outcomes = [run_loss(function, options, loss_input(one_update=one)) for one in (False, True)]
+    except Exception:
+        return True
+    return not outcomes[0].same(outcomes[1], last=1)
+
+
 def silent_without_advantage(function: Callable[..., Any], options: Options) -> bool:
     """Return whether responses of advantage 0 get no gradient from this loss, whatever their ratios.
 

@@ -135,7 +135,7 @@ def _in_place(tree: Mapping[str, Any], where: str, notes: list[str]) -> dict[str
     moved = OmegaConf.create(dict(tree))
     for key, answer in verl_answers.ANSWERS.items():
         value = OmegaConf.select(moved, key) if answer.target else None
-        if value is None or answer.target is None:
+        if value is None or answer.target is None or value in answer.accepts:
             continue
         notes.append(f"{key}={show(value)}: is {answer.target} here{where}")
         OmegaConf.update(moved, answer.target, value, force_add=True)

@@ -92,7 +92,7 @@ def read(words: list[str]) -> CommandLine:
             assert value is not None
             if key == MACHINE:
                 machine = value
-            here = verl_answers.place_of(key)
+            here = verl_answers.place_of(key, value)
             if here != key:
                 line.notes.append(f"{key}={show(value)}: is {here} here")
             _assign(line, here, value)

@@ -53,7 +53,11 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def objective_of(config: Config) -> Objective:
     """Return the objective of the run."""
-    return Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length)
+    try:
+        correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
+    except ConfigError:
+        correction = None  # reported by itself
+    return Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length, correction)
 
 
 def advantage_formula(config: Config) -> str:
@@ -198,12 +202,7 @@ def _reads_old_logprobs(config: Config) -> bool:
 def _has_ratio(config: Config) -> bool:
     """Return whether the loss depends on the log-probs of the policy that sampled."""
     actor = config.actor_rollout_ref.actor
-    loss, options = POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS)
-    try:
-        outcomes = [trial.run_loss(loss, options, trial.loss_input(one_update=one)) for one in (False, True)]
-    except Exception:
-        return True  # a loss that fails when it is tried is reported by itself
-    return not outcomes[0].same(outcomes[1], last=1)
+    return trial.has_ratio(POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS))
 
 
 def _check_estimator(config: Config) -> None:
@@ -247,7 +246,7 @@ def _check_correction(config: Config) -> None:
             f"rollout_is=null: trainer.schedule={config.trainer.schedule} trains tokens that older weights have sampled, and "
             f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} has no ratio that corrects for that; rollout_is=token"
         )
-    if correction.bypass_mode and not _reads_old_logprobs(config):
+    if correction.bypass_mode and not _reads_old_logprobs(config) and not (correction.rollout_is or correction.rollout_rs):
         raise ConfigError(
             f"bypass_mode=true: has no effect with {ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode}, which has no ratio"
         )

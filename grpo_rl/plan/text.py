@@ -400,9 +400,13 @@ def _objective(config: Config, plan: Plan) -> Rows:
             f"up to -{buffer.penalty_factor:g} in the reward, over the last {buffer.len} tokens of the longest response",
         )
     correction = RolloutCorrection.from_config(algorithm.rollout_correction)
-    if correction.rollout_is:
+    in_loss = plan.objective.correction
+    if correction.bypass_mode and correction.rollout_is and (in_loss is None or in_loss.rollout_is is None):
+        yield "w", "= 1: the ratio of the loss is that of the policy to the engine (rollout_correction.bypass_mode)"
+    elif correction.rollout_is:
+        policy = "old policy" if in_loss is None else "policy"
         level, limit = correction.rollout_is, correction.rollout_is_threshold
-        yield "w", f"= ratio of old policy to engine, by {level}" + ("" if limit is None else f", at most {limit:g}")
+        yield "w", f"= ratio of {policy} to engine, by {level}" + ("" if limit is None else f", at most {limit:g}")
     for rejected in correction.rollout_rs:
         lower = "" if rejected.lower is None else f"below {rejected.lower:g} or "
         yield "rejected", f"{rejected.mode} {lower}above {rejected.upper:g}"

@@ -29,7 +29,7 @@ class Answer:
 
 
 _MEANING = re.compile(
-    r"= (?P<target>\S+)|default (?P<default>\S+)|(?:only (?P<only>[^:]+)|(?P<hint>nothing)(?: \((?P<right>[^)]*)\))?|not here): (?P<advice>.+)"
+    r"= (?P<target>\S+)(?: unless (?P<same>\S+): .+)?|default (?P<default>\S+)|(?:only (?P<only>[^:]+)|(?P<hint>nothing)(?: \((?P<right>[^)]*)\))?|not here): (?P<advice>.+)"
 )
 
 
@@ -47,7 +47,7 @@ def _read(text: str) -> tuple[dict[str, Answer], dict[str, str]]:
             if found["default"]:
                 defaults[name] = found["default"]
                 continue
-            values = tuple((found["only"] or found["right"] or "").split(", "))
+            values = tuple((found["only"] or found["right"] or found["same"] or "").split(", "))
             answer = Answer(
                 found["advice"] or f"use {found['target']}",
                 values if values != ("",) else (),
@@ -91,10 +91,10 @@ def in_lists(correction: MutableMapping[str, Any]) -> None:
         ]
 
 
-def place_of(key: str) -> str:
-    """Return the key that has the value of `key` here: `key` itself, unless verl's has another place."""
+def place_of(key: str, value: Any) -> str:
+    """Return the key that has this value of `key` here: `key` itself, unless verl's has another place."""
     answer = ANSWERS.get(key)
-    return key if answer is None or answer.target is None else answer.target
+    return key if answer is None or answer.target is None or value in answer.accepts else answer.target
 
 
 def answer_for(key: str) -> Answer | None:

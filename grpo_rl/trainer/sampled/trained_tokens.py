@@ -73,6 +73,6 @@ class TrainedTokens:
             batch = batch.replace(weights_T=found.weights_T)
             if found.trained_T is not None:
                 batch = batch.keep(found.trained_T)
-        if masks or self.correction.rollout_rs:
+        if masks or (self.correction.active and self.correction.rollout_rs):
             metrics["rollout/trained_token_fraction"] = batch.num_trained_tokens / max(1, before)
         return batch, metrics

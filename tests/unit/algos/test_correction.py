@@ -217,8 +217,10 @@ def test_metrics_are_finite_for_any_log_probs(logprobs: list[float], offset: flo
         ({"rollout_rs": (Rejection("token_k3"),)}, "an upper bound > 0"),
         ({"rollout_rs": (Rejection("seq_max_k1", None, 2.0),)}, "one of token_k1"),  # type: ignore[arg-type]
         ({"rollout_rs": (Rejection("token_k2", None, 2.0), Rejection("token_k2", None, 1.0))}, "given twice"),
-        ({"bypass_mode": True, "rollout_is": "token", "rollout_is_threshold": 2.0}, "nothing to correct"),
-        ({"bypass_mode": True, "rollout_rs": (Rejection("token_k2", None, 2.0),)}, "nothing to correct"),
+        (
+            {"bypass_mode": True, "rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+            "how the batch is cut",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_or_have_no_effect_are_refused(settings: dict[str, Any], message: str) -> None:

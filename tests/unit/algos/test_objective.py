@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from dataclasses import replace
@@ -14,6 +15,7 @@ from objective_cases import inputs, run
 
 from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.aggregate import AGGREGATIONS
+from grpo_rl.algos.correction import Rejection, RolloutCorrection
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
@@ -181,3 +183,35 @@ def test_a_function_without_a_formula_is_shown_by_its_name() -> None:
         """My loss."""
 
     assert formula_of(my_loss) == "my_loss"
+
+
+# ---- the policy against the engine, in bypass mode -----------------------------------------------------
+
+
+def bypassed(loss_mode: str, **settings: Any) -> Objective:
+    actor = ActorConfig(use_kl_loss=False, policy_loss=PolicyLossConfig(loss_mode=loss_mode))
+    return Objective.from_config(actor, correction=RolloutCorrection(bypass_mode=True, **settings))
+
+
+def test_with_bypass_the_weights_are_those_of_the_policy_that_is_trained_against_the_engine() -> None:
+    old_T, policy_T = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-1.5, -0.5, -1.1], requires_grad=True)
+    batch, counts = replace(inputs(policy_T, torch.tensor([1.0, 1.0, -1.0]), [2, 1]), old_logprobs_T=old_T), Counts(3, 2, 2)
+    weighed = bypassed("reinforce", rollout_is="token", rollout_is_threshold=2.0)
+    loss, _ = weighed(batch, counts)
+    # Ratios to the engine: e^-0.5, e^1.5 (cut to 2) and e^-0.1; the gradient is -w A over the tokens of the mini-batch.
+    weights = torch.tensor([math.exp(-0.5), 2.0, math.exp(-0.1)])
+    expected = -weights * torch.tensor([1.0, 1.0, -1.0])
+    torch.testing.assert_close(torch.autograd.grad(loss, policy_T)[0], expected / 3)
+    # A rejected token is in no gradient and stays in the denominator.
+    rejecting = bypassed("reinforce", rollout_rs=(Rejection("token_k1", 0.5, 2.0),))
+    gradient = torch.autograd.grad(rejecting(batch, counts)[0], policy_T)[0]
+    torch.testing.assert_close(gradient, torch.tensor([-1.0, 0.0, 1.0]) / 3)
+
+
+def test_with_bypass_a_loss_with_a_ratio_is_only_weighed_by_that() -> None:
+    assert bypassed("vanilla", rollout_is="token", rollout_is_threshold=2.0).correction is None
+    rejecting = bypassed(
+        "vanilla", rollout_is="token", rollout_is_threshold=2.0, rollout_rs=(Rejection("seq_max_k2", None, 0.5),)
+    )
+    assert rejecting.correction is not None and rejecting.correction.rollout_is is None
+    assert Objective.from_config(ActorConfig(), correction=RolloutCorrection("token", 2.0)).correction is None
