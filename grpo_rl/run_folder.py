@@ -10,14 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from grpo_rl.child_processes import started
 from grpo_rl.config.convert import unknown_key
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
-from grpo_rl.telemetry.rundir import RunDir, named_run, no_run
+from grpo_rl.telemetry.rundir import RunDir, named_run, no_run, run_config
 from grpo_rl.telemetry.status import read_status
 
 if TYPE_CHECKING:
@@ -75,8 +74,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The whole configuration, nested as in config.yaml. Secrets and values from the environment are not in it."""
-        loaded = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        return loaded if isinstance(loaded, dict) else {}
+        return run_config(self.path)
 
     def setting(self, key: str) -> Any:
         """Return the value of one key of the configuration, such as `trainer.total_training_steps`.
@@ -94,7 +92,7 @@ class Run:
     def overrides(self) -> list[str]:
         """The words of the command line with which the run was last started."""
         file = self.path / "overrides.txt"
-        return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        return read_text(file).splitlines() if file.exists() else []
 
     def metrics(self, *names: str) -> DataFrame:
         """Return the metrics, one row per step, one column per metric; all of them, or those with these names.
@@ -111,7 +109,7 @@ class Run:
         index = pandas.Index([int(record["step"]) for record in records], name="step")
         frame: DataFrame = pandas.DataFrame(rows, index=index, columns=list(names or known))
         if "time" in frame:
-            frame["time"] = pandas.to_datetime(frame["time"], unit="s", utc=True)
+            frame["time"] = pandas.to_datetime(frame["time"], unit="s", utc=True, errors="coerce")
         return frame
 
     def rollout_steps(self, *, val: bool = False) -> list[int]:
@@ -167,7 +165,7 @@ class Run:
 
         file = self._folder.report_file
         if self.state == "done" and file.exists():
-            return file.read_text(encoding="utf-8")
+            return read_text(file)
         return report_text(self._folder)
 
     def doctor(self) -> str:

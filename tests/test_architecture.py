@@ -22,6 +22,7 @@ FLOORS = {
     "episode": 0,
     "registry": 0,
     "errors": 0,
+    "run_files": 0,
     "arguments": 0,
     "gym": 0,
     "hub": 0,

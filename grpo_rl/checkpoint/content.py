@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from grpo_rl.errors import CheckpointError
+from grpo_rl.errors import CheckpointError, DataError
+from grpo_rl.run_files import read_bytes
 
 MOST_JSON_BYTES = 1 << 30
 """The largest JSON file that is read: a trainer's state of a hundred million rows' pass rates stays below."""
@@ -100,15 +101,13 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file, its fields checked against `RULES`."""
     path = folder / name
     try:
-        if path.stat().st_size > MOST_JSON_BYTES:
-            raise ValueError(f"it has more than {MOST_JSON_BYTES >> 20} MiB")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_bytes(path, MOST_JSON_BYTES).decode("utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__} where an object belongs")
         for problem in _problems(content, "", 1):
             raise ValueError(problem)
     # UnicodeDecodeError and JSONDecodeError are ValueErrors; nesting without end is a RecursionError.
-    except (OSError, ValueError, RecursionError) as error:
+    except (DataError, ValueError, RecursionError) as error:
         reason = "its nesting is too deep" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(f"{folder}: {name} cannot be used: {reason}") from error
     return content

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from grpo_rl.checkpoint.manifest import MANIFEST, verify
 from grpo_rl.checkpoint.policy_state import load_weights
 from grpo_rl.config.schema.model import ModelConfig
-from grpo_rl.errors import CheckpointError
+from grpo_rl.errors import CheckpointError, DataError
+from grpo_rl.run_files import parsed, read_bytes, read_json
 
 if TYPE_CHECKING:
     from grpo_rl.models.forward import PolicyModel
@@ -25,9 +26,8 @@ MARK = "export.json"
 def is_exported(checkpoint: Path, folder: Path) -> bool:
     """Return whether `folder` has the complete export of this checkpoint, and not of another one of the same step."""
     try:
-        mark = json.loads((folder / MARK).read_text(encoding="utf-8"))
-        return bool(mark["manifest"] == _seal(checkpoint))
-    except (OSError, ValueError, KeyError, TypeError):
+        return bool(read_json(folder / MARK)["manifest"] == _seal(checkpoint))
+    except (DataError, KeyError, TypeError):
         return False
 
 
@@ -100,4 +100,4 @@ def _write_model(policy: PolicyModel, folder: Path) -> None:
 
 
 def _seal(checkpoint: Path) -> str:
-    return str(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["sha256"])
+    return str(parsed(read_bytes(checkpoint / MANIFEST).decode())["sha256"])

@@ -14,7 +14,8 @@ from typing import Any
 from grpo_rl.checkpoint import files
 from grpo_rl.checkpoint.content import check_content
 from grpo_rl.checkpoint.files import Entry, Files
-from grpo_rl.errors import CheckpointError
+from grpo_rl.errors import CheckpointError, DataError
+from grpo_rl.run_files import parsed, read_bytes
 
 MANIFEST = "manifest.json"
 STATE = "trainer.json"
@@ -58,11 +59,7 @@ def write_manifest(folder: Path, step: int, entries: Files) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest, when it is whole. Raises CheckpointError; no other file is touched."""
     try:
-        path = folder / MANIFEST
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
-            raise ValueError(f"not a regular file of at most {_MOST_BYTES >> 20} MiB")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parsed(read_bytes(folder / MANIFEST, _MOST_BYTES).decode("utf-8"))
         seal = content.pop("sha256")
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, this program reads {FORMAT}")
@@ -70,7 +67,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("it is not as it was written")
         entries: Files = {name: (int(size), str(digest)) for name, (size, digest) in content["files"].items()}
         return Manifest(int(content["step"]), entries)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (DataError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{folder} is not a checkpoint: its {MANIFEST} cannot be read ({_reason(error)})") from error
 
 

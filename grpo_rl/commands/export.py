@@ -8,12 +8,12 @@ from pathlib import Path
 
 from grpo_rl import hub
 from grpo_rl.arguments import Arguments
-from grpo_rl.commands.targets import Target, find_target, model_folder, run_config
+from grpo_rl.commands.targets import Target, find_target, model_folder
 from grpo_rl.commands.trust import add_trust_option
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.evaluation.model_card import model_card
-from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.rundir import RunDir, run_config
 from grpo_rl.telemetry.terminal.console import Console
 
 ADAPTER = "lora_adapter"

@@ -69,11 +69,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     from grpo_rl.data.sources.locate import open_source
     from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 
-    try:
-        if path.suffix == ".zst":
-            return read_rollouts(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+    if path.suffix == ".zst":
+        return read_rollouts(path)
     source = open_source(str(path))
     return [source.row(index) for index in range(len(source))]
 

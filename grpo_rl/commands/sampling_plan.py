@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_rl.arguments import Arguments, counted, not_negative
-from grpo_rl.commands.targets import Target, run_config
+from grpo_rl.commands.targets import Target
 from grpo_rl.commands.trust import add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.rundir import RunDir, find_run, run_config
 
 if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
@@ -154,8 +154,6 @@ def data_of_run(run: Path, *, trusted: bool = False) -> list[str]:
 def source_run(options: argparse.Namespace, targets: Sequence[Target]) -> Path | None:
     """Return the run that settings are taken from: the one that is named, else the first among the targets."""
     if options.settings_of is not None:
-        from grpo_rl.telemetry.rundir import find_run
-
         return find_run(options.settings_of)
     return next((target.run for target in targets if target.run is not None), None)
 

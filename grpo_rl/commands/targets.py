@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.commands.trust import refuse_model, refuse_settings
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
-from grpo_rl.telemetry.rundir import RunDir, named_run, no_run
+from grpo_rl.telemetry.rundir import RunDir, named_run, no_run, run_config
 
 if TYPE_CHECKING:
     from grpo_rl.telemetry.terminal.console import Console
@@ -73,18 +71,6 @@ def find_target(text: str, *, trusted: bool = False) -> Target:
     )
 
 
-def run_config(run: Path) -> dict[str, Any]:
-    """Return config.yaml of a run, nested. Raises DataError where it cannot be read."""
-    file = RunDir(run).config_file
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{file}: the run's configuration cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{file}: the run's configuration is no mapping of keys")
-    return found
-
-
 def model_folder(target: Target, console: Console, *, trusted: bool = False) -> str:
     """Return the model of a target: its folder or name, after the export of a checkpoint that has not been exported yet.
 
@@ -119,8 +105,8 @@ def ready_model(path: str, console: Console) -> str:
 
 def _trained_from(run: Path) -> dict[str, Any]:
     """Return the section `actor_rollout_ref.model` of the run."""
-    found = run_config(run).get("actor_rollout_ref", {}).get("model", {})
-    if not isinstance(found, dict) or not isinstance(found.get("path"), str):
+    found: dict[str, Any] = run_config(run).get("actor_rollout_ref", {}).get("model", {})
+    if not isinstance(found.get("path"), str):
         raise DataError(f"{run / 'config.yaml'}: actor_rollout_ref.model.path is missing")
     return found
 

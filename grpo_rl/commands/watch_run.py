@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.arguments import Arguments, not_negative
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.telemetry.diagnosis.alarms import ALARM
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
@@ -55,7 +55,7 @@ class Look:
         error = self.status.get("error")
         if state in ("failed", "preempted"):
             code = error.get("exit_code") if isinstance(error, Mapping) else None
-            return code if isinstance(code, int) else GONE_CODE
+            return code if isinstance(code, int) and 0 < code < 256 else GONE_CODE
         return GONE_CODE if self.is_gone else None
 
     @property
@@ -165,7 +165,7 @@ def _last_samples(run: Path, count: int) -> tuple[int | None, list[dict[str, Any
     for step, path in reversed(step_files(run / "rollouts")[-2:]):
         try:
             records = read_rollouts(path)
-        except (OSError, ValueError):
+        except DataError:
             continue
         if records and count:
             return step, [records[index * len(records) // count] for index in range(min(count, len(records)))]

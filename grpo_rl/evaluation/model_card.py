@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import yaml
 
 import grpo_rl
 from grpo_rl.config.schema.fields import leaves
+from grpo_rl.errors import DataError
+from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import shown_keys
 from grpo_rl.telemetry.rundir import RunDir
@@ -98,10 +101,9 @@ def _changed(config: Mapping[str, Any]) -> list[str]:
 def _repeat(run_dir: RunDir) -> list[str]:
     """Return the commands that train the same again: from the configuration here, and as they were typed."""
     lines = ["```bash", "python -m grpo_rl.main recipe=run_config.yaml trainer.experiment_name=again", "```"]
-    try:
-        words = run_dir.overrides_file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        words = []
+    words: list[str] = []
+    with suppress(DataError):
+        words = read_text(run_dir.overrides_file).splitlines()
     if words:
         typed = " ".join(shlex.quote(safe_text(word)) for word in words).replace("```", "")
         lines += ["", "It was started as:", "", "```bash", f"python -m grpo_rl.main {typed}", "```"]

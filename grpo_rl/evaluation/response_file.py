@@ -22,6 +22,7 @@ from typing import Any
 
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.run_files import opened, read_json, read_lines
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 
 Record = dict[str, Any]
@@ -90,8 +91,8 @@ class ResponseFile:
     def num_prompts(self) -> int | None:
         """The number of prompts of the data, once all of them are answered; None before."""
         try:
-            return int(json.loads(self._complete.read_text(encoding="utf-8"))["num_prompts"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return int(read_json(self._complete)["num_prompts"])
+        except (DataError, ValueError, OverflowError, KeyError, TypeError):
             return None
 
     def complete(self, num_prompts: int) -> None:
@@ -112,19 +113,7 @@ class ResponseFile:
 
 def read_responses(path: Path) -> list[Record]:
     """Return the lines of a jsonl file that are objects; a broken one, of a process that was killed, is left out."""
-    records = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    for line in text.split("\n"):
-        try:
-            record = json.loads(line) if line else None
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    return [record for _, record in read_lines(path) if record is not None]
 
 
 def identity_of(model: str) -> dict[str, Any]:
@@ -148,7 +137,7 @@ def weights_digest(folder: Path) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         step = max(_BLOCK, size // _BLOCKS)
-        with path.open("rb") as file:
+        with opened(path) as file:
             for start in range(0, size, step):
                 file.seek(start)
                 digest.update(file.read(_BLOCK))
@@ -162,9 +151,9 @@ def _ends_with_newline(file: Any) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} cannot be read ({error}): give another --output") from error
+        found = read_json(file)
+    except DataError as error:
+        raise ConfigError(f"{error}; give another --output") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -19,7 +19,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
-import yaml
 
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import DataError
@@ -28,6 +27,7 @@ from grpo_rl.evaluation.estimates import Difference
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
+from grpo_rl.telemetry.rundir import run_config
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: dict[Axis, str] = {"step": "", "tokens": "perf/total_num_tokens", "seconds": "timing_s/step"}
@@ -107,10 +107,10 @@ def read_run(folder: Path) -> ComparedRun:
     records = read_metrics(folder / "metrics.jsonl")
     if not records:
         raise DataError(f"{folder}: there is no metrics.jsonl with a step in it; give the folder of a run")
-    config: Any = {}
-    with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    return ComparedRun(folder, _flat(config) if isinstance(config, dict) else {}, records)
+    config: dict[str, Any] = {}
+    with suppress(DataError):
+        config = _flat(run_config(folder))
+    return ComparedRun(folder, config, records)
 
 
 def grouped(runs: Sequence[ComparedRun]) -> list[RunGroup]:
@@ -204,7 +204,7 @@ def _by_prompt(group: RunGroup, metric: str, axis: Axis, at: float) -> dict[tupl
             for record in read_rollouts(files[nearest[0]]):
                 if record["data_source"] == source:
                     records.setdefault(prompt_key(record), []).append(record)
-        except (OSError, ValueError, KeyError):
+        except (DataError, KeyError):
             return {}
         sizes = {len(group) for group in records.values()}
         if len(sizes) != 1:

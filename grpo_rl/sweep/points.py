@@ -12,7 +12,8 @@ from pathlib import Path
 
 from grpo_rl.config import overrides
 from grpo_rl.config.compose import Composed, compose
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.run_files import read_json
 from grpo_rl.telemetry.rundir import dated_name
 
 SEED_AXES = ("seed", *overrides.SEEDS)
@@ -65,12 +66,11 @@ class Sweep:
 def read_points(folder: Path) -> list[Point]:
     """Return the runs of the sweep in `folder`; those of runs that were submitted one by one go by the names of their folders."""
     try:
-        record = json.loads((folder / SWEEP_FILE).read_text(encoding="utf-8"))
-        return [Point(dict(entry["values"]), str(entry["name"])) for entry in record]
-    except FileNotFoundError:
+        if (folder / SWEEP_FILE).exists():
+            return [Point(dict(entry["values"]), str(entry["name"])) for entry in read_json(folder / SWEEP_FILE)]
         names = sorted(path.parent.name for path in folder.glob("*=*/config.yaml"))
         return [Point(dict(part.partition("=")[::2] for part in name.split(",")), name) for name in names]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (DataError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder / SWEEP_FILE} cannot be read: {error}") from None
 
 

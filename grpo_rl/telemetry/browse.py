@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import sys
 import textwrap
@@ -38,7 +37,7 @@ def browse(arguments: argparse.Namespace) -> str:
     """Return the rollouts that are shown."""
     conditions = [parse_condition(text) for text in arguments.where]
     step, path = choose_file(find_run(arguments.run), "val" if arguments.val else "rollouts", arguments.step)
-    records = _read(path)
+    records = read_rollouts(path)
     wanted = [condition.name for condition in conditions] + ([arguments.sort.lstrip("-")] if arguments.sort else [])
     check_names(wanted, records)
     chosen = select(records, conditions, arguments.sort)
@@ -88,13 +87,6 @@ def select(records: Sequence[Record], conditions: Sequence[Condition], sort: str
         return value if numbers else str(value)
 
     return sorted(with_value, key=key, reverse=descending) + [record for record in chosen if not has_value(record)]
-
-
-def _read(path: Path) -> list[Record]:
-    try:
-        return read_rollouts(path)
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
 
 
 def _parser() -> Arguments:

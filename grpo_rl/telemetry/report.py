@@ -161,11 +161,11 @@ def _samples(run_dir: RunDir, num_samples: int) -> str:
 
 
 def _by_prompt(records: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {prompt_key(record): record for record in records if record["sample"] == 0}
+    return {prompt_key(record): record for record in records if record.get("sample") == 0}
 
 
 def _reward(record: dict[str, Any]) -> str:
-    reward = record["reward"]
+    reward = record.get("reward")
     return f"{reward:g}" if isinstance(reward, int | float) else str(reward)
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import yaml
 
+from grpo_rl.config.schema.fields import sections
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.run_files import read_text, read_yaml
 from grpo_rl.telemetry.run_lock import LOCK_FILE, RunLock
 
 RUNS = Path("runs")
@@ -143,7 +145,7 @@ class RunDir:
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
         """Write `config.yaml` and `overrides.txt`; different ones from before a resume stay beside them, numbered."""
         for file, text in ((self.config_file, resolved_yaml), (self.overrides_file, "".join(f"{o}\n" for o in overrides))):
-            if file.exists() and file.read_text(encoding="utf-8") != text:
+            if file.exists() and not _has(file, text):
                 file.rename(_first_free(file.with_name(f"{file.stem}.{{}}{file.suffix}")))
             file.write_text(text, encoding="utf-8")
 
@@ -156,8 +158,8 @@ class RunDir:
         for folder in (self.path, earlier):
             if folder is None:
                 continue
-            with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
-                before = yaml.safe_load((folder / self.config_file.name).read_text(encoding="utf-8"))
+            with suppress(DataError):
+                before = read_yaml(folder / self.config_file.name)
                 break
         else:
             return []
@@ -204,6 +206,24 @@ class RunDir:
             if entry.is_file() or any(entry.iterdir()):
                 return True
         return False
+
+
+def run_config(run: Path) -> dict[str, Any]:
+    """Return config.yaml of a run, nested. Raises DataError where it cannot be read, and where a group of keys is a value."""
+    found = read_yaml(run / "config.yaml")
+    for section in sorted(sections()):
+        value: Any = found
+        for part in section.split("."):
+            value = value.get(part, {})
+            if not isinstance(value, dict):
+                raise DataError(f"{run / 'config.yaml'}: {section} is {type(value).__name__}, expected a group of keys")
+    return found
+
+
+def _has(file: Path, text: str) -> bool:
+    with suppress(DataError):
+        return read_text(file) == text
+    return False
 
 
 def named_run(text: str) -> Path | None:

@@ -7,14 +7,19 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import Preempted, exit_code_of, headline
-from grpo_rl.telemetry.metrics.metrics_file import jsonable
+from grpo_rl.errors import DataError, Preempted, exit_code_of, headline
+from grpo_rl.run_files import read_json
+from grpo_rl.telemetry.metrics.metrics_file import is_count, jsonable
 
 FINAL_WAIT_S = 5.0
+MOST_TIME = 10**11
+"""Unix seconds of a year that no clock shows, and that a date can have."""
 
 
 class Status:
@@ -118,10 +123,20 @@ class Status:
             return  # the next change tries again; the run must not depend on being watched
 
 
+_TEXT, _OBJECT = (lambda value: isinstance(value, str)), (lambda value: isinstance(value, dict))
+_FORMS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("state", "phase", "host"), _TEXT),
+    **dict.fromkeys(("step", "total", "last_commit"), is_count),
+    **dict.fromkeys(("restarts", "workers", "error"), _OBJECT),
+    "pid": lambda value: is_count(value) and value > 0,
+    "time": lambda value: isinstance(value, int | float) and 0 <= value < MOST_TIME,
+}
+
+
 def read_status(folder: Path) -> dict[str, Any]:
-    """The status of the run in `folder`; empty where it has none."""
-    try:
-        found = json.loads((folder / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """Return the status of the run in `folder`, without fields of another form than `Status` writes; empty where it has none."""
+    with suppress(DataError):
+        found = read_json(folder / "status.json")
+        if isinstance(found, dict):
+            return {name: value for name, value in found.items() if name not in _FORMS or value is None or _FORMS[name](value)}
+    return {}

@@ -11,12 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from grpo_rl.config.convert import value_problem
+from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import DataError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+from grpo_rl.telemetry.rundir import run_config
 
 Point = tuple[int, float]
 ENTROPY = ("actor/entropy", "rollout/entropy")
@@ -45,11 +46,11 @@ class RunRecord:
             raise DataError(
                 f"{folder}: there is no metrics.jsonl with a step in it, and no status.json; give the folder of a run"
             )
-        config: Any = {}
-        with suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
-            config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        config: dict[str, Any] = {}
+        with suppress(DataError):
+            config = run_config(folder)
         files = {kind: step_files(folder / kind) for kind in ("rollouts", "val")}
-        return cls(config if isinstance(config, dict) else {}, records, files["rollouts"], files["val"])
+        return cls(config, records, files["rollouts"], files["val"])
 
     @cached_property
     def training(self) -> Sequence[Mapping[str, float]]:
@@ -67,13 +68,13 @@ class RunRecord:
         return any("reward/mean" in record for record in self.training)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key of the configuration, `default` where it is not there."""
+        """Return the value of a dotted key of the configuration, `default` where there is none that the key takes."""
         value: Any = self.config
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 return default
             value = value[part]
-        return value
+        return default if key in leaves() and value_problem(key, value) else value
 
     def points(self, key: str) -> list[Point]:
         """Return (step, value) of the training steps at which the metric was measured and is a finite number."""
@@ -123,7 +124,7 @@ class RunRecord:
             if there == step:
                 if path not in self._read:
                     self._read[path] = []
-                    with suppress(OSError, ValueError):
+                    with suppress(DataError):
                         self._read[path] = read_rollouts(path)
                 return self._read[path]
         return []

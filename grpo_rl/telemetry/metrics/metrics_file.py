@@ -8,10 +8,19 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+from grpo_rl.errors import DataError
+from grpo_rl.run_files import read_lines
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Strings for the numbers that JSON does not have."""
+MOST_COUNT = 10**9
+"""The largest step or length that is taken for one."""
+MOST_NUMBER = 1e100
+"""The largest finite number that is taken for a measurement: sums and squares of larger ones overflow."""
+MOST_NAMES = 10_000
+"""The most metrics of a run."""
 
 
 def jsonable(value: Any) -> Any:
@@ -72,30 +81,35 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     """Return the lines of a metrics.jsonl as `{"step": ..., "time": ..., name: value}`, in order of steps.
 
     Lines of one step are merged, the later one wins. A broken line (a process killed while writing) is
-    left out. An absent file is an empty list.
+    left out. An absent file is an empty list. Raises DataError for a file that cannot be read, or has too many names.
     """
     by_step: dict[int, dict[str, float]] = {}
     for record in read_records(path):
         numbers = {key: NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}
-        by_step.setdefault(record["step"], {}).update(
-            {key: value for key, value in numbers.items() if isinstance(value, int | float)}
-        )
+        by_step.setdefault(record["step"], {}).update({key: value for key, value in numbers.items() if is_number(value)})
+    if len({key for record in by_step.values() for key in record}) > MOST_NAMES:
+        raise DataError(f"{path}: has more than {MOST_NAMES:,} metrics, which no run has")
     return [by_step[step] for step in sorted(by_step)]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file that are objects with a `step`, in their order; others are left out. An absent file has none."""
+    """Return the lines of a file that are objects with a `step`, in their order; others are left out. An absent file has none.
+
+    Raises DataError for a file that cannot be read.
+    """
     if not path.exists():
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
+    return [record for _, record in read_lines(path) if record is not None and is_count(record.get("step"))]
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value of JSON is a number as a run measures it."""
+    return isinstance(value, int | float) and (abs(value) <= MOST_NUMBER or not math.isfinite(value))
+
+
+def is_count(value: Any) -> bool:
+    """Return whether a value of JSON is a whole number from 0 that a step, a length or a place can be."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT
 
 
 def _ends_with_newline(path: Path) -> bool:

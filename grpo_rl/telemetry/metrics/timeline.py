@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from grpo_rl.telemetry.metrics.metrics_file import dump_line, read_records
+from grpo_rl.telemetry.metrics.metrics_file import dump_line, is_number, read_records
 
 Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "controller", "wait", "step"]
 """The rows of a timeline. `wait`: one side does nothing because of the other, `what` names the side; `step`: a whole training
@@ -147,12 +148,9 @@ def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
     """
     found = []
     for record in read_records(path):
-        try:
-            found.append(
-                Interval(record["step"], str(record["role"]), str(record["what"]), float(record["start"]), float(record["end"]))
-            )
-        except (KeyError, TypeError, ValueError):
-            continue
+        start, end = record.get("start"), record.get("end")
+        if is_number(start) and is_number(end) and math.isfinite(start) and math.isfinite(end):
+            found.append(Interval(record["step"], str(record.get("role")), str(record.get("what")), float(start), float(end)))
     if last_steps is not None and found:
         first = max(interval.step for interval in found) - last_steps
         found = [interval for interval in found if interval.step > first]

@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from grpo_rl.config.schema.fields import leaves
+from grpo_rl.errors import DataError
+from grpo_rl.run_files import read_text
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _NAME = "trainer.experiment_name"
@@ -22,8 +24,8 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that differ from their defaults, the whole as YAML text, and the commands that repeat and resume the run."""
     words = _words(run)
     whole = ""
-    with suppress(OSError, UnicodeDecodeError):
-        whole = (run / "config.yaml").read_text(encoding="utf-8")
+    with suppress(DataError):
+        whole = read_text(run / "config.yaml")
     return {"different": differences(config, words), "whole": whole, "words": words} | commands(run, config, words)
 
 
@@ -88,8 +90,8 @@ def _shown(value: Any) -> str:
 
 
 def _words(run: Path) -> list[str]:
-    with suppress(OSError, UnicodeDecodeError):
-        return (run / "overrides.txt").read_text(encoding="utf-8").splitlines()
+    with suppress(DataError):
+        return read_text(run / "overrides.txt").splitlines()
     return []
 
 

@@ -14,7 +14,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from grpo_rl.errors import ConfigError, GrpoRlError
+from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+from grpo_rl.run_files import read_bytes
 from grpo_rl.telemetry.page.page_file import default_page, write_page
 
 HOST = "127.0.0.1"
@@ -104,8 +105,8 @@ class PageServer:
                 """Answer with the page or one of its chunks; 404 for everything else, without saying why."""
                 try:
                     file = server._file(self.path, self.headers.get("Host", ""))
-                    content = file.read_bytes() if file is not None else None
-                except (OSError, ValueError):  # ValueError: no name of a file, such as one with a NUL
+                    content = read_bytes(file) if file is not None else None
+                except (DataError, ValueError):  # ValueError: no name of a file, such as one with a NUL
                     file = content = None
                 if file is None or content is None:
                     self.send_error(HTTPStatus.NOT_FOUND)

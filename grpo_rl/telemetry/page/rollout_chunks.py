@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.errors import DataError
+from grpo_rl.run_files import read_bytes
 from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, jsonable
 from grpo_rl.telemetry.metrics.validation import logged_value
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
@@ -103,8 +105,8 @@ def write_chunk(folder: Path, name: str, packed: str) -> None:
 
 
 def read_chunk(folder: Path, name: str) -> Any:
-    """Return the content of a chunk's file. Raises ValueError or OSError where there is none."""
-    match = _CALL.match((folder / f"{name}.js").read_text(encoding="ascii"))
+    """Return the content of a chunk's file. Raises DataError, ValueError or OSError where there is none."""
+    match = _CALL.match(read_bytes(folder / f"{name}.js").decode("ascii"))
     if match is None:
         raise ValueError(f"{folder / name}.js is no chunk")
     return unpack(match[1])
@@ -127,7 +129,7 @@ class _Packer:
 
     def add(self, kind: str, step: int, path: Path) -> None:
         """Pack one step's file, or keep what was packed of it before."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, DataError):
             found = path.stat()
             stamp, key = [found.st_size, found.st_mtime_ns], f"{kind}/{step}"
             if self._stamped.get(key) == stamp and (kind, step) in self._earlier:
@@ -246,7 +248,7 @@ def _size(path: Path) -> int | None:
 
 def _earlier(folder: Path) -> Any:
     """Return the index that an earlier call left; None where there is none, or one of another version."""
-    with suppress(OSError, ValueError):
+    with suppress(DataError, OSError, ValueError):
         index = read_chunk(folder, INDEX)
         if isinstance(index, dict) and index.get("format") == FORMAT:
             return index

@@ -14,6 +14,8 @@ from typing import Any
 
 from grpo_rl.child_processes import is_running
 from grpo_rl.config.secrets import redact
+from grpo_rl.errors import DataError
+from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.diagnosis.diagnose import RULES, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
@@ -88,8 +90,8 @@ def current_status(run: Path, state: str | None = None) -> dict[str, Any]:
 def plan_sections(run: Path) -> list[dict[str, Any]]:
     """Return the plan as sections of (label, text); empty where the run left none."""
     text = ""
-    with suppress(OSError, UnicodeDecodeError):
-        text = redact((run / "plan.txt").read_text(encoding="utf-8"))
+    with suppress(DataError):
+        text = redact(read_text(run / "plan.txt"))
     sections: list[dict[str, Any]] = []
     for line in text.splitlines():
         if _SECTION.match(line):

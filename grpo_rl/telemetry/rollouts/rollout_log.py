@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import re
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from grpo_rl.config.secrets import hide_known
-from grpo_rl.telemetry.metrics.metrics_file import dump_line
+from grpo_rl.errors import DataError
+from grpo_rl.run_files import read_lines
+from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, dump_line, is_count, is_number
 from grpo_rl.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:  # types imports torch, which reading a log does not need
@@ -30,6 +31,7 @@ ZSTD = ".zst"
 WRITE_S = 3600.0
 """The longest time in which one step's rollouts are written."""
 CLOSE_S = 30.0
+MOST_REWARD_PARTS = 1000
 _LATE = f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s"
 
 
@@ -295,16 +297,54 @@ def episode_record(episode: Episode) -> dict[str, Any]:
 
 
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
-    """Return the records of one file that `RolloutLog.write` wrote. Raises OSError where it is damaged or cannot be read."""
-    content = path.read_bytes() if path.suffix != ZSTD else _unpacked(path)
-    return [json.loads(line) for line in content.decode("utf-8").splitlines()]
+    """Return the records of one file that `RolloutLog.write` wrote.
+
+    Raises DataError where it cannot be read, and for the first line with a field of another form than the writer's.
+    """
+    records = []
+    for number, record in read_lines(path):
+        if record is None:
+            raise DataError(f"{path}, line {number}: is no JSON object")
+        for name, value in record.items():
+            expected, is_right = FORMS.get(name, ("", None))
+            if is_right is not None and value is not None and not is_right(value):
+                raise DataError(f"{path}, line {number}: {name} is {str(value)[:40]!r}, expected {expected}")
+        records.append({"prompt": "", "response": ""} | record | {"reward_parts": record.get("reward_parts") or {}})
+    return records
 
 
-def _unpacked(path: Path) -> bytes:
-    import pyarrow
+def _is_number(value: Any) -> bool:
+    return is_number(NON_FINITE.get(value, value) if isinstance(value, str) else value)
 
-    with pyarrow.OSFile(str(path)) as file, pyarrow.CompressedInputStream(file, "zstd") as packed:
-        return bytes(packed.read())
+
+def _are(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda values: isinstance(values, list) and all(map(is_right, values))
+
+
+def _is_episode(value: Any) -> bool:
+    """Return whether this is a conversation, with the places of its sampled turns."""
+    spans = _are(lambda span: _are(is_count)(span) and len(span) == 2)
+    messages = _are(lambda message: isinstance(message, dict))
+    return isinstance(value, dict) and messages(value.get("messages", [])) and spans(value.get("spans", []))
+
+
+_TEXT = ("a text", lambda value: isinstance(value, str))
+_NUMBER = ("a number", _is_number)
+_COUNT = ("a whole number from 0", is_count)
+_NUMBERS = ("a list of numbers", _are(lambda value: value is None or _is_number(value)))
+FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("prompt", "response", "data_source", "uid", "finish_reason", "failure", "failure_cause", "ended"), _TEXT),
+    **dict.fromkeys(("reward", "advantage", "baseline", "rollout_logprob_mean"), _NUMBER),
+    **dict.fromkeys(("sample", "prompt_length", "response_length", "num_turns"), _COUNT),
+    **dict.fromkeys(("token_logprobs", "token_ratios", "token_advantages"), _NUMBERS),
+    "token_ids": ("a list of whole numbers from 0", _are(is_count)),
+    "reward_parts": (
+        f"an object of at most {MOST_REWARD_PARTS} names",
+        lambda value: isinstance(value, dict) and len(value) <= MOST_REWARD_PARTS,
+    ),
+    "episode": ("an object with messages and spans", _is_episode),
+}
+"""The form of a field of the log, by its name; null stands for one that is not known."""
 
 
 def prompt_key(record: Mapping[str, Any]) -> tuple[str, str]:
@@ -326,7 +366,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, file) of every step in `folder`, ascending; none where there is no such folder."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"step_(\d+)\.jsonl(\.zst)?", path.name)
+        match = re.fullmatch(r"step_([0-9]{1,9})\.jsonl(\.zst)?", path.name)
         if match:
             found.append((int(match[1]), path))
     return sorted(found)

@@ -129,7 +129,7 @@ def test_wrong_words_are_refused_with_what_there_is(run, capsys, words, code, me
 def test_a_broken_file_is_told(run, capsys):
     (run / "rollouts" / "step_9.jsonl").write_text('{"reward": \n')
     assert main([str(run)]) == 3
-    assert "step_9.jsonl: cannot be read" in capsys.readouterr().err
+    assert "step_9.jsonl, line 1: is no JSON object" in capsys.readouterr().err
 
 
 def test_a_condition_has_a_name_a_comparison_and_a_value():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_rl.episode import Episode, PlayedTurn
+from grpo_rl.errors import DataError
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.tokens import Stretch, TokenBlock
@@ -155,7 +156,7 @@ def test_compressed_rollouts_are_the_same_lines_in_less_room(tmp_path: Path) -> 
     RolloutLog(run_dir).truncate_after(1)
     assert not packed.exists() and plain.exists()
     packed.write_bytes(b"\x28\xb5\x2f\xfd damaged")
-    with pytest.raises(OSError, match="ZSTD"):
+    with pytest.raises(DataError, match="ZSTD"):
         read_rollouts(packed)
 
 

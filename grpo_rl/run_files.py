@@ -1,0 +1,155 @@
+"""Reading of files in a run's folder, which somebody may have sent: nothing in them makes a reader wait, or take all memory.
+
+A file must be a regular one, and no link. Its size, unpacked too, its nesting and the number of its lists and objects have
+bounds. Whole numbers beyond 64 bits become floats, which every reader handles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from grpo_rl.errors import DataError
+
+MOST_BYTES = 2**29
+"""The largest log, unpacked: a step of 16,000 responses of 8,000 tokens has as much."""
+MOST_TEXT_BYTES = 2**22
+"""The largest file that a person reads as well: configuration, plan, status."""
+MOST_DEPTH = 64
+"""The deepest nesting; what this program writes has at most 12."""
+MOST_PARTS = 2 * 10**7
+"""The most lists and objects in a file: each takes 64 bytes and more."""
+_PIECE = 2**24
+_LONG_NUMBER = re.compile(r"[0-9]{19}")
+_YAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def opened(path: Path) -> BinaryIO:
+    """Return a regular file, open for reading. Raises OSError for everything else, at once."""
+    # Without O_NONBLOCK the opening of a FIFO waits for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a file; unpacked where its name ends in .zst. Raises DataError where that cannot be had."""
+    try:
+        with opened(path) as file:
+            found = file.read(most + 1)
+        if path.suffix == ".zst" and len(found) <= most:
+            found = _unpacked(found, most)
+    except OSError as error:
+        reason = "it is a link" if path.is_symlink() else error.strerror or error
+        raise DataError(f"{path}: cannot be read: {reason}") from error
+    if len(found) > most:
+        raise DataError(f"{path}: cannot be read: it has more than {most:,} bytes")
+    return found
+
+
+def read_text(path: Path) -> str:
+    """Return a text of at most MOST_TEXT_BYTES. Raises DataError where that cannot be had."""
+    try:
+        return read_bytes(path, MOST_TEXT_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: cannot be read: it is no UTF-8 text") from error
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file. Raises DataError where there is none."""
+    try:
+        return parsed(read_text(path))
+    except ValueError as error:
+        raise DataError(f"{path}: cannot be read as JSON: {error}") from error
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the keys and values in a YAML file without aliases. Raises DataError where there are none."""
+    try:
+        text, depth = read_text(path), 0
+        for event in yaml.parse(text, Loader=_YAML):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
+        found = _plain(_YAML(text).get_single_data())
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: cannot be read: it is no mapping of keys")
+    return found
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield number and object of each line of a JSON Lines file; None for a line that is no object.
+
+    Raises DataError where the file cannot be read.
+    """
+    content = read_bytes(path)
+    if sum(map(content.count, (b"\n", b"[", b"{"))) > MOST_PARTS:
+        raise DataError(f"{path}: cannot be read: it has more than {MOST_PARTS:,} lines, lists and objects")
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            found = parsed(line.decode("utf-8", errors="replace"))
+        except ValueError:
+            found = None
+        yield number, found if isinstance(found, dict) else None
+
+
+def parsed(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError for another text, and for one that is nested too deeply."""
+    try:
+        found = json.loads(text, parse_int=_whole) if _LONG_NUMBER.search(text) else json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if text.count("[") + text.count("{") > MOST_DEPTH:
+        _refuse_depth(found, MOST_DEPTH)
+    return found
+
+
+def _unpacked(packed: bytes, most: int) -> bytes:
+    import pyarrow
+
+    parts, size = [], 0
+    with pyarrow.CompressedInputStream(pyarrow.BufferReader(packed), "zstd") as stream:
+        while size <= most and (part := stream.read(_PIECE)):
+            parts.append(part)
+            size += len(part)
+    return b"".join(parts)
+
+
+def _whole(text: str) -> int | float:
+    value = int(text) if len(text) < 20 else float(text)
+    return value if abs(value) < 2**63 else float(value)
+
+
+def _refuse_depth(value: Any, room: int) -> None:
+    if isinstance(value, dict | list):
+        if room == 0:
+            raise ValueError("it is nested too deeply")
+        for part in value.values() if isinstance(value, dict) else value:
+            if isinstance(part, dict | list):
+                _refuse_depth(part, room - 1)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of YAML as JSON has it: keys are texts, and so are dates."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
+        return float(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

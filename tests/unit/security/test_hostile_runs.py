@@ -1,0 +1,209 @@
+"""Files of a run that somebody sent: whatever is in them, a command that looks at the run ends, with a result or a clear error."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pyarrow
+import pytest
+
+import grpo_rl
+from grpo_rl import run_files
+from grpo_rl.__main__ import main
+from grpo_rl.config.compose import compose
+from grpo_rl.errors import DataError, GrpoRlError
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, write_rollouts
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import Status
+from grpo_rl.types import Prompt, Rollout
+
+FILES = ("config.yaml", "overrides.txt", "plan.txt", "status.json", "metrics.jsonl", "timeline.jsonl")
+LOGS = ("rollouts/step_3.jsonl", "val/step_3.jsonl")
+QUICK = (
+    ["doctor", "{run}", "--json"],
+    ["page", "{run}"],
+    ["watch", "{run}", "--once"],
+    ["browse", "{run}"],
+    ["browse", "{run}", "--val", "--sort", "reward", "--where", "acc>0"],
+)
+SLOW = (
+    ["compare", "{run}", "{other}", "--output", "{out}"],
+    ["export", "{run}@start", "--output", "{out}"],
+    ["export", "{run}@3", "--output", "{out}"],
+    ["eval", "{run}@last", "--output", "{out}"],
+)
+"""Commands that read what the quick ones read, and load more: they are tried with a file of each kind."""
+LONGEST_S = 60
+
+
+def make_run(base: Path, name: str) -> Path:
+    run_dir = RunDir.create(base, name)
+    composed = compose([f"trainer.default_local_dir={base}", f"trainer.experiment_name={name}"])
+    run_dir.write_config(composed.yaml(), composed.overrides)
+    run_dir.plan_file.write_text("plan: recipe arithmetic/grpo\n  model        builtin:arithmetic\n")
+    metrics = MetricsFile(run_dir.metrics_file)
+    for step in range(4):
+        metrics.log(step, {"reward/mean": 0.1 * step, "val/arithmetic/mean@1": 0.1 * step, "timing_s/step": 1.0})
+        rollouts = [
+            Rollout(
+                Prompt(f"val-{row}", [1], f"{row}+1=", "arithmetic", ground_truth=str(row + 1)),
+                *(
+                    sample,
+                    [3, 4],
+                    [-0.1, -0.2],
+                    "stop",
+                    ((1, 2),),
+                    str(row),
+                    float(row == sample),
+                    {"acc": float(row == sample)},
+                ),
+            )
+            for row in range(3)
+            for sample in range(2)
+        ]
+        for folder in (run_dir.rollouts, run_dir.val):
+            write_rollouts(folder / f"step_{step}.jsonl", rollouts, [0.5] * 6, token_groups=1)
+    metrics.close()
+    run_dir.timeline_file.write_text('{"step": 1, "role": "rollout", "what": "gen", "start": 0.0, "end": 1.0}\n')
+    status = Status(run_dir.status_file)
+    status.update(step=3, total=3)
+    status.end()
+    run_dir.release()
+    return run_dir.path
+
+
+def instead(file: str, put: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def spoil(run: Path) -> None:
+        (run / file).unlink()
+        put(run / file)
+
+    return spoil
+
+
+def text(file: str, content: str) -> Callable[[Path], Any]:
+    return instead(file, lambda path: path.write_text(content))
+
+
+def changed(file: str, **fields: Any) -> Callable[[Path], Any]:
+    """Return a function that sets these fields in the last line of a file of JSON."""
+
+    def spoil(run: Path) -> None:
+        *lines, last = (run / file).read_text().splitlines() if file.endswith("l") else [(run / file).read_text()]
+        (run / file).write_text("\n".join([*lines, json.dumps(json.loads(last) | fields)]) + "\n")
+
+    return spoil
+
+
+def bomb(path: Path) -> None:
+    """Write 2 GiB of zeros as a file of zstd of 64 kB."""
+    with pyarrow.OSFile(f"{path}.zst", "wb") as file, pyarrow.CompressedOutputStream(file, "zstd") as packed:
+        for _ in range(128):
+            packed.write(bytes(2**24))
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+ALIASES = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+LONG = 10**400
+WRONG: tuple[Any, ...] = ("x", [1], {"a": 1}, LONG, -1, 1e308, [[]], True)
+FIELDS = ("uid", "reward_parts", "prompt", "reward", "sample", "reward", "token_ids", "response", "token_logprobs", "episode")
+HOSTILE: dict[str, Callable[[Path], Any]] = {
+    **{f"{file} is a FIFO": instead(file, os.mkfifo) for file in (*FILES, *LOGS)},
+    **{f"{file} never ends": instead(file, lambda path: path.symlink_to("/dev/zero")) for file in (*FILES, *LOGS)},
+    **{f"{file} is a folder": instead(file, Path.mkdir) for file in (*FILES, *LOGS)},
+    **{f"{file} is deep": text(file, DEEP) for file in (*FILES, *LOGS)},
+    **{f"{file} has lists": text(file, '{"step": 1}\n[1, 2]\n3\nnull\n') for file in (*FILES, *LOGS)},
+    **{f"{file} is binary": instead(file, lambda path: path.write_bytes(bytes(range(256)))) for file in (*FILES, *LOGS)},
+    **{f"{file} is a bomb": instead(file, bomb) for file in LOGS},
+    "config.yaml has aliases": text("config.yaml", ALIASES),
+    "config.yaml has sections that are none": text("config.yaml", "actor_rollout_ref: [1]\ndata: 3\ntrainer: x\n"),
+    "config.yaml has wrong values": lambda run: (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace(": true", ": [x]").replace(": 8", f": {LONG}").replace(": null", ": {1: 2}")
+    ),
+    "config.yaml has a date": text("config.yaml", "trainer: {experiment_name: 2020-01-01, seed: 1e999}\n1: {2: 3}\n"),
+    "status.json has a pid of no process": changed("status.json", state="running", pid=2**63, time=LONG, total="x", step="3"),
+    **{
+        f"status.json has {str(wrong)[:9]}": changed("status.json", **dict.fromkeys(Status()._fields, wrong), tokenizer=wrong)
+        for wrong in WRONG
+    },
+    "status.json ends with a code of none": changed("status.json", state="failed", error={"exit_code": 2**70}),
+    **{
+        f"metrics.jsonl has {str(wrong)[:9]}": changed(
+            "metrics.jsonl", **dict.fromkeys(("reward/mean", "timing_s/step", "time", "val/arithmetic/mean@1"), wrong)
+        )
+        for wrong in WRONG
+    },
+    **{f"metrics.jsonl has step {str(wrong)[:9]}": changed("metrics.jsonl", step=wrong) for wrong in (*WRONG, 10**12)},
+    **{
+        f"timeline.jsonl has {str(wrong)[:9]}": changed("timeline.jsonl", start=wrong, end=wrong, role=wrong) for wrong in WRONG
+    },
+    "metrics.jsonl has many names": changed("metrics.jsonl", **{f"m/{number}": 1.0 for number in range(20_000)}),
+    **{
+        f"{file} has {field} {str(wrong)[:9]}": changed(file, **{field: wrong})
+        for file in LOGS
+        for field, wrong in zip(FIELDS, (*WRONG, *WRONG), strict=False)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("runs")
+    make_run(base, "sent")
+    make_run(base, "other")
+    return base
+
+
+@pytest.fixture
+def deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def late(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(f"after {LONGEST_S} s there was no end")
+
+    # A log of 512 MiB is legitimate; what is tried here is larger than this in any case.
+    monkeypatch.setattr(run_files, "MOST_BYTES", 2**24)
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(LONGEST_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("deadline")
+@pytest.mark.parametrize("what", HOSTILE)
+def test_looking_at_a_hostile_run_ends_with_a_result_or_a_clear_error(
+    what: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(runs / "sent", tmp_path / "sent")
+    HOSTILE[what](run)
+    is_slow = any(
+        word in what
+        for word in (" is a FIFO", "metrics.jsonl has lists", "aliases", "sections", "wrong values", "metrics.jsonl has {")
+    )
+    for words in (*QUICK, *SLOW) if is_slow else QUICK:
+        known = {"run": run, "other": runs / "other", "out": tmp_path / "out"}
+        code = main([word.format(**known) for word in words])
+        out, err = capsys.readouterr()
+        # What ends in 6 is `watch`, of a run whose process is gone.
+        assert code in (0, 2, 3, 4, 6) and "Traceback" not in out + err, (words, code, err)
+    for look in ("metrics", "rollouts", "report", "config", "overrides", "__repr__", *(["plot"] if is_slow else [])):
+        try:
+            found = getattr(grpo_rl.Run(run), look)
+            assert (found() if callable(found) else found) is not None
+        except GrpoRlError as error:
+            assert error.exit_code != 70
+
+
+def test_a_wrong_row_is_named_with_what_is_expected(runs: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(runs / "sent", tmp_path / "sent")
+    changed("rollouts/step_3.jsonl", reward_parts=[1])(run)
+    with pytest.raises(DataError, match=r"step_3.jsonl, line 6: reward_parts is '\[1\]', expected an object"):
+        read_rollouts(run / "rollouts/step_3.jsonl")
