@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import ClassVar
 
 LIBRARIES = (os.path.join(os.path.dirname(__file__), ""), os.path.join(os.path.dirname(os.__file__), ""), "<")
 """Beginnings of the paths of code that is no user's: this package, the standard library, code without a file."""
+
+SETUP = "bash scripts/setup.sh makes one with all that is needed, .venv: start with .venv/bin/python"
+"""The remedy for a module that is missing."""
 
 EXIT_CODES = {
     0: ("done", "nothing"),
@@ -120,6 +124,8 @@ def exit_code_of(error: BaseException) -> int:
     """Return the code that the command ends with because of `error`."""
     if isinstance(error, GrpoRlError | Preempted):
         return error.exit_code
+    if isinstance(error, ModuleNotFoundError):
+        return ClusterError.exit_code
     return 130 if isinstance(error, KeyboardInterrupt) else 70
 
 
@@ -129,6 +135,8 @@ def headline(error: BaseException) -> str:
     text = lines[0] if lines else "no message"
     if not isinstance(error, GrpoRlError | Preempted):
         text = f"{type(error).__name__}: {text}"
+    if isinstance(error, ModuleNotFoundError):
+        text = f"{text} in the environment of {sys.executable}; {SETUP}"
     where = getattr(error, "where", "")
     advice = getattr(error, "advice", "")
     return (f"{where}: {text}" if where else text) + (f"; {advice}" if advice else "")

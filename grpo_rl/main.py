@@ -98,6 +98,10 @@ def exit_code_after(
         on_error(error)
         return exit_code_of(error)
     except Exception as error:  # the last resort: whatever it is, the user gets a line and a file, not a wall of text
+        if isinstance(error, ModuleNotFoundError):
+            print(redact(f"error: {headline(error)}"), file=sys.stderr)
+            on_error(error)
+            return exit_code_of(error)
         print(redact(f"unexpected {headline(error)}"), file=sys.stderr)
         place = _traceback_file(error)
         print(f"  the traceback is in {place}", file=sys.stderr)

@@ -61,15 +61,33 @@ if [[ ! -x $ray ]] && ! ray=$(command -v ray); then
     ray=.venv/bin/ray
 fi
 
-# Written by Python, so that values with quotes or line breaks arrive as they are.
-runtime_env=$("$(dirname "$ray")/python" - <<'PYTHON'
-import json, os
+# Written by Python, so that values with quotes or line breaks arrive as they are. It asks for the job server first: Ray answers
+# one that is not there with forty lines. The hook runs in the process that starts the job, in the head's environment, which the
+# job is to run in as well: its `python3` is the head's.
+runtime_env=$(ADDRESS=$address DRY_RUN=$dry_run "$(dirname "$ray")/python" - <<'PYTHON'
+import http.client, json, os, sys, urllib.error, urllib.request
+
+address = os.environ["ADDRESS"]
+if address.startswith("http") and not os.environ["DRY_RUN"]:
+    try:
+        urllib.request.urlopen(f"{address}/api/version", timeout=10).close()
+    except urllib.error.HTTPError:
+        pass  # it answers, and wants a token
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        print(
+            f"no job server at {address} ({getattr(error, 'reason', error)}). A head has one where Ray is installed with it "
+            "(bash scripts/setup.sh cluster) and started for others to reach: .venv/bin/ray start --head --dashboard-host=0.0.0.0",
+            file=sys.stderr,
+        )
+        sys.exit(6)
 
 names = os.environ.get("GRPO_RL_SEND_ENV", "WANDB_API_KEY MLFLOW_TRACKING_URI HF_TOKEN HF_HUB_OFFLINE").split()
 left_out = [".git", ".venv", ".*_cache", "**/__pycache__", "runs", "outputs", "multirun", "build", "dist", "tests"]
 print(json.dumps({
     "excludes": [f"/{name}" if "*" not in name else name for name in left_out],
-    "env_vars": {name: os.environ[name] for name in names if name in os.environ},
+    # By this variable of Ray's; its key `worker_process_setup_hook` reaches the job's workers and not what starts the job.
+    "env_vars": {name: os.environ[name] for name in names if name in os.environ}
+    | {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "grpo_rl.child_processes.lead_path"},
 }))
 PYTHON
 )
@@ -77,7 +95,7 @@ PYTHON
 # submit WORD...: one job.
 submit() {
     local command=("$ray" job submit --address "$address" ${wait_flag:+"$wait_flag"}
-        --working-dir . --runtime-env-json "$runtime_env" -- python -m grpo_rl.main "$@")
+        --working-dir . --runtime-env-json "$runtime_env" -- python3 -m grpo_rl.main "$@")
     if [[ -n $dry_run ]]; then printf '%q ' "${command[@]}" && echo; else "${command[@]}"; fi
 }
 

@@ -29,6 +29,7 @@ FLOORS = {
     "faults": 0,
     "child_processes": 0,
     "machine_memory": 0,
+    "source_code": 0,
     "config": 0,
     "protocols": 1,
     "algos": 1,

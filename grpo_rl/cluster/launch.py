@@ -20,6 +20,7 @@ from grpo_rl.cluster.processes.forks import modules_for
 from grpo_rl.cluster.session.ray_session import Connection, clean_earlier, connecting
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.redaction import scrub
+from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import (
@@ -34,6 +35,7 @@ from grpo_rl.errors import (
 )
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.first_look import lack_of_memory, of_memory
+from grpo_rl.source_code import digest, sources
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.page.beside_run import FAILED_S, LAST_S, PageBeside
 from grpo_rl.telemetry.report import final_report
@@ -130,6 +132,8 @@ def train(launch: Launch, stack: ExitStack) -> None:
     config, plan, run_dir, console = launch.plan.config, launch.plan, launch.run_dir, launch.console
     lost = ends_the_run(plan, launch.status, run_dir, console)
     connection = stack.enter_context(_connecting(launch, lost))
+    code = digest(sources(function_files(launch.composed.resolved)))
+    launch.status.update(code=code)
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
     with console.progress("starting Ray, and loading libraries"):
@@ -176,6 +180,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
         objective=plan.objective,
         rows=inputs.rows,
         collected=collected,
+        code=code,
     )
     training = Run(context, plan.schedule)
     if launch.checkpoint is not None:

@@ -14,8 +14,9 @@ import ray
 
 from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
+from grpo_rl.cluster.processes import machines
 from grpo_rl.cluster.processes.forks import environment_of
-from grpo_rl.cluster.processes.placement import Pool, Slot, raylets
+from grpo_rl.cluster.processes.placement import Pool, Slot, raylets, runs_here
 from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
@@ -37,6 +38,7 @@ from grpo_rl.cluster.roles.trained_reward_model_role import (
     trained_reward_model_spec,
 )
 from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.config.relative_paths import function_files
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.plan.decisions import Plan, RoleName
@@ -91,7 +93,31 @@ class Cluster:
                 grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
                 nodes_per_slot=planned.nodes_per_engine,
             )
+            if not runs_here():
+                run_folder, (own_files, models) = self.log_dir.parent, self._read_in(name)
+                machines.check(self.pools[name].nodes(), run_folder, own_files, models)
         return self.pools[name]
+
+    def _read_in(self, pool: str) -> tuple[list[str], dict[str, str]]:
+        """Return what the workers in a pool read: files of the user's functions, and folders of models with their settings."""
+        roles = {role.name for role in self.plan.roles if role.pool == pool}
+        policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
+        models = {self.reward_model_path: "reward.reward_model.model_path"} if "reward_model" in roles else {}
+        if "critic" in roles and self.plan.critic_model is not None:
+            models[self.plan.critic_model] = "critic.model.path"
+        if roles - {"reward_model", "critic"} or ("critic" in roles and self.plan.critic_model is None):
+            models[self.model_path] = "actor_rollout_ref.model.path"
+        if "actor" in roles and policy.lora_adapter_path is not None:
+            models[policy.lora_adapter_path] = "actor_rollout_ref.model.lora_adapter_path"
+        if "rollout" in roles and policy.tokenizer_path is not None:
+            models[policy.tokenizer_path] = "actor_rollout_ref.model.tokenizer_path"
+        functions = [
+            actor.policy_loss.loss_mode,
+            actor.loss_agg_mode,
+            actor.kl_loss_type,
+            self.config.actor_rollout_ref.rollout.name,
+        ]
+        return function_files(functions), models
 
     def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> SupervisedSet | None:
         """Start the processes of a role, with nothing in them yet; None where the plan does not have it."""
@@ -138,7 +164,11 @@ class Cluster:
             address = "127.0.0.1"
         trainer, size = self.config.trainer, len(worker_set)
         timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
-        return [Rank(i, size, address, port, self.plan.machine.device, *timeouts, trainer.deterministic) for i in range(size)]
+        here = [place[0] if address != "127.0.0.1" else address for place in places]
+        return [
+            Rank(i, size, address, port, self.plan.machine.device, *timeouts, trainer.deterministic, here[i])
+            for i in range(size)
+        ]
 
     def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]], began: float | None = None) -> None:
         """Wait until all workers are made. One progress line per role has the time since `began`: they start side by side."""

@@ -8,6 +8,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from grpo_rl.cluster.processes.placement import runs_here
 from grpo_rl.cluster.roles.actor_role import actor_factory
 from grpo_rl.cluster.start_roles import Cluster, actor_spec, make_actor
 from grpo_rl.config.derived import Machine
@@ -31,28 +32,45 @@ from grpo_rl.types import Metrics
 COMPLETE = "warm_start.json"
 
 
-def unstarted_folder(name: str) -> str:
-    """Return a folder with the embedded model as it was initialised; its tokenizer and config are those of the warm one."""
-    warm = builtin.cache_folder(name)
+def unstarted_folder(name: str, warm: Path | None = None) -> str:
+    """Return a folder with the embedded model as it was initialised, beside `warm`, by default the one in the cache.
+
+    Its tokenizer and config are those of the warm one.
+    """
+    warm = warm or builtin.cache_folder(name)
     if _is_complete(warm):
         return str(warm)
     return str(builtin.build(name, warm.with_name(warm.name + ".random")))
 
 
 def ready_folder(path: str, machine: Machine, log_dir: Path, console: Console) -> str:
-    """Return the folder of a model: that of an embedded one, warm-started, or the path of any other as it is."""
-    return str(ensure(path, machine, log_dir, console)) if path.startswith(builtin.PREFIX) else path
+    """Return the folder of a model: that of an embedded one, warm-started, or the path of any other as it is.
+
+    On a cluster that is `models/` in the run's folder, which holds `log_dir`: other machines may have another home.
+    """
+    if not path.startswith(builtin.PREFIX):
+        return path
+    cached = builtin.cache_folder(path)
+    if runs_here():
+        return str(ensure(path, cached, machine, log_dir, console))
+    shared = log_dir.parent / "models" / cached.name
+    if not _is_complete(shared) and _is_complete(cached):
+        _copy(cached, shared)
+    ensure(path, shared, machine, log_dir, console)
+    if not _is_complete(cached):
+        _copy(shared, cached)
+    return str(shared)
 
 
-def ensure(name: str, machine: Machine, log_dir: Path, console: Console) -> Path:
-    """Return the folder of the warm-started model, which is trained now if it is not in the cache."""
-    warm = builtin.cache_folder(name)
+def ensure(name: str, warm: Path, machine: Machine, log_dir: Path, console: Console) -> Path:
+    """Return `warm`, the folder of the warm-started model, which is trained now if it is not there."""
     if _is_complete(warm):
         return warm
-    tokenizer = load_tokenizer(unstarted_folder(name))
+    unstarted = unstarted_folder(name, warm)
+    tokenizer = load_tokenizer(unstarted)
     spec = builtin.get_builtin(name).warm_start
-    plan = decide(_config(spec, unstarted_folder(name)), machine)
-    cluster = Cluster(plan, unstarted_folder(name), "", log_dir / "warm_start", console)
+    plan = decide(_config(spec, unstarted), machine)
+    cluster = Cluster(plan, unstarted, "", log_dir / "warm_start", console)
     try:
         worker_set = cluster.start("actor")
         assert worker_set is not None, "a plan that trains has an actor"
@@ -74,8 +92,7 @@ def ensure(name: str, machine: Machine, log_dir: Path, console: Console) -> Path
                 bar.advance(note=f"loss {metrics['actor/pg_loss']:.3f}")
 
             offline.fit(actor, learnt, num_steps=spec.num_steps, batch_size=spec.batch_size, seed=spec.seed, on_step=on_step)
-        warm.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{warm.name}-", dir=warm.parent))
+        fresh = _beside(warm)
         actor.export(fresh)
         (fresh / COMPLETE).write_text("{}")
     finally:
@@ -101,6 +118,18 @@ def _config(spec: builtin.WarmStart, folder: str) -> Config:
 
 def _is_complete(folder: Path) -> bool:
     return (folder / COMPLETE).is_file()
+
+
+def _beside(folder: Path) -> Path:
+    """Return a new folder beside this one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+
+
+def _copy(folder: Path, to: Path) -> None:
+    fresh = _beside(to)
+    shutil.copytree(folder, fresh, dirs_exist_ok=True)
+    _publish(fresh, to)
 
 
 def _publish(fresh: Path, warm: Path) -> None:

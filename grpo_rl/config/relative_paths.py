@@ -63,6 +63,16 @@ BY_NAME = ("reward.function_kwargs", f"{_A}.rollout.multi_turn.tools")
 """Keys with options by name, whose names may be `file.py:function`."""
 
 
+def function_files(tree: Any) -> list[str]:
+    """Return the Python files that the strings in `tree`, values and names of keys, name as `file.py` or `file.py:function`."""
+    if isinstance(tree, Mapping):
+        return sorted({*function_files(list(tree)), *function_files(list(tree.values()))})
+    if isinstance(tree, str):
+        match = _FUNCTION.fullmatch(tree)
+        return [] if match is None else [match["file"].strip()]
+    return sorted({file for entry in tree for file in function_files(entry)}) if isinstance(tree, list | tuple) else []
+
+
 def from_folder(tree: Mapping[str, Any], folder: Path, prefix: str = "") -> dict[str, Any]:
     """Return `tree` (keys of the configuration, nested) with its relative paths made absolute, starting at `folder`."""
     # A data set class of the user's own gets names, which need not be files.

@@ -246,6 +246,9 @@ class Run:
             self._unlogged = None
         self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
         self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")
+        before = checkpoint.state.get("code", self.context.code)
+        if before != self.context.code:
+            self.output.console.warn(f"the code is another than that of the checkpoint: {before} -> {self.context.code}")
         for aside in self.store.set_aside_after(self.step):
             self.output.console.info(f"a checkpoint of a later step is now {aside}")
         if self.step >= self.total_steps and not self.config.trainer.val_only:
@@ -259,6 +262,7 @@ class Run:
         own = {
             "step": self.step,
             "schedule": self.config.trainer.schedule,
+            "code": self.context.code,
             "nonfinite": self.nonfinite.state_dict(),
             "unlogged": self._unlogged,
         }

@@ -115,6 +115,8 @@ class Context:
     """The function that the actor's updates minimise, as the plan has it."""
     rows: TrainingRows | None = None
     """The rows that are trained on as they stand; None where the trained responses are sampled."""
+    code: str = ""
+    """The digest of the sources that the run was started with."""
 
     @property
     def validates(self) -> bool:

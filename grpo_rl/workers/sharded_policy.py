@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,6 +28,8 @@ M = TypeVar("M", bound=PackedModel)
 def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
     """Join the process group of this rank's worker set (NCCL on GPUs, gloo on CPU); return this process's device.
 
+    Both libraries use the interface with the address by which Ray knows the machine, unless the environment names one.
+
     Where gradients lie in host memory, the ranks of GPUs have gloo beside NCCL: their norm is added up there.
     """
     if rank.deterministic:
@@ -33,9 +37,11 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
     device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if rank.master_address == "127.0.0.1":
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    interface = interface_of(rank.address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        # By itself NCCL takes this for the beginning of a name.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     timeout = datetime.timedelta(seconds=rank.timeout_s)
     dist.init_process_group(
         ("cpu:gloo,cuda:nccl" if in_host_memory else "nccl") if device.type == "cuda" else "gloo",
@@ -46,6 +52,20 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
         timeout=timeout,
     )
     return device
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that has this address; None where none has, as behind a translation of addresses.
+
+    Left to itself gloo takes the interface of what this machine's own name resolves to: on Debian and Ubuntu that is 127.0.1.1,
+    which no other machine reaches.
+    """
+    wanted = ipaddress.ip_address(address)
+    for name, found in psutil.net_if_addrs().items():
+        for one in found:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and ipaddress.ip_address(one.address) == wanted:
+                return name
+    return None
 
 
 def _store(rank: Rank, timeout: datetime.timedelta) -> dist.TCPStore:

@@ -29,6 +29,8 @@ class Rank:
     """The longest wait for the others while models are loaded, where that is longer."""
     deterministic: bool = False
     """Compute by kernels only whose results have the same bits every time; an operation without one raises."""
+    address: str = "127.0.0.1"
+    """The address of this process's machine, by which Ray knows it; the loopback where the whole run is on one machine."""
 
     @property
     def patience_s(self) -> float:

@@ -96,6 +96,10 @@ class Pool:
                 slots.append(Slot(group, tuple(bundles), tuple(gpu_ids[b] for b in own) if gpu_ids else ()))
         return slots
 
+    def nodes(self) -> set[str]:
+        """Return Ray's ids of the nodes that the pool is on."""
+        return {node for group in self.groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
+
     def release(self) -> None:
         """Give the devices back."""
         for group in self.groups:
@@ -163,6 +167,11 @@ def _probe_gpus(group: PlacementGroup, timeout_s: float) -> list[str]:
         return ray.get(refs, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as error:
         raise ClusterError(f"the processes that ask for each GPU did not start within {timeout_s:.0f} s") from error
+
+
+def runs_here() -> bool:
+    """Return whether Ray was started for this run, on this machine alone."""
+    return str(ray.get_runtime_context().gcs_address).startswith("127.0.0.1:")
 
 
 def _fits(nnodes: int, per_node: int, bundle: dict[str, float]) -> bool:

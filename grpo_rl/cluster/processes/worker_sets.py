@@ -107,7 +107,9 @@ class Worker:
         """Return why a call to this worker failed: its own words, or how the process ended and the last lines of its log."""
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
         if isinstance(cause, RemoteError):
-            return f"{cause}\n  log: {self.log_file}"
+            missing = cause.kind == ModuleNotFoundError.__name__
+            remedy = f"; on its machine, {self.address}: bash scripts/setup.sh" if missing else ""
+            return f"{cause}{remedy}\n  log: {self.log_file}"
         if self.verdict is not None:
             return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
         reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__

@@ -230,7 +230,7 @@ def test_ranks_meet_on_the_loopback_only_where_the_whole_run_is_on_one_node(monk
     sets["actor"].where = lambda timeout_s: [("10.0.0.1", 1, 1000)] * 2
     cluster.worker_sets = list(sets.values())  # type: ignore[arg-type]
     ranks = start_roles.Cluster.ranks(cluster, sets["actor"])  # type: ignore[arg-type]
-    assert [rank.master_address for rank in ranks] == [meets_at] * 2
+    assert [(rank.master_address, rank.address) for rank in ranks] == [(meets_at, meets_at)] * 2
 
 
 def test_the_processes_that_ask_for_gpus_have_the_time_of_a_start(monkeypatch) -> None:
