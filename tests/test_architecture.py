@@ -19,6 +19,7 @@ PACKAGE = ROOT / "grpo_rl"
 FLOORS = {
     "types": 0,
     "tokens": 0,
+    "control_words": 0,
     "episode": 0,
     "registry": 0,
     "errors": 0,

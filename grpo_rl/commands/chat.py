@@ -22,6 +22,7 @@ from grpo_rl.commands.generate import NO_DATA
 from grpo_rl.commands.sampling_plan import EPISODES, sampling_plan, settings_of_run
 from grpo_rl.commands.targets import find_target, model_folder, ready_model
 from grpo_rl.commands.trust import add_trust_option
+from grpo_rl.control_words import unmarked
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
@@ -79,13 +80,13 @@ class Conversation:
         self.turns.clear()
 
     def _rendered(self) -> tuple[str, list[int]]:
-        tokenizer = self.renderer.tokenizer
+        words = self.renderer.words
         if not self.has_template:
-            text = "".join(turn["content"] for turn in self.turns)
-            return text, tokenizer(text, add_special_tokens=True)["input_ids"]
+            text = words.marked("".join(turn["content"] for turn in self.turns))
+            return unmarked(text), words.ids(text, add_special_tokens=True)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         text = self.renderer.text([*system, *self.turns], "the conversation")
-        return text, tokenizer(text, add_special_tokens=False)["input_ids"]
+        return unmarked(text), words.ids(text)
 
 
 def main(argv: Sequence[str]) -> int:

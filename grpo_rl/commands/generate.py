@@ -166,6 +166,7 @@ def _prompts(sampler: Sampler, data: Sequence[str], config: DataConfig, limit: i
 
 def _plain_prompts(data: Sequence[str], config: DataConfig, tokenizer: Any, limit: int | None) -> Iterator[Prompt]:
     """Yield the prompts of rows that need a prompt and nothing else. Raises BadRow and DataError for what cannot be used."""
+    from grpo_rl.control_words import unmarked
     from grpo_rl.data.prompts import Renderer, truncate
     from grpo_rl.data.rows import Example, column, prompt_of
     from grpo_rl.data.sources.locate import open_source
@@ -193,7 +194,7 @@ def _plain_prompts(data: Sequence[str], config: DataConfig, tokenizer: Any, limi
                     )
                 ids = truncate(ids, config.max_prompt_length, config.truncation)
                 text = tokenizer.decode(ids)
-            yield Prompt(f"row-{number}", np.asarray(ids), text, one.data_source, messages=renderer.messages(one))
+            yield Prompt(f"row-{number}", np.asarray(ids), unmarked(text), one.data_source, messages=renderer.messages(one))
             number += 1
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.control_words import MARK, unmarked
 from grpo_rl.data.prompts import TOKENIZED_AT_ONCE, Renderer, truncate
 from grpo_rl.data.rows import Example, difficulty_of, example
 from grpo_rl.data.sources.bad_rows import BadRows
@@ -43,6 +44,8 @@ class LoadReport:
     """Rows left out because something is wrong with them (data.on_bad_row=skip)."""
     longest_prompt: int = 0
     """Tokens of the longest prompt as read."""
+    num_control: int = 0
+    """Rows with control words in their text, which are plain text there."""
 
     def __str__(self) -> str:
         if self.num_checked < self.num_rows:
@@ -57,7 +60,14 @@ class LoadReport:
             text += f", {self.num_truncated} prompts cut"
         if self.num_bad:
             text += f", bad rows left out: {self.num_bad}"
-        return text
+        return text + control_words_in(self.num_control)
+
+
+def control_words_in(num_rows: int) -> str:
+    """Return the end of a report's line that says how many rows have control words in their text; empty for none."""
+    if not num_rows:
+        return ""
+    return f", {num_rows} with control tokens in their text, read as plain text (data.control_tokens_in_text)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +212,7 @@ class PromptDataset:
                 except BadRow as error:
                     self.bad_rows.found(index, error, collect=True)
                     yield index, None, 0
+            self.report.num_control += sum(MARK in text for _, _, text in rows)
             by_index = {index: row for index, row, _ in rows}
             for index, token_ids in self._tokens(rows):
                 if isinstance(token_ids, BadRow):
@@ -228,7 +239,7 @@ class PromptDataset:
                 raise _TooLong(_too_long(self._source.where(index), len(token_ids), limit))
             token_ids = truncate(token_ids, limit, side)
             text = self._renderer.tokenizer.decode(token_ids)
-        self._kept[index] = _Read(row, text, np.asarray(token_ids, dtype=np.int32))
+        self._kept[index] = _Read(row, unmarked(text), np.asarray(token_ids, dtype=np.int32))
         if len(self._kept) > KEPT_PROMPTS:
             self._kept.popitem(last=False)
         return self._kept[index]

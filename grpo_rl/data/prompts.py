@@ -12,6 +12,7 @@ from typing import Any
 
 from grpo_rl.config.checks.data_rules import irregular
 from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.control_words import ControlWords
 from grpo_rl.data.rows import Example, Message
 from grpo_rl.data.sources.source import LARGEST_ROW, BadRow
 from grpo_rl.errors import ConfigError, DataError
@@ -23,10 +24,13 @@ RENDER_S = 10.0
 
 
 class Renderer:
-    """Turns rows into the text and the tokens that the model sees, as `data` of the configuration says."""
+    """Turns rows into the text and the tokens that the model sees, as `data` of the configuration says.
+
+    Texts that it returns are marked (`control_words.py`): `words.encode` makes tokens of them, `unmarked` what can be shown.
+    """
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.words = tokenizer, ControlWords(tokenizer, meant=config.control_tokens_in_text)
         self.system_prompt, self.prompt_key = config.system_prompt, config.prompt_key
         self.options = dict(config.apply_chat_template_kwargs)
         taken = sorted(set(self.options) & {*SET_BY_US, *(["chat_template"] if config.chat_template else [])})
@@ -52,7 +56,7 @@ class Renderer:
                     f"{where}: column {self.prompt_key!r} is plain text, which data.system_prompt cannot be put before; "
                     "expected a list of {role, content} messages"
                 )
-            return row.prompt
+            return str(self.words.marked(row.prompt))
         if not self.has_template:
             raise DataError(
                 f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template; "
@@ -66,7 +70,7 @@ class Renderer:
         Raises BadRow where the template does not make a conversation that begins with its own prompt.
         """
         if isinstance(row.prompt, str):
-            return answer
+            return str(self.words.marked(answer))
         answered = [*self.with_system(row.prompt), {"role": "assistant", "content": answer}]
         text = self.text(answered, where, add_generation_prompt=False)
         if not text.startswith(prompt):
@@ -83,7 +87,7 @@ class Renderer:
         """
         end, ids = self.tokenizer.eos_token_id, []
         for start in range(0, len(texts), TOKENIZED_AT_ONCE):
-            ids += self.tokenizer(list(texts[start : start + TOKENIZED_AT_ONCE]), add_special_tokens=False)["input_ids"]
+            ids += self.words.encode(texts[start : start + TOKENIZED_AT_ONCE], add_special_tokens=False)["input_ids"]
         return [[*(answer[: answer.index(end)] if end in answer else answer), end] for answer in ids]
 
     def messages(self, row: Example) -> tuple[Message, ...] | None:
@@ -112,7 +116,10 @@ class Renderer:
         """
         try:
             with _time_limit(RENDER_S):
-                return self.tokenizer.apply_chat_template(messages, **{**self.options, **options})
+                options = {**self.options, **options}
+                shown = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
+                marked = self.words.marked(messages)
+                return self.words.tokenizer_of([marked, shown]).apply_chat_template(marked, **{**options, **shown})
         except _OutOfTime:
             raise DataError(
                 f"{where}: {self._template} has not rendered this prompt within {RENDER_S:g} s: it has a loop that takes "
@@ -128,7 +135,7 @@ class Renderer:
             chosen = [index for index, row in enumerate(rows) if isinstance(row.prompt, str) == is_plain]
             for start in range(0, len(chosen), TOKENIZED_AT_ONCE):
                 some = chosen[start : start + TOKENIZED_AT_ONCE]
-                encoded = self.tokenizer([texts[index] for index in some], add_special_tokens=is_plain)["input_ids"]
+                encoded = self.words.encode([texts[index] for index in some], add_special_tokens=is_plain)["input_ids"]
                 for index, token_ids in zip(some, encoded, strict=True):
                     ids[index] = token_ids
         return ids

@@ -9,6 +9,7 @@ at the start.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -16,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from grpo_rl.control_words import MARK, ControlWords, unmarked
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.sources.source import BadRow
 from grpo_rl.envs.contract import Message
 from grpo_rl.errors import ConfigError, DataError
 
-_ANSWER = "Zq7answerXk"
-"""A text that stands for an assistant's turn, and that no template contains."""
+_ANSWER = f"Zq7{secrets.token_hex(8)}Xk"
+"""A text that stands for an assistant's turn, and that no template or message contains."""
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _WHERE = "a conversation of several turns"
 
@@ -34,6 +36,8 @@ class Delta:
     token_ids: np.ndarray
     """int32 [tokens]"""
     text: str
+    control_words: bool = False
+    """Its messages had control words in their text."""
 
 
 class ChatDeltas:
@@ -44,6 +48,8 @@ class ChatDeltas:
 
     def __init__(self, renderer: Renderer, tokenizer: Any, stop_ids: frozenset[int]) -> None:
         self._renderer, self._tokenizer, self._stop_ids = renderer, tokenizer, stop_ids
+        # Words of data may be meant; those of an environment never are.
+        self._words = ControlWords(tokenizer)
         self.shown_tools = ""
         """The tools that `with_tools` shows, as text; empty where they are the configuration's."""
 
@@ -58,10 +64,13 @@ class ChatDeltas:
 
     # ---- what a driver asks ----------------------------------------------------------------------------------
 
-    def prompt(self, messages: Sequence[Message]) -> Delta:
-        """Return a whole prompt, with the beginning of the first assistant turn. Raises DataError where it cannot be rendered."""
-        text = self._rendered(list(messages))
-        return Delta(self._ids(text), text)
+    def prompt(self, messages: Sequence[Message], added: Sequence[Message] = ()) -> Delta:
+        """Return a whole prompt with the beginning of the first assistant turn; an environment has `added` messages to it.
+
+        Raises DataError where it cannot be rendered.
+        """
+        text = self._rendered([*messages, *self._words.marked(list(added))])
+        return Delta(self._ids(text), unmarked(text))
 
     def between(self, messages: Sequence[Message], *, ended: bool, plain: bool = False) -> Delta:
         """Return what follows an assistant turn: its end, the messages, and the beginning of the next turn.
@@ -70,13 +79,13 @@ class ChatDeltas:
         prompt was a plain string, and so are the messages. Raises DataError for messages that the template refuses.
         """
         if plain:
-            text = "".join(str(message["content"]) for message in messages)
-            return Delta(self._ids(text), text)
-        text = self._tail(messages)
+            text = self._words.marked("".join(str(message["content"]) for message in messages))
+            return Delta(self._ids(text), unmarked(text), MARK in text)
+        text = self._tail(self._words.marked(list(messages)))
         ids = self._ids(text)
         if ended and len(ids) and int(ids[0]) in self._stop_ids:
             ids = ids[1:]
-        return Delta(ids, text)
+        return Delta(ids, unmarked(text), MARK in text)
 
     def turn_text(self, token_ids: np.ndarray, *, special: bool) -> str:
         """Return a turn as text, with its special tokens or without; never with the token that ends it."""
@@ -199,7 +208,7 @@ class ChatDeltas:
             raise DataError(str(error)) from None
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        return np.asarray(self._words.ids(text), dtype=np.int32)
 
 
 def _call_of(message: Mapping[str, Any]) -> dict[str, Any]:

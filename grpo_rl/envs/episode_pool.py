@@ -289,6 +289,8 @@ class EpisodePool:
                 )
                 playing.messages += messages
                 playing.add_context(delta.token_ids)
+                if delta.control_words:
+                    playing.counts["control_words"] += 1
             else:
                 return
         except (ConfigError, DataError) as error:
@@ -336,8 +338,9 @@ class EpisodePool:
                 text, whole = row.text + shown.text, None
                 ids = [*row.token_ids.tolist(), *shown.token_ids.tolist()]
             else:
-                whole = tuple(messages) if replaces else (*(row.messages or ()), *messages)
-                shown = deltas.prompt(whole)
+                kept = () if replaces else row.messages or ()
+                whole = (*kept, *messages)
+                shown = deltas.prompt(kept, messages)
                 text, ids = shown.text, shown.token_ids.tolist()
             self._shown[key] = dataclasses.replace(row, token_ids=np.asarray(ids, dtype=np.int32), text=text, messages=whole)
             if len(self._shown) > 4 * len(self._rows) + 16:

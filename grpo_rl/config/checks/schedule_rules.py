@@ -87,7 +87,17 @@ READ_BY_REWARD_MODEL = (
     f"{_A}.checkpoint.",
     *(f"data.{name}" for name in ("train_files", "train_weights", "val_files", "prompt_key", "chosen_key", "rejected_key")),
     *(f"data.{name}" for name in ("max_length", "max_prompt_length", "max_response_length", "filter_overlong_prompts")),
-    *(f"data.{name}" for name in ("system_prompt", "chat_template", "apply_chat_template_kwargs", "custom_cls.", "cache_dir")),
+    *(
+        f"data.{name}"
+        for name in (
+            "system_prompt",
+            "chat_template",
+            "apply_chat_template_kwargs",
+            "control_tokens_in_text",
+            "custom_cls.",
+            "cache_dir",
+        )
+    ),
     *(f"data.{name}" for name in ("on_bad_row", "check_rows", "allow_change", "train_batch_size", "shuffle", "seed")),
     *(f"data.{name}" for name in ("train_max_samples", "val_max_samples", "responses")),
     *(

@@ -99,5 +99,7 @@ class DataConfig:
     """Use only the first so many training rows; -1: all."""
     val_max_samples: CountOrOff = -1
     """Use only the first so many validation rows; -1: all."""
+    control_tokens_in_text: bool = False
+    """Take control tokens in the text of rows, such as <|im_end|>, for what they are; false: they are plain text, and counted."""
     apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed on to the tokenizer's apply_chat_template, e.g. {enable_thinking: false}."""

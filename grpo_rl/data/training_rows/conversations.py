@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.control_words import unmarked
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import column
 from grpo_rl.data.sources.source import BadRow, check_values, wrong
@@ -150,26 +151,30 @@ class Tokenizing:
     # ---- plain texts -----------------------------------------------------------------------------------
 
     def _rendered(self, found: Rendered, where: str) -> Demonstration:
-        prompt_ids = self._ids(found.prompt)
-        if len(prompt_ids) != found.prompt_length:  # a plain prompt got the tokenizer's special tokens
-            prompt_ids = self.tokenizer(found.prompt)["input_ids"]
+        words = self.renderer.words
+        response_ids = self._ids(words.marked(found.response))
+        # A template wrote its control words into the prompt; a plain prompt got the tokenizer's special tokens.
+        for prompt, plain in itertools.product((found.prompt, words.marked(found.prompt)), (False, True)):
+            prompt_ids = words.ids(prompt, add_special_tokens=plain)
+            if len(prompt_ids) == found.prompt_length:
+                break
         if len(prompt_ids) != found.prompt_length:
             raise BadRow(
-                f"{where}: this tokenizer makes {len(prompt_ids)} tokens of the prompt, and the run that sampled the response had "
+                f"{where}: this tokenizer makes {len(self._ids(found.prompt))} tokens of the prompt, and the run that sampled the response had "
                 f"{found.prompt_length}: it was another one; expected rollouts of a model with the same tokenizer"
             )
-        return _answer(prompt_ids, [*self._ids(found.response), *([self.tokenizer.eos_token_id] if found.ends else [])])
+        return _answer(prompt_ids, [*response_ids, *([self.tokenizer.eos_token_id] if found.ends else [])])
 
     def _plain(self, prompt: str, response: str, where: str) -> Demonstration:
         """Without a template a text goes on with the response, and ends with the end-of-sequence token."""
-        prompt_ids = self.tokenizer(prompt)["input_ids"]
+        words = self.renderer.words
+        prompt_ids = words.ids(words.marked(prompt), add_special_tokens=True)
         if not prompt_ids:
             raise BadRow(f"{where}: the prompt has no tokens")
-        return _answer(prompt_ids, [*self._ids(response), self.tokenizer.eos_token_id])
+        return _answer(prompt_ids, [*self._ids(words.marked(response)), self.tokenizer.eos_token_id])
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self.renderer.words.ids(text)
 
     # ---- chat templates ----------------------------------------------------------------------------------
 
@@ -195,7 +200,7 @@ class Tokenizing:
     def _by_growth(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
         """Return the tokens with those trained that a turn of the assistant adds, where the template does nothing but add."""
         texts = self._growing(messages, found, where)
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        ids = self.renderer.words.encode(texts, add_special_tokens=False)["input_ids"]
         if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
             ids = self._in_pieces(texts, where)
         token_ids, lengths = np.asarray(ids[-1], dtype=np.int32), [len(each) for each in ids]
@@ -233,7 +238,7 @@ class Tokenizing:
             ids.append([*(ids[-1] if ids else []), *self._ids(text.removeprefix(done))])
             done = text
         decoded = self.tokenizer.decode(ids[-1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        if decoded != texts[-1]:
+        if decoded != unmarked(texts[-1]):
             raise BadRow(
                 f"{where}: a token reaches from a prompt into the assistant's answer, and this tokenizer makes another text of the "
                 "two apart; expected an answer that begins with a token of its own"
@@ -248,6 +253,7 @@ def _answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Demonstrati
 
 def _rewritten(before: str, now: str, what: str) -> str:
     """Return the reason why a template cannot be used: what it made of the same messages before and with one more."""
+    before, now = unmarked(before), unmarked(now)
     place = next((n for n, (a, b) in enumerate(_pairs(before, now)) if a != b), min(len(before), len(now)))
     start = max(0, place - 20)
     return (

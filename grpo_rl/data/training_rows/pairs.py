@@ -188,7 +188,7 @@ class PairSet(RowSet[Pair]):
         row: PairRow,
     ) -> None:
         super().__init__(files, config, longest, tokenizer, bad_rows, limit)
-        self._renderer, self._texts = Renderer(config, tokenizer), row
+        self.renderer, self._texts = Renderer(config, tokenizer), row
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `pair_batch`."""
@@ -199,7 +199,7 @@ class PairSet(RowSet[Pair]):
         return row.longest, 2 * len(row.prompt_ids) + trained, trained
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Pair:
-        return tokenized_pair(self._texts(row, where, self.config), self._renderer, where)
+        return tokenized_pair(self._texts(row, where, self.config), self.renderer, where)
 
 
 def load_pairs(

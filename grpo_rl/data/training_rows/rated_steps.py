@@ -231,7 +231,7 @@ class RatedStepSet(RowSet[RatedSteps]):
         limit: int,
     ) -> None:
         super().__init__(files, config, longest, tokenizer, bad_rows, limit)
-        self._renderer, self._separator = Renderer(config, tokenizer), separator
+        self.renderer, self._separator = Renderer(config, tokenizer), separator
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `rated_batch`."""
@@ -241,7 +241,7 @@ class RatedStepSet(RowSet[RatedSteps]):
         return len(row.token_ids), len(row.token_ids), len(row.positions)
 
     def _tokenized(self, row: dict[str, Any], where: str) -> RatedSteps:
-        return tokenized_steps(rated_row(row, where, self.config), self._renderer, self._separator, where)
+        return tokenized_steps(rated_row(row, where, self.config), self.renderer, self._separator, where)
 
 
 def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where: str) -> RatedSteps:
@@ -252,14 +252,15 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
     """
     row = Example(texts.prompt, "", None, {})
     (prompt_ids,) = renderer.tokenize([row], [renderer.render(row, where)])
+    words = renderer.words
     text, ends = "", []
     for number, step in enumerate(texts.steps):
         # A separator inside of a step would cut it in two.
-        text += " ".join(piece for piece in step.split(separator) if piece.strip()).strip()
+        text += words.marked(" ".join(piece for piece in step.split(separator) if piece.strip()).strip())
         if number < len(texts.steps) - 1 or not texts.is_whole:
             text += separator
         ends.append(len(text))
-    encoded = renderer.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = words.encode(text, add_special_tokens=False, return_offsets_mapping=True)
     starts = [start for start, _ in encoded["offset_mapping"]]
     places = [bisect_left(starts, end) - 1 for end in ends]
     if len(set(places)) < len(places):

@@ -29,6 +29,7 @@ class DemonstrationSet(RowSet[Demonstration]):
     ) -> None:
         # First: a template that marks no answers is refused before any file is opened.
         self._tokenizing = Tokenizing(config, tokenizer)
+        self.renderer = self._tokenizing.renderer
         super().__init__(files, config, longest, tokenizer, bad_rows, limit)
 
     def batch(self, rows: Sequence[int]) -> Batch:

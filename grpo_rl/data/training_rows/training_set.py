@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.dataset import CHECKED_OF_MANY
+from grpo_rl.data.dataset import CHECKED_OF_MANY, control_words_in
+from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.custom import custom_source
 from grpo_rl.data.sources.fingerprint import Fingerprint, fingerprint_of
@@ -49,6 +50,8 @@ class RowReport:
     """Tokens of the rows that were checked and can be used."""
     num_trained: int = 0
     """Tokens among them that are trained."""
+    num_control: int = 0
+    """Rows with control words in their text, which are plain text there."""
 
     def __str__(self) -> str:
         text = f"{self.num_rows - self.num_dropped - self.num_bad} rows"
@@ -57,7 +60,8 @@ class RowReport:
         text += f", longest {self.longest} tokens, {self.num_trained / max(1, self.num_tokens):.0%} of all tokens trained"
         if self.num_dropped:
             text += f", {self.num_dropped} of {self.num_checked} rows dropped as too long"
-        return text + (f", bad rows left out: {self.num_bad}" if self.num_bad else "")
+        text += f", bad rows left out: {self.num_bad}" if self.num_bad else ""
+        return text + control_words_in(self.num_control)
 
 
 class TrainingSet(Protocol):
@@ -144,6 +148,7 @@ class RowSet(ABC, Generic[Row]):
 
     ways_out: str
     """The advice for rows that are too long."""
+    renderer: Renderer
 
     def __init__(
         self, files: Sequence[str], config: DataConfig, longest: int, tokenizer: Any, bad_rows: BadRows | None, limit: int
@@ -234,7 +239,9 @@ class RowSet(ABC, Generic[Row]):
         too_long: list[TooLongRow] = []
         for number, index in enumerate(indices):
             try:
+                before = self.renderer.words.num_texts
                 self._count(self.row(index))
+                report.num_control += self.renderer.words.num_texts > before
             except TooLongRow as error:
                 report.longest = max(report.longest, error.length)
                 too_long.append(error)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_rl.control_words import ControlWords, unmarked
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.contract.steps import Decode, step_ends
 from grpo_rl.types import Rollout
@@ -33,7 +34,7 @@ class Renderer:
 
     def __init__(self, decode: Decode, tokenizer: Any = None, separator: str | None = None) -> None:
         self.decode = decode
-        self.tokenizer = tokenizer
+        self.tokenizer, self._words = tokenizer, ControlWords(tokenizer)
         self.separator = separator
 
     def __call__(self, rollout: Rollout) -> Scorable:
@@ -56,15 +57,16 @@ class Renderer:
     def _prompt_ids(self, rollout: Rollout) -> Sequence[int]:
         messages = rollout.prompt.messages
         if messages is None:
-            return self.tokenizer(rollout.prompt.text)["input_ids"]
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            return self._words.ids(self._words.marked(rollout.prompt.text), add_special_tokens=True)
+        marked = self._words.marked(list(messages))
+        return self._words.ids(self.tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True))
 
     def _response_ids(self, rollout: Rollout) -> tuple[list[int], list[int]]:
         """Tokens of the response, and the character at which each of them begins."""
-        encoded = self.tokenizer(rollout.text, add_special_tokens=False, return_offsets_mapping=True)
+        text = self._words.marked(rollout.text)
+        encoded = self._words.encode(text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = list(encoded["input_ids"])
-        starts = [start for start, _ in encoded["offset_mapping"]]
+        starts = [len(unmarked(text[:start])) for start, _ in encoded["offset_mapping"]]
         if rollout.finish_reason == "stop" and self.tokenizer.eos_token_id is not None:
             token_ids.append(self.tokenizer.eos_token_id)
         return token_ids, starts

@@ -209,7 +209,7 @@ READ: dict[str, Reader] = {
         for name in (
             "prompt_key", "data_source", "ground_truth_key", "extra_info_key", "system_prompt", "chat_template", "on_bad_row",
             "check_rows", "cache_dir", "retire_above", "truncation", "filter_overlong_prompts", "shuffle", "curriculum",
-            "train_max_samples", "apply_chat_template_kwargs", "max_prompt_length", "max_response_length", "train_files",
+            "train_max_samples", "control_tokens_in_text", "apply_chat_template_kwargs", "max_prompt_length", "max_response_length", "train_files",
             "val_files", "train_weights", "dynamic_weights", "allow_change", "custom_cls",
         )
     },

@@ -1,0 +1,85 @@
+"""Control words in text that no chat template wrote: `<|im_end|>` in a question stays text, and ends no turn."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import secrets
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+MARK = secrets.token_hex(12)
+"""Stands inside a control word that is text, from before the template is rendered until the text is tokenized. Nobody can guess it."""
+
+
+def unmarked(text: str) -> str:
+    """Return the text as it was given."""
+    return text.replace(MARK, "")
+
+
+class ControlWords:
+    """Tells the control tokens that a template wrote from the same characters in the text of data, users and tools.
+
+    Control words are the special tokens of `tokenizer`. Text goes through `marked` before a template puts it between its own
+    words, and what was rendered through `encode`: a marked word becomes the tokens of its characters. Text without such words
+    is encoded by the tokenizer itself. `meant` marks nothing: words in the text are control tokens then.
+    """
+
+    def __init__(self, tokenizer: Any, meant: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.num_texts = 0
+        """Texts that had such words."""
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._words = sorted({str(token) for token in added if token.special and len(str(token)) > 1}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._words))) if self._words and not meant else None
+
+    def marked(self, value: Any) -> Any:
+        """Return a text, or all texts in lists and dicts, with the mark inside of every control word."""
+        if isinstance(value, dict):
+            return {key: self.marked(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.marked(part) for part in value]
+        if self._pattern is None or not isinstance(value, str) or not self._pattern.search(value):
+            return value
+        self.num_texts += 1
+        while self._pattern.search(value):  # words may overlap
+            value = self._pattern.sub(lambda word: f"{word[0][0]}{MARK}{word[0][1:]}", value)
+        return value
+
+    def encode(self, text: str | Sequence[str], **options: Any) -> Any:
+        """Return what the tokenizer makes of a rendered text, or of several; offsets are places in the marked text."""
+        texts = [text] if isinstance(text, str) else text
+        tokenizer = self._of_marked if any(MARK in one for one in texts) else self.tokenizer
+        return tokenizer(text if isinstance(text, str) else list(text), **options)
+
+    def ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of one text."""
+        return list(self.encode(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def tokenizer_of(self, marked: Any) -> Any:
+        """Return the tokenizer for messages: another one only where some of their texts have a mark."""
+        return self._of_marked if MARK in str(marked) else self.tokenizer
+
+    @cached_property
+    def _of_marked(self) -> Any:
+        """The tokenizer with a first step that takes the marks away, behind the search for control words."""
+        if getattr(self.tokenizer, "backend_tokenizer", None) is None:  # one written in Python: a space breaks the words
+            return lambda text, **options: self.tokenizer(
+                text.replace(MARK, " ") if isinstance(text, str) else [one.replace(MARK, " ") for one in text], **options
+            )
+        exact = self._normalizing("")
+        special = set(exact.convert_tokens_to_ids(self._words)) - {exact.unk_token_id}
+        plain = exact([f"a{word[0]}{MARK}{word[1:]}" for word in self._words], add_special_tokens=False)["input_ids"]
+        # A vocabulary may have the word among its pieces of text.
+        return exact if special.isdisjoint(itertools.chain(*plain)) else self._normalizing(" ")
+
+    def _normalizing(self, replacement: str) -> Any:
+        from tokenizers import normalizers
+
+        tokenizer = copy.deepcopy(self.tokenizer)
+        backend = tokenizer.backend_tokenizer
+        first = normalizers.Replace(MARK, replacement)
+        backend.normalizer = normalizers.Sequence([first, *([backend.normalizer] if backend.normalizer else [])])
+        return tokenizer
