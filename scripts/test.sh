@@ -23,6 +23,8 @@ if [[ ${1:-} == size ]]; then exec python3 scripts/size.py; fi
 extras=(dev simulate docs envs)
 # One package of the tasks is built from source; without a compiler their tests are skipped, with the reason.
 if command -v cc >/dev/null; then extras+=(data); fi
+# The machines of the campaign have a job server, as those of a cluster.
+if [[ ${1:-} == campaign ]]; then extras+=(cluster); fi
 bash scripts/setup.sh "${extras[@]}" || exit 1
 
 # No test may reach for a hub or send statistics.
