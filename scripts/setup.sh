@@ -36,6 +36,19 @@ check_machine() {
     if [[ $1 == cpu && $(uname -m) == x86_64 ]] && ! grep -qw avx2 /proc/cpuinfo; then
         fail "this processor has no AVX2, which the CPU build of vLLM needs"
     fi
+    if ldd --version 2>&1 | grep -qi musl; then
+        fail "this system is built on musl (as Alpine is): torch and vLLM are published for glibc only. docker/Dockerfile.cpu runs anywhere."
+    fi
+    local python
+    python=$(find_python)
+    if [[ $1 == cpu && $VENV == .venv ]] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+        fail "the system library libnuma.so.1 is missing, which vLLM's CPU build needs:
+    sudo apt-get install libnuma1        Debian, Ubuntu
+    sudo dnf install numactl-libs        Fedora, RHEL
+Without root, on Debian and Ubuntu, and in every shell that trains:
+    apt-get download libnuma1 && dpkg -x libnuma1_*.deb ~/libnuma
+    export LD_LIBRARY_PATH=\$(dirname ~/libnuma/usr/lib/*/libnuma.so.1)"
+    fi
 }
 
 find_python() {

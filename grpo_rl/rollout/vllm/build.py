@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment, set_missing, temporary_files
 from grpo_rl.rollout.model_info import kv_bytes_per_token, load_config
@@ -37,8 +40,27 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
     unknown = [key for key in spec.engine_kwargs if key not in EngineArgs.__dataclass_fields__]
     if unknown:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: vLLM has no argument {', '.join(unknown)}")
+    if spec.device == "cpu":
+        check_compiled_part()
     with _threads(spec), temporary_files():
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def check_compiled_part() -> None:
+    """Raise ClusterError, with the cause, where vLLM's compiled part is not loaded, which vLLM itself only notes in its log."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if hasattr(torch.ops._C, "init_cpu_memory_env"):
+        return
+    causes = []
+    for library in sorted(Path(str(importlib.util.find_spec("vllm").origin)).parent.glob("_C*.so")):  # type: ignore[union-attr]
+        try:
+            ctypes.CDLL(str(library))
+        except OSError as error:
+            causes.append(str(error))
+    remedy = ": sudo apt-get install libnuma1 (Debian, Ubuntu), or numactl-libs (Fedora)" if "libnuma" in str(causes) else ""
+    raise ClusterError(f"vLLM's compiled part cannot be loaded: {'; '.join(causes) or 'no reason is given'}{remedy}")
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
