@@ -15,6 +15,7 @@ import inspect
 import linecache
 import re
 import sys
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -78,6 +79,8 @@ class Registry(Generic[F]):
         parameters = inspect.signature(function).parameters
         if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
             return
+        if problems := out_of_bounds(f"{self.kind} {name!r}", function, options):
+            raise ConfigError(problems)
         unknown = [key for key in options if key not in parameters]
         if unknown:
             raise ConfigError(f"{self.kind} {name!r} has no option {', '.join(unknown)}; it takes {', '.join(parameters)}")
@@ -165,8 +168,38 @@ def check_options(what: str, function: Callable[..., Any], options: Mapping[str,
             problems.append(no_such_option(what, name, known))
         elif not _fits(value, known[name]):
             problems.append(f"{what}: {name}={value!r} is not of the type of its default, {known[name]!r}")
+    problems += out_of_bounds(what, function, options)
     if problems:
         raise ConfigError(problems)
+
+
+def out_of_bounds(what: str, function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
+    """Return a line for each number among the options that its annotation, `Annotated[float, Range(...)]`, refuses."""
+    ranges = ranges_of(function)
+    problems = []
+    for name, value in options.items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if name in ranges and isinstance(number, int | float) and (problem := ranges[name].problem(number)):
+                problems.append(f"{what}: {name}={number!r} {problem}")
+    return problems
+
+
+def ranges_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the bounds (`config.schema.kinds.Range`) of those parameters whose annotations have some."""
+    called = function.__init__ if inspect.isclass(function) else function
+    try:
+        hints = typing.get_type_hints(called, include_extras=True)
+    except Exception:  # a user's annotation that cannot be looked up
+        hints = {}
+    found = {name: bounds for name, hint in hints.items() if (bounds := _range_in(hint)) is not None}
+    selection = getattr(function, "selection", None)
+    return found if selection is None else ranges_of(selection) | found
+
+
+def _range_in(hint: Any) -> Any:
+    own = (entry for entry in getattr(hint, "__metadata__", ()) if hasattr(entry, "problem"))
+    inner = (bounds for part in typing.get_args(hint) if (bounds := _range_in(part)) is not None)
+    return next(own, None) or next(inner, None)
 
 
 def no_such_option(what: str, name: str, known: Mapping[str, Any]) -> str:

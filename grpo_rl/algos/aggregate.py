@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.segments import Segments
+from grpo_rl.config.schema.kinds import Positive
 from grpo_rl.registry import Registry, needs
 from grpo_rl.types import Counts
 
@@ -57,7 +58,7 @@ def seq_mean_token_sum(values_T: Tensor, segments: Segments, counts: Counts) -> 
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(
-    values_T: Tensor, segments: Segments, counts: Counts, *, loss_scale_factor: float | None = None
+    values_T: Tensor, segments: Segments, counts: Counts, *, loss_scale_factor: Positive | None = None
 ) -> Tensor:
     """Mean over responses of the sum over each one's tokens, divided by a constant.
 

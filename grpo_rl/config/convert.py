@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_rl.config.schema.fields import Kind, annotations_of, describe_range, kind_of, leaves, nearest, siblings
+from grpo_rl.config.schema.fields import Kind, annotations_of, kind_of, leaves, nearest, siblings
 from grpo_rl.config.schema.tree import Config, Range
 from grpo_rl.errors import ConfigError
 
@@ -190,17 +190,8 @@ def _float(value: Any) -> float:
 
 
 def _check_range(bounds: Range | None, number: float) -> None:
-    if bounds is None or (bounds.zero and number == 0):
-        return
-    inside = (
-        (bounds.ge is None or number >= bounds.ge)
-        and (bounds.gt is None or number > bounds.gt)
-        and (bounds.le is None or number <= bounds.le)
-        and (bounds.lt is None or number < bounds.lt)
-    )
-    if not inside:
-        reason = f" ({bounds.reason})" if bounds.reason else ""
-        raise _Wrong(f"is out of range, it must be {describe_range(bounds)}{reason}")
+    if bounds is not None and (problem := bounds.problem(number)):
+        raise _Wrong(problem)
 
 
 def show(value: Any) -> str:

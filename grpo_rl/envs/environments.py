@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.registry import load_function
+from grpo_rl.registry import load_function, out_of_bounds
 
 _GAMES, _ADAPTERS, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.adapters", "grpo_rl.envs.tools"
 ENVIRONMENTS: dict[str, str] = {
@@ -82,6 +82,8 @@ def check_options(named: Named, found: Any, kind: str) -> None:
             raise ConfigError(
                 f"{kind} {named.name!r}: has `{theirs}`, as verl's classes; here a {kind} has {contract} (docs/agents.md)"
             )
+    if problems := out_of_bounds(f"{kind} {named.name!r}", found, named.options):
+        raise ConfigError(problems)
     try:
         signature = inspect.signature(found)
         signature.bind(**named.options)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput, RolloutAdvantages
 from grpo_rl.algos.group_statistics import Groups
+from grpo_rl.config.schema.kinds import Epsilon, Factor
 from grpo_rl.registry import formula_by, needs
 
 Std = Literal["group", "batch", "batch_rewards", "none"]
@@ -35,7 +36,7 @@ def divided(formula: str, options: Mapping[str, Any]) -> str:
 @ADVANTAGES.register("grpo")
 @needs("group")
 @formula_by(divided)
-def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: float = 1e-6) -> AdvantageOutput:
+def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) -> AdvantageOutput:
     """The group-normalised reward of the response.
 
     Formula: A = (R - mean(R of group)) / (std(R of group) + epsilon)
@@ -76,7 +77,7 @@ def rloo(inp: AdvantageInput) -> AdvantageOutput:
 
 
 @ADVANTAGES.register("rft")
-def rft(inp: AdvantageInput, *, threshold: float = 1.0) -> AdvantageOutput:
+def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> AdvantageOutput:
     """The indicator of a response that is good enough: it is learnt as a demonstration is, and the others are left alone.
 
     Formula: A = 1 where R >= threshold, else 0
@@ -110,7 +111,7 @@ def opo(inp: AdvantageInput) -> AdvantageOutput:
 @ADVANTAGES.register("gpg")
 @needs("group")
 @formula_by(divided)
-def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: float = 1e-6) -> AdvantageOutput:
+def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> AdvantageOutput:
     """The distance to the group's mean, scaled up for the groups that give no signal.
 
     Formula: A = α (R - mean(R of group)); α = rollouts / rollouts in groups with differing rewards
@@ -127,7 +128,7 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: float = 1e-6) -> Adv
 @ADVANTAGES.register("grpo_passk")
 @needs("group")
 @formula_by(divided)
-def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: float = 1e-6) -> AdvantageOutput:
+def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) -> AdvantageOutput:
     """Give the best response of the group its lead over the second best, and all others 0.
 
     Formula: A = (best - second best) / (std(R of group) + epsilon) on the best response, else 0
@@ -150,7 +151,7 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: float = 1e-6
 @needs("group", "parts")
 @formula_by(divided)
 def gdpo(
-    inp: AdvantageInput, *, weights: Sequence[float] | None = None, std: Std = "group", epsilon: float = 1e-6
+    inp: AdvantageInput, *, weights: Sequence[Factor] | None = None, std: Std = "group", epsilon: Epsilon = 1e-6
 ) -> AdvantageOutput:
     """The weighted sum of each reward's own group-normalised value, brought to unit spread over the batch.
 

@@ -12,6 +12,7 @@ from grpo_rl.algos.advantages import blockwise
 from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput
 from grpo_rl.algos.advantages.group_relative import divided
 from grpo_rl.algos.group_statistics import Groups
+from grpo_rl.config.schema.kinds import Epsilon, Fraction
 from grpo_rl.registry import formula_by, needs
 
 
@@ -23,7 +24,7 @@ def unwhitened(formula: str, options: Mapping[str, Any]) -> str:
 @ADVANTAGES.register("gae")
 @needs("values")
 @formula_by(unwhitened)
-def gae(inp: AdvantageInput, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> AdvantageOutput:
+def gae(inp: AdvantageInput, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whiten: bool = True) -> AdvantageOutput:
     """The critic's temporal differences, summed with decay, then whitened over the batch. Returns come from before that.
 
     Formula: A = whiten(Σ_l (γ λ)^l δ_(t+l)); δ_t = r_t + γ V_(t+1) - V_t, V after the last token = 0;
@@ -51,7 +52,7 @@ def gae(inp: AdvantageInput, *, gamma: float = 1.0, lam: float = 1.0, whiten: bo
 
 
 @ADVANTAGES.register("reinforce_plus_plus")
-def reinforce_plus_plus(inp: AdvantageInput, *, gamma: float = 1.0) -> AdvantageOutput:
+def reinforce_plus_plus(inp: AdvantageInput, *, gamma: Fraction = 1.0) -> AdvantageOutput:
     """The discounted reward to go of each token, whitened over the batch.
 
     Formula: A = whiten(Σ_l γ^l r_(t+l)); γ = gamma; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the
@@ -88,7 +89,7 @@ def remax(inp: AdvantageInput) -> AdvantageOutput:
 @needs("group", "steps")
 @formula_by(divided)
 def grpo_process(
-    inp: AdvantageInput, *, std: Literal["group", "none"] = "group", epsilon: float = 1e-6, gamma: float = 1.0
+    inp: AdvantageInput, *, std: Literal["group", "none"] = "group", epsilon: Epsilon = 1e-6, gamma: Fraction = 1.0
 ) -> AdvantageOutput:
     """The discounted sum of the normalised rewards of the steps that end at the token or after it.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from grpo_rl.algos.losses.contract import MAX_SEQUENCE_LOG_RATIO, POLICY_LOSSES, LossInput, TokenLoss, clipped
+from grpo_rl.config.schema.kinds import Ratio, RatioAboveOne
 
 
 @POLICY_LOSSES.register("vanilla")
-def vanilla(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_c: float = 3.0) -> TokenLoss:
+def vanilla(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, clip_c: RatioAboveOne = 3.0) -> TokenLoss:
     """PPO's clipped loss per token, with separate bounds and dual clip.
 
     Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -clip_c A where A < 0;
@@ -27,7 +28,7 @@ def vanilla(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2,
 
 
 @POLICY_LOSSES.register("gspo")
-def gspo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+def gspo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """GSPO's clipped loss: the sequence's ratio, clipped as a whole, on each of its tokens.
 
     Formula: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high));
@@ -43,7 +44,7 @@ def gspo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) ->
 
 
 @POLICY_LOSSES.register("gspo_token")
-def gspo_token(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+def gspo_token(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """GSPO's loss with a gradient through each token alone, for advantages that differ within a response.
 
     Formula: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high));
@@ -62,7 +63,7 @@ def gspo_token(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0
 
 
 @POLICY_LOSSES.register("geo_mean")
-def geo_mean(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+def geo_mean(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """GMPO's loss: the geometric mean of the clipped ratios of a response, on each of its tokens.
 
     Formula: -mean(A) exp(mean over the response of l);

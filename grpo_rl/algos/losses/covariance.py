@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, clipped, selected_by
+from grpo_rl.config.schema.kinds import Coefficient, Factor, Fraction, Ratio
 
 
 def covariances(advantages_T: Tensor, old_logprobs_T: Tensor) -> Tensor:
@@ -28,9 +29,9 @@ def between_bounds(
     old_logprobs_T: Tensor,
     generator: torch.Generator,
     *,
-    clip_cov_ratio: float = 0.0002,
-    clip_cov_lb: float = 1.0,
-    clip_cov_ub: float = 5.0,
+    clip_cov_ratio: Fraction = 0.0002,
+    clip_cov_lb: Factor = 1.0,
+    clip_cov_ub: Factor = 5.0,
 ) -> Tensor:
     """Return a seeded choice of tokens with a covariance between the bounds: `clip_cov_ratio` of all tokens, at least one.
 
@@ -46,7 +47,7 @@ def between_bounds(
 
 
 def largest(
-    advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, *, kl_cov_ratio: float = 0.0002
+    advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator, *, kl_cov_ratio: Fraction = 0.0002
 ) -> Tensor:
     """Return the tokens with the largest covariance: `kl_cov_ratio` of all tokens, at least one, and only positive ones.
 
@@ -62,7 +63,7 @@ def largest(
 
 @POLICY_LOSSES.register("clip_cov")
 @selected_by(between_bounds)
-def clip_cov(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+def clip_cov(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """PPO's clipped loss, without the chosen tokens.
 
     Formula: max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), but 0 on a few random tokens with
@@ -79,7 +80,7 @@ def clip_cov(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2
 
 @POLICY_LOSSES.register("kl_cov")
 @selected_by(largest)
-def kl_cov(inputs: LossInput, *, ppo_kl_coef: float = 0.1) -> TokenLoss:
+def kl_cov(inputs: LossInput, *, ppo_kl_coef: Coefficient = 0.1) -> TokenLoss:
     """The unclipped surrogate, with a penalty on moving the chosen tokens.
 
     Formula: -A r, and + ppo_kl_coef |log π - log π_old| on the tokens of largest (A - mean A) (log π_old - mean log π_old);

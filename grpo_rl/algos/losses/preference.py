@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss
+from grpo_rl.config.schema.kinds import Beta, NonNegative, WrongShare
 from grpo_rl.registry import formula_by, needs
 
 
@@ -114,8 +115,8 @@ def _as_chosen(formula: str, options: Mapping[str, Any]) -> str:
 def dpo(
     inputs: LossInput,
     *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
+    beta: Beta = 0.1,
+    label_smoothing: WrongShare = 0.0,
     reference_free: bool = False,
     length_normalised: bool = False,
 ) -> TokenLoss:
@@ -131,8 +132,6 @@ def dpo(
     response's log-ratio by its length (Tülu 3, arXiv 2411.15124, section 5.1). `reference_free` takes a reference that
     finds all responses equally likely.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 0.5, a share of wrong labels")
     ratio_N, pairs = _log_ratios(inputs, reference_free, length_normalised)
     logit_P = beta * _difference(ratio_N, pairs)
     loss_P = -(1.0 - label_smoothing) * logsigmoid(logit_P) - label_smoothing * logsigmoid(-logit_P)
@@ -143,7 +142,7 @@ def dpo(
 @formula_by(_as_chosen)
 @needs("pairs")
 @needs("ref_logprobs", unless="reference_free")
-def ipo(inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, length_normalised: bool = False) -> TokenLoss:
+def ipo(inputs: LossInput, *, beta: Beta = 0.1, reference_free: bool = False, length_normalised: bool = False) -> TokenLoss:
     """Return the squared distance of the margin from 1/(2 beta), beyond which nothing pushes: identity preference optimisation.
 
     Formula: (h - 1/(2·beta))²; h = l(chosen) - l(rejected), l = log π(y|x) - log π_ref(y|x)
@@ -163,7 +162,7 @@ def ipo(inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, l
 @needs("pairs")
 @needs("ref_logprobs", unless="reference_free")
 def dpo_hinge(
-    inputs: LossInput, *, beta: float = 0.1, reference_free: bool = False, length_normalised: bool = False
+    inputs: LossInput, *, beta: Beta = 0.1, reference_free: bool = False, length_normalised: bool = False
 ) -> TokenLoss:
     """Return the hinge on the margin: a pair whose implicit rewards are 1 apart has no gradient any more.
 
@@ -181,7 +180,7 @@ def dpo_hinge(
 
 @POLICY_LOSSES.register("simpo")
 @needs("pairs")
-def simpo(inputs: LossInput, *, beta: float = 2.0, gamma: float = 1.0) -> TokenLoss:
+def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: NonNegative = 1.0) -> TokenLoss:
     """Return the loss of DPO without a reference, on mean log-probs, with a margin that the rewards have to reach.
 
     Formula: -log sigmoid(beta (m(chosen) - m(rejected)) - gamma); m = log π(y|x)/|y|

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss
+from grpo_rl.config.schema.kinds import Coefficient, Positive, Ratio
 
 
 @POLICY_LOSSES.register("reinforce", "gpg")
@@ -38,7 +39,7 @@ def sft(inputs: LossInput) -> TokenLoss:
 
 
 @POLICY_LOSSES.register("cispo")
-def cispo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+def cispo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """REINFORCE weighted by the clipped ratio as a constant: no token loses its gradient.
 
     Formula: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π; r = π / π_old
@@ -57,7 +58,7 @@ def cispo(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -
 
 
 @POLICY_LOSSES.register("sapo")
-def sapo(inputs: LossInput, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
+def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> TokenLoss:
     """A soft gate in place of the clip: the gradient fades as the ratio leaves 1.
 
     Formula: -A sigmoid(τ (r - 1)) 4/τ; r = π / π_old; τ = tau_pos where A > 0, else tau_neg
@@ -76,7 +77,7 @@ def sapo(inputs: LossInput, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> T
 
 
 @POLICY_LOSSES.register("dppo_tv")
-def dppo_tv(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, max_ratio: float = 20.0) -> TokenLoss:
+def dppo_tv(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
     """REINFORCE weighted by the ratio, without the tokens whose probability has moved far in the paying direction.
 
     Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low;
@@ -92,7 +93,7 @@ def dppo_tv(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2,
 
 
 @POLICY_LOSSES.register("dppo_kl")
-def dppo_kl(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, max_ratio: float = 20.0) -> TokenLoss:
+def dppo_kl(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
     """The loss of `dppo_tv` with a bound on the divergence between "this token" and "another one".
 
     Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low;
@@ -110,7 +111,7 @@ def dppo_kl(inputs: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2,
 
 
 @POLICY_LOSSES.register("dro")
-def dro(inputs: LossInput, *, dro_beta: float = 0.1) -> TokenLoss:
+def dro(inputs: LossInput, *, dro_beta: Coefficient = 0.1) -> TokenLoss:
     """The score-function loss with a quadratic pull towards the policy that sampled.
 
     Formula: -A log π + dro_beta/2 (log π - log π_old)²

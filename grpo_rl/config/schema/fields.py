@@ -49,14 +49,7 @@ class Leaf:
 
 def describe_range(bounds: Range | None) -> str:
     """Return the bounds as `>= 1 and < 2`, empty where there are none."""
-    if bounds is None:
-        return ""
-    parts = []
-    for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-        bound = getattr(bounds, name)
-        if bound is not None:
-            parts.append(f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}")
-    return ("0, or " if bounds.zero else "") + " and ".join(parts)
+    return "" if bounds is None else bounds.describe()
 
 
 def kind_of(annotation: Any) -> Kind:

@@ -21,7 +21,27 @@ class Range:
     zero: bool = False
     """0 is allowed too, though it lies below the lower bound."""
     reason: str = ""
-    """The reason for the bounds: part of the message of a refusal, and of docs/configuration.md."""
+    """The reason for the bounds, or for having none: part of the message of a refusal, and of docs/configuration.md."""
+
+    def describe(self) -> str:
+        """Return the bounds as `>= 1 and < 2`, empty where there are none."""
+        bounds = ((self.ge, ">="), (self.gt, ">"), (self.le, "<="), (self.lt, "<"))
+        parts = [
+            f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}" for bound, sign in bounds if bound is not None
+        ]
+        return ("0, or " if self.zero else "") + " and ".join(parts)
+
+    def problem(self, number: float) -> str | None:
+        """Return what is wrong with a number outside of the bounds; None for one inside."""
+        inside = (
+            (self.ge is None or number >= self.ge)
+            and (self.gt is None or number > self.gt)
+            and (self.le is None or number <= self.le)
+            and (self.lt is None or number < self.lt)
+        )
+        if inside or (self.zero and number == 0):
+            return None
+        return f"is out of range, it must be {self.describe()}" + (f" ({self.reason})" if self.reason else "")
 
 
 _A_COUNT = "counts of steps, rows and tries stay below 10^12"
@@ -62,6 +82,8 @@ Positive = Annotated[float, Range(ge=1e-12, le=1e12, reason=_A_FACTOR)]
 NonNegative = Annotated[float, Range(ge=1e-12, le=1e12, zero=True, reason=_A_FACTOR)]
 Factor = Annotated[float, Range(ge=-1e9, le=1e9, reason=_A_FACTOR)]
 """Weights and scores of either sign."""
+Beta = Annotated[float, Range(ge=1e-6, le=1e4, reason="0 learns nothing, below it the worse answer is preferred")]
+WrongShare = Annotated[float, Range(ge=0, lt=0.5, reason="a share of wrong labels; at a half no answer is preferred")]
 Coefficient = Annotated[float, Range(ge=1e-12, le=1e6, zero=True, reason=_A_FACTOR)]
 Fraction = Annotated[float, Range(ge=0, le=1, reason="it is a share")]
 MinorShare = Annotated[float, Range(ge=0, le=0.9, reason="it is a share of a batch whose rest must be new")]
@@ -90,6 +112,12 @@ CacheBytes = Annotated[
 Gib = Annotated[float, Range(ge=0.001, le=2**16, reason="below 1 MiB nothing fits, and no machine has more than 64 TiB")]
 ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself takes 0.05 GiB, and no machine has 64 TiB")]
 Seconds = Annotated[float, Range(ge=0.01, le=366 * 86_400, reason="no process answers faster than 0.01 s; a year is no limit")]
+SecondsOrZero = Annotated[float, Range(ge=0, le=366 * 86_400, reason="a year is no limit")]
+ProcessMegabytes = Annotated[int, Range(ge=32, le=2**24, reason="Python itself takes 32 MiB, and no machine has 16 TiB")]
+Operand = Annotated[
+    int, Range(ge=-(10**15), le=10**15, reason="parts of a reward are floats, which hold such integers exactly")
+]
+AnySeed = Annotated[int, Range(reason="no bounds: Python's generator takes any whole number as its seed")]
 RewardSeconds = Annotated[float, Range(ge=0.001, le=31 * 86_400, reason="no reward comes faster than 0.001 s or after a month")]
 
 RejectionMode = Literal[

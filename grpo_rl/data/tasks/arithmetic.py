@@ -7,6 +7,7 @@ import random
 import re
 from typing import Literal, NamedTuple
 
+from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction
 from grpo_rl.data.tasks.made_rows import Row, split_of_text
 from grpo_rl.errors import ConfigError
 
@@ -44,13 +45,13 @@ class Form(NamedTuple):
 
 def arithmetic(
     *,
-    num_rows: int = 8192,
+    num_rows: Count = 8192,
     forms: str = "3+1",
-    carrying: float = 0.0,
-    forgotten_carries: float = 0.0,
-    calculator_calls: float = 0.0,
+    carrying: Fraction = 0.0,
+    forgotten_carries: Fraction = 0.0,
+    calculator_calls: Fraction = 0.0,
     split: Literal["train", "val"] = "train",
-    seed: int = 0,
+    seed: AnySeed = 0,
 ) -> list[Row]:
     """Rows in verl's format, each with one problem; the two splits share no problem.
 
@@ -64,7 +65,8 @@ def arithmetic(
     (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
     long as new ones turn up. Raises ConfigError for options out of range.
     """
-    _check(num_rows, carrying, forgotten_carries, calculator_calls, split)
+    if split not in ("train", "val"):
+        raise ConfigError(f"task arithmetic: split={split!r} must be train or val")
     parsed = [_parse_form(form) for form in forms.split(",")]
     if carrying > 0 and any(form.operation == "*" or (form.operation == "-" and form.left_digits == 1) for form in parsed):
         raise ConfigError(
@@ -184,20 +186,3 @@ def _parse_form(text: str) -> Form:
             f"task arithmetic: {text!r} in forms must be two numbers of digits from 1 to 7 around +, - or *, like 3+2 or 2*1"
         )
     return Form(int(match[1]), match[2], int(match[3]))
-
-
-def _check(num_rows: int, carrying: float, forgotten_carries: float, calculator_calls: float, split: str) -> None:
-    problems = []
-    if num_rows < 1:
-        problems.append(f"task arithmetic: num_rows={num_rows} must be at least 1")
-    for name, share in (
-        ("carrying", carrying),
-        ("forgotten_carries", forgotten_carries),
-        ("calculator_calls", calculator_calls),
-    ):
-        if not 0 <= share <= 1:
-            problems.append(f"task arithmetic: {name}={share} must be between 0 and 1")
-    if split not in ("train", "val"):
-        problems.append(f"task arithmetic: split={split!r} must be train or val")
-    if problems:
-        raise ConfigError(problems)

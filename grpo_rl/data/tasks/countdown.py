@@ -6,6 +6,8 @@ import random
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from grpo_rl.config.schema.kinds import AnySeed, Count, Operand
+from grpo_rl.config.schema.kinds import Fraction as Share
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.rules.countdown_rule import evaluate
@@ -48,19 +50,19 @@ class Part(NamedTuple):
 
 def countdown(
     *,
-    num_rows: int = 8192,
+    num_rows: Count = 8192,
     num_numbers: str = "3,4",
-    min_number: int = 1,
-    max_number: int = 99,
-    min_target: int = 10,
-    max_target: int = 100,
+    min_number: Operand = 1,
+    max_number: Operand = 99,
+    min_target: Operand = 10,
+    max_target: Operand = 100,
     operations: str = "+-*/",
     whole_steps: bool = False,
     template: Template = "tags",
     split: Literal["train", "val"] = "train",
-    slips: float = 0.0,
-    corrections: float = 0.0,
-    seed: int = 0,
+    slips: Share = 0.0,
+    corrections: Share = 0.0,
+    seed: AnySeed = 0,
 ) -> LazyRows:
     """Rows in verl's format, each with numbers and a target that an expression of all of them, each once, reaches.
 
@@ -73,7 +75,7 @@ def countdown(
     of range, and where they leave no problem.
     """
     counts = _counts(num_numbers)
-    _check(num_rows, min_number, max_number, min_target, max_target, operations, template, split, slips, corrections)
+    _check(min_number, max_number, min_target, max_target, operations, template, split, slips, corrections)
 
     def make(index: int) -> Row:
         rng = random.Random(f"countdown:{seed}:{index}")
@@ -200,7 +202,6 @@ def _counts(text: str) -> list[int]:
 
 
 def _check(
-    num_rows: int,
     min_number: int,
     max_number: int,
     min_target: int,
@@ -212,8 +213,6 @@ def _check(
     corrections: float,
 ) -> None:
     problems = []
-    if num_rows < 1:
-        problems.append(f"num_rows={num_rows} must be at least 1")
     if not 0 <= min_number <= max_number:
         problems.append(f"min_number={min_number} and max_number={max_number} must be 0 <= min_number <= max_number")
     if min_target > max_target:
@@ -224,9 +223,7 @@ def _check(
         problems.append(f"template={template!r} must be one of {', '.join(PROMPTS)}")
     if split not in ("train", "val"):
         problems.append(f"split={split!r} must be train or val")
-    if not 0 <= slips <= 1:
-        problems.append(f"slips={slips} must be from 0 to 1")
-    if not 0 <= corrections <= 1 or (corrections > 0 and slips == 0):
-        problems.append(f"corrections={corrections} must be from 0 to 1, and slips above 0 where it is")
+    if corrections > 0 and slips == 0:
+        problems.append(f"corrections={corrections} needs slips above 0")
     if problems:
         raise ConfigError([f"task countdown: {problem}" for problem in problems])

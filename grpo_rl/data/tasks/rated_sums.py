@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Literal
 
+from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.errors import ConfigError
 
@@ -13,11 +14,11 @@ MOST_DIGITS = 6
 
 def rated_sums(
     *,
-    num_rows: int = 4096,
-    digits: int = 3,
-    errors: float = 0.6,
+    num_rows: Count = 4096,
+    digits: Count = 3,
+    errors: Fraction = 0.6,
     split: Literal["train", "val"] = "train",
-    seed: int = 0,
+    seed: AnySeed = 0,
 ) -> LazyRows:
     """Rows of a sum, its `completions` (one column each, from the right, then the result) and their `labels`.
 
@@ -25,11 +26,8 @@ def rated_sums(
     has one that was not there. The rows end with their first wrong step, as PRM800K's do. The splits share no sum. Row i is
     drawn from (seed, i). Raises ConfigError for options out of range.
     """
-    if not 1 <= digits <= MOST_DIGITS or not 0 <= errors <= 1 or num_rows < 1 or split not in ("train", "val"):
-        raise ConfigError(
-            f"task rated_sums: num_rows={num_rows} must be at least 1, digits={digits} from 1 to {MOST_DIGITS}, "
-            f"errors={errors} from 0 to 1, split={split} train or val"
-        )
+    if not 1 <= digits <= MOST_DIGITS or split not in ("train", "val"):
+        raise ConfigError(f"task rated_sums: digits={digits} must be from 1 to {MOST_DIGITS}, split={split} train or val")
 
     def make(index: int) -> Row:
         rng = random.Random(f"rated_sums:{seed}:{index}")

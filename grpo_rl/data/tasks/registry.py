@@ -21,7 +21,7 @@ from grpo_rl.data.tasks.rated_sums import rated_sums
 from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
 from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.registry import Registry, calling_user_function
+from grpo_rl.registry import Registry, calling_user_function, out_of_bounds
 
 TASK_PREFIX = "task:"
 PREFIX = (TASK_PREFIX, GYM_PREFIX)
@@ -68,7 +68,10 @@ def _typed(name: str, task: Callable[..., Sequence[Row]], texts: dict[str, str])
     TASKS.check_options(name, texts)
     kinds = typing.get_type_hints(task)
     known = inspect.signature(task).parameters
-    return {key: _value(f"task {name!r}: {key}", text, kinds.get(key, str)) for key, text in texts.items() if key in known}
+    options = {key: _value(f"task {name!r}: {key}", text, kinds.get(key, str)) for key, text in texts.items() if key in known}
+    if problems := out_of_bounds(f"task {name!r}", task, options):
+        raise ConfigError(problems)
+    return options
 
 
 def _value(what: str, text: str, kind: Any) -> Any:

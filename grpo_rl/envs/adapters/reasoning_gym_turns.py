@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from grpo_rl.config.schema.kinds import Fraction, Turns
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Answer, Game, Rewards
 from grpo_rl.gym import SOURCE_PREFIX
@@ -15,7 +16,9 @@ class ReasoningGymInTurns(Game):
 
     name = "reasoning_gym"
 
-    def __init__(self, *, turns: int = 3, partial: float = 0.5, rewards: Rewards = "end", show_score: bool = False) -> None:
+    def __init__(
+        self, *, turns: Turns = 3, partial: Fraction = 0.5, rewards: Rewards = "end", show_score: bool = False
+    ) -> None:
         super().__init__(turns=turns, partial=partial, rewards=rewards)
         self._show_score = show_score
 

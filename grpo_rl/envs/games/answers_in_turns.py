@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
+from grpo_rl.config.schema.kinds import Fraction as Share
+from grpo_rl.config.schema.kinds import Turns
 from grpo_rl.data.tasks.countdown import answer_to
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Answer, Game, Rewards
@@ -23,7 +25,7 @@ class ArithmeticInTurns(Game):
 
     name = "arithmetic"
 
-    def __init__(self, *, turns: int = 4, partial: float = 0.0, rewards: Rewards = "end", short: bool = True) -> None:
+    def __init__(self, *, turns: Turns = 4, partial: Share = 0.0, rewards: Rewards = "end", short: bool = True) -> None:
         super().__init__(turns=turns, partial=partial, rewards=rewards)
         self._words = ("+", "-", "?") if short else ("higher", "lower", "Answer with one whole number, and nothing else.")
 
@@ -54,7 +56,7 @@ class CountdownInTurns(Game):
 
     name = "countdown"
 
-    def __init__(self, *, turns: int = 4, partial: float = 0.1, rewards: Rewards = "end", short: bool = False) -> None:
+    def __init__(self, *, turns: Turns = 4, partial: Share = 0.1, rewards: Rewards = "end", short: bool = False) -> None:
         super().__init__(turns=turns, partial=partial, rewards=rewards)
         self._short = short
 
@@ -91,7 +93,7 @@ class Gsm8kInTurns(Game):
 
     name = "gsm8k"
 
-    def __init__(self, *, turns: int = 5, partial: float = 0.0, rewards: Rewards = "end") -> None:
+    def __init__(self, *, turns: Turns = 5, partial: Share = 0.0, rewards: Rewards = "end") -> None:
         super().__init__(turns=turns, partial=partial, rewards=rewards)
 
     def begin(self, start: Start) -> None:

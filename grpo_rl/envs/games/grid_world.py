@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_rl.config.schema.kinds import Fraction, Turns
 from grpo_rl.data.tasks.games.grid_maps import NAME, Grid, read_direction, seen
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Answer, Game, Rewards
@@ -14,7 +15,7 @@ class GridWorld(Game):
 
     name = NAME
 
-    def __init__(self, *, turns: int = 40, partial: float = 0.0, rewards: Rewards = "end") -> None:
+    def __init__(self, *, turns: Turns = 40, partial: Fraction = 0.0, rewards: Rewards = "end") -> None:
         super().__init__(turns=turns, partial=partial, rewards=rewards)
 
     def begin(self, start: Start) -> None:

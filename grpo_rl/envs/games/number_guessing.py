@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from grpo_rl.config.schema.kinds import Fraction, Turns
 from grpo_rl.data.tasks.games.secret_numbers import NAME, Bounds, SecretNumber, answer_to, read_guess
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Answer, Game, Rewards
@@ -17,7 +18,7 @@ class NumberGuessing(Game):
 
     name = NAME
 
-    def __init__(self, *, turns: int = 8, partial: float = 0.5, rewards: Rewards = "end", strict: bool = False) -> None:
+    def __init__(self, *, turns: Turns = 8, partial: Fraction = 0.5, rewards: Rewards = "end", strict: bool = False) -> None:
         super().__init__(turns=turns, partial=partial, rewards=rewards)
         self._strict = strict
 

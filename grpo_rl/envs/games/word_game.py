@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from grpo_rl.config.schema.kinds import Fraction, Turns
 from grpo_rl.data.tasks.games.secret_words import IN_PLACE, NAME, UNKNOWN, SecretWord, answer_to, known_after, marks, read_guess
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Answer, Game, Rewards
@@ -12,7 +13,7 @@ class WordGame(Game):
 
     name = NAME
 
-    def __init__(self, *, turns: int = 6, partial: float = 0.5, rewards: Rewards = "end") -> None:
+    def __init__(self, *, turns: Turns = 6, partial: Fraction = 0.5, rewards: Rewards = "end") -> None:
         super().__init__(turns=turns, partial=partial, rewards=rewards)
 
     def begin(self, start: Start) -> None:

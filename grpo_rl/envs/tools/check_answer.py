@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Fraction
 from grpo_rl.envs.contract import Start, ToolResult
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.rules.gsm8k import gsm8k_flexible
@@ -29,7 +30,7 @@ class CheckAnswer:
         },
     }
 
-    def __init__(self, *, penalty: float = 0.05) -> None:
+    def __init__(self, *, penalty: Fraction = 0.05) -> None:
         if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty <= 1:
             raise ConfigError(f"tool check_answer: penalty={penalty!r} must be a number from 0 to 1")
         self._penalty = float(penalty)

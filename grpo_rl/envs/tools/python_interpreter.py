@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Seconds
 from grpo_rl.envs.contract import Start, ToolResult
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Sandbox
@@ -87,7 +88,12 @@ class PythonInterpreter:
     }
 
     def __init__(
-        self, *, time_s: float = 5.0, total_s: float = 120.0, memory_mb: int = 512, max_characters: int = 2000
+        self,
+        *,
+        time_s: Seconds = 5.0,
+        total_s: Seconds = 120.0,
+        memory_mb: ProcessMegabytes = 512,
+        max_characters: Count = 2000,
     ) -> None:
         if isinstance(max_characters, bool) or not isinstance(max_characters, int) or max_characters < 2:
             raise ConfigError(f"tool python: max_characters={max_characters!r} must be a whole number of at least 2")

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Count
 from grpo_rl.data.tasks.games.fact_chains import world
 from grpo_rl.envs.contract import Start, ToolResult
 from grpo_rl.errors import ConfigError
@@ -85,7 +86,7 @@ class Search:
         },
     }
 
-    def __init__(self, *, folder: str = FACTS, top_k: int = 3, max_characters: int = 500) -> None:
+    def __init__(self, *, folder: str = FACTS, top_k: Count = 3, max_characters: Count = 500) -> None:
         for name, value in (("top_k", top_k), ("max_characters", max_characters)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"tool search: {name}={value!r} must be a whole number of at least 1")

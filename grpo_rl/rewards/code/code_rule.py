@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Requests, Seconds, SecondsOrZero
 from grpo_rl.rewards.code.cases import Test, read_tests
 from grpo_rl.rewards.sandbox.sandbox import START_S, Limits, Outcome, Sandbox, check_available
 
@@ -30,14 +31,14 @@ def code(
     extra_info: dict[str, Any] | None = None,
     *,
     continuous: bool = True,
-    time_s: float = 5.0,
-    total_s: float = 30.0,
-    memory_mb: int = 512,
-    output_kb: int = 4096,
-    max_cases: int | None = None,
+    time_s: Seconds = 5.0,
+    total_s: Seconds = 30.0,
+    memory_mb: ProcessMegabytes = 512,
+    output_kb: Count = 4096,
+    max_cases: Count | None = None,
     sandbox_url: str | None = None,
-    max_concurrent: int = 4,
-    retry_s: float = 20.0,
+    max_concurrent: Requests = 4,
+    retry_s: SecondsOrZero = 20.0,
 ) -> dict[str, float]:
     """`score` is the share of test cases that the last ```python block passes; without `continuous`, 1 for all of them, else 0.
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.rewards.rules.answers import last_pair
 
 MAX_LENGTH = 1_000
@@ -29,8 +30,8 @@ def countdown(
     solution_str: str,
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
-    score: float = 1.0,
-    format_score: float = 0.1,
+    score: Factor = 1.0,
+    format_score: Factor = 0.1,
     last_line: bool = True,
 ) -> dict[str, float]:
     """`score` for the right expression, `format_score` for any other between `<answer>` tags, 0 without them.

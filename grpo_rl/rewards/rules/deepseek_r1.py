@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.rules.choice import multiple_choice
 from grpo_rl.rewards.rules.countdown_rule import countdown
@@ -28,8 +29,8 @@ def deepseek_r1(
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
     accuracy: str = "math",
-    accuracy_weight: float = 1.0,
-    format_weight: float = 1.0,
+    accuracy_weight: Factor = 1.0,
+    format_weight: Factor = 1.0,
 ) -> dict[str, float]:
     """`accuracy_weight * accuracy + format_weight * format`, both 0 or 1; each of them, unweighted, and `acc` are
     parts.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Count, CountOrZero, Factor
+
 MAX_WORDS = 100_000
 """The last words of a response that are looked at, or characters where they are counted."""
 
@@ -30,10 +32,10 @@ def length(
     solution_str: str,
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
-    minimum: int = 0,
-    maximum: int = 4_000,
-    target: int | None = None,
-    slack: int = 1_000,
+    minimum: CountOrZero = 0,
+    maximum: CountOrZero = 4_000,
+    target: CountOrZero | None = None,
+    slack: CountOrZero = 1_000,
     unit: str = "characters",
 ) -> dict[str, float]:
     """0 for a length from `minimum` to `maximum` (or of `target`, instead of both), falling to -1 at `slack` more or less, and -1 beyond.
@@ -60,8 +62,8 @@ def repetition(
     solution_str: str,
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
-    ngram: int = 3,
-    max_penalty: float = -1.0,
+    ngram: Count = 3,
+    max_penalty: Factor = -1.0,
     unit: str = "words",
 ) -> dict[str, float]:
     """`max_penalty` times the share of n-grams that repeat an earlier one: `1 - different n-grams / all n-grams`.

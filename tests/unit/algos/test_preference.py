@@ -326,7 +326,7 @@ def test_an_average_that_counts_tokens_is_refused(average: str) -> None:
 
 
 def test_half_of_the_labels_wrong_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"label_smoothing=0\.5 must be at least 0 and below 0\.5"):
+    with pytest.raises(ConfigError, match=r"label_smoothing=0\.5 is out of range, it must be >= 0 and < 0\.5"):
         total("dpo", BY_HAND, label_smoothing=0.5)
 
 

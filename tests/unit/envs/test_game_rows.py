@@ -203,7 +203,7 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
         ("number_guessing?wording=long", ["must be one of words, short"]),
         ("word_game?letters=aab", ["letters='aab'"]),
         ("word_game?answers=all", ["must be one of marks, known"]),
-        ("word_game?letters=AB&length=0", ["letters='AB'", "length=0"]),
+        ("word_game?letters=AB&length=99", ["letters='AB'", "length=99"]),
         ("grid_world?size=2&walls=0.9", ["size=2", "walls=0.9"]),
         ("grid_world?size=3&fewest_steps=30", ["none has a way of 30 steps"]),
         ("fact_chains?hops=5", ["hops=5"]),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction
 from grpo_rl.data.tasks.games.game_rows import Message, Play, Wording, refuse
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 
@@ -140,14 +141,14 @@ class Chain:
 
 def fact_chains(
     *,
-    num_rows: int = 1024,
+    num_rows: Count = 1024,
     hops: str = "2,3",
     wording: Wording = "words",
     play: Play = "none",
-    sensible: float = 0.0,
-    worlds: int = 1,
+    sensible: Fraction = 0.0,
+    worlds: Count = 1,
     split: Literal["train", "val"] = "train",
-    seed: int = 0,
+    seed: AnySeed = 0,
 ) -> LazyRows:
     """Rows of a question about the made-up world that takes one of the `hops` (from 1 to 4) look-ups in its texts.
 
@@ -159,15 +160,12 @@ def fact_chains(
     """
     refuse(
         NAME,
-        (num_rows >= 1, f"num_rows={num_rows} must be at least 1"),
         (
             all(part in ("1", "2", "3", "4") for part in hops.split(",")),
             f"hops={hops} must be from 1 to 4, or several such like 2,3",
         ),
         (wording in ("words", "short"), f"wording={wording!r} must be words or short"),
         (play in ("none", "random"), f"play={play!r} must be none or random"),
-        (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
-        (worlds >= 1, f"worlds={worlds} must be at least 1"),
         (worlds == 1 or play == "random", f"worlds={worlds} is for play=random: the tool `search` has the texts of one"),
         (split in ("train", "val"), f"split={split!r} must be train or val"),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from grpo_rl.config.schema.kinds import Count
 from grpo_rl.data.tasks.made_rows import LazyRows, Row
 from grpo_rl.errors import ConfigError
 
@@ -45,10 +46,10 @@ def refuse(name: str, *rules: tuple[bool, str]) -> None:
         raise ConfigError(problems)
 
 
-def episodes(*, num_rows: int = 8192, prompt: str = "Play the game.", data_source: str = "episodes") -> LazyRows:
+def episodes(*, num_rows: Count = 8192, prompt: str = "Play the game.", data_source: str = "episodes") -> LazyRows:
     """Rows for an environment that makes its game from the episode's seed: the same `prompt` and no ground truth in each.
 
     Raises ConfigError for options out of range.
     """
-    refuse("episodes", (num_rows >= 1, f"num_rows={num_rows} must be at least 1"), (prompt.strip() != "", "prompt is empty"))
+    refuse("episodes", (prompt.strip() != "", "prompt is empty"))
     return LazyRows(num_rows, lambda index: game_row(data_source, prompt, "", {"index": index}))

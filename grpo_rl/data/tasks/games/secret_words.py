@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from typing import Literal, NamedTuple
 
+from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
 from grpo_rl.data.tasks.games.game_rows import Play, Wording, game_row, played, refuse
 from grpo_rl.data.tasks.made_rows import LazyRows, Row
 
@@ -28,15 +29,15 @@ class SecretWord(NamedTuple):
 
 def word_game(
     *,
-    num_rows: int = 8192,
+    num_rows: Count = 8192,
     letters: str = "abcde",
-    length: int = 3,
-    turns: int = 6,
+    length: Count = 3,
+    turns: Turns = 6,
     answers: Answers = "marks",
     wording: Wording = "words",
     play: Play = "none",
-    sensible: float = 0.0,
-    seed: int = 0,
+    sensible: Fraction = 0.0,
+    seed: AnySeed = 0,
 ) -> LazyRows:
     """Rows of the game `word_game`, each with a word of `length` of the `letters`, any of them in every place.
 
@@ -46,17 +47,14 @@ def word_game(
     """
     refuse(
         NAME,
-        (num_rows >= 1, f"num_rows={num_rows} must be at least 1"),
         (
             WORD.fullmatch(letters) is not None and len(set(letters)) == len(letters) >= 2,
             f"letters={letters!r} must be two or more of a to z, each once",
         ),
         (1 <= length <= LONGEST_WORD, f"length={length} must be from 1 to {LONGEST_WORD}"),
-        (turns >= 1, f"turns={turns} must be at least 1"),
         (answers in ("marks", "known"), f"answers={answers!r} must be marks or known"),
         (wording in ("words", "short"), f"wording={wording!r} must be words or short"),
         (play in ("none", "random"), f"play={play!r} must be none or random"),
-        (0 <= sensible <= 1, f"sensible={sensible} must be from 0 to 1"),
     )
 
     def make(index: int) -> Row:
