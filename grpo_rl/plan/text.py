@@ -52,7 +52,7 @@ def describe(composed: Composed, plan: Plan) -> str:
         "one training step": _step(config, plan) if plan.trains else iter(()),
         "paradigm": components(config, plan) if plan.trains and plan.role("actor") else iter(()),
         "objective": (_objective if plan.role("actor") else _scoring)(config, plan) if plan.trains else iter(()),
-        "memory, estimated" + ("" if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
+        "memory, estimated" + (_in_all(plan) if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
         f"fit on {plan.machine.name or 'this machine'}": machine_page.fit(plan, instead),
         f"time of a step{' with these keys' if instead else ''}, estimated and not measured": machine_page.time(
             instead.plan if instead else plan
@@ -133,7 +133,7 @@ def _length_of_run(config: Config, plan: Plan) -> str:
         steps, updates = sizes.total_steps or 0, sizes.actor_updates if plan.role("actor") else sizes.reward_model_updates
         length = f"{_count(steps, 'training step')}, {_count(updates, 'optimizer step')}"
     tests = f"validation every {trainer.test_freq}" if trainer.test_freq > 0 else "no validation in between"
-    saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "a checkpoint only where it is stopped"
+    saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "saved at a stop"
     return f"{length}; {tests}, {saves}"
 
 
@@ -438,14 +438,19 @@ def _scoring(config: Config, plan: Plan) -> Rows:
     yield "loss", f"= 1/num_pairs Σ_pairs -log sigmoid(r_w - r_l - margin){centring};  r the score at the response's last token"
 
 
+def _in_all(plan: Plan) -> str:
+    """Return what all processes of a run on this machine's processors need together, and what there is."""
+    if not (needed := host_bytes(plan)):
+        return ""
+    has = machine_memory()
+    return f": {gib(needed)} in all with libraries, Ray and the controller; this {has.owner} has {gib(int(has.total))}"
+
+
 def _memory(plan: Plan) -> Rows:
     if plan.model is None:
         yield "unknown", "the sizes of this model are known only when its weights are read"
     for need in plan.memory:
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
-    if needed := host_bytes(plan):
-        has = machine_memory()
-        yield "in all", f"{gib(needed)}, with libraries, Ray and the controller; this {has.owner} has {gib(int(has.total))}"
     if plan.model is not None and fit_of(plan, plan.model) is None:
         yield from gpu_memory.lines(plan, plan.model)
 

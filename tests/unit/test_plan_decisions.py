@@ -106,6 +106,8 @@ def test_only_the_roles_that_the_schedule_drives_start(tmp_path: Path) -> None:
             ("the KL in the reward",),
         ),
         (["algorithm.rollout_correction.bypass_mode=true"], "engine", ()),
+        # Losses over pairs have no ratio, however many updates there are.
+        ([f"{A}.ppo_mini_batch_size=16", f"{A}.policy_loss.loss_mode=dpo", f"{A}.loss_agg_mode=prompt-mean"], "none", ()),
     ],
 )
 def test_old_logprobs_have_one_rule(words: list[str], computed_by: str, readers: tuple[str, ...]) -> None:

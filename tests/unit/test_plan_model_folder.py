@@ -232,14 +232,18 @@ def test_adapters_over_quantized_weights_are_refused_by_the_plan(folder: Path) -
         plan_of(folder, f"{M}.lora_rank=4")
 
 
-def test_a_reference_under_adapters_that_were_trained_before_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_under_adapters_that_were_trained_before_the_kl_is_to_the_base_model_and_a_loss_that_compares_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 16}))
     (adapter / "adapter_model.safetensors").write_bytes(safetensors(HEADER, 8))
     words = [f"{M}.lora_rank=4", f"{M}.lora_adapter_path={adapter}"]
-    with pytest.raises(ConfigError, match="the KL in the loss compares with a reference"):
-        plan_of(folder, *words)
+    assert "(the KL is to the base model without them)" in " ".join(plan_of(folder, *words).render().split())
+    pairs = ["actor_rollout_ref.actor.policy_loss.loss_mode=dpo", "actor_rollout_ref.actor.loss_agg_mode=prompt-mean"]
+    with pytest.raises(ConfigError, match="the loss compares with a reference"):
+        plan_of(folder, *words, *pairs, "actor_rollout_ref.actor.use_kl_loss=false")
     plan = plan_of(folder, *words, "actor_rollout_ref.actor.use_kl_loss=false")
     assert plan.base_reference is None and plan.role("reference") is None
 

@@ -378,6 +378,19 @@ def test_an_engine_of_its_own_device_is_built_in_the_background_as_before() -> N
 # ---- NCCL -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_every_process_of_an_engine_has_a_rank_of_its_own_in_the_group(monkeypatch, devices) -> None:
+    log, places = Log(), []
+    engines = FakeSet("rollout", 3, log, lambda rank: {"connect": places.append})
+    actors = FakeSet("actor", 2, log, lambda rank: {"connect": places.append})
+    monkeypatch.setattr(weight_sync, "wait_all", wait_all)
+    transfer = Transfer("nccl", actors, engines, devices, 1.0)
+    places.clear()
+    transfer._connect(engines.workers)
+    offsets = [place.rank_offset for place in places]
+    assert offsets == [0, 1, 1 + devices, 1 + 2 * devices] and {place.world_size for place in places} == {1 + 3 * devices}
+
+
 def test_a_group_is_made_anew_when_its_members_are_other_processes() -> None:
     apart = Shared(2, sleeps=False, backend="nccl", shares=False)
     assert apart.log == ["actor0 connect", "rollout0 connect", "rollout1 connect"]

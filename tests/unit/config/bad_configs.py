@@ -247,7 +247,6 @@ _SILENT_IN_VERL: list[Bad] = [
     ([f"{A}.ppo_micro_batch_size=4"], f"{A}.ppo_micro_batch_size", "per_gpu"),
     ([f"{R}.logprobs_mode=x"], f"{R}.logprobs_mode", "only processed_logprobs"),
     ([f"{R}.data_parallel_size=2"], f"{R}.data_parallel_size", "only 1"),
-    (["algorithm.rollout_correction.loss_type=reinforce"], "algorithm.rollout_correction.loss_type", "only ppo_clip"),
     (["algorithm.use_pf_ppo=true"], "algorithm.use_pf_ppo", "only false"),
     (["trainer.v1.trainer_mode=separate_async"], "trainer.v1.trainer_mode", "only sync"),
     ([f"{R}.expert_parallel_size=8"], f"{R}.expert_parallel_size", "only 1"),

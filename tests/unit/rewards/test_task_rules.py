@@ -50,6 +50,14 @@ def test_countdown_pays_1_for_the_target_and_a_tenth_for_any_other_answer(respon
     assert countdown("countdown", response, TASK)["score"] == expected
 
 
+def test_countdown_wants_each_number_as_often_as_it_is_given():
+    task = {"numbers": [2, 2, 3], "target": 7}
+    assert countdown("countdown", "<answer>2+2+3</answer>", task)["acc"] == 1
+    assert countdown("countdown", "<answer>2*2+3</answer>", task)["acc"] == 1
+    assert countdown("countdown", "<answer>3+2*2+3-3</answer>", task)["acc"] == 0
+    assert countdown("countdown", "<answer>2+2+3</answer>", {"numbers": [2, 3], "target": 7})["acc"] == 0
+
+
 def test_countdown_has_options_for_what_it_pays_and_where_it_looks():
     wrong, right = "<answer>1</answer>", "<answer>44+19+35</answer>\nthat is it"
     assert countdown("countdown", wrong, TASK, format_score=0.0)["score"] == 0
