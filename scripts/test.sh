@@ -139,4 +139,6 @@ esac
 
 printf '\n'
 printf '%s\n' "${summary[@]}"
+# What was skipped for want of something on this machine.
+PYTHONPATH=. "$PYTHON" tests/machine_lacks.py
 exit "$exit_code"

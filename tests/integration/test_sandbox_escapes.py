@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from machine_lacks import needs_sandbox
 
 from grpo_rl.rewards.code.code_rule import code
 from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox
 
+pytestmark = needs_sandbox
 ESCAPES = {
     "reads /etc/shadow": "open('/etc/shadow').read()",
     "reads the password list": "open('/etc/passwd').read()",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from machine_lacks import needs_reasoning_gym
 
 import grpo_rl
 from grpo_rl.config.compose import compose
@@ -153,7 +154,18 @@ def filled(words: tuple[str, ...], ground: Path) -> list[str]:
     return [*(word for word in given if word.partition("=")[0] not in replaced), *(f"{k}={v}" for k, v in replaced.items())]
 
 
-@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page}: {' '.join(words)[:60]}" for page, words in COMMANDS])
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        pytest.param(
+            page,
+            words,
+            marks=[needs_reasoning_gym] if "reasoning_gym" in " ".join(words) else [],
+            id=f"{page}: {' '.join(words)[:60]}",
+        )
+        for page, words in COMMANDS
+    ],
+)
 def test_a_documented_command_is_planned(page: str, words: tuple[str, ...], ground: Path) -> None:
     composed = compose(filled(words, ground))
     trainer = composed.config.trainer

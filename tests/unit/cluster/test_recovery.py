@@ -148,7 +148,7 @@ def test_a_stopped_process_and_a_child_in_a_session_of_its_own_are_ended():
     parent = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert parent.stdout is not None
     grandchild = int(parent.stdout.readline())
-    subprocess.run(["kill", "-STOP", str(parent.pid)], check=True)
+    parent.send_signal(signal.SIGSTOP)
     kill_tree(parent.pid, title=b"ray::")
     assert parent.poll() is None, "a process of another name is left alone: the number was given to somebody else"
     kill_tree(parent.pid, title=sys.executable.encode())

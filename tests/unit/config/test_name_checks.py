@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from config_tools import CPU
+from machine_lacks import needs_reasoning_gym
 
 from grpo_rl.config.checks import name_rules, option_tables
 from grpo_rl.config.checks.all_rules import check
@@ -24,8 +25,8 @@ def problems(*words: str) -> list[str]:
     return list(name_rules.problems(compose(["recipe=arithmetic/grpo", *words]).config))
 
 
+@needs_reasoning_gym
 def test_the_tables_say_what_the_functions_and_the_package_say() -> None:
-    pytest.importorskip("reasoning_gym")
     spec = importlib.util.spec_from_file_location("write_option_tables", SCRIPT)
     assert spec is not None and spec.loader is not None
     script = importlib.util.module_from_spec(spec)
@@ -71,8 +72,8 @@ def _quoted(word: str) -> str:
     return word if value[0] in "[{" else f"{key}=['{value}']"
 
 
+@needs_reasoning_gym
 def test_what_exists_is_not_refused(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
     (tmp_path / "a.py").write_text("def score(**_): return 1.0\n")
     (tmp_path / "b.py").write_text("def score(**_): return 1.0\n")
     own = [f"{tmp_path}/{name}.py:score" for name in "ab"]

@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock
 import gymnasium
 import pytest
 from game_players import play, says, start_of
+from machine_lacks import needs_reasoning_gym
 
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.envs.adapters import mcp_tools
@@ -100,8 +101,8 @@ def test_wrong_gymnasium_environments_are_refused() -> None:
 # ---- reasoning-gym -------------------------------------------------------------------------------------------
 
 
+@needs_reasoning_gym
 def test_a_question_of_reasoning_gym_may_be_corrected() -> None:
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed: the extra `data`")
     row = task_rows("reasoning_gym:chain_sum?min_terms=2&max_terms=2&num_rows=1")[0]
     right = row["reward_model"]["ground_truth"]
     episode = play(ReasoningGymInTurns(), row, says("<answer>0</answer>", f"It is <answer>{right}</answer>"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine_lacks import needs_sandbox
 
 from grpo_rl.data.tasks.games.fact_chains import fact_chains, world
 from grpo_rl.envs.contract import Start, ToolResult
@@ -89,6 +90,7 @@ def cells(*codes: str, **options: Any) -> list[ToolResult]:
     return called(PythonInterpreter(**options), *({"code": code} for code in codes))
 
 
+@needs_sandbox
 def test_variables_stay_from_call_to_call() -> None:
     results = cells("x = 3", "def double(n):\n    return 2 * n", "print('so'); double(x)", "x")
     assert [(result.text, result.failed) for result in results] == [
@@ -99,11 +101,13 @@ def test_variables_stay_from_call_to_call() -> None:
     ]
 
 
+@needs_sandbox
 def test_code_between_fences_is_taken_out_of_them() -> None:
     fenced, plain = called(PythonInterpreter(), {"code": "```python\nx = 6\nx * 7\n```"}, {"code": "print('```')"})
     assert (fenced.text, plain.text) == ("42\n", "```\n")
 
 
+@needs_sandbox
 def test_an_error_comes_back_and_the_variables_stay() -> None:
     results = cells("x = 3", "x += 1\n1 / 0", "(", "import sys; sys.exit(0)", "x")
     assert [result.failed for result in results] == [False, True, True, True, False]
@@ -112,12 +116,14 @@ def test_an_error_comes_back_and_the_variables_stay() -> None:
     assert results[4].text == "4\n"
 
 
+@needs_sandbox
 def test_episodes_do_not_share_variables() -> None:
     assert cells("x = 1")[0].failed is False
     [result] = cells("x")
     assert result.failed and "NameError" in result.text
 
 
+@needs_sandbox
 def test_a_call_that_runs_too_long_ends_the_interpreter_and_the_next_one_begins_anew() -> None:
     began = time.monotonic()
     results = cells("x = 1", "while True: pass", "x", "40 + 2", time_s=0.5)
@@ -147,12 +153,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE)
+@needs_sandbox
 def test_hostile_code_fails_and_the_interpreter_is_there_for_the_next_call(code: str) -> None:
     results = cells(code, "40 + 2", time_s=3.0)
     assert results[0].failed, results[0].text
     assert results[1] == ToolResult("42\n")
 
 
+@needs_sandbox
 def test_code_sees_nothing_of_this_process() -> None:
     [result] = cells("import os, sys; print(sorted(os.environ), os.getcwd(), sorted(os.listdir('/')))")
     assert not result.failed
@@ -161,11 +169,13 @@ def test_code_sees_nothing_of_this_process() -> None:
     assert "home" not in folders and "proc" not in folders and "etc" not in folders
 
 
+@needs_sandbox
 def test_long_output_is_cut_in_the_middle() -> None:
     [result] = cells("print('a' * 5000 + 'b' * 5000)", max_characters=100)
     assert result.text == "a" * 50 + "\n[...]\n" + "b" * 49 + "\n"
 
 
+@needs_sandbox
 def test_two_episodes_run_side_by_side() -> None:
     async def both() -> float:
         tools = [PythonInterpreter(time_s=30.0) for _ in range(3)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from machine_lacks import needs_compiler
 from tiny_models import VOCAB, make_folder
 from torch import Tensor
 
@@ -60,6 +61,7 @@ def test_inputs_of_recomputed_layers_wait_in_host_memory_and_give_the_same_bits(
 
 
 @pytest.mark.campaign
+@needs_compiler
 def test_compiled_layers_give_the_same_values_and_gradients(tmp_path: Path) -> None:
     path = make_folder(tmp_path, "qwen3", tied=True)
     torch._dynamo.utils.counters.clear()

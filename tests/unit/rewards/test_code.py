@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
 import pytest
+from machine_lacks import needs_sandbox
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
@@ -30,6 +31,7 @@ def score(response: str, tests: Any, **options: Any) -> float:
     return code("code", response, tests, **options)["score"]
 
 
+@needs_sandbox
 def test_a_program_is_worth_the_share_of_its_cases_or_all_or_nothing() -> None:
     tests = {"inputs": ["1 2\n", "3 4\n", "5 6\n", "0 0\n"], "outputs": ["3\n", "7\n", "12\n", "0\n"]}
     result = code("code", ADD, tests)
@@ -55,25 +57,30 @@ def test_a_program_is_worth_the_share_of_its_cases_or_all_or_nothing() -> None:
         ),
     ],
 )
+@needs_sandbox
 def test_a_function_is_called_with_the_arguments_of_every_form(tests: Any, worth: float) -> None:
     assert score(SQUARE, tests) == worth
 
 
+@needs_sandbox
 def test_a_method_of_a_class_named_solution_is_called() -> None:
     response = "```python\nclass Solution:\n    def twice(self, x):\n        return (x, x)\n```"
     assert score(response, {"fn_name": "twice", "inputs": [["a"]], "outputs": [["a", "a"]]}) == 1.0
 
 
+@needs_sandbox
 def test_tests_may_lie_in_the_extra_info() -> None:
     assert code("code", SQUARE, "", {"test_cases": {"inputs": [[3]], "outputs": [9]}, "fn_name": "f"})["score"] == 1.0
 
 
+@needs_sandbox
 def test_of_many_cases_some_are_used_evenly_spread() -> None:
     tests = {"fn_name": "f", "inputs": [[x] for x in range(10)], "outputs": [0, 0, 0, 0, 0, 25, 0, 0, 0, 0]}
     result = code("code", SQUARE, tests, max_cases=2)  # cases 0 and 5
     assert (result["num_cases"], result["num_passed"]) == (2.0, 2.0)
 
 
+@needs_sandbox
 def test_what_went_wrong_is_counted() -> None:
     program = "```python\nimport time\nn = input()\nif n == 'slow': time.sleep(9)\nif n == 'bad': 1 / 0\nprint('x' * (10**6 if n == 'much' else 1))\n```"
     tests = {"inputs": ["slow", "bad", "much", "fine"], "outputs": ["x"] * 4}
@@ -82,6 +89,7 @@ def test_what_went_wrong_is_counted() -> None:
     assert code("code", "```bash\nls\n```", tests)["no_code"] == 1.0
 
 
+@needs_sandbox
 def test_cases_without_time_are_failed_and_not_run() -> None:
     program = "```python\nimport time\ntime.sleep(9)\n```"
     result = code("code", program, {"inputs": ["", "", ""], "outputs": ["x"] * 3}, total_s=1.5)
@@ -228,6 +236,7 @@ def test_a_launcher_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) 
         Sandbox("print(1)")
 
 
+@needs_sandbox
 def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox("print(1)") as sandbox:
         sandbox._process.kill()
@@ -239,6 +248,7 @@ def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.Mon
         sandbox.run(Case())
 
 
+@needs_sandbox
 def test_lower_limits_of_the_process_that_asks_are_kept() -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
@@ -331,6 +341,7 @@ def serving(monkeypatch: pytest.MonkeyPatch, refusals: list[tuple[int, Any]]) ->
         server.server_close()
 
 
+@needs_sandbox
 def test_a_service_runs_programs_and_functions_and_never_sees_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(monkeypatch, []) as url:
         assert score(ADD, {"inputs": ["1 2", "3 4"], "outputs": ["3", "7771"]}, sandbox_url=url) == 0.5
@@ -341,6 +352,7 @@ def test_a_service_runs_programs_and_functions_and_never_sees_what_is_expected(m
     assert Service.requests[0]["language"] == "python" and Service.requests[0]["memory_limit_MB"] == 512
 
 
+@needs_sandbox
 def test_a_busy_service_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = [(503, {}), (429, {}), (200, {"status": "SandboxError", "message": "full", "run_result": None})]
     with serving(monkeypatch, refusals) as url:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from machine_lacks import needs_reasoning_gym
 
 from grpo_rl import gym
 from grpo_rl.config.compose import compose
@@ -17,6 +18,7 @@ from grpo_rl.errors import ConfigError, DataError, RewardError
 from grpo_rl.rewards.rules.auto import auto, check_data_sources
 from grpo_rl.rewards.rules.reasoning_gym_rule import extract_answer
 
+pytestmark = needs_reasoning_gym
 ROOT = Path(__file__).resolve().parents[3]
 CHEAP = [
     "ab",
@@ -36,11 +38,6 @@ CHEAP = [
     "string_insertion",
     "word_sorting",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def package():
-    pytest.importorskip("reasoning_gym")
 
 
 def score(row, response):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from machine_lacks import needs_sandbox
 
 from grpo_rl.child_processes import STOP_SIGNALS
 from grpo_rl.config.schema.tree import RewardConfig
@@ -300,6 +301,7 @@ def test_a_process_that_cannot_start_ends_the_run_with_the_cause(tmp_path, monke
         runner.close()
 
 
+@needs_sandbox
 def test_programs_are_judged_in_their_sandbox_from_a_reward_process():
     config = RewardConfig(functions=["code"], timeout_s=60, num_workers=1)
     runner = RewardRunner(RewardFunction.from_config(config), config, data_sources=["code"])
