@@ -72,8 +72,12 @@ def looks_like_verls(given: Collection[str]) -> bool:
 
 def other_defaults(given: Collection[str], defaults: Mapping[str, Any]) -> str | None:
     """Return the line that names the defaults which are not verl's, of the keys that nobody `given`; None for none."""
-    named = [f"{key}={show(defaults[key])} (verl's: {verls})" for key, verls in DEFAULTS.items() if key not in given]
-    return f"defaults that are not verl's, should this command be one of verl's: {', '.join(named)}" if named else None
+    named = [
+        f"{'.'.join(key.split('.')[-2:])}={show(defaults[key])} ({verls})"
+        for key, verls in DEFAULTS.items()
+        if key not in given
+    ]
+    return f"other defaults than verl's (in brackets): {', '.join(named)}" if named else None
 
 
 def in_lists(correction: MutableMapping[str, Any]) -> None:
