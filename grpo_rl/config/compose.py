@@ -70,9 +70,10 @@ def compose(argv: Sequence[str]) -> Composed:
     given = line.keys | layers.given(recipe)
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, given)
-    if verl_answers.looks_like_verls(given) and all(layer.option == recipes.OWN_FILE for layer in recipe):
-        notes += filter(None, [verl_answers.other_defaults(given, {key: leaf.default for key, leaf in leaves().items()})])
     config, value_problems = convert_or_explain(raw)
+    names = (config.actor_rollout_ref.model.path, config.data.train_files)
+    if verl_answers.looks_like_verls(given, *names) and all(layer.option == recipes.OWN_FILE for layer in recipe):
+        notes += filter(None, [verl_answers.other_defaults(given, {key: leaf.default for key, leaf in leaves().items()})])
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += _without_environment(value_problems, raw, safe)
     problems += security_rules.targets(raw)

@@ -62,12 +62,14 @@ ANSWERS, DEFAULTS = _read(Path(__file__).with_name("keys.txt").read_text(encodin
 """The answers, and verl's defaults of keys that have another one here which changes what is learned."""
 
 
-def looks_like_verls(given: Collection[str]) -> bool:
+def looks_like_verls(given: Collection[str], model: str, train_files: Collection[str]) -> bool:
     """Return whether a command that sets these keys, and builds on no recipe of this package, may be one of verl's.
 
-    verl has no recipes: its commands name model and data themselves, and rely on verl's defaults for what they leave out.
+    verl has no recipes, tasks and embedded models: its commands name a model and files themselves, and rely on verl's defaults for
+    what they leave out.
     """
-    return {"actor_rollout_ref.model.path", "data.train_files"} <= set(given) and "data.responses" not in given
+    names_both = {"actor_rollout_ref.model.path", "data.train_files"} <= set(given) and "data.responses" not in given
+    return names_both and not any(name.startswith(("builtin:", "task:", "reasoning_gym:")) for name in (model, *train_files))
 
 
 def other_defaults(given: Collection[str], defaults: Mapping[str, Any]) -> str | None:

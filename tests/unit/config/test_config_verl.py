@@ -338,13 +338,18 @@ def test_verls_own_commands_are_planned_as_they_are(name: str, away: Path, monke
         assert "fit on 8xH100-80GB" in planned(name, away)
 
 
-PPO = "data.train_files=task:arithmetic actor_rollout_ref.model.path=builtin:arithmetic critic.optim.lr=1e-5 algorithm.adv_estimator=gae"
+PPO = "data.train_files=x.parquet actor_rollout_ref.model.path=Qwen/Qwen3-8B critic.optim.lr=1e-5 algorithm.adv_estimator=gae"
 
 
 def test_a_command_like_verls_is_told_which_defaults_are_not_verls() -> None:
     (note,) = [note for note in compose(PPO.split()).notes if "other defaults than verl's" in note]
     assert note.endswith(": actor.use_kl_loss=true (false), rollout.n=8 (1)")
-    for other in (["recipe=arithmetic/grpo"], [*PPO.split(), "data.responses=rows"], [*PPO.split(), "recipe=arithmetic/grpo"]):
+    for other in (
+        ["recipe=arithmetic/grpo"],
+        [*PPO.split(), "data.responses=rows"],
+        [*PPO.split(), "data.train_files=task:arithmetic"],
+        [*PPO.split(), "recipe=arithmetic/grpo"],
+    ):
         assert not [note for note in compose(other).notes if "verl's" in note]
 
 
