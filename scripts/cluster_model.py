@@ -10,13 +10,18 @@ from __future__ import annotations
 import heapq
 import math
 import statistics
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import simpy
+
+try:
+    import simpy
+except ModuleNotFoundError:
+    sys.exit("the model of clusters needs the package simpy: bash scripts/setup.sh simulate, or pip install '.[simulate]'")
 
 MOST_TOKENS_AT_A_PACE = 512
 """Tokens that a batch advances before its pace is computed anew: the context that is read grows meanwhile."""

@@ -12,6 +12,7 @@ beside the corpus, and `--again FILE` runs it once more.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -90,6 +91,8 @@ def main() -> int:
             fuzz_targets.check(given.targets[0], given.again.read_bytes(), Path(folder))
         print("ok")
         return 0
+    if importlib.util.find_spec("atheris") is None:
+        sys.exit("fuzzing needs the package atheris: bash scripts/setup.sh dev data fuzz")
     good = [fuzz(name, given.seconds, given.corpus.resolve()) for name in given.targets or fuzz_targets.TARGETS]
     return 0 if all(good) else 1
 
