@@ -11,9 +11,9 @@ import itertools
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,13 @@ from grpo_rl.telemetry.terminal.text import encodable, safe_text
 
 if TYPE_CHECKING:
     from grpo_rl.cluster.sampling import Sampler
+    from grpo_rl.config.schema.tree import Config
     from grpo_rl.data.prompts import Renderer
-    from grpo_rl.types import Prompt
+    from grpo_rl.plan.decisions import Plan
+    from grpo_rl.types import Prompt, Sampling
+
+Answer = Callable[["Prompt", "Sampling"], tuple[str, str]]
+"""Takes a prompt and how to sample; returns the response's text and how it ended."""
 
 WORDS = "/reset forgets the conversation, /system TEXT sets the system prompt, /quit ends"
 
@@ -105,11 +110,59 @@ def main(argv: Sequence[str]) -> int:
             options, ready_model(model, console), words
         )
         plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml").plan)
-        session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
-        sampler = stack.enter_context(session.sampler(plan))
-        session.phase("gen")
-        _talk(sampler, options, target.label)
+        assert plan.engine is not None, "a plan that samples has an engine"
+        if plan.engine.name == "hf":
+            tokenizer, answer = _in_this_process(plan, folder, console)
+        else:
+            session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
+            sampler = stack.enter_context(session.sampler(plan))
+            session.phase("gen")
+            tokenizer, answer = sampler.tokenizer, _by(sampler)
+        _talk(plan.config, tokenizer, answer, options, target.label)
     return 0
+
+
+def _by(sampler: Sampler) -> Answer:
+    def answer(prompt: Prompt, sampling: Sampling) -> tuple[str, str]:
+        [rollout] = sampler.rollout.generate([prompt], 1, sampling)
+        return rollout.text, rollout.finish_reason
+
+    return answer
+
+
+def _in_this_process(plan: Plan, folder: Path, console: Console) -> tuple[Any, Answer]:
+    """Return the tokenizer, and what answers by the transformers engine in this process: one model, one request, no Ray."""
+    from transformers.utils.logging import disable_progress_bar
+
+    from grpo_rl.cluster.warm_start import ensure
+    from grpo_rl.models import builtin
+    from grpo_rl.models.load import load_tokenizer
+    from grpo_rl.rollout.engines import ENGINES
+    from grpo_rl.rollout.model_info import response_decoder
+    from grpo_rl.rollout.requests import sampling_of
+    from grpo_rl.types import Request
+
+    assert plan.engine is not None
+    model = plan.config.actor_rollout_ref.model
+    logs = RunDir(folder).logs
+    logs.mkdir(parents=True, exist_ok=True)
+    path = model.path
+    if path.startswith(builtin.PREFIX):
+        path = str(ensure(path, builtin.cache_folder(path), plan.machine, logs, console))
+    spec = replace(plan.engine, model_path=path)
+    disable_progress_bar()
+    tokenizer = load_tokenizer(model.tokenizer_path or path, trust_remote_code=model.trust_remote_code)
+    with console.progress("reading the model"):
+        engine, decode = ENGINES.get("hf")(spec), response_decoder(spec)
+
+    def answer(prompt: Prompt, sampling: Sampling) -> tuple[str, str]:
+        engine.submit([Request(prompt.uid, prompt.token_ids, sampling_of(sampling, prompt.uid, 0))])
+        while engine.num_unfinished:
+            for completion in engine.step():
+                return decode(completion.response_ids), completion.finish_reason
+        raise AssertionError("the request ended without an answer")
+
+    return tokenizer, answer
 
 
 def run_keys(run: Path | None, engine: str | None, words: Sequence[str] = (), *, trusted: bool = False) -> dict[str, Any]:
@@ -117,15 +170,14 @@ def run_keys(run: Path | None, engine: str | None, words: Sequence[str] = (), *,
     return settings_of_run(run, engine, words, trusted=trusted, without=("reward.", EPISODES))
 
 
-def _talk(sampler: Sampler, options: argparse.Namespace, label: str) -> None:
+def _talk(config: Config, tokenizer: Any, answer: Answer, options: argparse.Namespace, label: str) -> None:
     from grpo_rl.data.prompts import Renderer
     from grpo_rl.trainer.schedule import VALIDATION, training_sampling
     from grpo_rl.trainer.validation import validation_sampling
 
-    config = sampler.plan.config
     values = config.actor_rollout_ref.rollout.val_kwargs
     sampling = validation_sampling(values, training_sampling(config, VALIDATION))
-    renderer = Renderer(config.data, sampler.tokenizer)
+    renderer = Renderer(config.data, tokenizer)
     talk = Conversation(renderer, config.data.max_prompt_length, options.system or config.data.system_prompt)
     if talk.system is not None and not talk.has_template:
         raise ConfigError("--system needs a chat template, which this model does not have")
@@ -149,10 +201,10 @@ def _talk(sampler: Sampler, options: argparse.Namespace, label: str) -> None:
                 continue
             if talk.left_out:
                 _note(f"(the oldest {talk.left_out} turns no longer fit and are left out)")
-            [rollout] = sampler.rollout.generate([prompt], 1, sampling)
-            talk.answered(rollout.text)
-            _say(safe_text(rollout.text, keep_newlines=True))
-            if rollout.finish_reason == "length":
+            text, finish_reason = answer(prompt, sampling)
+            talk.answered(text)
+            _say(safe_text(text, keep_newlines=True))
+            if finish_reason == "length":
                 _note(f"(cut at {sampling.max_tokens} tokens: --max-tokens)")
 
 
