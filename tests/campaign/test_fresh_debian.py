@@ -45,7 +45,7 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             target.mkdir(parents=True, exist_ok=True)
             run("mount", "--bind", outside, target, check=True)
             stack.callback(run, "umount", "--lazy", target)
-        for kind, name in (("proc", "proc"), ("tmpfs", "dev/shm")):
+        for kind, name in (("proc", "proc"), ("sysfs", "sys"), ("tmpfs", "dev/shm")):
             (folder / name).mkdir(exist_ok=True)
             run("mount", "-t", kind, kind, folder / name, check=True)
             stack.callback(run, "umount", "--lazy", folder / name)
