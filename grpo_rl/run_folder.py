@@ -5,19 +5,17 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from grpo_rl.child_processes import started
 from grpo_rl.config.convert import unknown_key
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir, named_run, no_run, run_config
-from grpo_rl.telemetry.status import read_status
+from grpo_rl.telemetry.status import is_gone, read_status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,8 +64,7 @@ class Run:
         """
         status = self.status
         state = status.get("state")
-        is_here = status.get("host") == socket.gethostname() and isinstance(status.get("pid"), int)
-        if state == "running" and is_here and started(status["pid"]) is None:
+        if is_gone(status):
             return "lost"
         return state if state in ("running", "done", "preempted", "failed") else "unknown"
 

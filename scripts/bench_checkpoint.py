@@ -73,7 +73,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     from grpo_rl.cluster.roles.actor_role import ActorRole
     from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.config.schema.tree import ActorConfig, Config, TrainerConfig
-    from grpo_rl.telemetry.metrics.durable import DurableMetrics
+    from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
     from grpo_rl.trainer.saving import Saving
     from grpo_rl.trainer.schedule import Roles
 
@@ -81,7 +81,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     group.is_restarted = False
     rule = MicroBatchRule(None, 8)
     actor = ActorRole(group, ActorConfig(), train_rule=rule, forward_rule=rule, old_logprobs="none", objective=Objective())
-    metrics = DurableMetrics(run_dir / "metrics.jsonl", print)
+    metrics = MetricsFile(run_dir / "metrics.jsonl", print)
     output: Any = SimpleNamespace(
         run_dir=SimpleNamespace(checkpoints=run_dir / "checkpoints"),
         console=SimpleNamespace(warn=print),

@@ -275,7 +275,7 @@ ENDLESS_WAITS = {
     ): "a daemon thread that has nothing to do: `flush` and `close` wait for it with a deadline",
     ("api.py", "_wait"): "the run has deadlines of its own, and an interrupt ends the wait",
     ("sweep/run_all.py", "wait"): "the run has deadlines of its own, and a signal to the sweep is passed on to it",
-    ("telemetry/metrics/tracking.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
+    ("telemetry/metrics/sinks.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""
 
@@ -338,7 +338,7 @@ def test_what_may_wait_for_ever_still_does() -> None:
 
 def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
     # It jumps: deadlines and order go by the monotonic clock and by step numbers.
-    stamps = {f"telemetry/metrics/{name}.py" for name in ("metrics_file", "tracking", "sinks")} | {
+    stamps = {f"telemetry/metrics/{name}.py" for name in ("metrics_file", "sinks")} | {
         "telemetry/status.py",
         "telemetry/page/page_file.py",
         "envs/endpoint/chat_format.py",

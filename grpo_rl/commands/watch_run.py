@@ -6,8 +6,6 @@ the run does, with the run's own exit code.
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
 import sys
 import time
@@ -23,7 +21,7 @@ from grpo_rl.telemetry.diagnosis.alarms import ALARM
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import find_run
-from grpo_rl.telemetry.status import read_status
+from grpo_rl.telemetry.status import is_gone, read_status
 from grpo_rl.telemetry.terminal import step_line
 from grpo_rl.telemetry.terminal.text import duration, encodable, safe_text
 
@@ -87,7 +85,7 @@ def look_at(run: Path, num_samples: int) -> Look:
     """Read the run's files. What is damaged or half written is as if it were not there."""
     status = read_status(run)
     step, samples = _last_samples(run, num_samples)
-    return Look(run, status, read_metrics(run / "metrics.jsonl"), samples, step, _is_gone(status))
+    return Look(run, status, read_metrics(run / "metrics.jsonl"), samples, step, is_gone(status))
 
 
 def picture(look: Look) -> list[str]:
@@ -170,20 +168,6 @@ def _last_samples(run: Path, count: int) -> tuple[int | None, list[dict[str, Any
         if records and count:
             return step, [records[index * len(records) // count] for index in range(min(count, len(records)))]
     return None, []
-
-
-def _is_gone(status: Mapping[str, Any]) -> bool:
-    """Return whether a run that says it is running has no process any more; it can be seen on the same machine only."""
-    pid = status.get("pid")
-    if status.get("state") != "running" or status.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
-    try:
-        os.kill(pid, 0)  # signal 0 asks whether there is such a process, and sends nothing
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _follow_on_terminal(run: Path, options: Any) -> int:

@@ -12,24 +12,13 @@ from typing import Any
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.validation import shown_keys, validation_name
+from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys, validation_name
 from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, prompt_key, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.step_line import FAILURES, component_keys
 from grpo_rl.telemetry.terminal.text import duration, number, safe_text
 
 _WIDTH = 100
-LOSSES = {
-    "val/loss": "validation loss",
-    "val/perplexity": "validation perplexity",
-    "val/accuracy": "validation pairs in the right order",
-    "val/auc": "validation AUC of good against bad",
-    "val/calibration_error": "validation calibration error",
-    "val/brier": "validation Brier score",
-    "val/margin": "validation margin",
-    "train/loss": "training loss",
-}
-"""Metrics of runs on rows that the table of results compares, with their names there."""
 _TEXT_LIMIT = 400
 PACE_STEPS = 20
 """The number of a run's last steps from which its pace is taken."""
@@ -73,38 +62,23 @@ def measured_pace(folder: Path, num_steps: int | None) -> str | None:
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
-    """Return the table of results: validation, losses on given answers, and training reward.
+    """Return the table of results: validation, losses on given answers, and training reward, at first and at last.
 
-    The first validation against the last one, and the mean reward of the first training steps against the last, five
-    where there are ten. What was measured at one step alone has neither a before nor an after.
+    What was measured at one step alone has neither a before nor an after.
     """
-    changed: list[tuple[str, float, float]] = []
-    measured: list[tuple[str, float]] = []
-    for key in shown_keys(records):
-        points = [(record["step"], record[key]) for record in records if key in record]
-        name = safe_text(validation_name(key), limit=54)
-        if points[0][0] != points[-1][0]:
-            changed.append((name, points[0][1], points[-1][1]))
-        else:
-            measured.append((name, points[-1][1]))
-    of_steps = any("val/good" in record for record in records)
-    for key, name in LOSSES.items():
-        name = name.replace("pairs in the right order", "steps judged right") if of_steps else name
-        points = [(record["step"], record[key]) for record in records if key in record]
-        if points and points[0][0] != points[-1][0]:
-            changed.append((name, points[0][1], points[-1][1]))
-        elif points:
-            measured.append((name, points[-1][1]))
-    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
-    if len(rewards) > 1:
-        k = min(5, len(rewards) // 2)
-        name = f"training reward (first and last {k} steps)" if k > 1 else "training reward (first and last step)"
-        changed.append((name, statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])))
+    found = [(validation_name(key), *_ends(records, key)) for key in shown_keys(records)] + other_results(records)
+    changed = [(safe_text(name, limit=54), before[1], after[1]) for name, before, after in found if before[0] != after[0]]
+    measured = [(safe_text(name, limit=54), after[1]) for name, before, after in found if before[0] == after[0]]
     lines = [f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}"] if changed else []
     lines += [f"  {name:<54}{before:>10.3f}{after:>10.3f}{after - before:>+10.3f}" for name, before, after in changed]
     lines += [f"{'Result':<56}{'value':>10}"] if measured and not changed else []
     lines += [f"  {name:<54}{value:>10.3f}" for name, value in measured]
     return "\n".join(lines)
+
+
+def _ends(records: Sequence[dict[str, float]], key: str) -> tuple[Point, Point]:
+    points = [(record["step"], record[key]) for record in records if key in record]
+    return points[0], points[-1]
 
 
 def rewards_section(records: Sequence[dict[str, float]]) -> str:

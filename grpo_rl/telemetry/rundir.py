@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from grpo_rl.config.schema.fields import sections
+from grpo_rl.config.schema.fields import leaves, sections
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.run_files import read_text, read_yaml
 from grpo_rl.telemetry.run_lock import LOCK_FILE, RunLock
@@ -25,12 +25,56 @@ _SUBFOLDERS = ("tensorboard", "rollouts", "val", "plots", "logs", "checkpoints")
 _EARLIER = "earlier"
 
 
+class _Place:
+    """A file or folder in a run's folder, as an attribute of `RunDir`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run_dir: RunDir, _: type[RunDir] | None = None) -> Path:
+        return run_dir.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths inside one run's folder. Made by `RunDir.create`, which also keeps other processes out of it."""
 
     path: Path
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
+
+    config_file = _Place("config.yaml")
+    overrides_file = _Place("overrides.txt")
+    plan_file = _Place("plan.txt")
+    """The plan as text, as the run showed it at its start."""
+    page_file = _Place("page.html")
+    """The page with everything about the run."""
+    metrics_file = _Place("metrics.jsonl")
+    timeline_file = _Place("timeline.jsonl")
+    """The intervals in which each role was busy."""
+    status_file = _Place("status.json")
+    session_file = _Place("session.json")
+    """What identifies the processes of a run: the next run of this name ends those that this one may leave."""
+    report_file = _Place("report.txt")
+    tensorboard = _Place("tensorboard")
+    rollouts = _Place("rollouts")
+    val = _Place("val")
+    collected = _Place("collected")
+    """The responses that were sampled before training, which the collection makes."""
+    reference_logprobs = _Place("reference_logprobs.safetensors")
+    """The reference's log-probs of rows that are trained as they stand."""
+    best = _Place("best")
+    """The exported policy with the lowest validation loss so far, as `step_N`, where early stopping is on."""
+    plots = _Place("plots")
+    logs = _Place("logs")
+    checkpoints = _Place("checkpoints")
+    model = _Place("model")
+    """The exported policy."""
+    reward_model = _Place("reward_model")
+    """The exported reward model of a run that trained one."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
 
     @classmethod
     def create(cls, base: str | Path, experiment_name: str | None = None) -> RunDir:
@@ -48,99 +92,6 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"the run's folder {path} cannot be made: {error.strerror or error}") from error
         return run_dir
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def overrides_file(self) -> Path:
-        return self.path / "overrides.txt"
-
-    @property
-    def plan_file(self) -> Path:
-        """The plan as text, as the run showed it at its start."""
-        return self.path / "plan.txt"
-
-    @property
-    def page_file(self) -> Path:
-        """The page with everything about the run."""
-        return self.path / "page.html"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timeline_file(self) -> Path:
-        """The file with the intervals in which each role was busy."""
-        return self.path / "timeline.jsonl"
-
-    @property
-    def status_file(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def session_file(self) -> Path:
-        """The file that identifies the processes of a run: the next run of this name ends those that this one may leave."""
-        return self.path / "session.json"
-
-    @property
-    def report_file(self) -> Path:
-        return self.path / "report.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.path / "rollouts"
-
-    @property
-    def val(self) -> Path:
-        return self.path / "val"
-
-    @property
-    def collected(self) -> Path:
-        """The folder of the responses that were sampled before training, which the collection makes."""
-        return self.path / "collected"
-
-    @property
-    def reference_logprobs(self) -> Path:
-        """The file with the reference's log-probs of rows that are trained as they stand."""
-        return self.path / "reference_logprobs.safetensors"
-
-    @property
-    def best(self) -> Path:
-        """The folder of the exported policy with the lowest validation loss so far, as `step_N`, where early stopping is on."""
-        return self.path / "best"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The folder of the exported policy, which the export makes."""
-        return self.path / "model"
-
-    @property
-    def reward_model(self) -> Path:
-        """The folder of the exported reward model of a run that trained one."""
-        return self.path / "reward_model"
 
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
         """Write `config.yaml` and `overrides.txt`; different ones from before a resume stay beside them, numbered."""
@@ -163,7 +114,11 @@ class RunDir:
                 break
         else:
             return []
-        return _differences(_flat(before), _flat(yaml.safe_load(resolved_yaml)))
+        old, new = flattened(before), flattened(yaml.safe_load(resolved_yaml))
+        shown = {
+            key: [shown_value(values[key]) if key in values else "not set" for values in (old, new)] for key in {**old, **new}
+        }
+        return [f"{key}: {was} -> {now}" for key, (was, now) in shown.items() if was != now]
 
     def start_fresh(self, keep: Sequence[Path] = ()) -> Path | None:
         """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
@@ -267,29 +222,22 @@ def no_run(text: str, nor: str = "") -> str:
     return f"{text!r} is no run (a folder with config.yaml, or its name){nor}.{hint}"
 
 
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """Return the leaves of nested mappings by their dotted keys."""
-    if not isinstance(tree, dict) or not tree:
+def flattened(tree: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by their dotted keys; what the schema has as one key stays one."""
+    if not isinstance(tree, Mapping) or (path and path in leaves()):
         return {path: tree}
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{path}.{key}" if path else str(key))
+        found |= flattened(value, f"{path}.{key}" if path else str(key))
     return found
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    def shown(values: dict[str, Any], key: str) -> str:
-        return _one_line(values[key]) if key in values else "not set"
-
-    both = [(shown(before, key), shown(now, key), key) for key in {**before, **now}]
-    return [f"{key}: {old} -> {new}" for old, new, key in both if old != new]
-
-
-def _one_line(value: Any) -> str:
-    text = (
-        yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True) if value is not None else "null"
-    )
-    return text.removesuffix("\n").removesuffix("\n...")
+def shown_value(value: Any) -> str:
+    """Return a value of a configuration as YAML has it in one line; texts without quotes."""
+    if isinstance(value, str):
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def refuse_links(run: Path) -> None:

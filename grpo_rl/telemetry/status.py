@@ -7,11 +7,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.child_processes import started
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError, Preempted, exit_code_of, headline
 from grpo_rl.run_files import read_json
@@ -140,3 +141,11 @@ def read_status(folder: Path) -> dict[str, Any]:
         if isinstance(found, dict):
             return {name: value for name, value in found.items() if name not in _FORMS or value is None or _FORMS[name](value)}
     return {}
+
+
+def is_gone(status: Mapping[str, Any]) -> bool:
+    """Return whether a run that says it is running has no process any more; it can be seen on the same machine only."""
+    pid = status.get("pid")
+    if status.get("state") != "running" or status.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    return started(pid) is None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -21,6 +24,10 @@ MOST_NUMBER = 1e100
 """The largest finite number that is taken for a measurement: sums and squares of larger ones overflow."""
 MOST_NAMES = 10_000
 """The most metrics of a run."""
+MOST_WAITING = 10_000
+"""The most steps that are kept in memory while the disk fails."""
+
+_logger = logging.getLogger(__name__)
 
 
 def jsonable(value: Any) -> Any:
@@ -46,24 +53,45 @@ def dump_line(record: Mapping[str, Any]) -> str:
 
 
 class MetricsFile:
-    """Appends to metrics.jsonl; every line is on disk before `log` returns."""
+    """Appends to metrics.jsonl, for any thread.
 
-    def __init__(self, path: Path) -> None:
+    A disk that fails costs no step: lines wait in memory until there is room again. Warnings report the failure and its end.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None] = _logger.warning) -> None:
         self.path = path
-        # A killed process may have left half a line; a new one must not be glued to it.
-        needs_newline = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
-        self._file = path.open("a", encoding="utf-8")
-        if needs_newline:
-            self._file.write("\n")
+        self._warn = warn
+        self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
+        self._num_dropped = 0
+        self._is_failing = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of `step`."""
-        self._file.write(dump_line({"step": step, "time": round(time.time(), 3), **metrics}))
-        self._file.flush()
+        """Append the metrics of `step`, after those that are still waiting; all are on the disk before it returns, or wait."""
+        self._num_dropped += len(self._waiting) == MOST_WAITING
+        self._waiting.append(dump_line({"step": step, "time": round(time.time(), 3), **metrics}))
+        try:
+            self._write()
+        except OSError as error:
+            if not self._is_failing:
+                self._warn(
+                    f"{self.path} cannot be written: {error.strerror or error}; metrics are kept in memory, training goes on"
+                )
+            self._is_failing = True
+            return
+        if self._is_failing:
+            self._warn(f"{self.path} can be written again; {self._num_dropped or 'no'} steps are missing in it")
+        self._is_failing = False
+
+    def flush(self) -> None:
+        """Make every line that could be written survive a power cut. Raises OSError where the disk refuses that."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CREAT, 0o644)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, so that a resumed run continues its own curve."""
-        self._file.close()
         kept = [record for record in read_records(self.path) if record["step"] <= step]
         temporary = self.path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
@@ -71,10 +99,27 @@ class MetricsFile:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        self._file.close()
+        """Write what is waiting, if that is possible now; say how many steps are lost."""
+        with contextlib.suppress(OSError):
+            self._write()
+        if lost := self._num_dropped + len(self._waiting):
+            self._warn(f"{self.path}: {lost} steps could not be written and are lost")
+
+    def _write(self) -> None:
+        append_lines(self.path, self._waiting)
+        self._waiting.clear()
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append whole lines to a file. A write that failed, or a process that was killed, may have left half a line: they begin a new one."""
+    with path.open("a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write("".join(lines).encode())
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
@@ -110,9 +155,3 @@ def is_number(value: Any) -> TypeGuard[float]:
 def is_count(value: Any) -> bool:
     """Return whether a value of JSON is a whole number from 0 that a step, a length or a place can be."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

@@ -1,36 +1,53 @@
-"""The receivers of a run's metrics: metrics.jsonl always, TensorBoard, W&B and MLflow by `trainer.logger`."""
+"""The receivers of a run's metrics: metrics.jsonl always; TensorBoard, W&B and MLflow by `trainer.logger`.
+
+Trackers live behind a thread and a bounded queue each, so that no network and no disk of theirs holds up a step. They get
+metrics under the names of verl's dashboards, where verl measures the same thing; metrics.jsonl, the screen and the reports
+keep the names of this program.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
+import json
 import logging
+import queue
+import re
+import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from grpo_rl.config.checks.input_rules import INSTALL
 from grpo_rl.config.schema.tree import TrainerConfig
-from grpo_rl.telemetry.metrics.durable import DurableMetrics
-from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.tracker_names import STEP, tracker_metrics
-from grpo_rl.telemetry.metrics.tracking import Background, Connect, mlflow_tracker, wandb_tracker
-from grpo_rl.telemetry.rollouts.rollout_log import Kind, RolloutLog, step_files
+from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, jsonable, read_metrics
+from grpo_rl.telemetry.rollouts.rollout_log import Kind, RolloutLog, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
 
+TABLE = ("data_source", "prompt", "response", "ground_truth", "reward", "advantage", "response_length", "finish_reason")
+"""The columns of a table of rollouts."""
+QUEUE_SIZE = 1000
+CLOSE_TIMEOUT_S = 30.0
+STEP = "training/global_step"
+"""The metric that trackers with a step axis of their own draw over."""
+_EQUAL = {
+    "reward/std": "critic/score/std",
+    "advantage/abs_mean": "critic/advantages/abs_mean",
+    "advantage/zero_group_fraction": "critic/advantages/zero_group_fraction",
+    "trainer/epoch": "training/epoch",
+}
+_OVER_RESPONSES = re.compile(r"(?P<kind>mean|best|maj)@\d+")
+
 _logger = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """One destination of metrics."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def truncate_after(self, step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Sinks:
@@ -55,10 +72,9 @@ class Sinks:
         if "tensorboard" in trainer.logger:
             connects["tensorboard"] = lambda: TensorBoard(run_dir.tensorboard, run_dir.metrics_file)
         self._rollouts = RolloutLog(run_dir)
-        self._file = DurableMetrics(run_dir.metrics_file, warn)
-        self._sinks: list[Sink] = [self._file]
+        self._file = MetricsFile(run_dir.metrics_file, warn)
         self._trackers = [Background(name, connect, warn, say) for name, connect in connects.items()]
-        self._sinks += self._trackers
+        self._sinks: list[MetricsFile | Background] = [self._file, *self._trackers]
 
     def truncate_after(self, step: int) -> None:
         """Forget what was written for later steps, rollout files included. To be called once, on resuming from `step`."""
@@ -95,10 +111,238 @@ class Sinks:
             sink.close()
 
 
-class TensorBoard:
-    """Scalars in TensorBoard's own event files."""
+class Tracker:
+    """A connection to a tracking service. It may leave out what its service has nothing for."""
 
     place = ""
+    """The address of the run, or the command that sends it there; empty where there is nothing to say."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        raise NotImplementedError
+
+    def truncate_after(self, step: int) -> None:
+        """Forget later steps. By default they stay, and later values of a step lie beside the earlier ones."""
+
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        """Show the first `rows` responses of each file of rollouts as a table of this name."""
+
+    def close(self) -> None:
+        """Send what is left."""
+        raise NotImplementedError
+
+
+Connect = Callable[[], Tracker]
+
+
+class Background:
+    """A sink that hands metrics to a `Tracker` living in a thread of its own.
+
+    The connection is made in that thread too. Steps that find the queue full, or a tracker that failed,
+    are dropped; `close` says how many. The first failure is reported once, through `warn`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        connect: Connect,
+        warn: Callable[[str], None],
+        say: Callable[[str], None] = lambda text: None,
+        size: int = QUEUE_SIZE,
+    ) -> None:
+        self.name = name
+        self._connect = connect
+        self._warn = warn
+        self._say = say
+        self._has_failed = False
+        self._num_logged = 0
+        self._num_sent = 0
+        self._queue: queue.Queue[tuple[bool, Callable[[Tracker], None]] | None] = queue.Queue(size)
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_unsent(self) -> int:
+        """The number of steps that were logged and have not arrived: still queued, or dropped."""
+        return self._num_logged - self._num_sent
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._num_logged += 1
+        copy = dict(metrics)  # the run goes on with its own
+        self._put(lambda tracker: tracker.log(step, copy), counts=True)
+
+    def truncate_after(self, step: int) -> None:
+        """Make the tracker forget later steps, before it gets what is logged from now on."""
+        self._put(lambda tracker: tracker.truncate_after(step))
+
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        """Show the first responses of these files, which are read when it is their turn."""
+        self._put(lambda tracker: tracker.tables(step, files, rows))
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait at most `timeout_s` for what is queued, then report what was lost."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=timeout_s)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._warn(f"{self.name}: still busy after {timeout_s:g} s, left behind")
+        if self.num_unsent:
+            self._warn(f"{self.name}: {self.num_unsent} steps were not sent; metrics.jsonl has them")
+
+    def _put(self, action: Callable[[Tracker], None], *, counts: bool = False) -> None:
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait((counts, action))
+
+    def _run(self) -> None:
+        tracker = self._guard(self._connect)
+        if tracker is not None and tracker.place:
+            self._say(f"{self.name}: {tracker.place}")
+        while (item := self._queue.get()) is not None:
+            counts, action = item
+            if tracker is None or self._has_failed:
+                continue
+            self._guard(partial(action, tracker))
+            self._num_sent += counts and not self._has_failed
+        if tracker is not None:
+            self._guard(tracker.close)
+
+    def _guard(self, action: Callable[[], Any]) -> Any:
+        """Return what `action` returns. A service's failure must not reach the training, so any is caught here."""
+        try:
+            return action()
+        except Exception as error:
+            if not self._has_failed:
+                self._warn(f"{self.name} failed and is switched off: {type(error).__name__}: {error}")
+            self._has_failed = True
+            return None
+
+
+class _Wandb(Tracker):
+    """A W&B run, drawn over the training step.
+
+    Its own step only goes up, and drops what comes with a lower one: the steps that a resumed run repeats, and tables that
+    are ready a moment late.
+    """
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self._table = importlib.import_module("wandb").Table
+        # Asked for its address, a run that is offline prints a warning.
+        self.place = f"offline; to send it later: wandb sync {Path(run.dir).parent}" if run.offline else str(run.url or "")
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(tracker_metrics(step, metrics))
+
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        for name, file in files.items():
+            shown = [[record[column] for column in TABLE] for record in table_rows(file, rows)]
+            self._run.log({name: self._table(columns=list(TABLE), data=shown), STEP: step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> Connect:
+    """Return a function that opens the W&B run of this folder, the same one again after a resume.
+
+    Raises ConfigError when wandb is not installed.
+    """
+    _require("wandb")
+
+    def connect() -> Tracker:
+        wandb = importlib.import_module("wandb")
+        run_id = _stored(run_dir.path / "wandb_run_id", lambda: secrets.token_hex(4))
+        run = wandb.init(
+            project=trainer.project_name,
+            name=run_dir.name,
+            id=run_id,
+            resume="allow",
+            dir=str(run_dir.logs),
+            config=jsonable(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        return _Wandb(run)
+
+    return connect
+
+
+class _Mlflow(Tracker):
+    def __init__(self, client: Any, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+        self.place = f"run {run_id} at {client.tracking_uri}"
+        self._metric = importlib.import_module("mlflow.entities").Metric
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        # MLflow refuses @ in a name, which validation metrics have (mean@1).
+        named = {key.replace("@", "_at_"): float(value) for key, value in tracker_metrics(step, metrics).items()}
+        self._client.log_batch(self._run_id, metrics=[self._metric(key, value, now_ms, step) for key, value in named.items()])
+
+    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
+        """Add to one table per name, in which the step is a column. MLflow makes it with pandas, without which there is none."""
+        if importlib.util.find_spec("pandas") is None:
+            return
+        for name, file in files.items():
+            records = table_rows(file, rows)
+            columns = {column: [record[column] for record in records] for column in TABLE}
+            if records:
+                table = {"step": [step] * len(records), **columns}
+                self._client.log_table(self._run_id, table, artifact_file=f"{name.replace('/', '_')}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def mlflow_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> Connect:
+    """Return a function that opens the MLflow run of this folder, the same one again after a resume.
+
+    The server is MLflow's own setting (MLFLOW_TRACKING_URI). Raises ConfigError when it is not installed.
+    """
+    _require("mlflow")
+
+    def connect() -> Tracker:
+        client = importlib.import_module("mlflow").MlflowClient()
+        experiment = client.get_experiment_by_name(trainer.project_name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(trainer.project_name)
+        run_id = _stored(
+            run_dir.path / "mlflow_run_id",
+            lambda: str(client.create_run(experiment_id, run_name=run_dir.name).info.run_id),
+        )
+        client.update_run(run_id, status="RUNNING")  # the end of the part before a resume has closed it
+        client.log_dict(run_id, jsonable(config), "config.yaml")
+        return _Mlflow(client, run_id)
+
+    return connect
+
+
+def table_rows(file: Path, rows: int) -> list[dict[str, Any]]:
+    """Return the first responses of a file of rollouts with the columns of a table, numbers and texts only."""
+    shown = []
+    for record in read_rollouts(file)[:rows]:
+        truth = record.get("ground_truth")
+        texts = {"ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth)}
+        shown.append({column: record.get(column) for column in TABLE} | texts)
+    return shown
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"trainer.logger names {package}, which is not installed: {INSTALL[package]}")
+
+
+def _stored(file: Path, make: Callable[[], str]) -> str:
+    """Return the identifier in `file`, made and written when there is none."""
+    if not file.exists():
+        file.write_text(make(), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
+
+
+class TensorBoard(Tracker):
+    """Scalars in TensorBoard's own event files."""
 
     def __init__(self, folder: Path, metrics_file: Path) -> None:
         self._writer = EventFileWriter(str(folder), flush_secs=10)
@@ -117,9 +361,6 @@ class TensorBoard:
                 metrics = {name: value for name, value in row.items() if name not in ("step", "time")}
                 self._add(int(row["step"]), metrics, row["time"])
 
-    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
-        """Do nothing: event files have no tables."""
-
     def close(self) -> None:
         self._writer.close()
 
@@ -127,3 +368,36 @@ class TensorBoard:
         named = tracker_metrics(step, metrics)
         values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in named.items() if key != STEP]
         self._writer.add_event(Event(step=step, wall_time=wall_time, summary=Summary(value=values)))
+
+
+def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a step under the trackers' names.
+
+    - `reward/mean`, `max`, `min` -> `critic/score/...`; and `critic/rewards/...`, which in verl is the score less the KL
+      penalty, so it is left out where the reward has one;
+    - `val/SOURCE/mean@n` -> `val-core/SOURCE/acc/mean@n`, `best@n` and `maj@n` -> `.../best@n/mean`, `.../maj@n/mean`;
+    - all else of a source's validation -> `val-aux/SOURCE/...`; losses on rows stay `val/loss` and so on.
+    """
+    # Each data source has a mean length of its responses. A source may be the beginning of another one's name.
+    lengths = [name for name in metrics if name.startswith("val/") and name.endswith("/response_length")]
+    sources = sorted((name.removeprefix("val/").removesuffix("/response_length") for name in lengths), key=len, reverse=True)
+    named: dict[str, float] = {}
+    for name, value in metrics.items():
+        kind = name.removeprefix("reward/")
+        if name.startswith("reward/") and kind in ("mean", "max", "min"):
+            named[f"critic/score/{kind}"] = value
+            if "actor/reward_kl_penalty" not in metrics:
+                named[f"critic/rewards/{kind}"] = value
+        elif name.startswith("val/") and (source := next((one for one in sources if name.startswith(f"val/{one}/")), "")):
+            named[_validation_name(source, name.removeprefix(f"val/{source}/"))] = value
+        else:
+            named[_EQUAL.get(name, name)] = value
+    return named | {STEP: float(step)}
+
+
+def _validation_name(source: str, rest: str) -> str:
+    """Return the name of one measure of a source's validation."""
+    match = _OVER_RESPONSES.fullmatch(rest)
+    if match is None:
+        return f"val-aux/{source}/{rest}"
+    return f"val-core/{source}/acc/{rest}" + ("" if match["kind"] == "mean" else "/mean")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from grpo_rl.telemetry.metrics.metrics_file import dump_line, is_number, read_records
+from grpo_rl.telemetry.metrics.metrics_file import append_lines, dump_line, is_number, read_records
 
 Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "controller", "wait", "step"]
 """The rows of a timeline. `wait`: one side does nothing because of the other, `what` names the side; `step`: a whole training
@@ -125,13 +125,7 @@ class Timeline:
         with self._lock:
             intervals, self._waiting, self._newest = self._waiting, [], {}
         try:
-            with self.path.open("a+b") as file:
-                # A write that failed, or a process that was killed, may have left half a line.
-                if file.tell() > 0:
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
-                        file.write(b"\n")
-                file.write("".join(map(_line, intervals)).encode())
+            append_lines(self.path, map(_line, intervals))
         except OSError as error:
             self._failed(error)
 

@@ -6,6 +6,20 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+Point = tuple[float, float]
+"""A step, and a value in it."""
+LOSSES = {
+    "val/loss": "validation loss",
+    "val/perplexity": "validation perplexity",
+    "val/accuracy": "validation pairs in the right order",
+    "val/auc": "validation AUC of good against bad",
+    "val/calibration_error": "validation calibration error",
+    "val/brier": "validation Brier score",
+    "val/margin": "validation margin",
+    "train/loss": "training loss",
+}
+"""Metrics of runs on rows that tables of results compare, with their names there."""
+
 
 def validation_keys(metrics: Mapping[str, float]) -> list[str]:
     """Return the keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes.
@@ -41,6 +55,26 @@ def shown_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
 def validation_name(key: str) -> str:
     """Return the name of a key of validation for people: `val/sums/mean@4` is `validation sums/mean@4`."""
     return f"validation {key.removeprefix('val/')}"
+
+
+def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
+    """Return what a run changed beside the validation of prompts, as name, first and last point: losses on rows, and the training reward.
+
+    The reward is the mean of the first training steps and of the last, five where there are ten.
+    """
+    found = []
+    of_steps = any("val/good" in record for record in records)
+    for key, name in LOSSES.items():
+        if points := [(record["step"], record[key]) for record in records if key in record]:
+            name = name.replace("pairs in the right order", "steps judged right") if of_steps else name
+            found.append((name, points[0], points[-1]))
+    rewards = [(record["step"], record["reward/mean"]) for record in records if "reward/mean" in record]
+    if len(rewards) > 1:
+        k = min(5, len(rewards) // 2)
+        before, after = (statistics.fmean(value for _, value in part) for part in (rewards[:k], rewards[-k:]))
+        name = f"training reward (first and last {k} steps)" if k > 1 else "training reward (first and last step)"
+        found.append((name, (rewards[0][0], before), (rewards[-1][0], after)))
+    return found
 
 
 def logged_value(record: Mapping[str, Any], part: str = "acc") -> float:

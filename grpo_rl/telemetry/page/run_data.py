@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import math
 import re
-import socket
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,23 +12,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.child_processes import is_running
+from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_text
+from grpo_rl.telemetry.diagnosis.alarms import ALARM
 from grpo_rl.telemetry.diagnosis.diagnose import RULES, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
-from grpo_rl.telemetry.page.configuration import configuration
-from grpo_rl.telemetry.page.metric_columns import Series, alarms, bands, change, columns, timeline, validations
-from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, Chunks, chunks_of, rounded
-from grpo_rl.telemetry.page.token_pieces import pieces_of
-from grpo_rl.telemetry.report import LOSSES
-from grpo_rl.telemetry.status import read_status
+from grpo_rl.telemetry.metrics.timeline import read_timeline
+from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys
+from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, Chunks, chunks_of, pieces_of, rounded
+from grpo_rl.telemetry.rundir import flattened, shown_value
+from grpo_rl.telemetry.status import is_gone, read_status
 
-ENDED = ("done", "failed", "preempted", "killed")
-_SECTION = re.compile(r"\S")
+ENDED = ("done", "failed", "preempted", "lost")
+Z95 = 1.959964
+"""The 97.5 % quantile of the normal distribution."""
+MOST_POINTS = 4000
+"""The most steps of which a curve has points; of longer runs every second, third, ... step is drawn."""
+TIMELINE_STEPS = 200
+"""The last steps whose intervals are drawn."""
 _ROW = re.compile(r"  (\S+(?: \S+)*)\s+(.*)")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+_NAME = "trainer.experiment_name"
+_FOLDER = "trainer.default_local_dir"
+
+Series = dict[str, Any]
+"""Lists over steps, by name: steps, mean, and where responses were logged low, high, prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +77,7 @@ def run_data(
         "alarms": alarms(record.records),
         "rewards": bands(index, "rollouts"),
         "validation": measured,
-        "results": results(record, index, measured),
+        "results": results(record.records, index, measured),
         "timeline": timeline(run / "timeline.jsonl"),
         "configuration": configuration(run, record.config),
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
@@ -76,14 +87,10 @@ def run_data(
 
 
 def current_status(run: Path, state: str | None = None) -> dict[str, Any]:
-    """Return the run's status. A run on this machine that says it is running, and whose process is gone, was killed."""
+    """Return the run's status, with `state` in place of its own where one is given."""
     status = read_status(run)
-    if state is not None:
-        status["state"] = state
-    elif status.get("state") == "running" and status.get("host") == socket.gethostname():
-        pid = status.get("pid")
-        if isinstance(pid, int) and not is_running(pid) and not os.path.exists(f"/proc/{pid}"):
-            status["state"] = "killed"
+    if state is not None or is_gone(status):
+        status["state"] = state or "lost"
     return status
 
 
@@ -94,10 +101,10 @@ def plan_sections(run: Path) -> list[dict[str, Any]]:
         text = redact(read_text(run / "plan.txt"))
     sections: list[dict[str, Any]] = []
     for line in text.splitlines():
-        if _SECTION.match(line):
+        if line[:1].strip():
             sections.append({"title": line, "rows": []})
         elif sections and line.strip():
-            match, rows = _ROW.match(line[:15] + line[15:]), sections[-1]["rows"]
+            match, rows = _ROW.match(line), sections[-1]["rows"]
             if match is not None and not line.startswith("   "):
                 rows.append([match[1] if match[1] != "-" else "", match[2]])
             elif rows:
@@ -105,7 +112,9 @@ def plan_sections(run: Path) -> list[dict[str, Any]]:
     return sections
 
 
-def results(record: RunRecord, index: Mapping[str, Any], measured: Mapping[str, Series]) -> list[dict[str, Any]]:
+def results(
+    records: Sequence[Mapping[str, float]], index: Mapping[str, Any], measured: Mapping[str, Series]
+) -> list[dict[str, Any]]:
     """Return what the run changed: validation with intervals, losses on given answers, and the training reward.
 
     Intervals are there where the responses of a validation were logged.
@@ -117,21 +126,12 @@ def results(record: RunRecord, index: Mapping[str, Any], measured: Mapping[str, 
         changed = change(index, series["source"], series["value"]) if "low" in series and series["source"] else None
         prompts = series["prompts"][-1] if "prompts" in series else None
         found.append({"name": f"validation {name}", "before": ends[0], "after": ends[1], "change": changed, "prompts": prompts})
-    for key, name in LOSSES.items():
-        points = record.validation(key)
-        if points:
-            found.append({"name": name, "before": _point(points[0]), "after": _point(points[-1])})
-    rewards = record.points("reward/mean")
-    if len(rewards) > 1:
-        k = min(5, len(rewards) // 2)
-        before, after = (statistics.fmean(value for _, value in part) for part in (rewards[:k], rewards[-k:]))
-        name = f"training reward, mean of the first and the last {k} steps" if k > 1 else "training reward, first and last step"
-        found.append({"name": name, "before": _point((rewards[0][0], before)), "after": _point((rewards[-1][0], after))})
-    return found
+    others = other_results(records)
+    return found + [{"name": name, "before": _point(before), "after": _point(after)} for name, before, after in others]
 
 
-def _point(point: tuple[int, float]) -> dict[str, Any]:
-    return {"step": point[0], "value": rounded(point[1])}
+def _point(point: Point) -> dict[str, Any]:
+    return {"step": int(point[0]), "value": rounded(point[1])}
 
 
 def _written(run: Path, ends_after: int | None) -> list[list[Any]]:
@@ -155,3 +155,224 @@ def _written(run: Path, ends_after: int | None) -> list[list[Any]]:
             if soon.get(name) or (any(path.iterdir()) if path.is_dir() else path.exists()):
                 found.append([name, place])
     return found
+
+
+def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the metrics as one list per name over the steps, with the tokens and seconds of training until each step.
+
+    Seconds are those that steps took: a pause between two parts of a resumed run is not in them.
+    """
+    every = max(1, math.ceil(len(records) / MOST_POINTS))
+    tokens = seconds = 0.0
+    progress = []
+    for record in records:
+        tokens += _finite(record.get("perf/total_num_tokens"))
+        seconds += _finite(record.get("timing_s/step"))
+        progress.append((tokens, seconds))
+    # Steps with a validation are kept: there are few of them.
+    chosen = [
+        place
+        for place, record in enumerate(records)
+        if place % every == 0 or place == len(records) - 1 or any(name.startswith("val/") for name in record)
+    ]
+    names = dict.fromkeys(name for record in records for name in record if name not in ("step", "time"))
+    return {
+        "every": every,
+        "steps": [int(records[place]["step"]) for place in chosen],
+        "tokens": [round(progress[place][0]) for place in chosen],
+        "seconds": [round(progress[place][1], 2) for place in chosen],
+        "columns": {
+            name: [rounded(records[place].get(name)) for place in chosen] for name in names if not name.startswith(ALARM)
+        },
+    }
+
+
+def alarms(records: Sequence[Mapping[str, float]]) -> list[list[Any]]:
+    """Return (step, name) of every illness at the step in which it was first seen."""
+    return [[int(record["step"]), name.removeprefix(ALARM)] for record in records for name in record if name.startswith(ALARM)]
+
+
+def interval(by_prompt: Sequence[Sequence[float]], *, single: bool) -> tuple[float, float, float]:
+    """Return the mean over prompts, and the bounds of its 95 % interval.
+
+    Prompts are the independent draws, responses to one prompt are not: the variance is that of the means of prompts
+    (Miller, "Adding Error Bars to Evals", section 2.2). Where all prompts have the same mean it estimates nothing, and the
+    bounds are NaN. With `single`, for prompts that are all right or all wrong, it is Wilson's interval (Wilson 1927).
+    """
+    means = [statistics.fmean(rewards) for rewards in by_prompt]
+    mean, n = statistics.fmean(means), len(means)
+    if single:
+        middle = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+        half = Z95 / (1 + Z95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n * n))
+        # At the ends the bound is exactly 0 or 1, up to rounding.
+        return mean, max(0.0, round(middle - half, 12)), min(1.0, round(middle + half, 12))
+    half = Z95 * statistics.stdev(means) / math.sqrt(n) if len(set(means)) > 1 else math.nan
+    if all(0.0 <= one <= 1.0 for one in means) and not math.isnan(half):  # shares stay shares
+        return mean, max(0.0, mean - half), min(1.0, mean + half)
+    return mean, mean - half, mean + half
+
+
+def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[str, Series]:
+    """Return mean and 95 % interval of the reward by step for each source, from an index of rollouts.
+
+    `kind` is rollouts or val, whose failed rewards count as 0; `value` is reward, or for val mean@N. A series has one kind
+    of interval at all of its steps. Of several sources of training `all` is the mean over all prompts.
+    """
+    by_source: dict[str, dict[int, list[list[float]]]] = {}
+    for entry in sorted((one for one in index["steps"] if one["kind"] == kind), key=lambda one: one["step"]):
+        for group in entry["groups"]:
+            if values := _values(group, kind, value):
+                for name in (index["sources"][group[1]], "all"):
+                    by_source.setdefault(name, {}).setdefault(entry["step"], []).append(values)
+    if kind == "val" or len(by_source) == 2:
+        by_source.pop("all", None)
+    found = {}
+    for source, steps in by_source.items():
+        single = all(len(set(values)) == 1 and values[0] in (0.0, 1.0) for groups in steps.values() for values in groups)
+        bounds = [interval(groups, single=single) for groups in steps.values()]
+        found[source] = {
+            "steps": list(steps),
+            **{name: [rounded(one[at]) for one in bounds] for at, name in enumerate(("mean", "low", "high"))},
+            "prompts": [len(groups) for groups in steps.values()],
+        }
+    return found
+
+
+def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]) -> dict[str, Series]:
+    """Return each number of validation that is shown, by the name of its metric without `val/`, over the steps.
+
+    Intervals are there where the responses were logged. Of several sources their mean comes first, which the console prints;
+    its interval is that of a sum of independent estimates (Newcombe 1998, "square and add").
+    """
+    found: dict[str, Series] = {}
+    for key in shown_keys(records):
+        source, _, value = key.removeprefix("val/").rpartition("/")
+        points = [(int(record["step"]), rounded(record[key])) for record in records if key in record]
+        measured: Series = {"steps": [step for step, _ in points], "mean": [mean for _, mean in points]}
+        found[f"{source}/{value}"] = bands(index, "val", value).get(source, measured) | {"source": source, "value": value}
+    main = [series for series in found.values() if series["value"] != "reward"]
+    if len(main) < 2 or any(series["steps"] != main[0]["steps"] for series in main):
+        return found
+    ends: Series = {"steps": main[0]["steps"], "source": None, "value": main[0]["value"]}
+    ends["mean"] = [rounded(statistics.fmean(means)) for means in zip(*(one["mean"] for one in main), strict=True)]
+    if all("low" in one for one in main):
+        for end, sign in (("low", -1), ("high", 1)):
+            halves = zip(*(_distances(one, end) for one in main), strict=True)
+            reach = [math.hypot(*each) / len(main) for each in halves]
+            ends[end] = [rounded(mean + sign * half) for mean, half in zip(ends["mean"], reach, strict=True)]
+        ends["prompts"] = [sum(counts) for counts in zip(*(one["prompts"] for one in main), strict=True)]
+    return {f"mean of {len(main)} sources, {ends['value']}": ends} | found
+
+
+def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict[str, Any] | None:
+    """Return how the validation of a source changed between the first and the last one, by prompt.
+
+    The interval is that of the mean of the differences of prompts that both have: pairing takes out how hard each is.
+    """
+    entries = sorted((one for one in index["steps"] if one["kind"] == "val"), key=lambda one: one["step"])
+    if len(entries) < 2:
+        return None
+    number = index["sources"].index(source)
+    before, after = (
+        {group[0]: statistics.fmean(_values(group, "val", value)) for group in entries[place]["groups"] if group[1] == number}
+        for place in (0, -1)
+    )
+    both = [(before[prompt], after[prompt]) for prompt in before if prompt in after]
+    if len(both) < 2:
+        return None
+    differences = [later - earlier for earlier, later in both]
+    mean = statistics.fmean(differences)
+    if len(set(differences)) == 1:  # no variance to estimate an interval from
+        return {"mean": rounded(mean), "low": None, "high": None, "prompts": len(both)}
+    half = Z95 * statistics.stdev(differences) / math.sqrt(len(both))
+    limit = 1.0 if all(0.0 <= one <= 1.0 for pair in both for one in pair) else math.inf
+    low, high = max(-limit, mean - half), min(limit, mean + half)
+    return {"mean": rounded(mean), "low": rounded(low), "high": rounded(high), "prompts": len(both)}
+
+
+def timeline(path: Path) -> dict[str, Any] | None:
+    """Return the intervals of the last steps as rows of numbers; None where none were recorded."""
+    intervals = read_timeline(path, TIMELINE_STEPS)
+    if not intervals:
+        return None
+    roles = list(dict.fromkeys(one.role for one in intervals))
+    kinds = list(dict.fromkeys(one.what for one in intervals))
+    rows = [
+        [one.step, roles.index(one.role), kinds.index(one.what), round(one.start, 3), round(one.end, 3)] for one in intervals
+    ]
+    return {"roles": roles, "kinds": kinds, "rows": rows}
+
+
+def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
+    """Return the values of a group's responses: rewards, or for mean@N what the index has in their place where it differs."""
+    values = group[6] if value != "reward" and len(group) > 6 else group[2]
+    return [one or 0.0 for one in values] if kind == "val" else [one for one in values if one is not None]
+
+
+def _distances(series: Series, end: str) -> list[float]:
+    return [math.nan if at is None else at - mean for at, mean in zip(series[end], series["mean"], strict=True)]
+
+
+def _finite(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that differ from their defaults, the whole as YAML text, and the commands that repeat and resume the run."""
+    words = _words(run)
+    whole = ""
+    with suppress(DataError):
+        whole = read_text(run / "config.yaml")
+    return {"different": differences(config, words), "whole": whole, "words": words} | commands(run, config, words)
+
+
+def differences(config: Mapping[str, Any], words: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return key, value, default and whether the command line named it, for each key that differs from its default."""
+    flat = flattened(config)
+    named = {word.partition("=")[0].lstrip("+~") for word in words}
+    found = []
+    for key, value in flat.items():
+        leaf = leaves().get(key)
+        default = _resolved(leaf.default, flat) if leaf is not None else None
+        if leaf is not None and value == default:
+            continue
+        if leaf is None and value in ({}, [], None):
+            continue
+        is_named = any(key == name or key.startswith(f"{name}.") for name in named)
+        found.append(
+            {"key": key, "value": shown_value(value), "default": shown_value(default) if leaf else "", "named": is_named}
+        )
+    return found
+
+
+def commands(run: Path, config: Mapping[str, Any], words: Sequence[str]) -> dict[str, str]:
+    """Return the command that repeats the run under another name, and the one that resumes it."""
+    flat = flattened(config)
+    name, folder = flat.get(_NAME), flat.get(_FOLDER)
+    unnamed = [word for word in words if word.partition("=")[0] != _NAME]
+    repeat = [*unnamed, f"{_NAME}={(name or run.name)}_again"]
+    resume = list(words)
+    if name is None:  # it was named by its date
+        resume = [word for word in unnamed if word.partition("=")[0] != _FOLDER]
+        resume += [f"{_NAME}={run.name}", f"{_FOLDER}={folder or run.parent}"]
+    return {"repeat": _command(repeat), "resume": _command(resume)}
+
+
+def _resolved(default: Any, flat: Mapping[str, Any]) -> Any:
+    """Return a default with `${key}` filled in."""
+    if not isinstance(default, str):
+        return default
+    whole = _REFERENCE.fullmatch(default)
+    if whole is not None:
+        return flat.get(whole[1], default)
+    return _REFERENCE.sub(lambda match: str(flat.get(match[1], match[0])), default)
+
+
+def _words(run: Path) -> list[str]:
+    with suppress(DataError):
+        return read_text(run / "overrides.txt").splitlines()
+    return []
+
+
+def _command(words: Sequence[str]) -> str:
+    return " ".join(["python -m grpo_rl.main", *map(shlex.quote, words)])

@@ -1,12 +1,15 @@
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_rl.telemetry.metrics import metrics_file
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, dump_line, jsonable, read_metrics
 
 
@@ -34,14 +37,6 @@ def test_what_was_logged_is_read_back_nan_included(tmp_path: Path) -> None:
     assert second["step"] == 2 and math.isnan(second["a"]) and second["b"] == -math.inf
 
 
-def test_two_lines_of_one_step_are_merged(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path / "metrics.jsonl")
-    file.log(1, {"a": 1.0, "b": 1.0})
-    file.log(1, {"b": 2.0, "val/x/mean@1": 3.0})
-    (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert (record["a"], record["b"], record["val/x/mean@1"]) == (1.0, 2.0, 3.0)
-
-
 def test_a_resumed_run_continues_its_own_curve(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path)
@@ -66,8 +61,35 @@ def test_a_new_line_is_not_glued_to_half_a_line(tmp_path: Path) -> None:
     assert [record["step"] for record in read_metrics(path)] == [1, 3]
 
 
-def test_a_file_that_is_not_there_has_no_metrics(tmp_path: Path) -> None:
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
+def test_steps_that_found_the_disk_full_are_written_once_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, warnings.append)
+    metrics.log(1, {"a": 1.0})
+
+    def half_full(path: Path, lines: Iterable[str]) -> None:
+        with path.open("a") as file:
+            file.write("".join(lines)[:-5])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics_file, "append_lines", half_full)
+        metrics.log(2, {"a": 2.0})
+        metrics.log(3, {"a": 3.0})
+    metrics.log(4, {"a": 4.0})
+    metrics.close()
+    assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert "cannot be written" in warnings[0] and "can be written again; no steps" in warnings[1] and len(warnings) == 2
+
+
+def test_a_device_that_is_always_full_costs_no_step_and_the_loss_is_told() -> None:
+    warnings: list[str] = []
+    metrics = MetricsFile(Path("/dev/full"), warnings.append)
+    for step in range(3):
+        metrics.log(step, {"a": float(step)})
+    metrics.close()
+    assert len(warnings) == 2
+    assert "No space left" in warnings[0] and "3 steps could not be written" in warnings[1]
 
 
 def test_numbers_of_numpy_become_plain_ones() -> None:

@@ -21,11 +21,9 @@ from grpo_rl.telemetry.diagnosis import signal_rules
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.metrics.validation import validation_score
-from grpo_rl.telemetry.page import metric_columns, page_file, rollout_chunks, run_data
+from grpo_rl.telemetry.page import page_file, rollout_chunks, run_data
 from grpo_rl.telemetry.page.beside_run import PageBeside
-from grpo_rl.telemetry.page.configuration import configuration, differences
-from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pack, read_chunk, unpack
-from grpo_rl.telemetry.page.token_pieces import pieces_of
+from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pack, pieces_of, read_chunk, unpack
 from grpo_rl.telemetry.report import report_text
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
@@ -35,14 +33,14 @@ from grpo_rl.types import Prompt, Rollout
 
 def test_the_interval_of_single_answers_is_wilsons() -> None:
     # Wilson 1927, for 8 of 10: 0.8 [0.490, 0.943].
-    mean, low, high = metric_columns.interval([[1.0]] * 8 + [[0.0]] * 2, single=True)
+    mean, low, high = run_data.interval([[1.0]] * 8 + [[0.0]] * 2, single=True)
     assert mean == pytest.approx(0.8) and low == pytest.approx(0.4902, abs=1e-4) and high == pytest.approx(0.9433, abs=1e-4)
-    assert metric_columns.interval([[1.0]] * 10, single=True)[1:] == (pytest.approx(0.7225, abs=1e-4), pytest.approx(1.0))
+    assert run_data.interval([[1.0]] * 10, single=True)[1:] == (pytest.approx(0.7225, abs=1e-4), pytest.approx(1.0))
 
 
 def test_the_interval_takes_prompts_as_independent_and_responses_to_one_prompt_not() -> None:
     prompts = [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]
-    mean, low, high = metric_columns.interval(prompts, single=False)
+    mean, low, high = run_data.interval(prompts, single=False)
     error = 1.0 / math.sqrt(3)  # the standard deviation of 0, 2 and 1 is 1
     assert (mean, high - mean, mean - low) == (
         1.0,
@@ -52,15 +50,15 @@ def test_the_interval_takes_prompts_as_independent_and_responses_to_one_prompt_n
 
 
 def test_intervals_of_shares_end_at_nothing_and_at_all() -> None:
-    assert metric_columns.interval([[0.0, 0.0], [1.0, 1.0], [0.5, 0.5]], single=False) == (0.5, 0.0, 1.0)
-    assert metric_columns.interval([[0.0]] * 6, single=True)[:2] == (0.0, 0.0)
+    assert run_data.interval([[0.0, 0.0], [1.0, 1.0], [0.5, 0.5]], single=False) == (0.5, 0.0, 1.0)
+    assert run_data.interval([[0.0]] * 6, single=True)[:2] == (0.0, 0.0)
 
 
 def test_a_series_has_one_kind_of_interval_at_all_of_its_steps() -> None:
     def series(*steps: list[list[float]]) -> dict[str, list[float]]:
         groups = [[[prompt, 0, rewards, [], [], []] for prompt, rewards in enumerate(step)] for step in steps]
         entries = [{"kind": "rollouts", "step": step, "groups": one} for step, one in enumerate(groups)]
-        return metric_columns.bands({"sources": ["a"], "steps": entries}, "rollouts")["a"]
+        return run_data.bands({"sources": ["a"], "steps": entries}, "rollouts")["a"]
 
     # The first step has no group of unequal rewards; Wilson's interval of it would be [0.38, 1].
     uneven = series([[1.0, 1.0]] * 4 + [[0.0, 0.0]], [[1.0, 1.0]] * 4 + [[0.5, 0.0]])
@@ -75,9 +73,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     held = 0
     for _ in range(400):
         rates = draw.beta(2, 2, size=80)
-        low, high = metric_columns.interval([(draw.random(4) < rate).astype(float).tolist() for rate in rates], single=False)[
-            1:
-        ]
+        low, high = run_data.interval([(draw.random(4) < rate).astype(float).tolist() for rate in rates], single=False)[1:]
         held += low <= 0.5 <= high
     assert 0.92 <= held / 400 <= 0.98
 
@@ -91,36 +87,36 @@ def test_the_change_of_a_validation_is_paired_by_prompt(tmp_path: Path) -> None:
             {"kind": "val", "step": 8, "groups": [[p, 0, [p + 0.5 + 0.01 * (p % 2)], [1], [], []] for p in reversed(range(5))]},
         ],
     }
-    found = metric_columns.change(index, "a")
+    found = run_data.change(index, "a")
     assert found is not None and found["prompts"] == 5
     error = 0.01 * math.sqrt(0.3) / math.sqrt(5)  # differences 0.5, 0.51, 0.5, 0.51, 0.5
     assert (found["mean"], found["high"] - found["low"]) == (pytest.approx(0.504), pytest.approx(2 * 1.96 * error, rel=1e-3))
     index["steps"][1]["groups"] = index["steps"][0]["groups"]
-    assert metric_columns.change(index, "a") == {"mean": 0.0, "low": None, "high": None, "prompts": 5}
+    assert run_data.change(index, "a") == {"mean": 0.0, "low": None, "high": None, "prompts": 5}
     index["steps"][1]["groups"] = []
-    assert metric_columns.change(index, "a") is None
+    assert run_data.change(index, "a") is None
 
 
 def test_metrics_become_columns_over_steps_tokens_and_seconds() -> None:
     records = [{"step": 0, "val/a": 1.0}, {"step": 1, "perf/total_num_tokens": 5.0, "timing_s/step": 2.0, "x": math.nan}]
     records.append({"step": 2, "perf/total_num_tokens": 7.0, "timing_s/step": 3.0, "x": math.inf, "alarm/kl_runaway": 1.0})
-    found = metric_columns.columns(records)
+    found = run_data.columns(records)
     assert (found["steps"], found["tokens"], found["seconds"]) == ([0, 1, 2], [0, 5, 12], [0.0, 2.0, 5.0])
     assert found["columns"]["x"] == [None, None, None] and found["columns"]["val/a"] == [1.0, None, None]
-    assert metric_columns.alarms(records) == [[2, "kl_runaway"]] and "alarm/kl_runaway" not in found["columns"]
+    assert run_data.alarms(records) == [[2, "kl_runaway"]] and "alarm/kl_runaway" not in found["columns"]
 
 
 def test_long_curves_are_thinned_and_keep_every_validation_and_the_last_step() -> None:
     records = [{"step": step, "x": float(step)} | ({"val/a": 1.0} if step % 1001 == 0 else {}) for step in range(9000)]
-    found = metric_columns.columns(records)
-    assert found["every"] == 3 and len(found["steps"]) < metric_columns.MOST_POINTS
+    found = run_data.columns(records)
+    assert found["every"] == 3 and len(found["steps"]) < run_data.MOST_POINTS
     assert {1001, 2002, 8999} <= set(found["steps"])
 
 
 def test_the_configuration_names_what_differs_and_the_commands_that_repeat_and_resume(tmp_path: Path) -> None:
     run = make_run(tmp_path, words=["trainer.total_training_steps=8", "data.train_batch_size=16"])
     record = run_data.RunRecord.of_folder(run)
-    found = configuration(run, record.config)
+    found = run_data.configuration(run, record.config)
     by_key = {one["key"]: one for one in found["different"]}
     assert by_key["data.train_batch_size"] == {"key": "data.train_batch_size", "value": "16", "default": "1024", "named": True}
     assert "trainer.default_local_dir" in by_key and "trainer.project_name" not in by_key
@@ -130,7 +126,7 @@ def test_the_configuration_names_what_differs_and_the_commands_that_repeat_and_r
 
 
 def test_a_default_that_refers_to_another_key_is_no_difference() -> None:
-    assert differences({"trainer": {"project_name": "p", "default_local_dir": "runs/p"}}) == [
+    assert run_data.differences({"trainer": {"project_name": "p", "default_local_dir": "runs/p"}}) == [
         {"key": "trainer.project_name", "value": "p", "default": "grpo_rl", "named": False}
     ]
 
@@ -139,7 +135,7 @@ def test_a_run_without_a_name_is_resumed_by_the_one_that_its_date_gave_it(tmp_pa
     run = tmp_path / "2026-01-01_00-00-00_abcd"
     run.mkdir()
     (run / "overrides.txt").write_text("recipe=arithmetic/grpo\ndata.train_files=[a b.jsonl]\n")
-    found = configuration(run, {"trainer": {"experiment_name": None, "default_local_dir": "runs/x"}})
+    found = run_data.configuration(run, {"trainer": {"experiment_name": None, "default_local_dir": "runs/x"}})
     assert found["resume"].endswith(
         "recipe=arithmetic/grpo 'data.train_files=[a b.jsonl]' trainer.experiment_name=2026-01-01_00-00-00_abcd "
         "trainer.default_local_dir=runs/x"
@@ -151,7 +147,7 @@ def test_a_run_says_that_it_runs_and_its_process_is_gone(tmp_path: Path) -> None
     assert run_data.current_status(run)["state"] == "running"  # another machine's: nothing is known of its processes
     status = json.loads((run / "status.json").read_text()) | {"host": socket.gethostname(), "pid": 2**22 + 1}
     (run / "status.json").write_text(json.dumps(status))
-    assert run_data.current_status(run)["state"] == "killed"
+    assert run_data.current_status(run)["state"] == "lost"
     (run / "status.json").write_text(json.dumps(status | {"pid": os.getpid()}))
     assert run_data.current_status(run)["state"] == "running"
     assert run_data.current_status(run, "done")["state"] == "done"
@@ -393,7 +389,7 @@ def test_rows_with_one_text_are_different_prompts_on_every_screen(tmp_path: Path
         file.log(step, ({"reward/mean": 0.5} if step else {}) | ({"val/game/mean@1": 0.25} if step in validations else {}))
     file.close()
     index = chunks_of(run_dir.path, tmp_path / "files").index
-    change = metric_columns.change(index, "game")
+    change = run_data.change(index, "game")
     assert change is not None and (change["mean"], change["prompts"]) == (0.0, 8)
     trained = [{group[0] for group in entry["groups"]} for entry in index["steps"] if entry["kind"] == "rollouts"]
     assert len(trained) == 8 and all(prompts == trained[0] and len(prompts) == 2 for prompts in trained)

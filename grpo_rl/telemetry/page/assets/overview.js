@@ -5,7 +5,7 @@ const STATES = {
   done: ['done', 'green'],
   failed: ['failed', 'red'],
   preempted: ['stopped, saved', 'amber'],
-  killed: ['ended without a word', 'red'],
+  lost: ['ended without a word', 'red'],
 };
 
 function stateOf(one) {
@@ -141,7 +141,7 @@ function whenShown(node, draw) {
 
 function compareCard() {
   if (RUNS.length < 2) return null;
-  const short = (name) => name.replace(/^training reward, .*/, 'training reward, last steps');
+  const short = (name) => name.replace(/^training reward .*/, 'training reward, last steps');
   const names = [...new Set(RUNS.flatMap((one) => one.results.map((result) => short(result.name))))];
   const rows = RUNS.map((one, place) => {
     const cells = names.map((name) => {
