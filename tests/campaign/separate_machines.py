@@ -18,9 +18,9 @@ PREFIX, NET = "grpotest", "10.78.0"
 BRIDGE, ROUTER = f"{PREFIX}br", f"{NET}.254"
 READY_S = 10.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-NAMES = {1: "127.0.1.1 node-1", 2: "172.17.0.1 node-2"}
+NAMES = {1: "127.0.1.1 node-1", 2: "172.17.0.1 node-2", 3: ""}
 """What /etc/hosts of a machine calls it. Debian and Ubuntu write the first form; the second is an address on another interface
-of the machine, which every machine has, as docker's bridge."""
+of the machine, which every machine has, as docker's bridge; the third machine's name is known to nobody."""
 
 
 def lacking() -> str | None:
@@ -40,7 +40,7 @@ def _do(*words: str, may_fail: bool = False) -> None:
 
 
 class Machines:
-    """Some machines, `1`, `2` and so on; what lies in `shared` is the same on all, also below /tmp."""
+    """Up to three machines, `1`, `2` and `3`; what lies in `shared` is the same on all, also below /tmp."""
 
     def __init__(self, folder: Path, shared: Sequence[Path], environment: dict[str, str]) -> None:
         self.folder, self.environment = folder, environment
@@ -49,6 +49,11 @@ class Machines:
         self.close()
         _do("ip", "link", "add", BRIDGE, "type", "bridge")
         _do("ip", "link", "set", BRIDGE, "up")
+
+    @property
+    def running(self) -> set[int]:
+        """The machines that have not been killed."""
+        return set(self._first)
 
     def address(self, number: int) -> str:
         """Return the address of a machine."""
@@ -112,11 +117,12 @@ class Machines:
         assert code is None or process.returncode == code, f"{' '.join(words)}: ended with {process.returncode}\n{said}"
         return said
 
-    def cut(self, number: int, seconds: float) -> None:
-        """Take a machine's network away for some seconds."""
+    def cut(self, number: int, seconds: float | None = None) -> None:
+        """Take a machine's network away, for some seconds or for good."""
         _do("ip", "link", "set", f"{PREFIX}v{number}", "down")
-        time.sleep(seconds)
-        _do("ip", "link", "set", f"{PREFIX}v{number}", "up")
+        if seconds is not None:
+            time.sleep(seconds)
+            _do("ip", "link", "set", f"{PREFIX}v{number}", "up")
 
     def kill(self, number: int) -> None:
         """End a machine with every process on it, at once."""
