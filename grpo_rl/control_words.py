@@ -14,6 +14,11 @@ MARK = secrets.token_hex(12)
 """Stands inside a control word that is text, from before the template is rendered until the text is tokenized. Nobody can guess it."""
 
 
+_BARS = re.compile(r"<[|\uff5c].*[|\uff5c]>")
+"""How control tokens are written that nobody would write as text; the second bar is DeepSeek's."""
+_PLAIN = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
+
+
 def unmarked(text: str) -> str:
     """Return the text as it was given."""
     return text.replace(MARK, "")
@@ -22,17 +27,26 @@ def unmarked(text: str) -> str:
 class ControlWords:
     """Tells the control tokens that a template wrote from the same characters in the text of data, users and tools.
 
-    Control words are the special tokens of `tokenizer`. Text goes through `marked` before a template puts it between its own
-    words, and what was rendered through `encode`: a marked word becomes the tokens of its characters. Text without such words
-    is encoded by the tokenizer itself. `meant` marks nothing: words in the text are control tokens then.
+    Control words are the added tokens of `tokenizer` that it calls special, that stand between bars (`<|user|>`), or that the
+    chat template (its own, or `template`) writes around plain messages: DeepSeek's `<｜User｜>` is not called special. Others,
+    such as `<think>` and `<tool_call>`, are words that models and instructions write, and stay tokens. Text goes through
+    `marked` before a template puts it between its own words, and what was rendered through `encode`: a marked word becomes the
+    tokens of its characters. Text without such words is encoded by the tokenizer itself. `meant` marks nothing: words in the
+    text are control tokens then.
     """
 
-    def __init__(self, tokenizer: Any, meant: bool = False) -> None:
+    def __init__(self, tokenizer: Any, meant: bool = False, template: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.num_texts = 0
         """Texts that had such words."""
-        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-        self._words = sorted({str(token) for token in added if token.special and len(str(token)) > 1}, key=len, reverse=True)
+        added = {str(token): token.special for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+        around = "" if all(added.values()) else _around_plain_messages(tokenizer, template)
+        control = (
+            word
+            for word, special in added.items()
+            if len(word) > 1 and (special or _BARS.fullmatch(word) or (word in around and not word.isalnum() and word.strip()))
+        )
+        self._words = sorted(control, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._words))) if self._words and not meant else None
 
     def marked(self, value: Any) -> Any:
@@ -83,3 +97,11 @@ class ControlWords:
         first = normalizers.Replace(MARK, replacement)
         backend.normalizer = normalizers.Sequence([first, *([backend.normalizer] if backend.normalizer else [])])
         return tokenizer
+
+
+def _around_plain_messages(tokenizer: Any, template: str | None) -> str:
+    """Return what the chat template makes of a conversation without words of its own; nothing where there is none that does."""
+    try:
+        return str(tokenizer.apply_chat_template(_PLAIN, tokenize=False, chat_template=template))
+    except Exception:  # a template is a program: one that does not like this conversation says so when it meets the rows
+        return ""

@@ -30,7 +30,7 @@ class Renderer:
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
-        self.tokenizer, self.words = tokenizer, ControlWords(tokenizer, meant=config.control_tokens_in_text)
+        self.tokenizer = tokenizer
         self.system_prompt, self.prompt_key = config.system_prompt, config.prompt_key
         self.options = dict(config.apply_chat_template_kwargs)
         taken = sorted(set(self.options) & {*SET_BY_US, *(["chat_template"] if config.chat_template else [])})
@@ -42,6 +42,7 @@ class Renderer:
             self._template = "the chat template in data.chat_template"
             if text is not config.chat_template:
                 self._template = f"the chat template {config.chat_template}"
+        self.words = ControlWords(tokenizer, config.control_tokens_in_text, self.options.get("chat_template"))
 
     @property
     def has_template(self) -> bool:

@@ -49,7 +49,7 @@ class ChatDeltas:
     def __init__(self, renderer: Renderer, tokenizer: Any, stop_ids: frozenset[int]) -> None:
         self._renderer, self._tokenizer, self._stop_ids = renderer, tokenizer, stop_ids
         # Words of data may be meant; those of an environment never are.
-        self._words = ControlWords(tokenizer)
+        self._words = ControlWords(tokenizer, template=renderer.options.get("chat_template"))
         self.shown_tools = ""
         """The tools that `with_tools` shows, as text; empty where they are the configuration's."""
 

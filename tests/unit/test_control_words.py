@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerFast
 
@@ -106,6 +106,29 @@ def test_rows_that_mean_it_have_control_tokens_and_what_an_environment_says_neve
     deltas = ChatDeltas(renderer, tokenizer, frozenset())
     shown = deltas.between([{"role": "user", "content": tokenizer.eos_token}], ended=False, plain=True)
     assert tokenizer.eos_token_id not in np.asarray(shown.token_ids)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_words_that_are_not_called_special_are_control_words_where_the_template_says_so(normalized):
+    """As in DeepSeek's tokenizers; a token that is looked for in normalized text is broken by a space."""
+    own = build_tokenizer(128)
+    turns, others = (
+        ["<\uff5cUser\uff5c>", "[BOT]", "<\uff5ctool\u2581output\u2581end\uff5c>"],
+        ["<think>", "</think>", "  ", "add"],
+    )
+    own.add_tokens([AddedToken(word, special=False, normalized=normalized) for word in turns + others])
+    ids = dict(zip(turns + others, own.convert_tokens_to_ids(turns + others), strict=True))
+    template = (
+        "{% for m in messages %}{{ '[BOT]' if m.role == 'assistant' else '<\uff5cUser\uff5c>' }}{{ m.content }}{% endfor %}"
+    )
+    renderer = Renderer(DataConfig(chat_template=template), own)
+    text = "1".join(turns + others)
+    row = Example([{"role": "user", "content": text}], "", None, {})
+    found = list(renderer.tokenize([row], [renderer.render(row, "here")])[0])
+    assert [one for one in found if one in ids.values()] == [ids[word] for word in (turns[0], *others)]
+    shown = ChatDeltas(renderer, own, frozenset([own.eos_token_id])).between([{"role": "tool", "content": text}], ended=True)
+    assert not {ids[word] for word in turns[1:]} & set(np.asarray(shown.token_ids).tolist())
+    assert shown.control_words
 
 
 def test_a_word_that_a_vocabulary_has_as_text_too_is_broken_by_a_space():
