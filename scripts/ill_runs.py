@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.data.tasks.arithmetic import Problem, arithmetic, without_carries
-from grpo_rl.telemetry.diagnosis.alarms import Alarms
-from grpo_rl.telemetry.diagnosis.diagnose import diagnose
+from grpo_rl.telemetry.diagnosis.diagnose import Alarms, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_rl.arguments import Arguments, not_negative
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.telemetry.diagnosis.alarms import ALARM
+from grpo_rl.telemetry.diagnosis.diagnose import ALARM
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import find_run

@@ -1,47 +1,54 @@
-"""All rules in their order, and the text of what they find."""
+"""The doctor: all rules in their order, the text of what they find, and the alarms of a run that goes on."""
 
 from __future__ import annotations
 
 import textwrap
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
 
-from grpo_rl.telemetry.diagnosis import optimizer_rules, policy_rules, response_rules, running_rules, signal_rules
+from grpo_rl.telemetry.diagnosis import policy_rules, reward_rules, training_rules
 from grpo_rl.telemetry.diagnosis.findings import Diagnosis, Finding, Rule, Weight
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.terminal.text import safe_text
 
+ALARM = "alarm/"
+"""The metric `alarm/<name>` is 1 in the step in which an illness is first seen."""
+REMEMBERED = 400
+"""The number of last steps that are looked at, so that a step of a long run costs no more than one of a short run."""
 RULES: tuple[Rule, ...] = (
-    optimizer_rules.nonfinite,
-    optimizer_rules.learning_rate_zero,
-    running_rules.prompts_cut,
-    signal_rules.reward_failures,
-    optimizer_rules.nothing_trained,
-    signal_rules.reward_never_seen,
-    signal_rules.reward_constant,
+    training_rules.nonfinite,
+    training_rules.learning_rate_zero,
+    training_rules.prompts_cut,
+    reward_rules.reward_failures,
+    training_rules.nothing_trained,
+    reward_rules.reward_never_seen,
+    reward_rules.reward_constant,
     policy_rules.sampler_trainer_disagree,
-    optimizer_rules.learning_rate_too_high,
+    training_rules.learning_rate_too_high,
     policy_rules.entropy_explosion,
-    response_rules.truncation_grows,
-    response_rules.truncation,
-    signal_rules.memorised,
-    signal_rules.opinion_parts_from_rules,
-    signal_rules.validation_falls,
-    signal_rules.format_without_answer,
-    optimizer_rules.kl_runaway,
+    policy_rules.truncation_grows,
+    policy_rules.truncation,
+    reward_rules.memorised,
+    reward_rules.opinion_parts_from_rules,
+    reward_rules.validation_falls,
+    reward_rules.format_without_answer,
+    training_rules.kl_runaway,
     policy_rules.entropy_collapse,
-    response_rules.length_without_reward,
-    response_rules.repetition,
-    response_rules.language_mixing,
+    policy_rules.length_without_reward,
+    policy_rules.repetition,
+    policy_rules.language_mixing,
     policy_rules.off_policy,
     policy_rules.ratio_out_of_range,
-    signal_rules.groups_without_signal,
-    optimizer_rules.gradient_spikes,
-    running_rules.memory_nearly_full,
-    running_rules.restarts,
-    optimizer_rules.always_clipped,
-    optimizer_rules.loss_is_zero,
-    signal_rules.validation_noise,
-    running_rules.phase_dominates,
-    running_rules.idle_pools,
+    reward_rules.groups_without_signal,
+    training_rules.gradient_spikes,
+    training_rules.memory_nearly_full,
+    training_rules.restarts,
+    training_rules.always_clipped,
+    training_rules.loss_is_zero,
+    reward_rules.validation_noise,
+    training_rules.phase_dominates,
+    training_rules.idle_pools,
 )
 """Every rule, causes before what they bring about: a learning rate that is far too high also ruins KL, entropy and reward, and
 is named first."""
@@ -98,3 +105,31 @@ def _finding(finding: Finding, width: int) -> list[str]:
     for number, advice in enumerate(finding.advice):
         lines += wrapped("to change" if number == 0 else "", f"- {advice}")
     return lines + wrapped("source", finding.source)
+
+
+class Alarms:
+    """Looks at the metrics of each step. Rollouts are not read here: the command `doctor` and the report do that."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._records: deque[Mapping[str, float]] = deque(maxlen=REMEMBERED)
+        self._said: set[str] = set()
+
+    def resume(self, records: list[dict[str, float]]) -> None:
+        """Go on behind the steps that an earlier process logged; what it named is not named again."""
+        for record in records:
+            self._records.append(record)
+            self._said |= {key.removeprefix(ALARM) for key in record if key.startswith(ALARM)}
+
+    def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Return the illnesses that are seen with this step for the first time."""
+        self._records.append({"step": step, **metrics})
+        found = diagnose(RunRecord(self._config, list(self._records))).findings
+        new = [one for one in found if one.weight is not Weight.NOTE and one.name not in self._said]
+        self._said |= {one.name for one in new}
+        return new
+
+
+def as_warning(finding: Finding) -> str:
+    """Return a finding as one line of the screen, with the likeliest remedy; the doctor shows the others."""
+    return f"{finding.title} {finding.evidence}. Likeliest remedy: {finding.advice[0]} [{finding.name}: docs/doctor.md]"

@@ -1,11 +1,15 @@
-"""Rules about the policy: entropy, the ratio, how sampler and trainer agree, how old what it learns from is."""
+"""Rules about the policy and its responses: entropy, the ratio, sampler against trainer, staleness; length, repetition, scripts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import unicodedata
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
-from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 
 COLLAPSED = 0.1
 """The share of its first entropy below which a policy hardly explores."""
@@ -23,28 +27,31 @@ FAR_OFF = 0.3
 CLIPPED_OF_ALL = 0.1
 MANY_CLIPPED = 0.3
 """The share of clipped tokens above which most of a batch has no gradient."""
+MANY_CUT = 0.5
+LONG = 200
+"""The number of characters that a response needs before its compressed size shows repetition."""
+REPEATS = 0.15
+"""The size after compression, as a share, below which a text says the same again and again; prose has 0.4 to 0.6."""
 
 
 def entropy_collapse(run: RunRecord) -> Finding | None:
-    """Return a finding where the policy has stopped to explore before the task is solved."""
-    points, rewards = run.entropy(), run.values("reward/mean")
-    if len(points) < 5 or not rewards:
+    """Find a policy that has stopped to explore before the task is solved."""
+    entropy, rewards, equal = run.entropy(), run.series("reward/mean"), run.series("advantage/zero_group_fraction")
+    if len(entropy) < 5 or not rewards or run.solved_share >= 0.9 or (equal and equal.last < 0.5):
         return None
-    values = [value for _, value in points]
-    solved = run.solved_share >= 0.9
-    bound = max(LITTLE, COLLAPSED * first(values))
-    silent = run.values("advantage/zero_group_fraction")
-    if _silenced(run):
-        bound = max(bound, FALLEN * first(values))
-    if last(values) > bound or first(values) <= bound or solved or (silent and last(silent) < 0.5):
+    low, high = run.reward_range
+    # Most groups have lost their signal since the beginning, and not by solving the task.
+    is_stuck = equal and equal.last >= max(0.7, equal.first + 0.3) and rewards.last < rewards.first + 0.2 * (high - low)
+    bound = max(LITTLE, COLLAPSED * entropy.first, FALLEN * entropy.first if is_stuck else 0.0)
+    if entropy.last > bound or entropy.first <= bound:
         return None
     return Finding(
         name="entropy_collapse",
         weight=Weight.ILL,
         title="The policy's entropy has collapsed before the task is solved.",
-        since=since(points, lambda value: value <= bound),
-        evidence=f"{first(values):.3f} nats per token at first, {last(values):.3f} now; reward {last(rewards):.3f} of {run.reward_range[1]:g}"
-        + (f"; groups of equal rewards {first(silent):.2f} at first, {last(silent):.2f} now" if silent else ""),
+        since=entropy.since(lambda value: value <= bound),
+        evidence=f"nats per token {entropy.ends()}; reward {rewards.last:.3f} of {high:g}"
+        + (f"; groups of equal rewards {equal.ends(2)}" if equal else ""),
         meaning="All responses to a prompt are nearly the same, so groups have no signal and nothing better is found.",
         advice=(
             "raise the upper clip: actor_rollout_ref.actor.clip_ratio_high=0.28",
@@ -56,31 +63,20 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
     )
 
 
-def _silenced(run: RunRecord) -> bool:
-    """Return whether most groups have lost their signal since the beginning, and not by solving the task."""
-    silent, rewards, (low, high) = run.values("advantage/zero_group_fraction"), run.values("reward/mean"), run.reward_range
-    if not silent or last(silent) < 0.7 or last(silent) < first(silent) + 0.3:
-        return False
-    return last(rewards) < first(rewards) + 0.2 * (high - low)
-
-
 def entropy_explosion(run: RunRecord) -> Finding | None:
-    """Return a finding where the policy becomes random while its reward falls."""
-    points, rewards = run.entropy(), run.values("reward/mean")
-    if len(points) < 5 or not rewards:
+    """Find a policy that becomes random while its reward falls."""
+    entropy, rewards = run.entropy(), run.series("reward/mean")
+    if len(entropy) < 5 or not rewards or rewards.last > rewards.first:
         return None
-    values = [value for _, value in points]
-    if last(values) < 2 * first(values) or last(values) < first(values) + 0.5 or last(rewards) > first(rewards):
+    bound = 2 * entropy.first
+    if entropy.last < max(bound, entropy.first + 0.5):
         return None
-    bound = 2 * first(values)
     return Finding(
         name="entropy_explosion",
         weight=Weight.ILL,
         title="The policy becomes random: its entropy grows while the reward falls.",
-        since=since(points, lambda value: value >= bound),
-        evidence=(
-            f"{first(values):.3f} nats per token at first, {last(values):.3f} now; reward {first(rewards):.3f} -> {last(rewards):.3f}"
-        ),
+        since=entropy.since(lambda value: value >= bound),
+        evidence=f"nats per token {entropy.ends()}; reward {rewards.ends()}",
         meaning="The entropy bonus outweighs the reward, or the loss pushes tokens down without a bound.",
         advice=(
             f"lower actor_rollout_ref.actor.entropy_coeff (now {run.setting('actor_rollout_ref.actor.entropy_coeff')})",
@@ -91,26 +87,31 @@ def entropy_explosion(run: RunRecord) -> Finding | None:
 
 
 def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
-    """Return a finding where the engine's log-probs of the sampled tokens differ from the trainer's."""
-    points = run.points("rollout/logprob_diff_mean")
-    if not points:
+    """Find log-probs of the sampled tokens that differ between engine and trainer."""
+    differences, stale = run.series("rollout/logprob_diff_mean"), run.series("staleness/max")
+    if not differences or differences.last < AGREES or (stale and stale.last > 0):
         return None
-    values = [value for _, value in points]
-    value = last(values)
-    stale = run.values("staleness/max")
-    if value < AGREES or (stale and last(stale) > 0):
-        return None
-    step = since(points, lambda one: one >= AGREES)
-    grows = value > 3 * first(values)
+    given = run.setting("actor_rollout_ref.model.override_config") or {}
+    drops = [f"{name}={value}" for name, value in given.items() if "drop" in str(name) and value]
+    engine, trainer = (run.setting(f"actor_rollout_ref.{key}", "auto") for key in ("rollout.dtype", "actor.fsdp_config.dtype"))
+    if drops:
+        cause = f"The trainer drops at random ({', '.join(drops)}), and the engine does not: they run different models."
+    elif engine != trainer:
+        cause = f"The engine computes in {engine}, and the trainer in {trainer} (auto: bfloat16 on GPUs, float32 on CPUs)."
+    elif differences.last > 3 * differences.first:
+        cause = "The difference grows: the weights of the engine are not the trainer's, or training amplifies rounding."
+    else:
+        cause = "Another precision, another temperature, another chat template or attention, on one of the two sides."
     return Finding(
         name="sampler_trainer_disagree",
-        weight=Weight.ILL if value >= DISAGREES else Weight.WATCH,
+        weight=Weight.ILL if differences.last >= DISAGREES else Weight.WATCH,
         title="The engine that samples and the trainer do not agree about the sampled tokens.",
-        since=step,
-        evidence=f"log-probs differ by {value:.3f} nats per token on average ({first(values):.3f} at first); float32 differs by 1e-6",
-        meaning=_why_they_disagree(run, grows),
+        since=differences.since(lambda one: one >= AGREES),
+        evidence=f"log-probs differ by {differences.last:.3f} nats per token on average ({differences.first:.3f} at first); "
+        "float32 differs by 1e-6",
+        meaning=cause,
         advice=(
-            *(("set the dropout in actor_rollout_ref.model.override_config to 0",) if _dropouts(run) else ()),
+            *(("set the dropout in actor_rollout_ref.model.override_config to 0",) if drops else ()),
             "give both sides one precision: actor_rollout_ref.rollout.dtype and actor_rollout_ref.actor.fsdp_config.dtype",
             "correct for it: algorithm.rollout_correction.rollout_is=token",
             "actor_rollout_ref.rollout.checkpoint_engine.verify_checksum=true shows whether the weights arrive whole",
@@ -119,42 +120,20 @@ def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
     )
 
 
-def _why_they_disagree(run: RunRecord, grows: bool) -> str:
-    """Return the likeliest cause, from the configuration where it shows one."""
-    if drops := _dropouts(run):
-        return f"The trainer drops at random ({', '.join(drops)}), and the engine does not: they run different models."
-    sides = [run.setting(f"actor_rollout_ref.{key}", "auto") for key in ("rollout.dtype", "actor.fsdp_config.dtype")]
-    if sides[0] != sides[1]:
-        return f"The engine computes in {sides[0]}, and the trainer in {sides[1]} (auto: bfloat16 on GPUs, float32 on CPUs)."
-    if grows:
-        return "The difference grows: the weights of the engine are not the trainer's, or training amplifies rounding."
-    return "Another precision, another temperature, another chat template or attention, on one of the two sides."
-
-
-def _dropouts(run: RunRecord) -> list[str]:
-    """Return the settings of dropout that the run gave to its model, as `name=value`."""
-    given = run.setting("actor_rollout_ref.model.override_config") or {}
-    return [f"{name}={value}" for name, value in given.items() if "drop" in str(name) and value]
-
-
 def ratio_out_of_range(run: RunRecord) -> Finding | None:
-    """Return a finding where much of a batch is clipped."""
-    silent = dict(run.points("advantage/zero_group_fraction"))
-    raw = run.points("actor/pg_clipfrac")
+    """Find batches of which much is clipped."""
+    equal, of_all = dict(run.series("advantage/zero_group_fraction").points), run.series("actor/pg_clipfrac")
     # Tokens of groups without a signal have no gradient to clip: the share is that of all others.
-    points = [(step, value / (1 - silent.get(step, 0.0))) for step, value in raw if silent.get(step, 0.0) < 1]
-    if len(points) < 3:
+    clipped = of_all.map(lambda step, value: value / (1 - equal.get(step, 0.0)) if equal.get(step, 0.0) < 1 else None)
+    if len(clipped) < 3 or clipped.last < MANY_CLIPPED or of_all.last < CLIPPED_OF_ALL:
         return None
-    value, of_all = last([one for _, one in points]), last([one for _, one in raw])
-    if value < MANY_CLIPPED or of_all < CLIPPED_OF_ALL:
-        return None
-    largest = max(run.values("actor/ratio_max"), default=float("nan"))
+    largest = max(run.series("actor/ratio_max").values, default=float("nan"))
     return Finding(
         name="ratio_out_of_range",
         weight=Weight.WATCH,
-        title=f"{100 * value:.0f} % of the tokens with a signal are clipped: later updates of a batch have little to train.",
-        since=since(points, lambda one: one >= MANY_CLIPPED),
-        evidence=f"actor/pg_clipfrac {of_all:.2f} of all tokens, the largest ratio {largest:.3g}",
+        title=f"{100 * clipped.last:.0f} % of the tokens with a signal are clipped: later updates of a batch have little to train.",
+        since=clipped.since(lambda one: one >= MANY_CLIPPED),
+        evidence=f"actor/pg_clipfrac {of_all.last:.2f} of all tokens, the largest ratio {largest:.3g}",
         meaning="Too many updates per batch, steps that are too large, or a clip range that is meant for another loss.",
         advice=(
             "look at the clip range: 0.2 for ratios of tokens (vanilla), 3e-4 for those of whole responses (gspo)",
@@ -166,26 +145,165 @@ def ratio_out_of_range(run: RunRecord) -> Finding | None:
 
 
 def off_policy(run: RunRecord) -> Finding | None:
-    """Return a finding where what is trained on is too old: the policy has left the one that sampled it."""
-    staleness = run.values("staleness/mean")
-    if not staleness or last(staleness) <= 0:
+    """Find tokens that are too old: the policy has left the one that sampled them."""
+    staleness = run.series("staleness/mean")
+    if not staleness or staleness.last <= 0:
         return None
     signs: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
         ("rollout_corr/rollout_is_eff_sample_size", "the effective sample size is", lambda one: one <= FEW_EFFECTIVE),
         ("actor/pg_clipfrac", "the share of clipped tokens is", lambda one: one >= MANY_CLIPPED),
         ("rollout/logprob_diff_mean", "log-probs of policy and sampler differ by", lambda one: one >= FAR_OFF),
     )
-    seen = [(key, words, holds) for key, words, holds in signs if run.points(key) and holds(last(run.values(key)))]
+    seen = [(series, words, holds) for key, words, holds in signs if (series := run.series(key)) and holds(series.last)]
     if not seen:
         return None
     return Finding(
         name="off_policy",
         weight=Weight.WATCH,
         title="What is trained on is far from the policy: it was sampled by weights that are too old.",
-        since=min(since(run.points(key), holds) for key, _, holds in seen),
-        evidence=f"tokens are {last(staleness):.2f} versions old on average; "
-        + "; ".join(f"{words} {last(run.values(key)):.2f}" for key, words, _ in seen),
+        since=min(series.since(holds) for series, _, holds in seen),
+        evidence=f"tokens are {staleness.last:.2f} versions old on average; "
+        + "; ".join(f"{words} {series.last:.2f}" for series, words, _ in seen),
         meaning="Most of the batch is clipped, or the weights of the correction differ widely: the gradient is that of a smaller batch.",
         advice=("lower trainer.asynchronous.max_staleness", "lower actor_rollout_ref.actor.optim.lr"),
         source="AReaL (Fu et al. 2025), section 5",
     )
+
+
+def truncation(run: RunRecord) -> Finding | None:
+    """Find responses that end at the limit and not by themselves."""
+    cut = run.series("response_length/clip_ratio")
+    if len(cut) < 3 or cut.last < MANY_CUT or run.setting("actor_rollout_ref.rollout.ignore_eos"):
+        return None
+    unrewarded = max(run.series("reward/max").values, default=1.0) <= 0
+    return Finding(
+        name="truncation",
+        weight=Weight.ILL if cut.last > 0.9 else Weight.WATCH,
+        title=f"{100 * cut.last:.0f} % of the responses are cut off at data.max_response_length="
+        f"{run.setting('data.max_response_length')}.",
+        since=cut.since(lambda value: value >= MANY_CUT),
+        evidence=f"response_length/clip_ratio {cut.ends(2)}" + ("; no response was ever rewarded" if unrewarded else ""),
+        meaning=(
+            "Training made the responses longer until most of them do not end: a cut response is judged on half an answer."
+            if cut.last > cut.first + 0.2
+            else "The model does not end its responses: the limit is too short, or it does not know the end token of the template."
+        ),
+        advice=(
+            "raise data.max_response_length",
+            "check that the chat template is the model's: a base model seldom writes the end token",
+            "reward.overlong_buffer punishes length softly; algorithm.mask_truncated=true leaves cut responses out",
+        ),
+        source="DAPO (Yu et al. 2025), section 3.4",
+    )
+
+
+def truncation_grows(run: RunRecord) -> Finding | None:
+    """Find responses that grow into the limit while the reward rises with them."""
+    cut, lengths, rewards = map(run.series, ("response_length/clip_ratio", "response_length/mean", "reward/mean"))
+    if min(map(len, (cut, lengths, rewards))) < 5 or run.setting("actor_rollout_ref.rollout.ignore_eos"):
+        return None
+    low, high = run.reward_range
+    if cut.last < cut.first + 0.2 or lengths.last < 1.3 * lengths.first or rewards.last < rewards.first + 0.1 * (high - low):
+        return None
+    return Finding(
+        name="truncation_grows",
+        weight=Weight.ILL if cut.last > MANY_CUT else Weight.WATCH,
+        title="Responses grow until they are cut off, and the reward rises with them.",
+        since=cut.since(lambda value: value > cut.first + 0.1),
+        evidence=f"share that is cut off {cut.ends(2)}; tokens {lengths.ends(0)}; reward {rewards.ends()}",
+        meaning="The reward pays for length, or the limit is too short for the answers that are being learnt.",
+        advice=(
+            "look at which part of the reward rises (the table Rewards of the report): one that grows with length is to be mended",
+            "raise data.max_response_length where the answers themselves rise",
+            "reward.overlong_buffer punishes length softly before data.max_response_length",
+        ),
+        source="Singhal et al. 2023, on length as what reward models pay for; DAPO (Yu et al. 2025), section 3.4",
+    )
+
+
+def length_without_reward(run: RunRecord) -> Finding | None:
+    """Find responses that grow while rewards do not."""
+    lengths, rewards = run.series("response_length/mean"), run.series("reward/mean")
+    if len(lengths) < 10 or len(rewards) < 10:
+        return None
+    low, high = run.reward_range
+    bound = 1.5 * lengths.first
+    if lengths.last < max(bound, lengths.first + 4) or rewards.last > rewards.first + 0.05 * (high - low):
+        return None
+    return Finding(
+        name="length_without_reward",
+        weight=Weight.WATCH,
+        title="Responses become longer, and the reward does not rise with them.",
+        since=lengths.since(lambda value: value >= bound),
+        evidence=f"tokens {lengths.ends(0)}; reward {rewards.ends()}",
+        meaning="Losses averaged per response punish long wrong answers less per token, so that wrong answers grow.",
+        advice=(
+            "actor_rollout_ref.actor.loss_agg_mode=token-mean or seq-mean-token-sum-norm",
+            "reward.overlong_buffer, with a length that is enough for a right answer",
+        ),
+        source="Dr. GRPO (Liu et al. 2025), section 3.1",
+    )
+
+
+def repetition(run: RunRecord) -> Finding | None:
+    """Find responses that repeat themselves."""
+    now, before = _repeating(run.last_rollouts()), _repeating(run.first_rollouts())
+    if now is None or now < 0.2 or (before is not None and now < before + 0.1 and before < 0.5):
+        return None
+    begin, step = run.rollout_files[0][0], run.rollout_files[-1][0]
+    return Finding(
+        name="repetition",
+        weight=Weight.WATCH,
+        title=f"{100 * now:.0f} % of the long responses repeat themselves.",
+        since=step,
+        evidence=f"{100 * (before or 0):.0f} % in step {begin}, {100 * now:.0f} % in step {step}, by their compressed size",
+        meaning="The policy falls into loops, which raise length and often end at the limit.",
+        advice=("a rule that pays nothing for loops: docs/rewards.md", "raise the temperature; lower the learning rate"),
+        source="Holtzman et al. 2020, section 4",
+    )
+
+
+def language_mixing(run: RunRecord) -> Finding | None:
+    """Find responses that mix scripts which their prompts do not have."""
+    now, before = _mixed(run.last_rollouts()), _mixed(run.first_rollouts())
+    if now is None or before is None or now < before + 0.1:
+        return None
+    begin, step = run.rollout_files[0][0], run.rollout_files[-1][0]
+    return Finding(
+        name="language_mixing",
+        weight=Weight.WATCH,
+        title=f"{100 * now:.0f} % of the responses mix scripts that their prompts do not have.",
+        since=step,
+        evidence=f"{100 * before:.0f} % in step {begin}, {100 * now:.0f} % in step {step}",
+        meaning="Nothing in the reward asks for one language, and the model reasons in whatever is likely.",
+        advice=("add a reward for the language of the prompt", "raise actor_rollout_ref.actor.kl_loss_coef"),
+        source="DeepSeek-R1 (2025), sections 2.2.4 and 2.3.2",
+    )
+
+
+def _repeating(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of long responses that compress to almost nothing; None where fewer than 8 are long."""
+    long = [str(one["response"]).encode() for one in rollouts if len(str(one.get("response", ""))) >= LONG]
+    if len(long) < 8:
+        return None
+    return statistics.fmean(float(len(zlib.compress(text)) < REPEATS * len(text)) for text in long)
+
+
+def _mixed(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of responses with letters of a script that the prompt does not have; None without responses."""
+    if not rollouts:
+        return None
+    mixed = [
+        len(_scripts(str(one.get("response", ""))) - _scripts(str(one.get("prompt", ""))) - {"LATIN"}) > 0 for one in rollouts
+    ]
+    return statistics.fmean(map(float, mixed))
+
+
+def _scripts(text: str) -> set[str]:
+    """Return the scripts of which the text has at least three letters, by the first word of their Unicode names."""
+    counts: dict[str, int] = {}
+    for letter in text[:4000]:
+        if letter.isalpha():
+            script = unicodedata.name(letter, "?").split(" ")[0]
+            counts[script] = counts.get(script, 0) + 1
+    return {script for script, number in counts.items() if number >= 3}

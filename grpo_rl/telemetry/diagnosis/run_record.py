@@ -25,6 +25,58 @@ ENTROPY = ("actor/entropy", "rollout/entropy")
 
 
 @dataclass(frozen=True)
+class Series:
+    """The finite values of one metric over the steps at which it was measured. Without a value it is false."""
+
+    points: Sequence[Point]
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    @cached_property
+    def values(self) -> list[float]:
+        return [value for _, value in self.points]
+
+    @property
+    def window(self) -> int:
+        """How many values at either end are averaged: a fifth of them, at least 1, at most 10."""
+        return max(1, min(10, len(self.points) // 5))
+
+    @property
+    def first(self) -> float:
+        """The mean of the values at the beginning."""
+        return statistics.fmean(self.values[: self.window])
+
+    @property
+    def last(self) -> float:
+        """The mean of the values at the end."""
+        return statistics.fmean(self.values[-self.window :])
+
+    @property
+    def now(self) -> float:
+        """The last value."""
+        return self.values[-1]
+
+    def since(self, holds: Callable[[float], bool]) -> int:
+        """Return the step from which on the condition has held without a break until now; the last one where it does not hold."""
+        step = self.points[-1][0]
+        for at, value in reversed(self.points):
+            if not holds(value):
+                break
+            step = at
+        return step
+
+    def map(self, change: Callable[[int, float], float | None]) -> Series:
+        """Return the series of `change(step, value)`, without the steps at which that is None."""
+        changed = [(step, change(step, value)) for step, value in self.points]
+        return Series([(step, value) for step, value in changed if value is not None])
+
+    def ends(self, digits: int = 3) -> str:
+        """Return the means of both ends in words."""
+        return f"{self.first:.{digits}f} at first, {self.last:.{digits}f} now"
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """A run as its folder shows it, finished or not. Nothing here starts a process or loads torch."""
 
@@ -76,19 +128,11 @@ class RunRecord:
             value = value[part]
         return default if key in leaves() and value_problem(key, value) else value
 
-    def points(self, key: str) -> list[Point]:
-        """Return (step, value) of the training steps at which the metric was measured and is a finite number."""
-        found = [(int(record["step"]), float(record[key])) for record in self.training if key in record]
-        return [(step, value) for step, value in found if math.isfinite(value)]
-
-    def values(self, key: str) -> list[float]:
-        """Return the finite values of a metric, in order of steps."""
-        return [value for _, value in self.points(key)]
-
-    def validation(self, key: str) -> list[Point]:
-        """Return (step, value) of a metric of validation, the one before training included."""
-        found = [(int(record["step"]), float(record[key])) for record in self.records if key in record]
-        return [(step, value) for step, value in found if math.isfinite(value)]
+    def series(self, key: str, *, validation: bool = False) -> Series:
+        """Return the finite values of a metric over the training steps; with `validation` also that before training."""
+        records = self.records if validation else self.training
+        found = [(int(record["step"]), float(record[key])) for record in records if key in record]
+        return Series([(step, value) for step, value in found if math.isfinite(value)])
 
     @cached_property
     def validation_keys(self) -> list[str]:
@@ -98,25 +142,26 @@ class RunRecord:
     @property
     def reward_range(self) -> tuple[float, float]:
         """The lowest and the highest reward that any response got; (0, 0) where none was logged."""
-        return min(self.values("reward/min"), default=0.0), max(self.values("reward/max"), default=0.0)
+        low, high = self.series("reward/min").values, self.series("reward/max").values
+        return min(low, default=0.0), max(high, default=0.0)
 
     @property
     def solved_share(self) -> float:
         """The place of the present reward between the lowest and the highest that any response got, from 0 to 1."""
-        (low, high), rewards = self.reward_range, self.values("reward/mean")
-        return (last(rewards) - low) / (high - low) if rewards and high > low else 0.0
+        (low, high), rewards = self.reward_range, self.series("reward/mean")
+        return (rewards.last - low) / (high - low) if rewards and high > low else 0.0
 
-    def entropy(self) -> list[Point]:
+    def entropy(self) -> Series:
         """Return the entropy in nats per token by step: measured, estimated by the ranks, or from the logged rollouts.
 
         Minus the log-probability of a sampled token is an unbiased estimate of the entropy of the distribution that it
         was sampled from.
         """
         for key in ENTROPY:
-            if points := self.points(key):
-                return points
+            if measured := self.series(key):
+                return measured
         estimates = ((step, _surprise(self.rollouts(step))) for step, _ in self.rollout_files)
-        return [(step, value) for step, value in estimates if value is not None]
+        return Series([(step, value) for step, value in estimates if value is not None])
 
     def rollouts(self, step: int, *, val: bool = False) -> list[dict[str, Any]]:
         """Return the logged rollouts of one step, none where there is no file that can be read."""
@@ -144,28 +189,3 @@ def _surprise(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
     known = [(-float(mean), int(length)) for mean, length in pairs if mean is not None and length]
     total = sum(length for _, length in known)
     return sum(value * length for value, length in known) / total if total else None
-
-
-def window(values: Sequence[Any]) -> int:
-    """Return how many values at either end of a series are averaged: a fifth of them, at least 1, at most 10."""
-    return max(1, min(10, len(values) // 5))
-
-
-def first(values: Sequence[float]) -> float:
-    """Return the mean of the values at the beginning."""
-    return statistics.fmean(values[: window(values)])
-
-
-def last(values: Sequence[float]) -> float:
-    """Return the mean of the values at the end."""
-    return statistics.fmean(values[-window(values) :])
-
-
-def since(points: Sequence[Point], holds: Callable[[float], bool]) -> int:
-    """Return the step from which on the condition has held without a break until now."""
-    step = points[-1][0]
-    for at, value in reversed(points):
-        if not holds(value):
-            break
-        step = at
-    return step

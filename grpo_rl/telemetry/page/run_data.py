@@ -16,8 +16,7 @@ from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_text
-from grpo_rl.telemetry.diagnosis.alarms import ALARM
-from grpo_rl.telemetry.diagnosis.diagnose import RULES, diagnose
+from grpo_rl.telemetry.diagnosis.diagnose import ALARM, RULES, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.metrics.timeline import read_timeline

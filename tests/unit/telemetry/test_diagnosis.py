@@ -15,20 +15,19 @@ import yaml
 from grpo_rl.__main__ import COMMANDS, main
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.kinds import Illness
-from grpo_rl.telemetry.diagnosis.alarms import Alarms, as_warning
-from grpo_rl.telemetry.diagnosis.diagnose import RULES, as_text, diagnose
+from grpo_rl.telemetry.diagnosis.diagnose import RULES, Alarms, as_text, as_warning, diagnose
 from grpo_rl.telemetry.diagnosis.findings import Weight
-from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since, window
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord, Series
 
 STEPS = 40
-Series = Callable[[int], float]
+Curve = Callable[[int], float]
 
 
-def ramp(begin: float, end: float, by: int = STEPS) -> Series:
+def ramp(begin: float, end: float, by: int = STEPS) -> Curve:
     return lambda step: begin + (end - begin) * min(1.0, step / by)
 
 
-HEALTHY: dict[str, Series] = {
+HEALTHY: dict[str, Curve] = {
     "reward/mean": ramp(0.2, 0.8),
     "reward/min": lambda step: 0.0,
     "reward/max": lambda step: 1.0,
@@ -68,7 +67,7 @@ CONFIG: dict[str, Any] = {
 
 
 def run(
-    changes: dict[str, Series | None] | None = None,
+    changes: dict[str, Curve | None] | None = None,
     steps: int = STEPS,
     config: dict[str, Any] | None = None,
     **validation: list[float],
@@ -203,7 +202,7 @@ def test_a_policy_whose_groups_fall_silent_while_it_learns_nothing_has_collapsed
     entropy = [0.182, 0.18, 0.111, 0.084, 0.086, 0.111, 0.074, 0.062, 0.051, 0.02, 0.018, 0.034, 0.029, 0.021, 0.023]
     silent = [0.19, 0.12, 0.62, 0.25, 0.62, 0.75, 0.75, 0.88, 0.81, 1.0, 0.94, 0.81, 0.88, 1.0, 0.88]
     rewards = [0.36, 0.34, 0.23, 0.33, 0.24, 0.3, 0.37, 0.12, 0.13, 0.19, 0.08, 0.38, 0.06, 0.0, 0.22]
-    changes: dict[str, Series | None] = {
+    changes: dict[str, Curve | None] = {
         "actor/entropy": lambda step: entropy[step - 1],
         "advantage/zero_group_fraction": lambda step: silent[step - 1],
     }
@@ -215,14 +214,14 @@ def test_a_policy_whose_groups_fall_silent_while_it_learns_nothing_has_collapsed
 
 def test_one_spike_that_was_clipped_is_no_finding() -> None:
     # The figures of scripts/ill_runs.py, paradigm/sft: one batch of twelve times the median, clipped at 1, without a trace.
-    once: dict[str, Series | None] = {"actor/grad_norm": lambda step: 11.9 if step == 13 else 0.9}
+    once: dict[str, Curve | None] = {"actor/grad_norm": lambda step: 11.9 if step == 13 else 0.9}
     assert "gradient_spikes" not in [one.name for one in diagnose(run(once)).findings]
-    twice: dict[str, Series | None] = {"actor/grad_norm": lambda step: 11.9 if step in (5, 13) else 0.9}
+    twice: dict[str, Curve | None] = {"actor/grad_norm": lambda step: 11.9 if step in (5, 13) else 0.9}
     assert "gradient_spikes" in [one.name for one in diagnose(run(twice)).findings]
 
 
 def test_a_kl_that_grows_from_step_to_step_is_no_step_that_is_too_large() -> None:
-    changes: dict[str, Series | None] = {"reward/mean": ramp(0.5, 0.3)}
+    changes: dict[str, Curve | None] = {"reward/mean": ramp(0.5, 0.3)}
     grown = diagnose(run(changes | {"actor/kl_loss": lambda step: 0.02 * step * step}, steps=15))
     assert "learning_rate_too_high" not in [one.name for one in grown.findings]
     sudden = diagnose(run(changes | {"actor/kl_loss": lambda step: 5.9 if step > 1 else 0.0}, steps=15))
@@ -234,7 +233,7 @@ def test_a_jump_of_a_policy_that_was_becoming_random_is_laid_to_its_entropy() ->
     entropy = [0.18, 0.22, 0.22, 0.25, 0.33, 0.45, 0.56, 0.62, 0.74, 0.84, 0.96, 1.09, 1.28, 1.33, 1.33]
     kl = [0.0, 0.01, 0.09, 0.26, 0.52, 0.77, 2.34, 2.85, 3.19, 2.98, 3.64, 4.17, 3.68, 4.18, 4.09]
     rewards = [0.36, 0.43, 0.38, 0.46, 0.4, 0.29, 0.09, 0.02, 0.0, 0.03, 0.03, 0.0, 0.02, 0.0, 0.0]
-    changes: dict[str, Series | None] = {
+    changes: dict[str, Curve | None] = {
         "actor/entropy": lambda step: entropy[step - 1],
         "actor/kl_loss": lambda step: kl[step - 1],
         "reward/mean": lambda step: rewards[step - 1],
@@ -244,7 +243,7 @@ def test_a_jump_of_a_policy_that_was_becoming_random_is_laid_to_its_entropy() ->
 
 
 def test_the_cause_of_a_disagreement_is_read_from_the_configuration() -> None:
-    differ: dict[str, Series | None] = {"rollout/logprob_diff_mean": lambda step: 0.2}
+    differ: dict[str, Curve | None] = {"rollout/logprob_diff_mean": lambda step: 0.2}
     parts = CONFIG["actor_rollout_ref"]
     drops = {"actor_rollout_ref": parts | {"model": {"override_config": {"attention_dropout": 0.5}}}}
     found = diagnose(run(differ, config=drops)).first
@@ -257,7 +256,7 @@ def test_the_cause_of_a_disagreement_is_read_from_the_configuration() -> None:
 def test_tokens_without_a_signal_do_not_hide_that_the_others_are_clipped() -> None:
     # The figures of scripts/ill_runs.py, ratio_out_of_range: the clip range of GSPO with ratios of tokens.
     clipped, silent = [0.29, 0.25, 0.21, 0.22, 0.16], [0.19, 0.25, 0.31, 0.31, 0.5]
-    changes: dict[str, Series | None] = {
+    changes: dict[str, Curve | None] = {
         "actor/pg_clipfrac": lambda step: clipped[(step - 1) // 3],
         "advantage/zero_group_fraction": lambda step: silent[(step - 1) // 3],
     }
@@ -347,11 +346,11 @@ def test_advice_source_and_evidence_are_there_for_every_finding() -> None:
             assert finding.title.endswith(".") and finding.since >= 0
 
 
-def test_windows_and_steps() -> None:
-    assert [window(range(number)) for number in (1, 4, 10, 100)] == [1, 1, 2, 10]
-    assert first([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]) == 1.5
-    assert last([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0]) == 9.5
-    assert since([(1, 0.0), (2, 5.0), (3, 0.0), (4, 5.0), (5, 6.0)], lambda value: value > 1) == 4
+def test_the_ends_of_a_series_and_since_when_something_holds() -> None:
+    series = Series([(step, float(step)) for step in range(1, 11)])
+    assert (series.first, series.last, series.now) == (1.5, 9.5, 10.0)
+    assert [Series([(1, 0.0)] * number).window for number in (1, 4, 10, 100)] == [1, 1, 2, 10]
+    assert Series([(1, 0.0), (2, 5.0), (3, 0.0), (4, 5.0), (5, 6.0)]).since(lambda value: value > 1) == 4
 
 
 def test_entropy_is_estimated_from_logged_rollouts(tmp_path: Path) -> None:
@@ -361,7 +360,7 @@ def test_entropy_is_estimated_from_logged_rollouts(tmp_path: Path) -> None:
     (folder / "step_4.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "time": 1.0, "reward/mean": 0.5}\n')
     record = RunRecord.of_folder(tmp_path)
-    assert record.entropy() == [(4, pytest.approx((0.5 * 3 + 1.0 * 1) / 4))]
+    assert record.entropy().points == [(4, pytest.approx((0.5 * 3 + 1.0 * 1) / 4))]
 
 
 def responses(texts: list[str]) -> list[dict[str, Any]]:

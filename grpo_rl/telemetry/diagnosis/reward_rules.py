@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
-from grpo_rl.telemetry.diagnosis.run_record import RunRecord, first, last, since
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord, Series
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key
-from grpo_rl.telemetry.terminal.step_line import FAILURES
+from grpo_rl.telemetry.terminal.step_line import FAILURES, OVERALL
 
 FEW_STEPS = 3
 """Steps after which a reward that never varies is no accident."""
@@ -21,22 +21,20 @@ HACKED = "The policy has found responses that the reward model likes and that ar
 
 
 def reward_failures(run: RunRecord) -> Finding | None:
-    """Return a finding where rewards cannot be computed."""
-    kinds = {kind: run.points(f"reward/{kind}") for kind in ("timeouts", "errors", "invalid", "dropped")}
-    totals = {kind: sum(value for _, value in points) for kind, points in kinds.items()}
+    """Find rewards that cannot be computed."""
+    kinds = {kind: run.series(f"reward/{kind}") for kind in ("timeouts", "errors", "invalid", "dropped")}
+    totals = {kind: sum(series.values) for kind, series in kinds.items()}
     failed = totals["timeouts"] + totals["errors"] + totals["invalid"]
-    per_step = _rollouts_per_step(run)
-    sampled = per_step * run.num_steps
+    sampled = _rollouts_per_step(run) * run.num_steps
     if not failed or failed < MANY_FAILURES * sampled:
         return None
     worst = max(("timeouts", "errors", "invalid"), key=lambda kind: totals[kind])
-    step = next(step for step, value in kinds[worst] if value > 0)
     cause = next((str(one["failure_cause"]) for one in run.last_rollouts() if one.get("failure_cause")), "")
     return Finding(
         name="reward_failures",
         weight=Weight.ILL,
         title=f"{failed:.0f} of {sampled:.0f} rewards could not be computed; most of them {FAILURES[worst]}.",
-        since=step,
+        since=next(step for step, value in kinds[worst].points if value > 0),
         evidence=", ".join(f"{value:.0f} {FAILURES[kind]}" for kind, value in totals.items() if value)
         + (f"; the last cause: {cause.splitlines()[0][:160]}" if cause else ""),
         meaning="The reward function fails on what this policy writes, or is too slow for its deadline.",
@@ -49,21 +47,20 @@ def reward_failures(run: RunRecord) -> Finding | None:
 
 
 def reward_never_seen(run: RunRecord) -> Finding | None:
-    """Return a finding where no response has ever got more than the lowest reward."""
+    """Find that no response has ever got more than the lowest reward."""
     constant = _constant_reward(run)
     if constant is None or constant > 0:
         return None
-    cut = run.values("response_length/clip_ratio")
-    if cut and min(cut) > 0.95 and not run.setting("actor_rollout_ref.rollout.ignore_eos"):
+    cut = run.series("response_length/clip_ratio")
+    if cut and min(cut.values) > 0.95 and not run.setting("actor_rollout_ref.rollout.ignore_eos"):
         return None  # `truncation` names the cause
-    per_step = _rollouts_per_step(run)
     return Finding(
         name="reward_never_seen",
         weight=Weight.ILL,
         title="No response was ever rewarded: there is nothing to learn from.",
-        since=run.points("reward/min")[0][0],
+        since=run.series("reward/min").points[0][0],
         evidence=(
-            f"the reward of all {per_step * run.num_steps:.0f} responses of {run.num_steps} steps is {constant:g}"
+            f"the reward of all {_rollouts_per_step(run) * run.num_steps:.0f} responses of {run.num_steps} steps is {constant:g}"
             + _example(run)
         ),
         meaning="The task is beyond the model, the reward wants another form of answer, or it cannot be met at all.",
@@ -77,7 +74,7 @@ def reward_never_seen(run: RunRecord) -> Finding | None:
 
 
 def reward_constant(run: RunRecord) -> Finding | None:
-    """Return a finding where all responses always get the same reward, above 0."""
+    """Find that all responses always get the same reward, above 0."""
     constant = _constant_reward(run)
     if constant is None or constant <= 0:
         return None
@@ -85,7 +82,7 @@ def reward_constant(run: RunRecord) -> Finding | None:
         name="reward_constant",
         weight=Weight.ILL,
         title="Every response gets the same reward: there is nothing to compare.",
-        since=run.points("reward/min")[0][0],
+        since=run.series("reward/min").points[0][0],
         evidence=f"reward/min and reward/max are {constant:g} in all {run.num_steps} steps" + _example(run),
         meaning="The reward does not read the response, or every prompt is solved by every response.",
         advice=(
@@ -97,20 +94,14 @@ def reward_constant(run: RunRecord) -> Finding | None:
 
 
 def groups_without_signal(run: RunRecord) -> Finding | None:
-    """Return a finding where most groups have equal rewards, and say whether they are too easy or too hard, by source."""
-    points = run.points("advantage/zero_group_fraction")
-    rewards = run.values("reward/mean")
-    if len(points) < FEW_STEPS or not rewards or _constant_reward(run) is not None:
-        return None
-    values = [value for _, value in points]
-    share = last(values)
-    if share < 0.7:
+    """Find that most groups have equal rewards, and say whether they are too easy or too hard, by source."""
+    equal, rewards = run.series("advantage/zero_group_fraction"), run.series("reward/mean")
+    if len(equal) < FEW_STEPS or not rewards or equal.last < 0.7 or _constant_reward(run) is not None:
         return None
     low, high = run.reward_range
-    if last(rewards) > first(rewards) + 0.1 * (high - low):
+    if rewards.last > rewards.first + 0.1 * (high - low):
         return None  # a run that has learnt its task has groups without signal
     solved, mixed = run.solved_share >= 0.8, 0.2 < run.solved_share < 0.8
-    step = since(points, lambda value: value >= 0.7)
     which = (
         "a part of the prompts is too easy, the other too hard"
         if mixed
@@ -118,11 +109,10 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
     )
     return Finding(
         name="few_groups_with_signal" if mixed else "groups_too_easy" if solved else "groups_too_hard",
-        weight=Weight.ILL if share > 0.9 else Weight.WATCH,
-        title=f"In {100 * share:.0f} % of the groups all responses get the same reward: {which}.",
-        since=step,
-        evidence=f"advantage/zero_group_fraction {first(values):.2f} at first, {share:.2f} now; reward {last(rewards):.3f}"
-        + _by_source(run.last_rollouts()),
+        weight=Weight.ILL if equal.last > 0.9 else Weight.WATCH,
+        title=f"In {100 * equal.last:.0f} % of the groups all responses get the same reward: {which}.",
+        since=equal.since(lambda value: value >= 0.7),
+        evidence=f"advantage/zero_group_fraction {equal.ends(2)}; reward {rewards.last:.3f}" + _by_source(run.last_rollouts()),
         meaning="Groups of equal rewards have advantage 0. The rest of the batch carries the whole gradient, with more noise.",
         advice=(
             "algorithm.filter_groups.enable=true samples until the batch is full of groups with a signal",
@@ -136,22 +126,20 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
 
 
 def validation_falls(run: RunRecord) -> Finding | None:
-    """Return a finding where the training reward rises while validation falls."""
-    rewards = run.values("reward/mean")
+    """Find a training reward that rises while validation falls."""
+    rewards = run.series("reward/mean")
     for key in run.validation_keys:
-        points = run.validation(key)
-        if len(points) < 3 or len(rewards) < 6:
+        measured = run.series(key, validation=True)
+        if len(measured) < 3 or len(rewards) < 6:
             continue
-        values = [value for _, value in points]
-        best = max(values)
-        at = points[values.index(best)][0]
-        after = [value for step, value in run.points("reward/mean") if step > at]
-        before = [value for step, value in run.points("reward/mean") if step <= at] or rewards[:1]
-        margin = 2 * _standard_error(run, points[-1][0], values[-1])
-        if at == points[-1][0] or best - values[-1] <= max(0.05, margin) or len(after) < 3 or last(after) < last(before) + 0.02:
+        best = max(measured.values)
+        at, end = measured.points[measured.values.index(best)][0], measured.points[-1][0]
+        after = Series([point for point in rewards.points if point[0] > at])
+        before = Series([point for point in rewards.points if point[0] <= at] or rewards.points[:1])
+        margin = 2 * _standard_error(run, end, measured.now)
+        if at == end or best - measured.now <= max(0.05, margin) or len(after) < 3 or after.last < before.last + 0.02:
             continue
-        models = [name for name in _parts(run) if "reward_model" in name or "judge" in name]
-        hacked = bool(models)
+        hacked = any("reward_model" in name or "judge" in name for name in _parts(run))
         return Finding(
             name="reward_model_hacked" if hacked else "validation_falls",
             weight=Weight.ILL,
@@ -160,8 +148,8 @@ def validation_falls(run: RunRecord) -> Finding | None:
             else "The reward rises while validation falls.",
             since=at,
             evidence=(
-                f"{key} was {best:.3f} at step {at} and is {values[-1]:.3f} now; the training reward went from {last(before):.3f} "
-                f"to {last(after):.3f}"
+                f"{key} was {best:.3f} at step {at} and is {measured.now:.3f} now; the training reward went from {before.last:.3f} "
+                f"to {after.last:.3f}"
             ),
             meaning=HACKED if hacked else "The policy learns what the reward pays and not what validation measures.",
             advice=(
@@ -181,17 +169,16 @@ def validation_falls(run: RunRecord) -> Finding | None:
 
 
 def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
-    """Return a finding where the reward model agrees less and less with the rule that is logged beside it."""
-    points = run.points("iterate/agreement")
-    values = [value for _, value in points]
-    if len(values) < 5 or last(values) >= 0.6 or last(values) > first(values) - 0.1:
+    """Find a reward model that agrees less and less with the rule that is logged beside it."""
+    agreement = run.series("iterate/agreement")
+    if len(agreement) < 5 or agreement.last >= 0.6 or agreement.last > agreement.first - 0.1:
         return None
     return Finding(
         name="reward_model_hacked",
         weight=Weight.ILL,
         title="The reward model's opinion and the rules' part: the policy learns to please the model.",
-        since=since(points, lambda value: value < 0.6),
-        evidence=f"pairs on which both agree: {first(values):.2f} at first, {last(values):.2f} now",
+        since=agreement.since(lambda value: value < 0.6),
+        evidence=f"share of the pairs on which both agree {agreement.ends(2)}",
         meaning=HACKED,
         advice=_against_hacking(run),
         source="DeepSeekMath, section 4.1.4; Gao et al. 2022, section 3",
@@ -199,23 +186,23 @@ def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
 
 
 def format_without_answer(run: RunRecord) -> Finding | None:
-    """Return a finding where the form of the answer is learnt and the answer is not."""
+    """Find that the form of the answer is learnt and the answer is not."""
     parts = _parts(run)
     forms = [name for name in parts if "format" in name.lower()]
     answers = [name for name in parts if name not in forms and "/" not in name and name not in ("acc", "overlong")]
     for form in forms:
-        shape, others = run.values(f"reward/{form}"), [run.values(f"reward/{name}") for name in answers]
-        others = [values for values in others if len(values) >= FEW_STEPS]
-        if len(shape) < 5 or not others or last(shape) < 0.8 or last(shape) < first(shape) + 0.1:
+        shape, others = run.series(f"reward/{form}"), {name: run.series(f"reward/{name}") for name in answers}
+        others = {name: values for name, values in others.items() if len(values) >= FEW_STEPS}
+        if len(shape) < 5 or not others or shape.last < 0.8 or shape.last < shape.first + 0.1:
             continue
-        if all(last(values) < 0.1 and last(values) <= first(values) + 0.02 for values in others):
+        if all(values.last < 0.1 and values.last <= values.first + 0.02 for values in others.values()):
             return Finding(
                 name="format_without_answer",
                 weight=Weight.ILL,
                 title="The form of the answer is learnt, the answer is not.",
-                since=since(run.points(f"reward/{form}"), lambda value: value >= 0.8),
-                evidence=f"{form} {first(shape):.2f} -> {last(shape):.2f}, "
-                + ", ".join(f"{name} {last(run.values(f'reward/{name}')):.3f}" for name in answers),
+                since=shape.since(lambda value: value >= 0.8),
+                evidence=f"{form} {shape.ends(2)}; "
+                + ", ".join(f"{name} {values.last:.3f}" for name, values in others.items()),
                 meaning="Form is easier to come by than truth, and pays enough.",
                 advice=(
                     f"lower the factor of {form} in reward.functions, or pay it only together with a right answer",
@@ -227,20 +214,19 @@ def format_without_answer(run: RunRecord) -> Finding | None:
 
 
 def memorised(run: RunRecord) -> Finding | None:
-    """Return a finding where prompts are solved after several passes over them, and new ones are not."""
-    epochs, rewards = run.values("trainer/epoch"), run.values("reward/mean")
-    if not epochs or epochs[-1] < 2 or len(rewards) < 5:
+    """Find prompts that are solved after several passes over them, while new ones are not."""
+    epochs, rewards = run.series("trainer/epoch"), run.series("reward/mean")
+    if not epochs or epochs.now < 2 or len(rewards) < 5 or run.solved_share <= 0.9:
         return None
     for key in run.validation_keys:
-        points = run.validation(key)
-        solved = run.solved_share
-        if points and solved > 0.9 and points[-1][1] < solved - 0.25:
+        measured = run.series(key, validation=True)
+        if measured and measured.now < run.solved_share - 0.25:
             return Finding(
                 name="memorised",
                 weight=Weight.ILL,
                 title="The training prompts are known by heart: they are solved, and new ones are not.",
-                since=points[-1][0],
-                evidence=f"reward {last(rewards):.3f} in epoch {epochs[-1]:.0f}, {key} {points[-1][1]:.3f}",
+                since=measured.points[-1][0],
+                evidence=f"reward {rewards.last:.3f} in epoch {epochs.now:.0f}, {key} {measured.now:.3f}",
                 meaning="The same prompts came too often, or are too few.",
                 advice=("add prompts", "stop earlier: take the checkpoint with the best validation", "raise kl_loss_coef"),
                 source="Zhang et al. 2017, on fitting and generalising",
@@ -249,27 +235,24 @@ def memorised(run: RunRecord) -> Finding | None:
 
 
 def validation_noise(run: RunRecord) -> Finding | None:
-    """Return a note where validation has changed by less than its own noise, with the number of prompts it would take."""
+    """Note that validation has changed by less than its own noise, with the number of prompts it would take."""
     for key in run.validation_keys:
-        points = run.validation(key)
-        if len(points) < 2:
+        measured = run.series(key, validation=True)
+        prompts = _num_prompts(run, measured.points[-1][0]) if measured else 0
+        if len(measured) < 2 or not prompts or run.num_steps < 5:
             continue
-        change = points[-1][1] - points[0][1]
-        mean = (points[0][1] + points[-1][1]) / 2
-        prompts = len({prompt_key(one) for one in run.rollouts(points[-1][0], val=True)})
-        if not prompts or not 0 < mean < 1 or run.num_steps < 5:
+        change, mean = measured.now - measured.values[0], (measured.values[0] + measured.now) / 2
+        error = math.sqrt(max(0.0, 2 * mean * (1 - mean)) / prompts)
+        if not 0 < mean < 1 or abs(change) > 2 * error:
             continue
-        error = math.sqrt(2 * mean * (1 - mean) / prompts)
-        if abs(change) > 2 * error:
-            continue
-        wanted = 8 * mean * (1 - mean) / max(change, 0.01) ** 2 if change > 0 else 8 * mean * (1 - mean) / 0.02**2
-        size = change if change >= 0.01 else 0.01 if change > 0 else 0.02
+        size = max(change, 0.01) if change > 0 else 0.02
+        wanted = 8 * mean * (1 - mean) / size**2
         return Finding(
             name="validation_noise",
             weight=Weight.NOTE,
             title="Validation has changed by less than its noise.",
-            since=points[-1][0],
-            evidence=f"{key} {points[0][1]:.3f} -> {points[-1][1]:.3f} on {prompts} prompts; two standard errors are {2 * error:.3f}",
+            since=measured.points[-1][0],
+            evidence=f"{key} {measured.values[0]:.3f} -> {measured.now:.3f} on {prompts} prompts; two standard errors are {2 * error:.3f}",
             meaning="Whether the policy has become better cannot be seen yet.",
             advice=(f"validate on about {wanted:.0f} prompts to see a change of {size:.2f}",),
             source="The standard error of a difference of two shares, sqrt(2 p (1 - p) / N)",
@@ -291,7 +274,7 @@ def _against_hacking(run: RunRecord) -> tuple[str, ...]:
 
 def _constant_reward(run: RunRecord) -> float | None:
     """Return the one reward that all responses of all steps got; None where two differ, or before FEW_STEPS steps."""
-    low, high = run.values("reward/min"), run.values("reward/max")
+    low, high = run.series("reward/min").values, run.series("reward/max").values
     if len(low) < FEW_STEPS or not high or max(high) != min(low):
         return None
     return low[0]
@@ -299,7 +282,7 @@ def _constant_reward(run: RunRecord) -> float | None:
 
 def _parts(run: RunRecord) -> list[str]:
     keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("reward/"))
-    own = {f"reward/{name}" for name in ("mean", "max", "min", "std", "greedy_baseline_mean", *FAILURES)}
+    own = {f"reward/{name}" for name in (*OVERALL, *FAILURES)}
     return [key.removeprefix("reward/") for key in keys if key not in own and not key.endswith("/std")]
 
 
@@ -310,9 +293,14 @@ def _rollouts_per_step(run: RunRecord) -> float:
     return float((size or 0) * (n or 1))
 
 
+def _num_prompts(run: RunRecord, step: int) -> int:
+    """Return the number of prompts of one validation; 0 where it is not known."""
+    return len({prompt_key(one) for one in run.rollouts(step, val=True)})
+
+
 def _standard_error(run: RunRecord, step: int, share: float) -> float:
     """Return the standard error of a share over the prompts of one validation; 0 where their number is not known."""
-    prompts = len({prompt_key(one) for one in run.rollouts(step, val=True)})
+    prompts = _num_prompts(run, step)
     return math.sqrt(max(0.0, share * (1 - share)) / prompts) if prompts else 0.0
 
 
@@ -329,17 +317,15 @@ def _short(text: str) -> str:
 
 def _by_source(rollouts: Sequence[Mapping[str, Any]]) -> str:
     """Return, for each source of prompts, the share of groups with equal rewards and their mean reward."""
-    groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    sources: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in rollouts:
         if one.get("reward") is not None:
-            groups[(str(one.get("data_source")), str(one.get("uid")))].append(float(one["reward"]))
-    sources: dict[str, list[list[float]]] = defaultdict(list)
-    for (source, _), rewards in groups.items():
-        sources[source].append(rewards)
+            sources[str(one.get("data_source"))][str(one.get("uid"))].append(float(one["reward"]))
     if len(sources) < 2:
         return ""
     lines = []
-    for source, of_source in sorted(sources.items()):
+    for source, groups in sorted(sources.items()):
+        of_source = groups.values()
         equal = [rewards for rewards in of_source if min(rewards) == max(rewards)]
         mean = statistics.fmean(statistics.fmean(rewards) for rewards in of_source)
         lines.append(f"{source} {len(equal)} of {len(of_source)} groups equal, reward {mean:.2f}")
