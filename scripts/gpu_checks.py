@@ -371,7 +371,8 @@ def check_head(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 def check_attention(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Compare attention over packed blocks with attention written out, and take its peak memory at a long context."""
-    from grpo_rl.models.attention import Packing, packed_attention, variable_length_kernel
+    from grpo_rl.models.attention import packed_attention, variable_length_kernel
+    from grpo_rl.models.packing import Packing
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     lengths_N = torch.tensor([37, 200, 5, 111])
@@ -407,7 +408,8 @@ def check_attention(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 def _long_attention(device: str, sizes: Sizes, dtype: torch.dtype) -> Iterator[Row]:
     """Take the peak memory of both passes over one long sequence; a square of the length would show."""
-    from grpo_rl.models.attention import Packing, packed_attention
+    from grpo_rl.models.attention import packed_attention
+    from grpo_rl.models.packing import Packing
 
     name, heads = f"attention: peak at {sizes.context:,} tokens", (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     if device != "cuda":

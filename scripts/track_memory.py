@@ -33,8 +33,9 @@ from transformers import AutoConfig
 
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
 from grpo_rl.models import attention, fsdp, linear, load, lora
-from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.optim import make_optimizer
+from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup
 from grpo_rl.workers.trained_rank import clip_gradients
 
@@ -69,6 +70,8 @@ class Case:
     """Rollouts that share one prompt's states."""
     lora_rank: int = 0
     """The rank of adapters, which alone are trained; 0 where all parameters are."""
+    half_base: bool = False
+    """The blocks' frozen weights rest in bfloat16."""
     together: int = 1
     """Ranks that compute the micro-batch together, a slice of its tokens each."""
 
@@ -158,7 +161,7 @@ def track(case: Case, layers: int | None = None) -> dict[str, int]:
         ranks = SequenceGroup.join(case.together, timeout_s=60.0)
         if ranks is not None:
             # Which tokens are this rank's is a matter of values, which fake tensors do not have. The last slice has the most.
-            sequences = replace(ranks, rank=ranks.size - 1).sliced(sequences)
+            sequences = sequences.sliced(replace(ranks, rank=ranks.size - 1))
             policy.sliced = lambda part: part  # type: ignore[method-assign]
         mesh = init_device_mesh("cpu", (case.world,))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -189,6 +192,11 @@ def build(case: Case, settings: dict[str, Any], *, trains: bool) -> PolicyModel:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     if case.lora_rank:
         lora.add_adapters(lm, ModelConfig(path="", lora_rank=case.lora_rank))
+    if case.half_base:
+        for layer in load.decoder_layers(lm):
+            for name, parameter in layer.named_parameters():
+                if not lora.is_adapter(name):
+                    parameter.data = parameter.data.to(torch.bfloat16)
     policy = PolicyModel(lm, temperature=1.0, chunk_tokens=case.chunk, precision=case.precision)  # type: ignore[arg-type]
     policy.train(case.role == "actor")
     if not case.lora_rank:

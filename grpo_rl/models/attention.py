@@ -16,7 +16,6 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,115 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.prefix_attention import (
-    Family,
-    GatheredKeys,
-    families_of,
-    masked_attention,
-    repeated_heads,
-    split_attention,
-)
+from grpo_rl.models.packing import Packing, PaddedGroup
+from grpo_rl.models.prefix_attention import gathered, masked_attention, repeated_heads, split_attention
 from grpo_rl.models.sequence_parallel import Slice
 
 ATTENTION_NAME = "grpo_rl_packed"
-# A sequence joins a padded group while this share of the group's length is its own.
-MIN_FILL = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedGroup:
-    """Sequences of similar length, as rows of one rectangle."""
-
-    index_BL: Tensor
-    """Flat position of each cell; padding cells repeat the row's last token and are never read back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rectangles:
-    """Blocks as padded rectangles, for kernels that take no variable lengths."""
-
-    groups: tuple[PaddedGroup, ...]
-    restore_S: Tensor
-    """The row of each flat position in the groups' outputs laid end to end."""
-
-    @staticmethod
-    def of(lengths_N: Tensor, device: torch.device | str) -> Rectangles:
-        """Return the rectangles of blocks with these lengths, laid back to back."""
-        lengths, starts_N = lengths_N.tolist(), lengths_N.cumsum(0) - lengths_N
-        order = torch.argsort(lengths_N, descending=True, stable=True)
-        groups: list[PaddedGroup] = []
-        restore_S = torch.empty(sum(lengths), dtype=torch.long)
-        offset = first = 0
-        while first < len(lengths):
-            longest = lengths[order[first]]
-            last = first
-            while last < len(lengths) and lengths[order[last]] >= MIN_FILL * longest:
-                last += 1
-            rows_B = order[first:last]
-            column_L = torch.arange(longest)
-            lengths_B = lengths_N[rows_B]
-            index_BL = starts_N[rows_B, None] + torch.minimum(column_L[None], lengths_B[:, None] - 1)
-            real_BL = column_L[None] < lengths_B[:, None]
-            cell_BL = offset + torch.arange(index_BL.numel()).view_as(index_BL)
-            restore_S[index_BL[real_BL]] = cell_BL[real_BL]
-            groups.append(PaddedGroup(index_BL.to(device)))
-            offset += index_BL.numel()
-            first = last
-        return Rectangles(tuple(groups), restore_S.to(device))
-
-
-@dataclass(frozen=True)
-class Packing:
-    """The places where the blocks of a flat axis begin and end, and their layout for attention."""
-
-    position_ids_S: Tensor
-    cumulative_lengths: Tensor
-    """int32 [num_blocks + 1], the form that variable-length kernels take."""
-    max_length: int
-    """The length of the longest sequence, the prompt that it continues included."""
-    lengths_N: Tensor
-    """The blocks' lengths, on the CPU."""
-    uniform: bool
-    """True where all blocks are equally long: the rectangle is a plain view."""
-    families: tuple[Family, ...] = ()
-    """The prompts that several blocks continue."""
-    keys: GatheredKeys | None = None
-    """The keys of each block, where there are families and attention runs over copies of them: not on CPUs."""
-
-    @staticmethod
-    def of(lengths_N: Tensor, device: torch.device | str = "cpu", continues_N: Tensor | None = None) -> Packing:
-        """Return the packing of blocks with these lengths (each at least 1) laid back to back.
-
-        `continues_N` is the index of the block that each one continues, -1 for one that begins a sequence; blocks that
-        continue the same one follow it directly.
-        """
-        lengths = lengths_N.tolist()
-        if not lengths or min(lengths) < 1:
-            raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")
-        starts_N = lengths_N.cumsum(0) - lengths_N
-        total = int(lengths_N.sum())
-        prefix_N = torch.zeros_like(lengths_N)
-        if continues_N is not None:
-            prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
-        families = () if continues_N is None else families_of(starts_N, lengths_N, continues_N)
-        position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
-        cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
-        return Packing(
-            position_ids_S=position_ids_S.to(device),
-            cumulative_lengths=cumulative.to(device),
-            max_length=int((prefix_N + lengths_N).max()),
-            lengths_N=lengths_N,
-            uniform=min(lengths) == max(lengths),
-            families=families,
-            keys=GatheredKeys.of(starts_N, lengths_N, continues_N, device)
-            if continues_N is not None and families and torch.device(device).type != "cpu"
-            else None,
-        )
-
-    @functools.cached_property
-    def rectangles(self) -> Rectangles:
-        """The blocks as rectangles; made when a kernel first reads them, which those of variable length never do."""
-        return Rectangles.of(self.lengths_N, self.position_ids_S.device)
 
 
 def packed_attention(
@@ -182,8 +77,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scal
         k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
         return kernel(
             query[0].transpose(0, 1),
-            k if keys is None else keys.gather(k),
-            v if keys is None else keys.gather(v),
+            k if keys is None else gathered(k, keys),
+            v if keys is None else gathered(v, keys),
             packing.cumulative_lengths,
             packing.cumulative_lengths if keys is None else keys.cumulative_lengths,
             packing.max_length,

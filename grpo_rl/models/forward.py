@@ -17,91 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from grpo_rl.models.attention import Packing
-from grpo_rl.models.layout import Layout
 from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear, use_fast_norms
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.moe.routing import Routing
+from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
-
-
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """Flat token ids and where their trained tokens are, on one device: the input of a forward pass."""
-
-    token_ids_S: Tensor
-    packing: Packing
-    predict_T: Tensor
-    """Flat position of the token before each trained token: its hidden state predicts the trained one."""
-    target_T: Tensor
-    """The trained tokens' ids."""
-    support_counts_T: Tensor | None = None
-    """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
-    support_ids_M: Tensor | None = None
-    """The ids of those tokens, one trained token's after the other's."""
-    experts_SLK: Tensor | None = None
-    """The experts that each computed token takes in each layer, where they are those of an earlier pass."""
-    place_S: Tensor | None = None
-    """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out; on the CPU."""
-    slice: Slice | None = None
-    """This rank's slice, where several ranks compute a pass; all but `packing` are this slice's then."""
-
-    @staticmethod
-    def of(
-        token_ids_S: Tensor,
-        lengths_N: Tensor,
-        positions_T: Tensor,
-        trained_lengths_N: Tensor,
-        device: torch.device,
-        support_counts_T: Tensor | None = None,
-        support_ids_M: Tensor | None = None,
-        group_N: Tensor | None = None,
-        experts_S: Tensor | None = None,
-    ) -> Sequences:
-        """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are trained.
-
-        Those with the same `group_N` share the beginning that they have in common; None shares nothing. `experts_S` [S,
-        layers, top_k] are the experts of each of the sequences' tokens, where they are given.
-
-        This is the shift, the only place where it is made. A causal model's hidden state at position t has read the
-        tokens up to t and predicts token t + 1. So the state that belongs to a trained token at position p is the one
-        at p - 1, in the same sequence; the state at p itself has already read the answer.
-
-        Raises ValueError for a trained token that is its sequence's first: no state comes before it.
-        """
-        starts_T = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, trained_lengths_N)
-        within_T = positions_T - starts_T
-        if bool(((within_T < 1) | (within_T >= torch.repeat_interleave(lengths_N, trained_lengths_N))).any()):
-            raise ValueError("a trained token has no token of its own sequence before it that could predict it")
-        layout = Layout.of(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N)
-        return Sequences(
-            *_laid_out(token_ids_S, layout, device),
-            target_T=token_ids_S[positions_T].to(device, torch.long),
-            support_counts_T=support_counts_T,
-            support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
-            experts_SLK=None if experts_S is None else experts_S[layout.source_S].to(device),
-            place_S=layout.place_S,
-        )
-
-    @staticmethod
-    def scored(
-        token_ids_S: Tensor,
-        lengths_N: Tensor,
-        positions_P: Tensor,
-        num_scores_N: Tensor,
-        device: torch.device,
-        group_N: Tensor | None,
-    ) -> Sequences:
-        """Return the input for sequences whose states at the flat `positions_P` are read: those are not shifted."""
-        starts_P = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, num_scores_N)
-        layout = Layout.of(token_ids_S, lengths_N, positions_P - starts_P, num_scores_N, group_N)
-        return Sequences(*_laid_out(token_ids_S, layout, device), torch.empty(0, dtype=torch.long, device=device))
-
-
-def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tuple[Tensor, Packing, Tensor]:
-    """Return the computed tokens, their packing and the flat positions of the states that are read, on the device."""
-    packing = Packing.of(layout.lengths_B, device, layout.continues_B)
-    return token_ids_S[layout.source_S].to(device, torch.long), packing, layout.states_T.to(device)
 
 
 @dataclass(slots=True)
@@ -140,7 +60,7 @@ class PackedModel(nn.Module):
 
     def sliced(self, sequences: Sequences) -> Sequences:
         """Return the part of the input that this rank computes."""
-        return sequences if self.sequence_group is None else self.sequence_group.sliced(sequences)
+        return sequences if self.sequence_group is None else sequences.sliced(self.sequence_group)
 
     def hidden_TD(self, sequences: Sequences, *, balance: bool = False, choices: bool = False) -> Tensor:
         """Return the last hidden state before each trained token, which has read what the token was sampled from.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -75,12 +75,14 @@ def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
     layer_precision = MixedPrecisionPolicy(param_dtype=how.compute_dtype, reduce_dtype=torch.float32)
     if how.compute_dtype == torch.float32:
         layer_precision = MixedPrecisionPolicy()
-    # With one rank there is nothing to gather again, so layers stay as they are between passes.
-    reshard = how.reshard_after_forward and mesh.size(mesh.ndim - 1) > 1
+    alone = mesh.size(mesh.ndim - 1) == 1
     # Only from pinned memory do copies to a GPU run beside its kernels.
     rests = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if how.in_host_memory else OffloadPolicy()
     layers = decoder_layers(policy.lm)
     for layer in layers:
+        # One rank has nothing to gather again, so a layer's copy in the computing type stays between passes. Frozen weights that
+        # rest in that type already are copied anew: the copies of all layers would be a second whole model.
+        reshard = (how.reshard_after_forward and not alone) or (alone and rests_in_half(layer, how.compute_dtype))
         fully_shard(layer, mesh=mesh, mp_policy=layer_precision, reshard_after_forward=reshard, offload_policy=rests)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False, offload_policy=rests)
     for module in policy.modules():
@@ -93,6 +95,13 @@ def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
         for layer, following in itertools.pairwise(layers):
             assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule)
             layer.set_modules_to_forward_prefetch([following])
+
+
+def rests_in_half(layer: nn.Module, compute_dtype: torch.dtype) -> bool:
+    """Return whether frozen weights of a layer are kept in the half precision that it computes in."""
+    if compute_dtype == torch.float32:
+        return False
+    return any(parameter.dtype == compute_dtype and not parameter.requires_grad for parameter in layer.parameters())
 
 
 def materialize_from(

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.attention import Packing
-from grpo_rl.models.forward import PackedModel, Sequences
+from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.linear import linear
 from grpo_rl.models.load import load_config, packed_model
+from grpo_rl.models.packing import Packing, Sequences
 
 KEY = "reward.reward_model.model_path"
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError
-from grpo_rl.models.sharded_load import is_first_replica, local_of, name_in_files, rows_of
+from grpo_rl.models.sharded_load import bit_sums, local_of, name_in_files, rows_of
 
 FOLDER = "lora_adapter"
 """The folder of the adapter inside of an exported model; verl's name."""
@@ -203,15 +203,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def base_digest(lm: nn.Module) -> str:
     """Return a digest of the frozen weights: of the sum of the bits of each tensor. A collective, where they are sharded."""
     frozen = {name_in_files(name): parameter for name, parameter in lm.named_parameters() if not is_adapter(name)}
-    # In float32, whatever they are kept in: bfloat16's numbers are among float32's.
-    shards = (local_of(parameter).float().contiguous() for parameter in frozen.values())
-    counts = [int(is_first_replica(parameter)) for parameter in frozen.values()]
-    sums = [count * shard.view(torch.int32).sum(dtype=torch.int64) for count, shard in zip(counts, shards, strict=True)]
-    total = torch.stack(sums)
+    sums = bit_sums(frozen)
+    total = torch.tensor(list(sums.values()), device=next(iter(frozen.values())).device)
     is_sharded = any(local_of(parameter) is not parameter for parameter in frozen.values())
     if is_sharded and dist.get_world_size() > 1:
         dist.all_reduce(total)
-    pairs = sorted(zip(frozen, total.tolist(), strict=True))
+    pairs = sorted(zip(sums, total.tolist(), strict=True))
     return sha256(json.dumps(pairs).encode()).hexdigest()
 
 

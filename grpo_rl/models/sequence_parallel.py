@@ -15,8 +15,8 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from grpo_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from grpo_rl.models.forward import Sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +47,6 @@ class SequenceGroup:
         # Every rank takes part in making every group.
         groups = [dist.new_group(list(range(first, first + size)), timeout) for first in range(0, world_size, size)]
         return SequenceGroup(groups[rank // size], rank % size, size)
-
-    def sliced(self, sequences: Sequences) -> Sequences:
-        """Return this rank's slice of the input: its tokens, and of the trained ones those whose states it computes.
-
-        The state that predicts a trained token lies at the token before it. Which rank that is on decides, so that a response
-        may begin in one slice and go on in the next.
-        """
-        own = Slice(self, len(sequences.token_ids_S))
-        # The choice is made in host memory: it decides shapes.
-        predict_T = sequences.predict_T.cpu()
-        own_T = ((predict_T >= own.begin) & (predict_T < own.begin + own.length)).nonzero()[:, 0]
-        device = sequences.token_ids_S.device
-        own_on_device_T = own_T.to(device)
-        counts_T, ids_M = sequences.support_counts_T, sequences.support_ids_M
-        if counts_T is not None and ids_M is not None:
-            chosen_T = torch.zeros(len(counts_T), dtype=torch.bool).index_fill_(0, own_T, True)
-            ids_M = ids_M[chosen_T.repeat_interleave(counts_T).to(device)]
-            counts_T = counts_T[own_T]
-        return replace(
-            sequences,
-            token_ids_S=own.of(sequences.token_ids_S),
-            predict_T=(predict_T[own_T] - own.begin).to(device),
-            target_T=sequences.target_T[own_on_device_T] if len(sequences.target_T) else sequences.target_T,
-            support_counts_T=counts_T,
-            support_ids_M=ids_M,
-            slice=replace(own, own_T=own_on_device_T, num_trained=len(predict_T)),
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ No process ever holds the whole model: 70 billion parameters are 280 GB in float
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,18 @@ def name_in_files(name: str) -> str:
 def is_first_replica(tensor: Any) -> bool:
     """Return whether this rank's rows of a tensor are in the first of the replicas that hold them, which stands for all."""
     return not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
+
+
+@torch.no_grad()
+def bit_sums(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the sum of the bits of this rank's shard of each tensor; the sums over all ranks are the whole tensor's.
+
+    The bits are those of float32, whatever the tensor is kept in: bfloat16's numbers are among float32's. Of replicas the first
+    one counts, and the others have 0.
+    """
+    shards = {name: local_of(tensor).float().contiguous() for name, tensor in named.items() if is_first_replica(tensor)}
+    sums = {name: int(shard.view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
+    return dict.fromkeys(named, 0) | sums
 
 
 class WeightFiles:

@@ -9,7 +9,7 @@ from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
 from grpo_rl.plan.model_folder import ModelSize, model_size, policy_settings
-from grpo_rl.plan.rank_memory import Load, peak, resident
+from grpo_rl.plan.rank_memory import Load, frozen_bytes, peak, resident
 from grpo_rl.rollout.engine import EngineSpec
 
 GIB = 2**30
@@ -63,7 +63,7 @@ def _need(plan: Plan, name: RoleName, size: ModelSize) -> RoleMemory:
     where = " while it scores" if scores else where
     what = "weights, gradients, AdamW" if load.trains else "weights"
     if load.adapters:
-        base = load.frozen // load.ranks
+        base = frozen_bytes(size, load) // load.ranks
         what, state = f"base weights {gib(base)} + adapters with gradients and AdamW", state - base
     parts = f"{what} {gib(state)}{where} + activations {gib(passing)}"
     return RoleMemory(name.replace("_", " "), peak(size, load), parts)
@@ -125,7 +125,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
         ref_head=name == "actor" and objective.needs_full_kl,
         adapters=adapters,
-        frozen=frozen_bytes(plan, size) if adapters else 0,
+        half_base=bool(adapters) and rests_in_half(plan),
     )
 
 
@@ -154,13 +154,12 @@ def adapter_params(model: ModelConfig, size: ModelSize) -> int:
     return model.lora_rank * size.layers * sum(map(sum, chosen))
 
 
-def frozen_bytes(plan: Plan, size: ModelSize) -> int:
-    """Return the bytes of a model under adapters: float32, but for blocks that files have in bfloat16 and that compute in it."""
+def rests_in_half(plan: Plan) -> bool:
+    """Return whether the blocks under adapters stay in bfloat16: where files have them so, and they compute in it."""
     settings = policy_settings(plan.config) or {}
     stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
     width = _width(plan.config.actor_rollout_ref.actor.fsdp_config.dtype, plan.machine)
-    ends = size.vocab * size.hidden * (1 if size.tied else 2)
-    return ends * 4 + (size.num_params - ends) * (2 if width == 2 and stored == "bfloat16" else 4)
+    return width == 2 and stored == "bfloat16"
 
 
 def sharded_over(fsdp: FsdpConfig | RefFsdpConfig, ranks: int) -> int:

@@ -44,10 +44,16 @@ class Load:
     """Keys that are copied so that responses share a prompt's."""
     adapters: int = 0
     """Parameters of LoRA adapters, which alone are trained; 0 where all parameters are."""
-    frozen: int = 0
-    """Bytes of the whole model under adapters, all ranks together."""
+    half_base: bool = False
+    """The blocks under adapters rest in bfloat16, in which they compute; without, in float32."""
     ref_head: bool = False
     """A reference's LM head lies there whole, for an exact KL."""
+
+
+def frozen_bytes(size: ModelSize, load: Load) -> int:
+    """Return the bytes of the whole model under adapters, all ranks together: embedding and head are float32 in any case."""
+    ends = size.vocab * size.hidden * (1 if size.tied else 2)
+    return ends * 4 + (size.num_params - ends) * (2 if load.half_base else 4)
 
 
 def resident(size: ModelSize, load: Load) -> int:
@@ -56,7 +62,7 @@ def resident(size: ModelSize, load: Load) -> int:
     This is where kinds of training that hold other parameters than these add what they hold.
     """
     state = 4 + (GRADIENT + load.moments if load.trains else load.moments)
-    held = load.frozen + load.adapters * state if load.adapters else size.num_params * state
+    held = frozen_bytes(size, load) + load.adapters * state if load.adapters else size.num_params * state
     whole_head = load.ref_head * 4 * size.vocab * size.hidden
     return (0 if load.in_host_memory else held // load.ranks) + whole_head
 
@@ -65,7 +71,7 @@ def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int
     """Return the bytes of what a rank keeps between phases of its weights, and of the optimizer's moments."""
     if load.in_host_memory:
         return resident(size, load)
-    held = load.frozen + load.adapters * 4 if load.adapters else size.num_params * 4
+    held = frozen_bytes(size, load) + load.adapters * 4 if load.adapters else size.num_params * 4
     trained = (load.adapters or size.num_params) if load.trains else 0
     return (held * weights + trained * load.moments * moments) // load.ranks + load.ref_head * 4 * size.vocab * size.hidden
 
@@ -74,16 +80,18 @@ def regions(size: ModelSize, load: Load) -> dict[str, int]:
     """Return the peak bytes of each region of the pass, in the order in which the pass goes through them.
 
     With several ranks FSDP gathers a unit into one flat buffer and copies it out of that: both live until the next unit is
-    gathered. With one rank all layers stay as they were computed with. The root unit is embedding, norm and head in float32.
+    gathered. With one rank all layers stay as they were computed with, but for frozen ones that rest in that type
+    (`fsdp.shard`). The root unit is embedding, norm and head in float32.
     """
     if not load.has_head:
         size = replace(size, num_params=size.num_params - (0 if size.tied else size.vocab * size.hidden), tied=True)
     alone = load.ranks == 1
+    keeps = alone and not load.half_base
     state = resident(size, load)
     root, layer = 4 * size.root_params, load.width * size.layer_params
     hidden = load.tokens * size.hidden
     stream, exact = hidden * load.width, hidden * 4
-    unsharded = root + (size.layers * layer if alone else 2 * layer)
+    unsharded = root + (size.layers * layer if keeps else 2 * layer)
     waiting = 2 if load.offloads_inputs else size.layers
     kept = waiting * (stream if load.checkpointing else _kept(size, load)) if load.trains else 2 * stream
     one_layer = exact + _forward(size, load)
@@ -91,7 +99,7 @@ def regions(size: ModelSize, load: Load) -> dict[str, int]:
     found = {
         "gather": state + max(first, root + (1 if alone else 2) * layer + one_layer),
         "layers, forward": state + unsharded + kept + one_layer,
-        "head": state + unsharded - (0 if alone else layer) + (kept + 2 * exact if load.trains else 0) + _head(size, load),
+        "head": state + unsharded - (0 if keeps else layer) + (kept + 2 * exact if load.trains else 0) + _head(size, load),
     }
     if load.trains:
         full = not load.adapters

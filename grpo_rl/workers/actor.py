@@ -14,9 +14,10 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load, lora
-from grpo_rl.models.forward import PolicyModel, Sequences, TokenOutputs
+from grpo_rl.models.forward import PolicyModel, TokenOutputs
 from grpo_rl.models.moe.expert_names import stored_tensors
-from grpo_rl.models.sharded_load import is_first_replica, local_of
+from grpo_rl.models.packing import Sequences
+from grpo_rl.models.sharded_load import bit_sums
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
@@ -80,14 +81,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         return left_columns(self.reference_logprobs(share, micro_batches, want_hidden))
 
     def weight_sums(self) -> dict[str, int]:
-        """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's.
-
-        Of replicas the first one counts.
-        """
+        """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
         fsdp.reshard(self.model)
-        named = [(name, value) for name, value in self.model.named_parameters() if is_first_replica(value)]
-        shards = {name: local_of(value.detach()).float().contiguous() for name, value in named}
-        return {name: int(shard.view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
+        return bit_sums(dict(self.model.named_parameters()))
 
     def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
         self._shown = {}

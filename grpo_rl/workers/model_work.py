@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
+from grpo_rl.models.forward import PackedModel, PolicyModel
+from grpo_rl.models.packing import Sequences
 
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500.0),

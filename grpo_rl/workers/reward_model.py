@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 from grpo_rl.models import fsdp
-from grpo_rl.models.forward import Sequences
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
+from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_rl.models import attention, fsdp, load, lora
-from grpo_rl.models.forward import PackedModel, PolicyModel, Sequences
+from grpo_rl.models.forward import PackedModel, PolicyModel
 from grpo_rl.models.linear import Precision
+from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup
 from grpo_rl.models.sharded_load import WeightFiles
 from grpo_rl.types import Batch

@@ -155,7 +155,7 @@ FAULTS: list[Fault] = [
     # ---- models
     _F(
         "mask one token off",
-        "models/forward.py",
+        "models/packing.py",
         "Layout.of(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N)",
         "Layout.of(token_ids_S, lengths_N, within_T, trained_lengths_N, group_N)",
         "unit/models",
@@ -169,7 +169,7 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "shared one token too many",
-        "models/layout.py",
+        "models/packing.py",
         "shared = int(differs_P[0]) if len(differs_P) else most",
         "shared = int(differs_P[0]) + 1 if len(differs_P) else most",
         "unit/models",
@@ -198,7 +198,7 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "token of the neighbour",
-        "models/sequence_parallel.py",
+        "models/packing.py",
         "predict_T=(predict_T[own_T] - own.begin).to(device)",
         "predict_T=(predict_T[own_T] - own.begin).clamp(min=1).to(device)",
         "unit/models integration/test_sequence_parallel.py",

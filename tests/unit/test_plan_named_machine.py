@@ -12,10 +12,11 @@ from grpo_rl.models.load import load_lm
 from grpo_rl.models.lora import add_adapters, is_adapter
 from grpo_rl.plan.machine import probe_machine
 from grpo_rl.plan.make import make_plan
-from grpo_rl.plan.memory import adapter_params, frozen_bytes
+from grpo_rl.plan.memory import adapter_params, load_of
 from grpo_rl.plan.model_folder import ModelSize, model_size
 from grpo_rl.plan.named_machine.devices import DEVICES, named
 from grpo_rl.plan.named_machine.known_models import known_names, known_settings
+from grpo_rl.plan.rank_memory import frozen_bytes
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -153,7 +154,7 @@ def test_the_frozen_blocks_of_a_known_model_are_planned_in_bfloat16() -> None:
     plan = make_plan(compose([*words, "machine=A100-80GB", "trainer.dry_run=true"]))
     size = size_of("Qwen/Qwen2.5-7B")
     ends = 2 * size.vocab * size.hidden  # embedding and head, in float32
-    assert frozen_bytes(plan, size) == 4 * ends + 2 * (size.num_params - ends)
+    assert frozen_bytes(size, load_of(plan, size, "actor")) == 4 * ends + 2 * (size.num_params - ends)
 
 
 @pytest.mark.parametrize("name", ["microsoft/Phi-4-mini-instruct", "Qwen/Qwen2.5-0.5B"])

@@ -36,6 +36,7 @@ CASES: dict[str, tuple[str, str, int, int, RoleName, list[str]]] = {
     "32B on 64": (f"{QWEN}32B", "8x8xH100-80GB", 7936, 1, "actor", []),
     "MoE on 16": ("Qwen/Qwen3-30B-A3B", "2x8xH100-80GB", 1792, 4, "actor", []),
     "7B on 8, adapters": (f"{QWEN}7B", "8xH100-80GB", 1792, 4, "actor", [f"{M}.lora_rank=32", f"{A}.entropy_coeff=0.01"]),
+    "7B on 1, adapters": (f"{QWEN}7B", "1xA100-40GB", 1792, 1, "actor", [f"{M}.lora_rank=32"]),
     "0.5B on 1": (f"{QWEN}0.5B", "1xRTX4090-24GB", 768, 8, "actor", []),
     "reference 32B on 8": (f"{QWEN}32B", "8xH100-80GB", 7936, 4, "reference", []),
     "reference MoE on 8": ("Qwen/Qwen3-30B-A3B", "8xH100-80GB", 1792, 8, "reference", []),
@@ -59,6 +60,7 @@ def planned(name: str) -> tuple[ModelSize, Load, Case]:
     case = Case(
         settings, load.ranks, rollouts, PROMPT, response, role=role, checkpointing=load.checkpointing, chunk=load.chunk,
         entropy=load.logits > 3, per_group=N if shared else 1, lora_rank=config.actor_rollout_ref.model.lora_rank,
+        half_base=load.half_base,
     )  # fmt: skip
     assert (case.tokens, case.trained) == (load.tokens, load.trained)
     return size, load, case

@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.models import fsdp, lora
-from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
+from grpo_rl.models.packing import Sequences
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, pack_buckets

@@ -19,8 +19,9 @@ from torch.nn.attention import varlen
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
-from grpo_rl.models.attention import MIN_FILL, Packing, packed_attention
-from grpo_rl.models.prefix_attention import GatheredKeys, repeated_heads
+from grpo_rl.models.attention import packed_attention
+from grpo_rl.models.packing import MIN_FILL, GatheredKeys, Packing
+from grpo_rl.models.prefix_attention import repeated_heads
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 

@@ -18,8 +18,9 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.models import forward
-from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.linear import linear
+from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tiny_models import VOCAB, Ragged, make_folder, packed_policy
 
-from grpo_rl.models.forward import Sequences, TokenOutputs, _head
+from grpo_rl.models.forward import TokenOutputs, _head
+from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
 

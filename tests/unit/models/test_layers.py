@@ -18,7 +18,8 @@ from tiny_models import VOCAB, make_folder
 from torch import Tensor
 
 from grpo_rl.models import load
-from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.forward import PolicyModel
+from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice, repeats
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
@@ -113,7 +114,7 @@ def test_each_trained_token_belongs_to_the_rank_that_has_the_token_before_it(siz
     whole = sequences()
     owners = torch.zeros(len(whole.predict_T), dtype=torch.long)
     for rank in range(size):
-        part = SequenceGroup(None, rank, size).sliced(whole)
+        part = whole.sliced(SequenceGroup(None, rank, size))
         assert part.slice is not None and part.slice.own_T is not None
         owners[part.slice.own_T] += 1
         assert torch.equal(part.target_T, whole.target_T[part.slice.own_T])

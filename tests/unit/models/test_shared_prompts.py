@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, make_folder, packed_policy, plain_model
 from torch import Tensor, nn
 
-from grpo_rl.models.attention import Packing, packed_attention
-from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.attention import packed_attention
+from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.heads import ValueModel
-from grpo_rl.models.prefix_attention import GatheredKeys
+from grpo_rl.models.packing import GatheredKeys, Packing, Sequences
+from grpo_rl.models.prefix_attention import gathered
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
 
@@ -96,7 +97,7 @@ def test_gradients_of_a_prompts_copies_are_added_up_in_float32():
     lengths_N, continues_N = torch.tensor([1, *[1] * 300]), torch.tensor([-1, *[0] * 300])
     keys = GatheredKeys.of(lengths_N.cumsum(0) - lengths_N, lengths_N, continues_N, CPU)
     x = torch.ones(301, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    keys.gather(x).sum().backward()
+    gathered(x, keys).sum().backward()
     # In bfloat16 256 + 1 is 256.
     assert float(x.grad[0]) == float(torch.tensor(301.0).bfloat16()) > 299
 

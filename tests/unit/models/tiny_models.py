@@ -28,8 +28,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_rl.models.forward import PolicyModel, Sequences
+from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
+from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
 

@@ -1,0 +1,441 @@
+"""The flat axis of a forward pass: which tokens are computed, where their blocks lie, and which states are read.
+
+A *block* is a whole sequence, or the prompt that several sequences share, or what one of these sequences has after the prompt:
+that block *continues* the prompt's, and attends to it and to itself.
+
+A prompt is computed once for all its responses. The state at a token depends on the tokens before it only, so the state at a
+prompt's token is the same in every response to that prompt, and its gradient is the sum of what the responses send back:
+computing it once changes neither. What comes after the last state that is read has no part in the result: where prompts are
+shared it is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
+
+# A sequence joins a padded group while this share of the group's length is its own.
+MIN_FILL = 0.8
+# Rollouts of a group share their prompt where that saves this part of their tokens: attention in two parts costs a little.
+LEAST_SAVING = 0.04
+
+
+# ---- the input of a pass ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Flat token ids and where their trained tokens are, on one device: the input of a forward pass."""
+
+    token_ids_S: Tensor
+    packing: Packing
+    predict_T: Tensor
+    """Flat position of the token before each trained token: its hidden state predicts the trained one."""
+    target_T: Tensor
+    """The trained tokens' ids."""
+    support_counts_T: Tensor | None = None
+    """The number of tokens each trained one was sampled from, on the CPU; None: from all."""
+    support_ids_M: Tensor | None = None
+    """The ids of those tokens, one trained token's after the other's."""
+    experts_SLK: Tensor | None = None
+    """The experts that each computed token takes in each layer, where they are those of an earlier pass."""
+    place_S: Tensor | None = None
+    """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out; on the CPU."""
+    slice: Slice | None = None
+    """This rank's slice, where several ranks compute a pass; all but `packing` are this slice's then."""
+
+    @staticmethod
+    def of(
+        token_ids_S: Tensor,
+        lengths_N: Tensor,
+        positions_T: Tensor,
+        trained_lengths_N: Tensor,
+        device: torch.device,
+        support_counts_T: Tensor | None = None,
+        support_ids_M: Tensor | None = None,
+        group_N: Tensor | None = None,
+        experts_S: Tensor | None = None,
+    ) -> Sequences:
+        """Return the input for sequences of `lengths_N` tokens, of which those at the flat `positions_T` are trained.
+
+        Those with the same `group_N` share the beginning that they have in common; None shares nothing. `experts_S` [S,
+        layers, top_k] are the experts of each of the sequences' tokens, where they are given.
+
+        This is the shift, the only place where it is made. A causal model's hidden state at position t has read the
+        tokens up to t and predicts token t + 1. So the state that belongs to a trained token at position p is the one
+        at p - 1, in the same sequence; the state at p itself has already read the answer.
+
+        Raises ValueError for a trained token that is its sequence's first: no state comes before it.
+        """
+        starts_T = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, trained_lengths_N)
+        within_T = positions_T - starts_T
+        if bool(((within_T < 1) | (within_T >= torch.repeat_interleave(lengths_N, trained_lengths_N))).any()):
+            raise ValueError("a trained token has no token of its own sequence before it that could predict it")
+        layout = Layout.of(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N)
+        return Sequences(
+            *_laid_out(token_ids_S, layout, device),
+            target_T=token_ids_S[positions_T].to(device, torch.long),
+            support_counts_T=support_counts_T,
+            support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
+            experts_SLK=None if experts_S is None else experts_S[layout.source_S].to(device),
+            place_S=layout.place_S,
+        )
+
+    @staticmethod
+    def scored(
+        token_ids_S: Tensor,
+        lengths_N: Tensor,
+        positions_P: Tensor,
+        num_scores_N: Tensor,
+        device: torch.device,
+        group_N: Tensor | None,
+    ) -> Sequences:
+        """Return the input for sequences whose states at the flat `positions_P` are read: those are not shifted."""
+        starts_P = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, num_scores_N)
+        layout = Layout.of(token_ids_S, lengths_N, positions_P - starts_P, num_scores_N, group_N)
+        return Sequences(*_laid_out(token_ids_S, layout, device), torch.empty(0, dtype=torch.long, device=device))
+
+    def sliced(self, group: SequenceGroup) -> Sequences:
+        """Return this rank's slice of the input: its tokens, and of the trained ones those whose states it computes.
+
+        The state that predicts a trained token lies at the token before it. Which rank that is on decides, so that a response
+        may begin in one slice and go on in the next.
+        """
+        own = Slice(group, len(self.token_ids_S))
+        # The choice is made in host memory: it decides shapes.
+        predict_T = self.predict_T.cpu()
+        own_T = ((predict_T >= own.begin) & (predict_T < own.begin + own.length)).nonzero()[:, 0]
+        device = self.token_ids_S.device
+        own_on_device_T = own_T.to(device)
+        counts_T, ids_M = self.support_counts_T, self.support_ids_M
+        if counts_T is not None and ids_M is not None:
+            chosen_T = torch.zeros(len(counts_T), dtype=torch.bool).index_fill_(0, own_T, True)
+            ids_M = ids_M[chosen_T.repeat_interleave(counts_T).to(device)]
+            counts_T = counts_T[own_T]
+        return replace(
+            self,
+            token_ids_S=own.of(self.token_ids_S),
+            predict_T=(predict_T[own_T] - own.begin).to(device),
+            target_T=self.target_T[own_on_device_T] if len(self.target_T) else self.target_T,
+            support_counts_T=counts_T,
+            support_ids_M=ids_M,
+            slice=replace(own, own_T=own_on_device_T, num_trained=len(predict_T)),
+        )
+
+
+def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tuple[Tensor, Packing, Tensor]:
+    """Return the computed tokens, their packing and the flat positions of the states that are read, on the device."""
+    packing = Packing.of(layout.lengths_B, device, layout.continues_B)
+    return token_ids_S[layout.source_S].to(device, torch.long), packing, layout.states_T.to(device)
+
+
+# ---- which tokens are computed ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Blocks of tokens on the flat axis of a forward pass; see the words above."""
+
+    source_S: Tensor
+    """The place of each computed token among the sequences' tokens."""
+    lengths_B: Tensor
+    continues_B: Tensor | None
+    """The block that each one continues, -1 for none; None where no block continues one."""
+    states_T: Tensor
+    """The flat position of each state that is read."""
+    place_S: Tensor
+    """The flat position at which each of the sequences' tokens is computed, -1 for one that is left out."""
+
+    @staticmethod
+    def of(token_ids_S: Tensor, lengths_N: Tensor, within_T: Tensor, num_read_N: Tensor, group_N: Tensor | None) -> Layout:
+        """Return the layout of sequences of `lengths_N` tokens, of which the states at `within_T` are read.
+
+        `within_T` counts from each sequence's first token, `num_read_N` of them for each, ascending. Sequences with the
+        same `group_N` share what they have in common up to the first state that one of them reads; None shares nothing.
+        """
+        ends_N = num_read_N.cumsum(0)
+        reads_N = num_read_N > 0
+        # A sequence that nothing reads keeps one token: a pass without any token is none.
+        needed_N, common_N = torch.ones_like(lengths_N), torch.ones_like(lengths_N)
+        needed_N[reads_N] = within_T[ends_N[reads_N] - 1] + 1
+        common_N[reads_N] = within_T[(ends_N - num_read_N)[reads_N]] + 1
+        starts_N = lengths_N.cumsum(0) - lengths_N
+        families = [] if group_N is None else _families(token_ids_S, starts_N, common_N, needed_N, group_N)
+        if not families:
+            all_S = torch.arange(len(token_ids_S))
+            return Layout(all_S, lengths_N, None, _flat(starts_N, within_T, num_read_N), all_S)
+        return _blocks(starts_N, lengths_N, needed_N, within_T, num_read_N, families)
+
+
+def _families(
+    token_ids_S: Tensor, starts_N: Tensor, common_N: Tensor, needed_N: Tensor, group_N: Tensor
+) -> list[tuple[list[int], int]]:
+    """Return the sequences of each group that share enough of their beginnings, and how many tokens they share."""
+    members: dict[int, list[int]] = {}
+    for number, group in enumerate(group_N.tolist()):
+        members.setdefault(group, []).append(number)
+    families = []
+    for rows in members.values():
+        if len(rows) < 2:
+            continue
+        most = int(common_N[rows].min())
+        begins_RP = token_ids_S[starts_N[rows][:, None] + torch.arange(most)]
+        differs_P = (begins_RP != begins_RP[0]).any(0).nonzero()
+        shared = int(differs_P[0]) if len(differs_P) else most
+        if (len(rows) - 1) * shared >= LEAST_SAVING * int(needed_N[rows].sum()) and shared:
+            families.append((rows, shared))
+    return families
+
+
+def _blocks(
+    starts_N: Tensor,
+    lengths_N: Tensor,
+    needed_N: Tensor,
+    within_T: Tensor,
+    num_read_N: Tensor,
+    families: list[tuple[list[int], int]],
+) -> Layout:
+    """Return the blocks: each family's prompt and what its sequences have after it, then the sequences that share nothing."""
+    begins, lengths, continues = [], [], []
+    shared_N, prompt_N, own_N = (torch.zeros_like(needed_N) for _ in range(3))
+    starts, needed = starts_N.tolist(), needed_N.tolist()
+    at = 0
+
+    def add(begin: int, length: int, parent: int) -> int:
+        nonlocal at
+        begins.append(begin)
+        lengths.append(length)
+        continues.append(parent)
+        at += length
+        return at - length
+
+    alone = set(range(len(needed)))
+    for rows, shared in families:
+        alone.difference_update(rows)
+        prompt = len(begins)
+        prompt_N[rows], shared_N[rows] = add(starts[rows[0]], shared, -1), shared
+        for number in rows:
+            if needed[number] > shared:
+                own_N[number] = add(starts[number] + shared, needed[number] - shared, prompt)
+    for number in sorted(alone):
+        own_N[number] = add(starts[number], needed[number], -1)
+    lengths_B = torch.tensor(lengths)
+    moved_B = torch.tensor(begins) - (lengths_B.cumsum(0) - lengths_B)
+    source_S = torch.arange(at) + moved_B.repeat_interleave(lengths_B)
+
+    def place(within: Tensor, num_N: Tensor) -> Tensor:
+        # What is in the shared part lies in the prompt's block, anything else that much further on in its own.
+        after = within - shared_N.repeat_interleave(num_N)
+        return torch.where(after < 0, _flat(prompt_N, within, num_N), _flat(own_N, after, num_N))
+
+    within_S = torch.arange(int(lengths_N.sum())) - starts_N.repeat_interleave(lengths_N)
+    left_out_S = within_S >= needed_N.repeat_interleave(lengths_N)
+    place_S = place(within_S, lengths_N).masked_fill(left_out_S, -1)
+    return Layout(source_S, lengths_B, torch.tensor(continues) if families else None, place(within_T, num_read_N), place_S)
+
+
+def _flat(starts_N: Tensor, within_T: Tensor, num_read_N: Tensor) -> Tensor:
+    return starts_N.repeat_interleave(num_read_N) + within_T
+
+
+# ---- where blocks lie for attention -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A prompt's place on the flat axis, and that of the blocks that continue it, which follow it directly."""
+
+    begin: int
+    prompt_end: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedGroup:
+    """Sequences of similar length, as rows of one rectangle."""
+
+    index_BL: Tensor
+    """Flat position of each cell; padding cells repeat the row's last token and are never read back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangles:
+    """Blocks as padded rectangles, for kernels that take no variable lengths."""
+
+    groups: tuple[PaddedGroup, ...]
+    restore_S: Tensor
+    """The row of each flat position in the groups' outputs laid end to end."""
+
+    @staticmethod
+    def of(lengths_N: Tensor, device: torch.device | str) -> Rectangles:
+        """Return the rectangles of blocks with these lengths, laid back to back."""
+        lengths, starts_N = lengths_N.tolist(), lengths_N.cumsum(0) - lengths_N
+        order = torch.argsort(lengths_N, descending=True, stable=True)
+        groups: list[PaddedGroup] = []
+        restore_S = torch.empty(sum(lengths), dtype=torch.long)
+        offset = first = 0
+        while first < len(lengths):
+            longest = lengths[order[first]]
+            last = first
+            while last < len(lengths) and lengths[order[last]] >= MIN_FILL * longest:
+                last += 1
+            rows_B = order[first:last]
+            column_L = torch.arange(longest)
+            lengths_B = lengths_N[rows_B]
+            index_BL = starts_N[rows_B, None] + torch.minimum(column_L[None], lengths_B[:, None] - 1)
+            real_BL = column_L[None] < lengths_B[:, None]
+            cell_BL = offset + torch.arange(index_BL.numel()).view_as(index_BL)
+            restore_S[index_BL[real_BL]] = cell_BL[real_BL]
+            groups.append(PaddedGroup(index_BL.to(device)))
+            offset += index_BL.numel()
+            first = last
+        return Rectangles(tuple(groups), restore_S.to(device))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The places where the blocks of a flat axis begin and end, and their layout for attention."""
+
+    position_ids_S: Tensor
+    cumulative_lengths: Tensor
+    """int32 [num_blocks + 1], the form that variable-length kernels take."""
+    max_length: int
+    """The length of the longest sequence, the prompt that it continues included."""
+    lengths_N: Tensor
+    """The blocks' lengths, on the CPU."""
+    uniform: bool
+    """True where all blocks are equally long: the rectangle is a plain view."""
+    families: tuple[Family, ...] = ()
+    """The prompts that several blocks continue."""
+    keys: GatheredKeys | None = None
+    """The keys of each block, where there are families and attention runs over copies of them: not on CPUs."""
+
+    @staticmethod
+    def of(lengths_N: Tensor, device: torch.device | str = "cpu", continues_N: Tensor | None = None) -> Packing:
+        """Return the packing of blocks with these lengths (each at least 1) laid back to back.
+
+        `continues_N` is the index of the block that each one continues, -1 for one that begins a sequence; blocks that
+        continue the same one follow it directly.
+        """
+        lengths = lengths_N.tolist()
+        if not lengths or min(lengths) < 1:
+            raise ValueError(f"every sequence needs at least one token, got lengths {lengths}")
+        starts_N = lengths_N.cumsum(0) - lengths_N
+        total = int(lengths_N.sum())
+        prefix_N = torch.zeros_like(lengths_N)
+        if continues_N is not None:
+            prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
+        families = () if continues_N is None else families_of(starts_N, lengths_N, continues_N)
+        position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
+        cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
+        return Packing(
+            position_ids_S=position_ids_S.to(device),
+            cumulative_lengths=cumulative.to(device),
+            max_length=int((prefix_N + lengths_N).max()),
+            lengths_N=lengths_N,
+            uniform=min(lengths) == max(lengths),
+            families=families,
+            keys=GatheredKeys.of(starts_N, lengths_N, continues_N, device)
+            if continues_N is not None and families and torch.device(device).type != "cpu"
+            else None,
+        )
+
+    @functools.cached_property
+    def rectangles(self) -> Rectangles:
+        """The blocks as rectangles; made when a kernel first reads them, which those of variable length never do."""
+        return Rectangles.of(self.lengths_N, self.position_ids_S.device)
+
+
+def families_of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor) -> tuple[Family, ...]:
+    """Return the families of blocks that begin at `starts_N`; see `Packing.of`.
+
+    Raises ValueError where a block does not follow the one that it continues, or its other continuations.
+    """
+    starts, lengths, continues = starts_N.tolist(), lengths_N.tolist(), continues_N.tolist()
+    ends: dict[int, int] = {}
+    for number, prompt in enumerate(continues):
+        if prompt < 0:
+            continue
+        if continues[prompt] >= 0 or starts[number] != ends.get(prompt, starts[prompt] + lengths[prompt]):
+            raise ValueError(f"block {number} does not follow block {prompt}, which it continues")
+        ends[prompt] = starts[number] + lengths[number]
+    return tuple(Family(starts[prompt], starts[prompt] + lengths[prompt], end) for prompt, end in ends.items())
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedGroup:
+    """Blocks of similar length after prompts of one length, as rows of a rectangle of queries and one of keys."""
+
+    prompt_length: int
+    index_BL: Tensor
+    """Flat position of each query; padding cells repeat the row's last token and are never read back."""
+    key_index_BK: Tensor
+    """Flat position of each key: the prompt's, then the queries' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRectangles:
+    """The blocks as rectangles, for kernels that take no variable lengths."""
+
+    groups: tuple[MaskedGroup, ...]
+    restore_S: Tensor
+    """The row of each flat position in the groups' outputs laid end to end."""
+
+
+@dataclass(frozen=True)
+class GatheredKeys:
+    """The keys that each block attends to: those of the prompt that it continues, then its own."""
+
+    index_K: Tensor
+    """Flat position of each key, block after block."""
+    cumulative_lengths: Tensor
+    """int32 [num_blocks + 1]."""
+    blocks: tuple[tuple[int, int, int], ...]
+    """Begin, length and prompt's begin of each block; -1 for one without a prompt."""
+
+    @staticmethod
+    def of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
+        """Return the keys of blocks that begin at `starts_N`; see `Packing.of`."""
+        rows = list(zip(starts_N.tolist(), lengths_N.tolist(), continues_N.tolist(), strict=True))
+        blocks = tuple((start, length, -1 if prompt < 0 else rows[prompt][0]) for start, length, prompt in rows)
+        pieces = []
+        for start, length, prompt in rows:
+            if prompt >= 0:
+                pieces.append(rows[prompt][0] + torch.arange(rows[prompt][1]))
+            pieces.append(torch.arange(start, start + length))
+        prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
+        ends_N = torch.cat([torch.zeros(1, dtype=torch.long), (prefix_N + lengths_N).cumsum(0)]).to(torch.int32)
+        return GatheredKeys(torch.cat(pieces).to(device), ends_N.to(device), blocks)
+
+    @functools.cached_property
+    def rectangles(self) -> MaskedRectangles:
+        """The blocks as rectangles; made when a kernel first reads them, which those of variable length never do."""
+        device = self.index_K.device
+        length_at = {start: length for start, length, _ in self.blocks}
+        alike: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        for block in self.blocks:
+            # Lengths within a quarter of a power of two of each other share a rectangle.
+            alike.setdefault((length_at.get(block[2], 0), _size_class(block[1])), []).append(block)
+        groups, offset = [], 0
+        cells = torch.empty(sum(length_at.values()), dtype=torch.long)
+        for (prompt_length, _), members in alike.items():
+            starts_B, own_B, prompts_B = torch.tensor(members).unbind(1)
+            column_L = torch.arange(int(own_B.max()))
+            index_BL = starts_B[:, None] + torch.minimum(column_L[None], own_B[:, None] - 1)
+            real_BL = column_L[None] < own_B[:, None]
+            cells[index_BL[real_BL]] = offset + torch.arange(index_BL.numel()).view_as(index_BL)[real_BL]
+            offset += index_BL.numel()
+            keys_BK = torch.cat([prompts_B[:, None] + torch.arange(prompt_length), index_BL], 1)
+            groups.append(MaskedGroup(prompt_length, index_BL.to(device), keys_BK.to(device)))
+        return MaskedRectangles(tuple(groups), cells.to(device))
+
+
+def _size_class(length: int) -> int:
+    """Return a number that grows with the length, four for each doubling."""
+    doublings = length.bit_length() - 1
+    return 4 * doublings + (4 * length >> doublings)
