@@ -191,7 +191,7 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
     from grpo_rl.config.derived import Machine
-    from grpo_rl.data.dataset import load_dataset
+    from grpo_rl.data.dataset import PromptDataset
     from grpo_rl.models.load import load_tokenizer
     from grpo_rl.plan.decisions import decide
     from grpo_rl.rewards.compose import RewardFunction
@@ -224,7 +224,7 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
     with ExitStack() as stack:
         run_dir = RunDir.create(config.trainer.default_local_dir, None)
         tokenizer = load_tokenizer(str(model))
-        train = load_dataset(config.data.train_files, config.data, tokenizer, max_samples=-1)
+        train = PromptDataset(config.data.train_files, config.data, tokenizer).checked()
         stack.enter_context(ray_session(config.ray_kwargs.ray_init, machine.num_cpus, run_dir.session_file))
         plan = decide(config, machine, num_train_rows=len(train))
         cluster = Cluster(plan, str(model), "", run_dir.logs, console)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,12 @@ from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.data.sources.bad_rows import BadRows
+from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.row_set import BadRows, RowSet, TrainingRows
 from grpo_rl.data.training_rows import rejection
-from grpo_rl.data.training_rows.pairs import load_pairs
-from grpo_rl.data.training_rows.rated_steps import load_rated_steps
-from grpo_rl.data.training_rows.supervised import load_demonstrations
-from grpo_rl.data.training_rows.training_set import RowSet, TrainingRows
+from grpo_rl.data.training_rows.conversations import DemonstrationSet
+from grpo_rl.data.training_rows.pairs import PairSet
+from grpo_rl.data.training_rows.rated_steps import RatedStepSet
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
@@ -28,15 +27,15 @@ from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
-T = TypeVar("T", PromptDataset, RowSet[Any])
+T = TypeVar("T", bound=RowSet[Any])
 
 
-_LOADERS: dict[str, Callable[..., RowSet[Any]]] = {
-    "answers": load_demonstrations,
-    "pairs": load_pairs,
-    "rated steps": load_rated_steps,
+_ROWS: dict[str, Callable[..., DemonstrationSet | PairSet | RatedStepSet]] = {
+    "answers": DemonstrationSet,
+    "pairs": PairSet,
+    "rated steps": RatedStepSet,
 }
-"""The function that loads each kind of rows, by its name in the plan."""
+"""The kinds of rows that are trained as they stand, by their names in the plan."""
 
 
 class _Data(NamedTuple):
@@ -118,37 +117,34 @@ def _data(
     data = config.data
     notes: list[str] = []
 
-    def reading(part: str) -> dict[str, Any]:
-        bad_rows = BadRows(data.on_bad_row, folder / f"bad_rows_{part}.jsonl", console.warn)
-        return {"bad_rows": bad_rows, "note": lambda text: bar.advance(0, note=text)}
-
-    def done(part: str, found: T) -> T:
+    def read(kind: Callable[..., T], part: str, name: str, files: Sequence[str], of: Any, most: int, *, whole: bool) -> T:
+        bad_rows = BadRows(data.on_bad_row, folder / f"bad_rows_{name}.jsonl", console.warn)
+        opened = kind(files, of, tokenizer, max_samples=most, bad_rows=bad_rows)
+        found = opened.checked(whole, lambda text: bar.advance(0, note=text))
         notes.append(f"{part}: {found.report}")
         bar.advance(note="; ".join(notes))
         return found
 
     # Every validation uses all of its rows, so none can wait for its turn: they are checked `whole`.
-    of_val: dict[str, Any] = {"max_samples": data.val_max_samples, "whole": True}
+    most, most_val = data.train_max_samples, data.val_max_samples
     with console.progress("reading the data") as bar:
         if plan.rows is not None:
-            rows = config if collected is None else rejection.reading(config, str(collected))
-            of_train = {"max_samples": data.train_max_samples if collected is None else -1} | reading("train")
-            load = _LOADERS[plan.rows]
-            train = done("train", load(rows.data.train_files, rows, tokenizer, **of_train))
+            kind, rows = _ROWS[plan.rows], config
+            if collected is not None:
+                rows, most = rejection.reading(config, str(collected)), -1
+            train = read(kind, "train", "train", rows.data.train_files, rows, most, whole=False)
             val = val_prompts = None
             if data.val_files:
-                found = load(data.val_files, config, tokenizer, **of_val, **reading("val"))
-                val = done("validation", found)
+                val = read(kind, "validation", "val", data.val_files, config, most_val, whole=True)
             if data.val_prompt_files:
-                prompts = load_dataset(data.val_prompt_files, data, tokenizer, **of_val, **reading("val_prompts"))
-                val_prompts = done("validation prompts", prompts)
+                part, files = "validation prompts", data.val_prompt_files
+                val_prompts = read(PromptDataset, part, "val_prompts", files, data, most_val, whole=True)
             return _Data(None, val_prompts, TrainingRows(train, val))
         train_prompts = val_prompts = None
         if plan.trains:
-            of_train = {"max_samples": data.train_max_samples} | reading("train")
-            train_prompts = done("train", load_dataset(data.train_files, data, tokenizer, **of_train))
+            train_prompts = read(PromptDataset, "train", "train", data.train_files, data, most, whole=False)
         if data.val_files:
-            val_prompts = done(validation, load_dataset(data.val_files, data, tokenizer, **of_val, **reading("val")))
+            val_prompts = read(PromptDataset, validation, "val", data.val_files, data, most_val, whole=True)
     if train_prompts is not None and data.curriculum == "difficulty":
         # Read now, so that a row without one is refused before anything starts.
         with console.progress("reading the difficulty of every row", total=len(train_prompts)) as bar:

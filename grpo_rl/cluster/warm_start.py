@@ -21,7 +21,7 @@ from grpo_rl.config.schema.tree import (
     OptimConfig,
     PolicyLossConfig,
 )
-from grpo_rl.data.tasks.demonstrations import demonstrations
+from grpo_rl.data.training_rows.conversations import task_demonstrations
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import decide
@@ -85,7 +85,7 @@ def ensure(name: str, warm: Path, machine: Machine, log_dir: Path, console: Cons
             ]
         )
         actor = make_actor(plan, worker_set, tokenizer)
-        learnt = demonstrations(spec.task, tokenizer)
+        learnt = task_demonstrations(spec.task, tokenizer)
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
 
             def on_step(_: int, metrics: Metrics) -> None:

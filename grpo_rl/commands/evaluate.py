@@ -241,8 +241,8 @@ def _is_complete(model: _Model) -> bool:
 
 def _data_settings(planned: SamplingPlan) -> dict[str, Any]:
     """Return the names of the data and a digest of what lies there."""
-    from grpo_rl.data.sources.fingerprint import fingerprint_of
     from grpo_rl.data.sources.locate import open_source
+    from grpo_rl.data.sources.source import fingerprint_of
 
     data = planned.composed.config.data
     found: dict[str, Any] = {"data.val_files": list(data.val_files)}

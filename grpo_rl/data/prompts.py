@@ -13,8 +13,7 @@ from typing import Any
 from grpo_rl.config.checks.data_rules import irregular
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords
-from grpo_rl.data.rows import Example, Message
-from grpo_rl.data.sources.source import LARGEST_ROW, BadRow
+from grpo_rl.data.rows import LARGEST_ROW, BadRow, Example, Message
 from grpo_rl.errors import ConfigError, DataError
 
 SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")

@@ -1,16 +1,25 @@
-"""verl's row format, checked: one row of a source becomes one `Example`."""
+"""verl's row format, checked: one row of a source becomes one `Example`. What is wrong with a row is a BadRow with its place."""
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.sources.numeric_columns import finite
-from grpo_rl.data.sources.source import BadRow, check_values, near, wrong
+from grpo_rl.errors import DataError
 
 Message = dict[str, str]
+LARGEST_ROW = 8 * 2**20
+"""Bytes of one row, or characters of one text in it. A longer one is a mistake, and would hold up the whole run."""
+DEEPEST_ROW = 64
+"""Lists and objects within each other in one row."""
+
+
+class BadRow(DataError):
+    """One row that cannot be used, while the rest of its file may: what `data.on_bad_row=skip` leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +127,84 @@ def check_messages(messages: list[Any], where: str, key: str) -> None:
         for part in ("role", "content"):
             if not isinstance(message.get(part), str):
                 raise wrong(where, f"{key}[{number}].{part}", message.get(part), "a string")
+
+
+# ---- values ---------------------------------------------------------------------------------------
+
+
+def finite(value: Any) -> float:
+    """The value as a float; NaN for whatever is no finite number."""
+    # Not isinstance: true is no number here.
+    if type(value) not in (int, float):
+        return math.nan
+    try:
+        number = float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def plain(value: Any) -> Any:
+    """The value without numpy types, and with None for NaN, all the way down."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+class NotJson:
+    """Stands in a parsed row for something that JSON does not have or that has no single meaning."""
+
+    def __init__(self, found: str, advice: str) -> None:
+        self.found, self.advice = found, advice
+
+
+def check_values(value: Any, where: str, column: str = "", depth: int = 0) -> None:
+    """Raise BadRow, with the column, for what no later part could carry: lone surrogates, NUL, infinity, depth, a huge text."""
+    if isinstance(value, str):
+        _check_text(value, where, column)
+    elif isinstance(value, NotJson):
+        raise BadRow(f"{where}: broken JSON: {value.found}, in column {column!r}; {value.advice}")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise BadRow(f"{where}: column {column!r} is {value} (float); expected a finite number")
+    elif isinstance(value, (dict, list)):
+        if depth == DEEPEST_ROW:
+            raise BadRow(f"{where}: column {column[:40]!r}... is nested deeper than {DEEPEST_ROW} lists and objects")
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            if isinstance(key, str):
+                _check_text(key, where, column or "(its name)")
+            inside = f"{column}[{key}]" if isinstance(value, list) else f"{column}.{key}" if column else str(key)
+            check_values(item, where, inside, depth + 1)
+
+
+def _check_text(text: str, where: str, column: str) -> None:
+    if len(text) > LARGEST_ROW:
+        raise BadRow(f"{where}: column {column!r} has {len(text)} characters; expected at most {LARGEST_ROW}")
+    if "\0" in text:
+        raise BadRow(f"{where}: column {column!r} has a NUL character at {text.index(chr(0))}; expected text without")
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadRow(
+                f"{where}: column {column!r} has the lone surrogate \\u{ord(text[error.start]):04x} at {error.start}; "
+                "expected whole characters (half of a pair was cut off)"
+            ) from error
+
+
+def wrong(where: str, column: str, found: Any, expected: str) -> BadRow:
+    """The error for a column of another type or value."""
+    shown = repr(found)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return BadRow(f"{where}: column {column!r} is {shown} ({type(found).__name__}); expected {expected}")
+
+
+def near(name: str, names: Sequence[str]) -> str:
+    """` Did you mean 'prompt'?`, or nothing."""
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -19,7 +19,7 @@ import numpy as np
 
 from grpo_rl.control_words import MARK, ControlWords, unmarked
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.sources.source import BadRow
+from grpo_rl.data.rows import BadRow
 from grpo_rl.envs.contract import Message
 from grpo_rl.errors import ConfigError, DataError
 

@@ -19,7 +19,7 @@ from grpo_rl.data.sources.quick_check import check_data_files
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.data.training_rows.conversations import conversation
-from grpo_rl.data.training_rows.pairs import pair_row, pair_row_with_margin
+from grpo_rl.data.training_rows.pairs import pair_texts
 from grpo_rl.data.training_rows.rated_steps import rated_row
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of
@@ -37,9 +37,11 @@ def unusable(config: Config) -> list[str]:
     """Return what is wrong with the data files: those that cannot be used, and under data.on_bad_row=error their bad rows."""
     data = config.data
     if trains_only_reward_model(config):
-        return check_data_files(data, rated_row if config.reward.reward_model.train.loss == "steps" else pair_row_with_margin)
+        return check_data_files(
+            data, rated_row if config.reward.reward_model.train.loss == "steps" else partial(pair_texts, with_margin=True)
+        )
     if is_offline(config):
-        read = pair_row if _trains_pairs(config) else conversation
+        read = pair_texts if _trains_pairs(config) else conversation
         sampled = data.train_files if collects(config) else []
         rows = check_data_files(replace(data, train_files=[]) if sampled else data, read)
         prompts = check_data_files(replace(data, train_files=[*sampled, *data.val_prompt_files], val_files=[]))

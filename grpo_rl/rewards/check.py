@@ -25,9 +25,8 @@ from rich.text import Text
 
 from grpo_rl.arguments import Arguments
 from grpo_rl.config.schema.tree import RewardConfig
-from grpo_rl.data.rows import column
+from grpo_rl.data.rows import column, wrong
 from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.sources.source import wrong
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract.failures import ERROR, TIMEOUT, RewardFailure

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.training_rows.training_set import TrainingRows
+from grpo_rl.data.row_set import TrainingRows
 from grpo_rl.protocols import (
     Actor,
     Critic,

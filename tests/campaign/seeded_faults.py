@@ -227,17 +227,17 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "lost epoch",
-        "data/draw_order/sampler.py",
+        "data/draw_order.py",
         "(self._seed, epoch) if self._shuffle",
         "(self._seed,) if self._shuffle",
         "unit/data",
     ),
-    _F("off by one", "data/draw_order/sampler.py", "return rows, place + 1", "return rows, place", "unit/data"),
+    _F("off by one", "data/draw_order.py", "return found, number", "return found, number - 1", "unit/data"),
     _F(
         "lost position",
-        "data/draw_order/sampler.py",
-        'self._epoch, self._position = position["epoch"], position["position"]',
-        'self._epoch = position["epoch"]',
+        "data/draw_order.py",
+        'self.epoch, self._position = position["epoch"], position["position"]',
+        'self.epoch = position["epoch"]',
         "unit/data unit/trainer",
     ),
     # ---- rewards

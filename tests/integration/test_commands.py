@@ -12,7 +12,7 @@ from whole_runs import Run, arithmetic, command, train
 
 from grpo_rl.__main__ import main
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.training_rows.supervised import load_demonstrations
+from grpo_rl.data.training_rows.conversations import DemonstrationSet
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
 
@@ -71,9 +71,9 @@ def test_generated_rows_are_learnt_from(run: Run, tmp_path: Path) -> None:
         run, "generate", "--trust-run", str(run.path), "--data", DATA, "-n", "8", "--keep", "good", "--output", str(output)
     )
     assert f"written: {output}" in screen and not output.with_name("good.parquet.work").exists()
-    rows = load_demonstrations(
-        [str(output)], Config(data=DataConfig(responses="rows")), load_tokenizer(str(run.path / "model")), max_samples=-1
-    )
+    rows = DemonstrationSet(
+        [str(output)], Config(data=DataConfig(responses="rows")), load_tokenizer(str(run.path / "model"))
+    ).checked()
     assert 0 < len(rows) <= 48
 
 

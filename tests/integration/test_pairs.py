@@ -16,8 +16,8 @@ from test_layout_invariance import ALONE, Layout, Trained, assert_same, spec_for
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
+from grpo_rl.data.row_set import RowReport, TrainingRows
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
-from grpo_rl.data.training_rows.training_set import RowReport, TrainingRows
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
 from grpo_rl.trainer.rows.row_measures import measure

@@ -13,8 +13,7 @@ from rank_processes import VOCAB, RankProcesses, actor_group, make_model
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
-from grpo_rl.data.training_rows.conversations import Demonstration
-from grpo_rl.data.training_rows.supervised import supervised_batch
+from grpo_rl.data.training_rows.conversations import Demonstration, supervised_batch
 from grpo_rl.workers.specs import ActorSpec, PolicySpec
 
 STEPS, BATCH = 20, 6

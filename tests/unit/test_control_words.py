@@ -53,8 +53,8 @@ def both(tokenizer, make):
 
 def test_messages_pairs_and_answers_of_tools_cannot_write_control_tokens(tokenizer):
     config = DataConfig()
-    renderer, learn = Renderer(config, tokenizer), Tokenizing(config, tokenizer)
-    learn_marked = Tokenizing(DataConfig(chat_template=MARKING), tokenizer)
+    renderer, learn = Renderer(config, tokenizer), Tokenizing(Renderer(config, tokenizer))
+    learn_marked = Tokenizing(Renderer(DataConfig(chat_template=MARKING), tokenizer))
     deltas = ChatDeltas(renderer, tokenizer, frozenset([tokenizer.eos_token_id]))
 
     def prompt(text):

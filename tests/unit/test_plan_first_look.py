@@ -14,7 +14,7 @@ from grpo_rl.__main__ import main
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import DataConfig, RewardConfig
-from grpo_rl.data.dataset import load_dataset
+from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan import first_look
 from grpo_rl.plan.decisions import Plan
@@ -39,7 +39,7 @@ def plan_of(*words: str) -> Plan:
 
 
 def prompts_of(config: DataConfig | None = None, spec: str = "task:arithmetic?num_rows=40") -> list[Prompt]:
-    data = load_dataset([spec], config or DataConfig(max_prompt_length=32), TOKENIZER, max_samples=-1)
+    data = PromptDataset([spec], config or DataConfig(max_prompt_length=32), TOKENIZER).checked()
     return some_prompts(data)
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from grpo_rl.data.sources.numeric_columns import number_in
-from grpo_rl.data.sources.source import LARGEST_ROW, BadRow, NotJson, Rows
+from grpo_rl.data.rows import LARGEST_ROW, BadRow, NotJson
+from grpo_rl.data.sources.source import Rows, RowSource
 from grpo_rl.errors import DataError
 
 BLOCK = 8 * 2**20
@@ -25,7 +23,7 @@ BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _BLANK = (0x09, 0x0A, 0x0D, 0x20)
 
 
-class JsonLines:
+class JsonLines(RowSource):
     """One object a line. Opening it makes one pass that notes where each line starts; a line is parsed when it is drawn.
 
     16 bytes of memory a row, whatever the rows hold. Blank lines are no rows.
@@ -49,20 +47,8 @@ class JsonLines:
             raise BadRow(f"{where}: the line has {size} bytes; expected at most {LARGEST_ROW}")
         return parse_row(os.pread(self._file.fileno(), size, start), where, start)
 
-    def numbers(self, key: str) -> Iterator[np.ndarray]:
-        first = 0
-        while first < len(self):
-            start = int(self._starts[first])
-            last = max(first + 1, int(np.searchsorted(self._ends, start + BLOCK, side="right")))
-            starts, ends = (self._starts[first:last] - start).tolist(), (self._ends[first:last] - start).tolist()
-            # A line that is longer than a block is not read here.
-            data = os.pread(self._file.fileno(), min(ends[-1], BLOCK), start)
-            lines = (data[a:b] if b <= len(data) else b"" for a, b in zip(starts, ends, strict=True))
-            yield np.fromiter((_number(line, key) for line in lines), np.float64, last - first)
-            first = last
 
-
-def open_json(name: str, path: Path, cache_dir: str | None) -> JsonLines | Rows:
+def open_json(name: str, path: Path, cache_dir: str | None) -> RowSource:
     """The rows of a .json or .jsonl file, or of such a one with .gz.
 
     A .gz is unpacked into a temporary file in `cache_dir`, as nothing can be read from its middle. Raises DataError for
@@ -101,7 +87,7 @@ def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
         place = text.index("\0")
         raise BadRow(f"{where}, column {place + 1}: a NUL byte (byte {start + data.index(0)} of the file); expected JSON")
     try:
-        row = _loads(text)
+        row = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         byte = start + len(text[: error.pos].encode("utf-8"))
         raise BadRow(f"{where}, column {error.colno}: {_broken(text, error)} (byte {byte} of the file)") from error
@@ -150,25 +136,20 @@ def _unpacked(name: str, path: Path, cache_dir: str | None) -> IO[bytes]:
         with gzip.open(path, "rb") as packed:
             while block := packed.read(2**20):
                 lines += block.count(b"\n")
-                _write(file, block, name)
+                file.write(block)
     except EOFError as error:
         raise DataError(f"{name}, line {lines + 1}: the file is cut short: the end of the gzip data is missing") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{name}, line {lines + 1}: not readable gzip data: {first_line(error)}") from error
-    file.flush()
-    return file
-
-
-def _write(file: IO[bytes], block: bytes, name: str) -> None:
-    try:
-        file.write(block)
     except OSError as error:
         raise DataError(
             f"{name}: no room to unpack it: {error}; name a folder with more in data.cache_dir, or unpack the file yourself"
         ) from error
+    file.flush()
+    return file
 
 
-def _array(name: str, file: IO[bytes], num_bytes: int) -> Rows:
+def _array(name: str, file: IO[bytes], num_bytes: int) -> RowSource:
     size = os.fstat(file.fileno()).st_size
     if size > LARGEST_ARRAY:
         raise DataError(
@@ -184,26 +165,12 @@ def _array(name: str, file: IO[bytes], num_bytes: int) -> Rows:
             f"{name}, line {line}: byte {content[error.start]:#04x} is not UTF-8 (byte {error.start} of the file)"
         ) from error
     try:
-        rows = _loads(text)
+        rows = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{name}, line {error.lineno}, column {error.colno}: {_broken(text, error)}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{name}: broken JSON: {first_line(error)}") from error
     return Rows(name, rows, num_bytes)
-
-
-def _loads(text: str) -> Any:
-    return _DECODER.decode(text)
-
-
-def _number(line: bytes, key: str) -> float:
-    """The number in the column of a line that is a row; NaN for any other."""
-    try:
-        text = line.decode("utf-8")
-        row = math.nan if "\0" in text else _loads(text)
-    except (ValueError, RecursionError):
-        return math.nan
-    return number_in(row, key) if isinstance(row, dict) else math.nan
 
 
 def _constant(literal: str) -> NotJson:

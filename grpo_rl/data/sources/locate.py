@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from grpo_rl import hub
 from grpo_rl.config.checks.data_rules import DATA_SUFFIXES, irregular
-from grpo_rl.data.sources.custom import UserRows
 from grpo_rl.data.sources.jsonl import first_line, open_json
-from grpo_rl.data.sources.source import HubRows, Joined, Rows, Source
+from grpo_rl.data.sources.source import Joined, Rows, RowSource, UserRows, split_options
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import is_built_in, task_rows
 from grpo_rl.errors import ConfigError, DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 HUB_PREFIX = "hf:"
-HUB_OPTIONS = ("split", "config", "revision")
+_OF_DATASETS = ("cache-", "indices", "dataset_info.json", "state.json", "dataset_dict.json")
+"""Files that the package `datasets` keeps beside the rows that it saved."""
 
 
-def open_source(name: str, cache_dir: str | None = None) -> Source:
+def open_source(name: str, cache_dir: str | None = None) -> RowSource:
     """The rows that `name` stands for.
 
     A file; a folder, as `datasets` saves one or with data files in it (`FOLDER?split=train` where it has splits);
@@ -66,12 +64,12 @@ def _check_file(name: str, path: Path) -> None:
         raise DataError(f"{name}: the file is empty")
 
 
-def _file(name: str, path: Path, cache_dir: str | None) -> Source:
+def _file(name: str, path: Path, cache_dir: str | None) -> RowSource:
     try:
         if path.name.endswith(TABLE_SUFFIXES):
-            from grpo_rl.data.sources.tables import Table  # pyarrow: a tenth of a second, in runs that read such files
+            from grpo_rl.data.sources.tables import open_table  # pyarrow: a tenth of a second, in runs that read such files
 
-            return Table(name, path, cache_dir)
+            return open_table(name, path, cache_dir)
         return open_json(name, path, cache_dir)
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
@@ -81,58 +79,35 @@ def _path_and_split(name: str) -> tuple[Path, str | None]:
     path = Path(name).expanduser()
     if path.exists() or "?" not in name:
         return path, None
-    base, _, query = name.rpartition("?")
-    return Path(base).expanduser(), _options(name, query, ("split",)).get("split")
-
-
-def _options(name: str, query: str, known: tuple[str, ...]) -> dict[str, str]:
-    options: dict[str, str] = {}
-    for part in query.split("&") if query else []:
-        key, equals, value = part.partition("=")
-        if not equals or not value or key not in known or key in options:
-            raise ConfigError(f"{name}: {part!r} must be option=value, each once, joined by &; options: {', '.join(known)}")
-        options[key] = value
-    return options
+    base, options = split_options(name, known=("split",))
+    return Path(base).expanduser(), options.get("split")
 
 
 def _folder_files(name: str, path: Path, split: str | None) -> list[Path]:
-    """Return the files of a folder that `save_to_disk` wrote, with or without splits, or the data files in it by name."""
-    if (path / "dataset_dict.json").is_file():
-        splits = _json(name, path / "dataset_dict.json").get("splits") or []
-        if split is None or split not in splits:
-            raise DataError(f"{name}: the folder has the splits {', '.join(map(str, splits))}; name one: {path}?split=NAME")
-        return _folder_files(name, path / split, None)
-    if (path / "state.json").is_file():
-        state = _json(name, path / "state.json")
-        if state.get("_indices_data_files"):
-            raise DataError(f"{name}: rows were chosen without being copied; save it after flatten_indices()")
-        files = [path / Path(str(entry.get("filename"))).name for entry in state.get("_data_files") or []]
-    else:
-        folder = path / "data" if (path / "data").is_dir() else path
-        files = sorted(file for file in folder.iterdir() if file.name.endswith(DATA_SUFFIXES) and not file.is_dir())
-        wanted = [file for file in files if split is None or file.name.startswith(split)]
-        if files and not wanted:
-            raise DataError(f"{name}: no file begins with {split!r}; the folder has {_named(files)}")
-        files = wanted
-    if not files:
+    """Return the data files of a folder by name: of the folder of a split, or those whose names begin with it."""
+    if split is not None and (path / split).is_dir():
+        path, split = path / split, None
+    folder = path / "data" if (path / "data").is_dir() else path
+    files = sorted(file for file in folder.iterdir() if _is_data(file) and not file.name.startswith(_OF_DATASETS))
+    wanted = [file for file in files if split is None or file.name.startswith(split)]
+    if files and not wanted:
+        raise DataError(f"{name}: no file begins with {split!r}; the folder has {_named(files)}")
+    if not wanted:
+        splits = sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and any(map(_is_data, inner.iterdir())))
+        if splits:
+            raise DataError(f"{name}: the folder has the splits {', '.join(splits)}; name one: {path}?split=NAME")
         raise DataError(f"{name}: the folder has no data files ({', '.join('*' + suffix for suffix in DATA_SUFFIXES)})")
-    return files
+    return wanted
 
 
-def _json(name: str, path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{name}: {path.name} cannot be read: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{name}: {path.name} holds no object; expected what datasets.save_to_disk writes")
-    return content
+def _is_data(file: Path) -> bool:
+    return file.name.endswith(DATA_SUFFIXES) and not file.is_dir()
 
 
-def _from_hub(name: str) -> Source:
+def _from_hub(name: str) -> RowSource:
     """A data set of the Hugging Face hub by its name, or of a local folder as `datasets` reads one."""
-    repository, _, query = name.removeprefix(HUB_PREFIX).partition("?")
-    options = _options(name, query, HUB_OPTIONS)
+    repository, options = split_options(name, known=("split", "config", "revision"))
+    repository = repository.removeprefix(HUB_PREFIX)
     split = options.get("split")
     if not repository or split is None:
         raise ConfigError(f"{name}: name the data set and its split, as in hf:openai/gsm8k?split=train&config=main")
@@ -158,14 +133,16 @@ def _from_hub(name: str) -> Source:
         ) from error
     if len(rows) == 0:
         raise DataError(f"{name}: the data set has no rows")
-    return HubRows(name, rows)
+    from grpo_rl.data.sources.tables import Table
+
+    return Table(name, rows.with_format("arrow")[:])
 
 
 def _neighbours(path: Path) -> str:
     """A hint with the data files that do lie in the folder, or with the missing folder itself."""
     if not path.parent.is_dir():
         return f", nor the folder {path.parent}"
-    files = sorted(other for other in path.parent.iterdir() if other.name.endswith(DATA_SUFFIXES))
+    files = sorted(filter(_is_data, path.parent.iterdir()))
     return f"; the folder has {_named(files)}" if files else "; the folder has no data files"
 
 

@@ -1,53 +1,53 @@
-"""A source of rows: its length is known at once, a row is read when it is asked for."""
+"""Sources of rows: each knows its length at once, and a row is read when it is asked for."""
 
 from __future__ import annotations
 
-import difflib
-import math
+import hashlib
+import json
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from grpo_rl.data.sources.numeric_columns import READ_AT_ONCE, numbers_of_table, top_column, unknown
-from grpo_rl.errors import DataError
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.rows import BadRow, plain
+from grpo_rl.errors import ConfigError, DataError, raised_in
+from grpo_rl.registry import calling_user_function, load_function
 
-LARGEST_ROW = 8 * 2**20
-"""Bytes of one row, or characters of one text in it. A longer one is a mistake, and would hold up the whole run."""
-DEEPEST_ROW = 64
-"""Lists and objects within each other in one row."""
-
-
-class BadRow(DataError):
-    """One row that cannot be used, while the rest of its file may: what `data.on_bad_row=skip` leaves out."""
+HASHED_ROWS = 16
+"""Rows of each source whose content is part of the fingerprint, spread evenly."""
+Fingerprint = list[dict[str, Any]]
 
 
-class Source(Protocol):
+class RowSource(ABC):
     """The rows of one file or task."""
 
     name: str
-    num_bytes: int
+    num_bytes: int = 0
     """Size of the file as it lies on the disk; 0 for rows that are in no file."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def row(self, index: int) -> dict[str, Any]:
         """Return row `index`. Raises BadRow, with its place."""
-        ...
 
     def where(self, index: int) -> str:
         """Return the place of row `index` as a message names it: `train.jsonl, line 3`."""
-        ...
+        return f"{self.name}, row {index}"
 
-    def numbers(self, key: str) -> Iterator[np.ndarray]:
-        """Column `key`, or the dotted path into it, of all rows in blocks; NaN where `row` has to be asked."""
-        ...
+    def numbers(self, key: str) -> np.ndarray:
+        """Return column `key`, or the field at the end of the dotted path, of all rows; NaN where `row` has to be asked."""
+        return np.full(len(self), np.nan)
 
 
-class Rows:
-    """Rows that are in memory, or in whatever else has a length and can be indexed: tasks, hub data, a user's class."""
+class Rows(RowSource):
+    """Rows that are in memory, or in whatever else has a length and can be indexed: tasks, arrays, a user's class."""
 
     def __init__(self, name: str, rows: Sequence[Any], num_bytes: int = 0) -> None:
         self.name, self.num_bytes = name, num_bytes
@@ -62,30 +62,52 @@ class Rows:
             raise BadRow(f"{self.where(index)}: expected an object with the row's columns, found {type(row).__name__}")
         return {key: plain(value) for key, value in row.items()}
 
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index}"
 
-    def numbers(self, key: str) -> Iterator[np.ndarray]:
-        return unknown(len(self))
+class UserRows(Rows):
+    """Rows that a user's own code makes, whatever it raises."""
 
-
-class HubRows(Rows):
-    """Rows of a `datasets.Dataset`: on the disk, in columns of Arrow."""
-
-    def numbers(self, key: str) -> Iterator[np.ndarray]:
-        top = top_column(self._rows.column_names, key)
-        if top not in self._rows.column_names:
-            yield from unknown(len(self))
-            return
-        column = self._rows.select_columns([top]).with_format("arrow")
-        for start in range(0, len(self), READ_AT_ONCE):
-            yield numbers_of_table(column[start : start + READ_AT_ONCE], key)
+    def row(self, index: int) -> dict[str, Any]:
+        try:
+            return super().row(index)
+        except DataError:
+            raise
+        except Exception as error:
+            raise BadRow(f"{self.where(index)}: {type(error).__name__}: {error}{raised_in(error)}") from error
 
 
-class Joined:
+class CustomDataset(Protocol):
+    """The interface of a data set class of the user's (`data.custom_cls`, as in verl): its length, and each row as a dict.
+
+    It is made as `cls(data_files=[...], tokenizer=..., config=...)`, once for training and once for validation;
+    `config` is the `data` part of the configuration. `self[index]` gives the same row at any time: rows are read when
+    they are drawn, and again after a resume. Rows are checked, rendered and tokenized as those of a file are.
+    """
+
+    def __init__(self, data_files: list[str], tokenizer: Any, config: DataConfig) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> RowSource:
+    """Return the user's data set over `files`. Raises ConfigError for a class that is not there or is no data set."""
+    name = f"{config.custom_cls.path}:{config.custom_cls.name}"
+    kind = load_function(name, "data set class")
+    missing = [part for part in ("__len__", "__getitem__") if not hasattr(kind, part)]
+    if missing:
+        raise ConfigError(f"data.custom_cls: {name} has no {' and no '.join(missing)}; it must be a class that has both")
+    called = f"{config.custom_cls.name}(data_files=[...], tokenizer=..., config=...), then len() is taken of it"
+    with calling_user_function(f"data.custom_cls: {name}", called, DataError):
+        rows = kind(data_files=list(files), tokenizer=tokenizer, config=config)
+        length = len(rows)
+    if length == 0:
+        raise DataError(f"data.custom_cls: {name} has no rows")
+    return UserRows(name, rows)
+
+
+class Joined(RowSource):
     """Several sources one after the other."""
 
-    def __init__(self, name: str, parts: Sequence[Source]) -> None:
+    def __init__(self, name: str, parts: Sequence[RowSource]) -> None:
         self.name = name
         self.parts = list(parts)
         self.num_bytes = sum(part.num_bytes for part in parts)
@@ -102,103 +124,70 @@ class Joined:
         part, inside = self._place(index)
         return part.where(inside)
 
-    def numbers(self, key: str) -> Iterator[np.ndarray]:
-        for part in self.parts:
-            yield from part.numbers(key)
+    def numbers(self, key: str) -> np.ndarray:
+        return np.concatenate([part.numbers(key) for part in self.parts])
 
-    def _place(self, index: int) -> tuple[Source, int]:
+    def _place(self, index: int) -> tuple[RowSource, int]:
         number = bisect_right(self._ends, index)
         return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
 
-def read_numbers(
-    parts: Sequence[Source],
-    key: str,
-    chosen: np.ndarray,
-    one: Callable[[int], float],
-    note: Callable[[int], None] | None = None,
-) -> np.ndarray:
-    """Column `key` of the rows `chosen` (ascending places in all `parts` together), in 8 bytes a row.
+def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
+    """Return name and options of `NAME?option=value&...`; of the `known` options where these are given. Raises ConfigError for another form."""
+    name, _, query = spec.partition("?")
+    options: dict[str, str] = {}
+    for part in query.split("&") if query else []:
+        key, equals, value = part.partition("=")
+        if not equals or key in options or (known and key not in known):
+            more = f"; options: {', '.join(known)}" if known else ""
+            raise ConfigError(f"{spec}: {part!r} must be option=value, each option once, joined by &{more}")
+        options[key] = value
+    return name, options
 
-    `one(row)`, with the number of a row among the chosen ones, is called where the fast reading gave no result. `note`
-    is called with the number of rows that were done since its last call.
+
+# ---- the data in a checkpoint ------------------------------------------------------------------------
+
+
+def fingerprint_of(sources: Sequence[RowSource]) -> Fingerprint:
+    """Return name, size in bytes, number of rows, and SHA-256 over some rows, for each source.
+
+    A checkpoint has it, so that a change of the data is noticed before the run goes on. The name is without its folder:
+    data that were moved are the same data.
     """
-    values = np.full(len(chosen), np.nan)
-    start = done = 0
-    for block in (block for part in parts for block in part.numbers(key)):
-        end = int(np.searchsorted(chosen, start + len(block)))
-        values[done:end] = block[chosen[done:end] - start]
-        for row in (np.flatnonzero(np.isnan(values[done:end])) + done).tolist():
-            values[row] = one(row)
-        if note is not None:
-            note(end - done)
-        start, done = start + len(block), end
-        if done == len(chosen):
-            break
-    return values
+    return [
+        {
+            "name": Path(source.name).name if source.num_bytes else source.name,
+            "bytes": source.num_bytes,
+            "rows": len(source),
+            "sha256": _hash(source),
+        }
+        for source in sources
+    ]
 
 
-def plain(value: Any) -> Any:
-    """The value without numpy types, and with None for NaN, all the way down."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    return None if isinstance(value, float) and math.isnan(value) else value
+def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """Return what changed, one line per source; none where the data are the same."""
+    if len(before) != len(now):
+        old, new = (", ".join(str(entry.get("name")) for entry in side) for side in (before, now))
+        return [f"there were {len(before)} sources ({old}), now there are {len(now)} ({new})"]
+    found = []
+    for was, entry in zip(before, now, strict=True):
+        parts = [
+            f"{key} was {was.get(key)}, now {entry[key]}" for key in ("name", "bytes", "rows") if was.get(key) != entry[key]
+        ]
+        if not parts and was.get("sha256") != entry["sha256"]:
+            parts = ["some rows have another content"]
+        if parts:
+            found.append(f"{entry['name']}: {', '.join(parts)}")
+    return found
 
 
-class NotJson:
-    """Stands in a parsed row for something that JSON does not have or that has no single meaning."""
-
-    def __init__(self, found: str, advice: str) -> None:
-        self.found, self.advice = found, advice
-
-
-def check_values(value: Any, where: str, column: str = "", depth: int = 0) -> None:
-    """Raise BadRow, with the column, for what no later part could carry: lone surrogates, NUL, infinity, depth, a huge text."""
-    if isinstance(value, str):
-        _check_text(value, where, column)
-    elif isinstance(value, NotJson):
-        raise BadRow(f"{where}: broken JSON: {value.found}, in column {column!r}; {value.advice}")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise BadRow(f"{where}: column {column!r} is {value} (float); expected a finite number")
-    elif isinstance(value, (dict, list)):
-        if depth == DEEPEST_ROW:
-            raise BadRow(f"{where}: column {column[:40]!r}... is nested deeper than {DEEPEST_ROW} lists and objects")
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            if isinstance(key, str):
-                _check_text(key, where, column or "(its name)")
-            inside = f"{column}[{key}]" if isinstance(value, list) else f"{column}.{key}" if column else str(key)
-            check_values(item, where, inside, depth + 1)
-
-
-def _check_text(text: str, where: str, column: str) -> None:
-    if len(text) > LARGEST_ROW:
-        raise BadRow(f"{where}: column {column!r} has {len(text)} characters; expected at most {LARGEST_ROW}")
-    if "\0" in text:
-        raise BadRow(f"{where}: column {column!r} has a NUL character at {text.index(chr(0))}; expected text without")
-    if not text.isascii():
+def _hash(source: RowSource) -> str:
+    digest = hashlib.sha256()
+    for index in np.unique(np.linspace(0, len(source) - 1, HASHED_ROWS, dtype=np.int64)).tolist():
         try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadRow(
-                f"{where}: column {column!r} has the lone surrogate \\u{ord(text[error.start]):04x} at {error.start}; "
-                "expected whole characters (half of a pair was cut off)"
-            ) from error
-
-
-def wrong(where: str, column: str, found: Any, expected: str) -> BadRow:
-    """The error for a column of another type or value."""
-    shown = repr(found)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return BadRow(f"{where}: column {column!r} is {shown} ({type(found).__name__}); expected {expected}")
-
-
-def near(name: str, names: Sequence[str]) -> str:
-    """` Did you mean 'prompt'?`, or nothing."""
-    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+            text = json.dumps(source.row(index), sort_keys=True, default=lambda value: type(value).__name__)
+        except (BadRow, TypeError, RecursionError) as error:
+            text = type(error).__name__
+        digest.update(text.encode("utf-8", "surrogatepass") + b"\n")
+    return digest.hexdigest()

@@ -1,89 +1,101 @@
-"""Parquet and Arrow files, unpacked once into small batches of which any one can be read alone."""
+"""Parquet and Arrow files as one table that the system pages in: any row can be read alone, whatever the file's size."""
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.compute
 import pyarrow.parquet
 
+from grpo_rl.data.rows import LARGEST_ROW, BadRow, plain
 from grpo_rl.data.sources.jsonl import first_line
-from grpo_rl.data.sources.numeric_columns import numbers_of_table, top_column, unknown
-from grpo_rl.data.sources.source import LARGEST_ROW, BadRow, plain
+from grpo_rl.data.sources.source import RowSource
 from grpo_rl.errors import DataError
 
-BATCH_ROWS = 64
 READ_ROWS = 4096
-KEPT_BATCHES = 16
 
 
-class Table:
-    """The rows of a parquet or Arrow file.
+class Table(RowSource):
+    """The rows of an Arrow table, which may be larger than memory."""
 
-    A row group of parquet holds up to a million rows and can only be read whole; so does a compressed batch of Arrow. The
-    file is therefore copied once, a few thousand rows at a time, into a temporary file of batches of 64 rows, and a row
-    that is drawn costs reading 64. The copy has no name: it is gone with the process.
-    """
-
-    def __init__(self, name: str, path: Path, cache_dir: str | None) -> None:
-        self.name, self.num_bytes = name, path.stat().st_size
-        self._copy = tempfile.TemporaryFile(dir=cache_dir)  # noqa: SIM115
-        try:
-            schema, batches = _batches(path)
-            self._ends = _repack(schema, batches, self._copy)
-            self._reader = pyarrow.ipc.open_file(pyarrow.PythonFile(self._copy, mode="r"))
-        except (pyarrow.ArrowException, OSError, ValueError) as error:
-            kind = "parquet" if path.suffix == ".parquet" else "Arrow"
-            raise DataError(f"{name}: not a readable {kind} file: {first_line(error)}") from error
-        self._kept: OrderedDict[int, Any] = OrderedDict()
+    def __init__(self, name: str, table: Any, num_bytes: int = 0) -> None:
+        self.name, self.num_bytes = name, num_bytes
+        self._table = table
+        self._batches = table.to_batches()
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches])
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def where(self, index: int) -> str:
-        return f"{self.name}, row {index}"
+        return int(self._table.num_rows)
 
     def row(self, index: int) -> dict[str, Any]:
-        number = bisect_right(self._ends, index)
-        start = self._ends[number - 1] if number else 0
-        return row_of(self._batch(number), index - start, self.where(index))
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        batch = self._batches[number]
+        return row_of(batch, index - int(self._ends[number]) + batch.num_rows, self.where(index))
 
-    def numbers(self, key: str) -> Iterator[np.ndarray]:
-        top = top_column(self._reader.schema.names, key)
-        fields = [place for place, name in enumerate(self._reader.schema.names) if name == top]
-        if len(fields) != 1:
-            yield from unknown(len(self))
-            return
-        options = pyarrow.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-        # Not through the Python file: Arrow reads single columns in a thread of its own, which would wait for ours at every read.
-        reader = pyarrow.ipc.open_file(pyarrow.OSFile(f"/proc/self/fd/{self._copy.fileno()}"), options=options)
-        for first in range(0, reader.num_record_batches, READ_ROWS // BATCH_ROWS):
-            numbers = range(first, min(first + READ_ROWS // BATCH_ROWS, reader.num_record_batches))
-            yield numbers_of_table(pyarrow.Table.from_batches(map(reader.get_batch, numbers)), key)
+    def numbers(self, key: str) -> np.ndarray:
+        """Return column `key`, or the field at the end of the dotted path, as Python's float() has it; NaN where it is no finite number."""
+        path = [key] if key in self._table.column_names else key.split(".")
+        try:
+            column = self._table[path[0]]
+            for field in path[1:]:
+                column = pyarrow.compute.struct_field(column, field)
+        except (KeyError, pyarrow.ArrowException):
+            return np.full(len(self), np.nan)
+        if not (pyarrow.types.is_integer(column.type) or pyarrow.types.is_floating(column.type)):
+            return np.full(len(self), np.nan)
+        # Whole numbers beyond 2**53 are rounded: no error.
+        values = np.array(column.cast(pyarrow.float64(), safe=False).to_numpy(), dtype=np.float64)
+        values[~np.isfinite(values)] = np.nan
+        return values
 
-    def _batch(self, number: int) -> Any:
-        if number in self._kept:
-            self._kept.move_to_end(number)
-        else:
-            self._kept[number] = self._reader.get_batch(number)
-            if len(self._kept) > KEPT_BATCHES:
-                self._kept.popitem(last=False)
-        return self._kept[number]
+
+def open_table(name: str, path: Path, cache_dir: str | None) -> Table:
+    """Return the rows of a parquet or Arrow file. Raises DataError for one that cannot be read.
+
+    A row group of parquet holds up to a million rows and can only be read whole; so does a compressed batch of Arrow. The
+    file is therefore copied once, some thousand rows at a time, into an Arrow file without a name, which is gone with the
+    process and of which the system pages in what is asked for.
+    """
+    copy = tempfile.TemporaryFile(dir=cache_dir)  # noqa: SIM115
+    try:
+        schema, batches = _batches(path, READ_ROWS)
+        with pyarrow.ipc.new_stream(copy, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        copy.flush()
+        table = pyarrow.ipc.open_stream(pyarrow.memory_map(f"/proc/self/fd/{copy.fileno()}")).read_all()
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(name, path, error) from error
+    return Table(name, table, path.stat().st_size)
+
+
+def first_rows(name: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    """Yield place and row, or what is wrong with it, one after the other, without a copy. Raises DataError for a file that cannot be read."""
+    number = 0
+    try:
+        for batch in _batches(path, 64)[1]:
+            for place in range(batch.num_rows):
+                where = f"{name}, row {number}"
+                try:
+                    yield where, row_of(batch, place, where)
+                except BadRow as error:
+                    yield where, error
+                number += 1
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise _unreadable(name, path, error) from error
 
 
 def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
     """Return row `place` of a record batch. Raises BadRow, with `where` and the column, for a value that cannot be read."""
     row = {}
-    for column, values in zip(batch.schema.names, batch.slice(place, 1).columns, strict=True):
+    for column, values in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            value = values.to_pylist()[0]
+            value = values[place].as_py()
         except (UnicodeDecodeError, ValueError, OverflowError) as error:
             raise BadRow(f"{where}: column {column!r} cannot be read: {first_line(error)}") from error
         if isinstance(value, bytes | bytearray) and len(value) > LARGEST_ROW:
@@ -92,12 +104,13 @@ def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
     return row
 
 
-def _batches(path: Path) -> tuple[Any, Iterator[Any]]:
-    """Schema and record batches of the file, read one after the other."""
+def _batches(path: Path, num_rows: int) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the record batches of the file, read one after the other; of parquet they have `num_rows` rows."""
     if path.suffix == ".parquet":
-        file = pyarrow.parquet.ParquetFile(path)
-        return file.schema_arrow, file.iter_batches(READ_ROWS)
-    source = pyarrow.OSFile(str(path))
+        # Without a buffer of its own a column of a row group, which may be gigabytes, would be read whole for its first rows.
+        file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
+        return file.schema_arrow, file.iter_batches(num_rows)
+    source = pyarrow.memory_map(str(path))
     try:
         reader = pyarrow.ipc.open_file(source)
         return reader.schema, (reader.get_batch(number) for number in range(reader.num_record_batches))
@@ -108,24 +121,6 @@ def _batches(path: Path) -> tuple[Any, Iterator[Any]]:
         return stream.schema, iter(stream)
 
 
-def _repack(schema: Any, batches: Iterator[Any], copy: Any) -> list[int]:
-    """Write the rows in small batches; the number of rows up to the end of each."""
-    first = next(batches, None)
-    first = first if first is None else _decoded(first)
-    sizes: list[int] = []
-    with pyarrow.ipc.new_file(copy, schema if first is None else first.schema) as writer:
-        for batch in itertools.chain([] if first is None else [first], map(_decoded, batches)):
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                small = batch.slice(start, BATCH_ROWS)
-                writer.write_batch(small)
-                sizes.append(small.num_rows)
-    copy.flush()
-    return list(itertools.accumulate(sizes))
-
-
-def _decoded(batch: Any) -> Any:
-    """The batch without dictionary columns: a file of the layout used here has room for one dictionary only."""
-    if not any(pyarrow.types.is_dictionary(field.type) for field in batch.schema):
-        return batch
-    columns = [column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column for column in batch.columns]
-    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+def _unreadable(name: str, path: Path, error: Exception) -> DataError:
+    kind = "parquet" if path.suffix == ".parquet" else "Arrow"
+    return DataError(f"{name}: not a readable {kind} file: {first_line(error)}")

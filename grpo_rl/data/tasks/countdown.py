@@ -75,7 +75,17 @@ def countdown(
     of range, and where they leave no problem.
     """
     counts = _counts(num_numbers)
-    _check(min_number, max_number, min_target, max_target, operations, template, split, slips, corrections)
+    problems = []
+    if not 0 <= min_number <= max_number:
+        problems.append(f"min_number={min_number} and max_number={max_number} must be 0 <= min_number <= max_number")
+    if min_target > max_target:
+        problems.append(f"min_target={min_target} must not be above max_target={max_target}")
+    if not operations or set(operations) - set("+-*/") or len(set(operations)) < len(operations):
+        problems.append(f"operations={operations} must be some of + - * /, each once, like +-*")
+    if corrections > 0 and slips == 0:
+        problems.append(f"corrections={corrections} needs slips above 0")
+    if problems:
+        raise ConfigError([f"task countdown: {problem}" for problem in problems])
 
     def make(index: int) -> Row:
         rng = random.Random(f"countdown:{seed}:{index}")
@@ -199,31 +209,3 @@ def _counts(text: str) -> list[int]:
     if not all(part.isdigit() and FEWEST <= int(part) <= MOST for part in parts):
         raise ConfigError(f"task countdown: num_numbers={text} must be from {FEWEST} to {MOST}, or several such like 3,4")
     return [int(part) for part in parts]
-
-
-def _check(
-    min_number: int,
-    max_number: int,
-    min_target: int,
-    max_target: int,
-    operations: str,
-    template: str,
-    split: str,
-    slips: float,
-    corrections: float,
-) -> None:
-    problems = []
-    if not 0 <= min_number <= max_number:
-        problems.append(f"min_number={min_number} and max_number={max_number} must be 0 <= min_number <= max_number")
-    if min_target > max_target:
-        problems.append(f"min_target={min_target} must not be above max_target={max_target}")
-    if not operations or set(operations) - set("+-*/") or len(set(operations)) < len(operations):
-        problems.append(f"operations={operations} must be some of + - * /, each once, like +-*")
-    if template not in PROMPTS:
-        problems.append(f"template={template!r} must be one of {', '.join(PROMPTS)}")
-    if split not in ("train", "val"):
-        problems.append(f"split={split!r} must be train or val")
-    if corrections > 0 and slips == 0:
-        problems.append(f"corrections={corrections} needs slips above 0")
-    if problems:
-        raise ConfigError([f"task countdown: {problem}" for problem in problems])

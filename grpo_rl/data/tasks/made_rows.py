@@ -1,10 +1,15 @@
-"""Rows that are made when they are asked for, and the split that each belongs to."""
+"""Rows that are made when they are asked for, their options, and the split that each belongs to."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.registry import out_of_bounds
 
 Row = dict[str, Any]
 VALIDATION_SHARE = 5
@@ -37,3 +42,33 @@ def split_of_text(text: str) -> Literal["train", "val"]:
     """Return the split that a problem belongs to, by the hash of the text that distinguishes it from others."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return "val" if int.from_bytes(digest[:8], "big") % VALIDATION_SHARE == 0 else "train"
+
+
+def typed_options(what: str, function: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options of a function, given as text, as values of the types in its signature.
+
+    Raises ConfigError for text of another type, and with all values that are out of bounds.
+    """
+    kinds = typing.get_type_hints(function)
+    known = inspect.signature(function).parameters
+    options = {key: _value(f"{what}: {key}", text, kinds.get(key, str)) for key, text in texts.items() if key in known}
+    if problems := out_of_bounds(what, function, options):
+        raise ConfigError(problems)
+    return options
+
+
+def _value(what: str, text: str, kind: Any) -> Any:
+    """`text` as a value of the annotated type `kind`."""
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if text not in choices:
+            raise ConfigError(f"{what}={text} must be one of {', '.join(choices)}")
+        return text
+    if kind is bool:
+        if text not in ("true", "false"):
+            raise ConfigError(f"{what}={text} must be true or false")
+        return text == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{what}={text} must be {'a whole number' if kind is int else f'of type {kind.__name__}'}") from None

@@ -3,110 +3,92 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from typing import Any, Literal
 
 from grpo_rl import gym
+from grpo_rl.config.schema.kinds import Count, Seed
+from grpo_rl.data.sources.source import split_options
 from grpo_rl.data.tasks.gym_process import EntryProcess, needs_own_process
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
-from grpo_rl.data.tasks.options import one_of, split_spec, whole
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text, typed_options
 from grpo_rl.errors import ConfigError, DataError
 
 PREFIX = "reasoning_gym:"
-ROWS = 1000
 TRIES = 64
 """Entries that are made for one row of a split before the data set is reported to have too few questions."""
 INSTRUCTION = "\n\nThink step by step. Then give the final answer, and nothing else, between <answer> and </answer>."
-OWN_OPTIONS = {
-    "num_rows": "rows of the data set, 1000 if not given",
-    "seed": "another number gives other rows, 0 if not given",
-    "split": "all, train or val: the last two share no question",
-    "answer_tags": "true: the prompt asks for <answer> tags; false: the question alone",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class GymSpec:
-    """The content of a name such as `reasoning_gym:NAME?...`."""
-
-    name: str
-    options: gym.Options
-    """The package's own options, as text."""
-    num_rows: int
-    seed: int
-    """The package's seed, drawn from the user's so that seeds 0 and 1 do not share all rows but one."""
-    split: str
-    answer_tags: bool
-
-
-def parse(spec: str) -> GymSpec:
-    """The spec, its name and options checked by building the data set once. Raises ConfigError."""
-    name, texts = split_spec(spec, PREFIX)
-    if "size" in texts:
-        raise ConfigError(f"{PREFIX}{name}: size is called num_rows here")
-    options = tuple(sorted((key, text) for key, text in texts.items() if key not in OWN_OPTIONS))
-    gym.build(name, options, 0)
-    what = f"{PREFIX}{name}: "
-    seed = whole(what + "seed", texts.get("seed", "0"), at_least=0)
-    return GymSpec(
-        name=name,
-        options=options,
-        num_rows=whole(what + "num_rows", texts.get("num_rows", str(ROWS)), at_least=1),
-        seed=int.from_bytes(hashlib.sha256(f"{PREFIX}{seed}".encode()).digest()[:4], "big") >> 2,
-        split=one_of(what + "split", texts.get("split", "all"), ("all", "train", "val")),
-        answer_tags=one_of(what + "answer_tags", texts.get("answer_tags", "true"), ("true", "false")) == "true",
-    )
-
-
-class GymSource:
-    """Makes the rows of a spec. Row i depends on the options, the seed and i alone, and on no other row."""
-
-    def __init__(self, spec: GymSpec) -> None:
-        self.spec = spec
-        self._process = EntryProcess(spec.name, spec.options, spec.seed) if needs_own_process(spec.name) else None
-
-    def row(self, index: int) -> Row:
-        """Row `index` in verl's format; `extra_info.gym` has what scoring needs as plain JSON. Raises DataError."""
-        spec = self.spec
-        if spec.split == "all":
-            return to_row(spec, index, index, self._entry(index))
-        for entry_index in range(index * TRIES, (index + 1) * TRIES):
-            entry = self._entry(entry_index)
-            if split_of_text(entry["question"]) == spec.split:
-                return to_row(spec, index, entry_index, entry)
-        raise DataError(
-            f"{PREFIX}{spec.name}: {TRIES} entries were made for row {index}, and none belongs to split={spec.split}; "
-            f"this data set has too few different questions to be split: leave split out"
-        )
-
-    def _entry(self, entry_index: int) -> dict[str, Any]:
-        spec = self.spec
-        if self._process is not None:
-            return self._process.entry(entry_index)
-        try:
-            return gym.make_entry(spec.name, spec.options, spec.seed, entry_index)
-        except Exception as error:  # the package's generators: whatever they raise is about this row
-            raise DataError(f"{PREFIX}{spec.name}, entry {entry_index}: {type(error).__name__}: {error}") from error
-
-
-def to_row(spec: GymSpec, index: int, entry_index: int, entry: dict[str, Any]) -> Row:
-    """The entry in verl's row format; metadata without a plain form is left out, and made again where it is scored."""
-    carried: dict[str, Any] = {"options": dict(spec.options), "seed": spec.seed, "entry": entry_index}
-    try:
-        carried["metadata"] = gym.encode(entry["metadata"])
-    except TypeError:
-        if spec.name in gym.HASH_DEPENDENT:
-            raise
-    return {
-        "data_source": gym.SOURCE_PREFIX + spec.name,
-        "prompt": [{"role": "user", "content": entry["question"] + (INSTRUCTION if spec.answer_tags else "")}],
-        "ability": gym.category(spec.name),
-        "reward_model": {"style": "rule", "ground_truth": entry["answer"]},
-        "extra_info": {"split": spec.split, "index": index, "gym": carried},
-    }
 
 
 def reasoning_gym_rows(spec: str) -> LazyRows:
-    """The rows that `reasoning_gym:NAME?option=value&...` stands for. Raises ConfigError for a wrong spec."""
-    source = GymSource(parse(spec))
-    return LazyRows(source.spec.num_rows, source.row)
+    """Return the rows that `reasoning_gym:NAME?option=value&...` stands for. Raises ConfigError for a wrong spec."""
+    name, texts = split_options(spec)
+    name = name.removeprefix(PREFIX)
+    if "size" in texts:
+        raise ConfigError(f"{PREFIX}{name}: size is called num_rows here")
+    own = {key: text for key, text in texts.items() if key in OWN_OPTIONS}
+    options = tuple(sorted((key, text) for key, text in texts.items() if key not in own))
+    # Built once here, which checks name and options.
+    gym.build(name, options, 0)
+    return _rows(name, options, **typed_options(f"{PREFIX}{name}", _rows, own))
+
+
+def _rows(
+    name: str,
+    options: gym.Options,
+    *,
+    num_rows: Count = 1000,
+    seed: Seed = 0,
+    split: Literal["all", "train", "val"] = "all",
+    answer_tags: bool = True,
+) -> LazyRows:
+    """Return the rows of a data set with these options of the package's own, as text.
+
+    `split`: train and val share no question. `answer_tags`: the prompt asks for <answer> tags. Row i depends on the options,
+    the seed and i alone, and on no other row.
+    """
+    # Drawn from the user's, so that seeds 0 and 1 do not share all rows but one.
+    seed = int.from_bytes(hashlib.sha256(f"{PREFIX}{seed}".encode()).digest()[:4], "big") >> 2
+    process = EntryProcess(name, options, seed) if needs_own_process(name) else None
+
+    def entry(number: int) -> dict[str, Any]:
+        if process is not None:
+            return process.entry(number)
+        try:
+            return gym.make_entry(name, options, seed, number)
+        except Exception as error:  # the package's generators: whatever they raise is about this row
+            raise DataError(f"{PREFIX}{name}, entry {number}: {type(error).__name__}: {error}") from error
+
+    def row(index: int) -> Row:
+        """Return row `index` in verl's format; `extra_info.gym` has what scoring needs as plain JSON."""
+        number, found = index, None
+        if split == "all":
+            found = entry(index)
+        for number in () if found else range(index * TRIES, (index + 1) * TRIES):
+            made = entry(number)
+            if split_of_text(made["question"]) == split:
+                found = made
+                break
+        if found is None:
+            raise DataError(
+                f"{PREFIX}{name}: {TRIES} entries were made for row {index}, and none belongs to split={split}; "
+                f"this data set has too few different questions to be split: leave split out"
+            )
+        carried: dict[str, Any] = {"options": dict(options), "seed": seed, "entry": number}
+        try:
+            carried["metadata"] = gym.encode(found["metadata"])
+        except TypeError:  # metadata without a plain form are made again where the row is scored
+            if name in gym.HASH_DEPENDENT:
+                raise
+        return {
+            "data_source": gym.SOURCE_PREFIX + name,
+            "prompt": [{"role": "user", "content": found["question"] + (INSTRUCTION if answer_tags else "")}],
+            "ability": gym.category(name),
+            "reward_model": {"style": "rule", "ground_truth": found["answer"]},
+            "extra_info": {"split": split, "index": index, "gym": carried},
+        }
+
+    return LazyRows(num_rows, row)
+
+
+OWN_OPTIONS = tuple(name for name, one in inspect.signature(_rows).parameters.items() if one.kind is one.KEYWORD_ONLY)
+"""The options that are not the package's."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import typing
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
 
+from grpo_rl.data.sources.source import split_options
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
 from grpo_rl.data.tasks.games.fact_chains import fact_chains
@@ -15,13 +13,12 @@ from grpo_rl.data.tasks.games.game_rows import episodes
 from grpo_rl.data.tasks.games.grid_maps import grid_world
 from grpo_rl.data.tasks.games.secret_numbers import number_guessing
 from grpo_rl.data.tasks.games.secret_words import word_game
-from grpo_rl.data.tasks.made_rows import Row
-from grpo_rl.data.tasks.options import split_spec
+from grpo_rl.data.tasks.made_rows import Row, typed_options
 from grpo_rl.data.tasks.rated_sums import rated_sums
 from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
 from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
-from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.registry import Registry, calling_user_function, out_of_bounds
+from grpo_rl.errors import DataError
+from grpo_rl.registry import Registry, calling_user_function
 
 TASK_PREFIX = "task:"
 PREFIX = (TASK_PREFIX, GYM_PREFIX)
@@ -47,9 +44,11 @@ def task_rows(spec: str) -> Sequence[Row]:
     """
     if spec.startswith(GYM_PREFIX):
         return reasoning_gym_rows(spec)
-    name, texts = split_spec(spec, TASK_PREFIX)
+    name, texts = split_options(spec)
+    name = name.removeprefix(TASK_PREFIX)
     task = TASKS.get(name)
-    options = _typed(name, task, texts)
+    TASKS.check_options(name, texts)
+    options = typed_options(f"task {name!r}", task, texts)
     if name in TASKS:
         return task(**options)
     called = f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
@@ -61,31 +60,4 @@ def task_rows(spec: str) -> Sequence[Row]:
 
 def is_built_in(spec: str) -> bool:
     """Return whether the task is one of ours, and no function of the user's."""
-    return spec.startswith(GYM_PREFIX) or split_spec(spec, TASK_PREFIX)[0] in TASKS
-
-
-def _typed(name: str, task: Callable[..., Sequence[Row]], texts: dict[str, str]) -> dict[str, Any]:
-    TASKS.check_options(name, texts)
-    kinds = typing.get_type_hints(task)
-    known = inspect.signature(task).parameters
-    options = {key: _value(f"task {name!r}: {key}", text, kinds.get(key, str)) for key, text in texts.items() if key in known}
-    if problems := out_of_bounds(f"task {name!r}", task, options):
-        raise ConfigError(problems)
-    return options
-
-
-def _value(what: str, text: str, kind: Any) -> Any:
-    """`text` as a value of the annotated type `kind`."""
-    if typing.get_origin(kind) is Literal:
-        choices = typing.get_args(kind)
-        if text not in choices:
-            raise ConfigError(f"{what}={text} must be one of {', '.join(choices)}")
-        return text
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ConfigError(f"{what}={text} must be true or false")
-        return text == "true"
-    try:
-        return kind(text)
-    except ValueError:
-        raise ConfigError(f"{what}={text} must be {'a whole number' if kind is int else f'of type {kind.__name__}'}") from None
+    return spec.startswith(GYM_PREFIX) or spec.removeprefix(TASK_PREFIX).partition("?")[0] in TASKS

@@ -1,4 +1,4 @@
-"""Rows to learn from: conversations, and which of their tokens the assistant wrote.
+"""Demonstrations: conversations to learn from, which of their tokens the assistant wrote, and the batches that they make.
 
 A row has chat `messages` (as verl's MultiTurnSFTDataset reads them), or a prompt and a response, or it is a line of the
 rollouts that a run wrote. Its trained tokens are exactly those that the chat template makes of the assistant's turns.
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.config.derived import longest_sequence
+from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import column
-from grpo_rl.data.sources.source import BadRow, check_values, wrong
+from grpo_rl.data.row_set import RowSet, batch_of_sequences
+from grpo_rl.data.rows import BadRow, check_values, column, wrong
+from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.types import Batch
 
 ASSISTANT = "assistant"
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -130,8 +133,8 @@ def _options(row: dict[str, Any], where: str, config: DataConfig) -> dict[str, A
 class Tokenizing:
     """Turns conversations into tokens, as `data` of the configuration says, and finds those that the assistant wrote."""
 
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
-        self.renderer, self.tokenizer = Renderer(config, tokenizer), tokenizer
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer, self.tokenizer = renderer, renderer.tokenizer
         self._marked: bool | None = None
 
     def __call__(self, found: Chat | Rendered, where: str) -> Demonstration:
@@ -254,7 +257,7 @@ def _answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Demonstrati
 def _rewritten(before: str, now: str, what: str) -> str:
     """Return the reason why a template cannot be used: what it made of the same messages before and with one more."""
     before, now = unmarked(before), unmarked(now)
-    place = next((n for n, (a, b) in enumerate(_pairs(before, now)) if a != b), min(len(before), len(now)))
+    place = next((n for n, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
     start = max(0, place - 20)
     return (
         f"the chat template does not only append: with {what} the text before it is another one, "
@@ -263,5 +266,74 @@ def _rewritten(before: str, now: str, what: str) -> str:
     )
 
 
-def _pairs(one: str, other: str) -> Iterator[tuple[str, str]]:
-    return zip(one, other, strict=False)
+# ---- a whole data set --------------------------------------------------------------------------------
+
+
+class DemonstrationSet(RowSet[Demonstration]):
+    """The demonstrations of one or several sources, by their row."""
+
+    ways_out = (
+        "Raise data.max_length, drop such rows with data.filter_overlong_prompts=true, or cut them with "
+        "data.truncation=left, right or middle"
+    )
+
+    def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
+        """Open the sources with the options of a RowSet."""
+        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
+        self._tokenizing = Tokenizing(self.renderer)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return these rows as a batch: see `supervised_batch`."""
+        return supervised_batch([self.row(row) for row in rows])
+
+    def _sizes(self, row: Demonstration) -> tuple[int, int, int]:
+        return len(row.token_ids), len(row.token_ids), len(row.positions)
+
+    def _tokenized(self, row: dict[str, Any], where: str) -> Demonstration:
+        return self._tokenizing(conversation(row, where, self.config), where)
+
+    def _cut(self, row: Demonstration, where: str) -> Demonstration:
+        cut = cut_to(row, self.longest, self.config.truncation)
+        if not len(cut.positions):
+            raise BadRow(
+                f"{where}: has {len(row.token_ids)} tokens, and no trained one is left in the {self.longest} that "
+                f"data.truncation={self.config.truncation} keeps"
+            )
+        return cut
+
+
+def cut_to(found: Demonstration, limit: int, side: str) -> Demonstration:
+    """Return `limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends.
+
+    The first token that is left is not trained, for nothing comes before it.
+    """
+    head = {"left": 0, "right": limit}.get(side, limit // 2)
+    gone = len(found.token_ids) - limit
+    token_ids = np.concatenate([found.token_ids[:head], found.token_ids[head + gone :]])
+    positions = found.positions
+    positions = np.concatenate([positions[positions < head], positions[positions >= head + gone] - gone])
+    return Demonstration(token_ids, positions[positions > 0])
+
+
+def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
+    """Return the demonstrations as a batch, each in a group of its own.
+
+    The prompt of each ends before its first trained token; what is not trained after that is context between turns.
+    """
+    prompt_lengths = [int(found.positions[0]) for found in demonstrations]
+    return batch_of_sequences(demonstrations, prompt_lengths, rewards=1.0)
+
+
+def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
+    """Return one demonstration per row of `task:NAME?...`, for the supervised warm start of an embedded model.
+
+    The answer to imitate is `extra_info.demonstration` where the task made one (it may be wrong on purpose), else the ground truth.
+    """
+    made, truth = (DataConfig(response_key=key) for key in ("extra_info.demonstration", "reward_model.ground_truth"))
+    tokenizing = Tokenizing(Renderer(truth, tokenizer))
+    found = []
+    for number, row in enumerate(task_rows(task)):
+        where = f"{task}, row {number}"
+        config = made if "demonstration" in row["extra_info"] else truth
+        found.append(tokenizing(conversation(row, where, config), where))
+    return found

@@ -8,7 +8,7 @@ number that says by how much the chosen answer is better, for reward models that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,23 +19,9 @@ from torch import Tensor
 from grpo_rl.config.derived import longest_sequence, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import Example, Message, check_messages, column
-from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.sources.numeric_columns import finite
-from grpo_rl.data.sources.source import BadRow, check_values, wrong
-from grpo_rl.data.training_rows.training_set import RowSet
+from grpo_rl.data.row_set import RowSet
+from grpo_rl.data.rows import BadRow, Example, Message, check_messages, check_values, column, finite, prompt_of, wrong
 from grpo_rl.types import Batch, Rollout
-
-
-@dataclass(frozen=True, slots=True)
-class PairColumns:
-    """The names of a pair's columns; a dotted name is a path into objects."""
-
-    prompt: str = "prompt"
-    chosen: str = "chosen"
-    rejected: str = "rejected"
-    margin: str | None = "margin"
-    """None: it is not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,41 +52,39 @@ class Pair:
 # ---- one row -----------------------------------------------------------------------------------------
 
 
-def pair_texts(row: dict[str, Any], where: str, columns: PairColumns = PairColumns()) -> PairTexts:
-    """Return the pair that a row holds.
+def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_margin: bool = False) -> PairTexts:
+    """Return the pair that a row holds, in the columns that `config` names; with its margin, where it has one and it is wanted.
 
     Raises BadRow, with the place, for a missing or empty side, two equal sides, sides that are no answer to one prompt, and
     columns of another type.
     """
     check_values(row, where)
-    chosen, rejected = (column(row, key, where) for key in (columns.chosen, columns.rejected))
-    prompt = column(row, columns.prompt, where, optional=True)
+    chosen, rejected = (column(row, key, where) for key in (config.chosen_key, config.rejected_key))
+    prompt = column(row, config.prompt_key, where, optional=True)
     if isinstance(chosen, list) or isinstance(rejected, list):
-        texts = _of_messages(prompt, chosen, rejected, where, columns)
+        texts = _of_messages(prompt, chosen, rejected, where, config)
     else:
-        texts = _of_texts(prompt, chosen, rejected, where, columns)
-    for key, text in ((columns.chosen, texts[1]), (columns.rejected, texts[2])):
+        texts = _of_texts(prompt, chosen, rejected, where, config)
+    for key, text in ((config.chosen_key, texts[1]), (config.rejected_key, texts[2])):
         if not text.strip():
             raise BadRow(f"{where}: column {key!r} has an empty answer; expected one with text")
     if texts[1] == texts[2]:
         raise BadRow(
-            f"{where}: columns {columns.chosen!r} and {columns.rejected!r} have the same answer; expected two that differ"
+            f"{where}: columns {config.chosen_key!r} and {config.rejected_key!r} have the same answer; expected two that differ"
         )
-    margin = None if columns.margin is None else column(row, columns.margin, where, optional=True)
-    if columns.margin is not None and margin is not None and math.isnan(finite(margin)):
-        raise wrong(where, columns.margin, margin, "a finite number or nothing")
+    margin = row.get("margin") if with_margin else None
+    if margin is not None and math.isnan(finite(margin)):
+        raise wrong(where, "margin", margin, "a finite number or nothing")
     return PairTexts(*texts, None if margin is None else finite(margin))
 
 
-def _of_texts(
-    prompt: Any, chosen: Any, rejected: Any, where: str, columns: PairColumns
-) -> tuple[list[Message] | str, str, str]:
+def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[list[Message] | str, str, str]:
     """Return prompt and answers, where the answers are plain texts."""
-    for key, text in ((columns.chosen, chosen), (columns.rejected, rejected)):
+    for key, text in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         if not isinstance(text, str):
             raise wrong(where, key, text, "a text, or a list of {role, content} messages")
     if prompt is not None:
-        return _prompt(prompt, where, columns.prompt), chosen, rejected
+        return prompt_of(prompt, where, config.prompt_key), chosen, rejected
     # The text that both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a
     # word that is cut in two would be made of other tokens.
     shared = 0
@@ -113,23 +97,23 @@ def _of_texts(
     before = chosen[:shared].rstrip()
     if not before:
         raise BadRow(
-            f"{where}: there is no column {columns.prompt!r}, and {columns.chosen!r} and {columns.rejected!r} do not begin with the "
+            f"{where}: there is no column {config.prompt_key!r}, and {config.chosen_key!r} and {config.rejected_key!r} do not begin with the "
             "same words, which would be the prompt"
         )
     return before, chosen[len(before) :], rejected[len(before) :]
 
 
 def _of_messages(
-    prompt: Any, chosen: Any, rejected: Any, where: str, columns: PairColumns
+    prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig
 ) -> tuple[list[Message] | str, str, str]:
     """Return prompt and answers, where the answers are messages: one from the assistant, or a conversation that ends with it."""
     sides = []
-    for key, side in ((columns.chosen, chosen), (columns.rejected, rejected)):
+    for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         if not isinstance(side, list):
             raise wrong(where, key, side, "a list of {role, content} messages, as the other side has")
         check_messages(side, where, key)
         sides.append(side)
-    before = [] if not isinstance(prompt, list) else _prompt(prompt, where, columns.prompt)
+    before = [] if not isinstance(prompt, list) else prompt_of(prompt, where, config.prompt_key)
     assert isinstance(before, list)
     # A conversation may be given whole although its prompt has a column.
     sides = [side[len(before) :] if before and side[: len(before)] == before else side for side in sides]
@@ -142,32 +126,21 @@ def _of_messages(
         if not messages:
             messages = [{"role": "user", "content": prompt}]
         elif prompt not in asked:
-            raise wrong(where, columns.prompt, prompt, f"what the user says in {columns.chosen!r} and {columns.rejected!r}")
+            raise wrong(
+                where, config.prompt_key, prompt, f"what the user says in {config.chosen_key!r} and {config.rejected_key!r}"
+            )
     if not messages:
         raise BadRow(
-            f"{where}: there is no prompt: neither a column {columns.prompt!r} nor messages that both sides begin with"
+            f"{where}: there is no prompt: neither a column {config.prompt_key!r} nor messages that both sides begin with"
         )
-    for key, side in zip((columns.chosen, columns.rejected), sides, strict=True):
+    for key, side in zip((config.chosen_key, config.rejected_key), sides, strict=True):
         if len(side) != shared + 1 or side[-1]["role"] != "assistant":
             roles = ", ".join(message["role"] for message in side[shared:])
             raise BadRow(f"{where}: column {key!r} goes on with messages of {roles}; expected one of the assistant")
     return messages, sides[0][-1]["content"], sides[1][-1]["content"]
 
 
-def _prompt(value: Any, where: str, key: str) -> list[Message] | str:
-    if isinstance(value, str) and value:
-        return value
-    if not isinstance(value, list) or not value:
-        raise wrong(where, key, value, "a list of {role, content} messages, or a non-empty text")
-    check_messages(value, where, key)
-    return value
-
-
 # ---- a whole data set --------------------------------------------------------------------------------
-
-
-PairRow = Callable[[dict[str, Any], str, DataConfig], PairTexts]
-"""Reads the columns of a row at a place."""
 
 
 class PairSet(RowSet[Pair]):
@@ -177,18 +150,11 @@ class PairSet(RowSet[Pair]):
         "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true: a cut answer would be another one"
     )
 
-    def __init__(
-        self,
-        files: Sequence[str],
-        config: DataConfig,
-        longest: int,
-        tokenizer: Any,
-        bad_rows: BadRows | None,
-        limit: int,
-        row: PairRow,
-    ) -> None:
-        super().__init__(files, config, longest, tokenizer, bad_rows, limit)
-        self.renderer, self._texts = Renderer(config, tokenizer), row
+    def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
+        """Open the sources with the options of a RowSet."""
+        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
+        # Margins are for reward models, whose loss reads them.
+        self._with_margin = trains_only_reward_model(config)
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `pair_batch`."""
@@ -199,37 +165,8 @@ class PairSet(RowSet[Pair]):
         return row.longest, 2 * len(row.prompt_ids) + trained, trained
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Pair:
-        return tokenized_pair(self._texts(row, where, self.config), self.renderer, where)
-
-
-def load_pairs(
-    files: Sequence[str],
-    config: Config,
-    tokenizer: Any,
-    *,
-    max_samples: int,
-    whole: bool = False,
-    bad_rows: BadRows | None = None,
-    note: Callable[[str], None] | None = None,
-) -> PairSet:
-    """Return the rows of all `files`, in order, as pairs; of these the first `max_samples` (-1: all).
-
-    Up to `data.check_rows` rows, or any number that is wanted `whole`, are checked here; of more, a sample. Raises DataError
-    with file, row and column, and ConfigError for a task or template option.
-    """
-    row = pair_row_with_margin if trains_only_reward_model(config) else pair_row
-    found = PairSet(files, config.data, longest_sequence(config), tokenizer, bad_rows, max_samples, row)
-    return found.checked(whole, note)
-
-
-def pair_row(row: dict[str, Any], where: str, config: DataConfig) -> PairTexts:
-    """Return the pair of a row, whose columns `config` names: see `pair_texts`."""
-    return pair_texts(row, where, PairColumns(config.prompt_key, config.chosen_key, config.rejected_key, margin=None))
-
-
-def pair_row_with_margin(row: dict[str, Any], where: str, config: DataConfig) -> PairTexts:
-    """Return the pair of a row with its margin, where the row has one: for reward models, whose loss reads it."""
-    return pair_texts(row, where, PairColumns(config.prompt_key, config.chosen_key, config.rejected_key))
+        texts = pair_texts(row, where, self.config, with_margin=self._with_margin)
+        return tokenized_pair(texts, self.renderer, where)
 
 
 def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str) -> Pair:

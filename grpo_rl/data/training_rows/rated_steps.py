@@ -23,11 +23,8 @@ import torch
 from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import Example, Message, check_messages, column
-from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.sources.numeric_columns import finite
-from grpo_rl.data.sources.source import BadRow, check_values, wrong
-from grpo_rl.data.training_rows.training_set import RowSet, batch_of_sequences
+from grpo_rl.data.row_set import RowSet, batch_of_sequences
+from grpo_rl.data.rows import BadRow, Example, Message, check_values, column, finite, prompt_of, wrong
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
@@ -35,7 +32,6 @@ STEP_MARK = "ки"
 """Math-Shepherd's mark at the end of a step."""
 _FIRST_STEP = "Step 1:"
 _RATINGS = {-1: 0.0, 0: 0.5, 1: 1.0}
-_SEPARATOR = "reward.reward_model.step_separator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +81,7 @@ def rated_row(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts
 
 
 def _of_lists(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts:
-    prompt = column(row, config.prompt_key, where)
-    if isinstance(prompt, list):
-        check_messages(prompt, where, config.prompt_key)
-    if not prompt or not isinstance(prompt, str | list):
-        raise wrong(where, config.prompt_key, prompt, "a list of {role, content} messages, or a non-empty text")
+    prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):
         raise wrong(where, "completions", steps, "a list of texts, the steps")
@@ -220,18 +212,14 @@ class RatedStepSet(RowSet[RatedSteps]):
 
     ways_out = "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true"
 
-    def __init__(
-        self,
-        files: Sequence[str],
-        config: DataConfig,
-        longest: int,
-        tokenizer: Any,
-        separator: str,
-        bad_rows: BadRows | None,
-        limit: int,
-    ) -> None:
-        super().__init__(files, config, longest, tokenizer, bad_rows, limit)
-        self.renderer, self._separator = Renderer(config, tokenizer), separator
+    def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
+        """Open the sources with the options of a RowSet. Raises ConfigError for a tokenizer that does not say where its tokens begin."""
+        if not getattr(tokenizer, "is_fast", False):
+            raise ConfigError("reward.reward_model.step_separator: needs a fast tokenizer, which says where each token begins")
+        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
+        separator = config.reward.reward_model.step_separator
+        assert separator is not None
+        self._separator = separator.replace("\\n", "\n")
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `rated_batch`."""
@@ -276,30 +264,6 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
         np.asarray([place for place, _ in labelled], dtype=np.int64),
         np.asarray([label for _, label in labelled], dtype=np.float32),
     )
-
-
-def load_rated_steps(
-    files: Sequence[str],
-    config: Config,
-    tokenizer: Any,
-    *,
-    max_samples: int,
-    whole: bool = False,
-    bad_rows: BadRows | None = None,
-    note: Callable[[str], None] | None = None,
-) -> RatedStepSet:
-    """Return the rows of all `files`, in order, as rated solutions; of these the first `max_samples` (-1: all).
-
-    Checked as `load_pairs` checks. Raises DataError with file, row and column, and ConfigError for a tokenizer that does not
-    say where its tokens begin.
-    """
-    data, separator = config.data, config.reward.reward_model.step_separator
-    assert separator is not None
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(f"{_SEPARATOR}: needs a fast tokenizer, which says where each token begins")
-    separator = separator.replace("\\n", "\n")
-    found = RatedStepSet(files, data, longest_sequence(config), tokenizer, separator, bad_rows, max_samples)
-    return found.checked(whole, note)
 
 
 def rated_batch(rows: Sequence[RatedSteps]) -> Batch:

@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from grpo_rl.data.draw_order.choose import make_sampler
-from grpo_rl.data.training_rows.conversations import Demonstration
-from grpo_rl.data.training_rows.supervised import supervised_batch
-from grpo_rl.data.training_rows.training_set import TrainingRows
+from grpo_rl.data.draw_order import make_row_order
+from grpo_rl.data.row_set import TrainingRows
+from grpo_rl.data.training_rows.conversations import Demonstration, supervised_batch
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
@@ -33,7 +32,7 @@ class RowSchedule:
         self.context, self.config = context, context.config
         rows = required(context.rows, "rows")
         self.train_data, self.val_data = rows.train, rows.val
-        self.sampler = make_sampler(self.config, self.train_data)
+        self.sampler = make_row_order(self.config, self.train_data)
         self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
         self.trained: Sequence[Rollout] = ()
 

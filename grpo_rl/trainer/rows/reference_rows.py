@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from grpo_rl.checkpoint.files import flush, rename, write_file
-from grpo_rl.data.training_rows.training_set import TrainingRows, TrainingSet
+from grpo_rl.data.row_set import TrainingRows, TrainingSet
 from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
 from grpo_rl.protocols import Actor

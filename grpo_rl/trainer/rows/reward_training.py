@@ -13,7 +13,7 @@ from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 from grpo_rl.algos.scoring_quality import auc, calibration, pair_accuracy, pair_calibration
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
-from grpo_rl.data.training_rows.training_set import TrainingSet
+from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.protocols import TrainedRewardModel
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.trainer.rows.offline import RowSchedule

@@ -12,7 +12,7 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.data.training_rows.training_set import TrainingSet
+from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
 from grpo_rl.types import Batch, Counts, Metrics

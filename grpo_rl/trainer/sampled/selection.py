@@ -11,10 +11,9 @@ import torch
 from grpo_rl.algos.shaping import PassRates, with_signal
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.draw_order.choose import make_sampler
-from grpo_rl.data.draw_order.sampler import Sampler
-from grpo_rl.data.sources.fingerprint import differences
-from grpo_rl.data.training_rows.training_set import TrainingSet
+from grpo_rl.data.draw_order import RowOrder, make_row_order
+from grpo_rl.data.row_set import TrainingSet
+from grpo_rl.data.sources.source import differences
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
@@ -55,7 +54,7 @@ class Selection:
         bound = config.data.retire_above
         self.pass_rates = None if bound is None else PassRates(bound)
         self.allow_change = config.data.allow_change
-        self.sampler = make_sampler(config, data, None if self.pass_rates is None else self.pass_rates.is_retired)
+        self.sampler = make_row_order(config, data, None if self.pass_rates is None else self.pass_rates.is_retired)
 
     def next(self, sample: Sample) -> Selected:
         """Return the rollouts of the next step.
@@ -201,7 +200,7 @@ class Selection:
         )
 
 
-def resume_order(sampler: Sampler, data: PromptDataset | TrainingSet, state: dict[str, Any], *, allow_change: bool) -> bool:
+def resume_order(sampler: RowOrder, data: PromptDataset | TrainingSet, state: dict[str, Any], *, allow_change: bool) -> bool:
     """Let the sampler continue where `state` was taken; return False where the next epoch of other data begins instead.
 
     Raises CheckpointError for data that have changed, unless that is allowed.

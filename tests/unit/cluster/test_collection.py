@@ -19,7 +19,7 @@ from grpo_rl.config.schema.tree import (
     RejectionConfig,
     RolloutConfig,
 )
-from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.terminal.console import Console
@@ -88,7 +88,7 @@ def collect(folder: Path, pool: Pool, *, reward: Odd | None = None, pairs: bool 
 
 
 def prompts_of(config: Config) -> PromptDataset:
-    return load_dataset(config.data.train_files, config.data, build_tokenizer(128), max_samples=-1)
+    return PromptDataset(config.data.train_files, config.data, build_tokenizer(128)).checked()
 
 
 def test_a_collection_writes_the_rows_and_what_became_of_all_responses(tmp_path: Path) -> None:

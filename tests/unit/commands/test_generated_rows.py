@@ -10,8 +10,8 @@ from command_folders import rollout
 
 from grpo_rl.commands.generate import _has_ground_truth, _parser, _plain_prompts, _record, _rows, _write
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.training_rows.pairs import load_pairs
-from grpo_rl.data.training_rows.supervised import load_demonstrations
+from grpo_rl.data.training_rows.conversations import DemonstrationSet
+from grpo_rl.data.training_rows.pairs import PairSet
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 
@@ -35,7 +35,7 @@ def rows(*words: str) -> list[dict]:
 def test_good_ones_are_demonstrations(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"good{suffix}"
     _write(path, rows("--keep", "good"))
-    learnt = load_demonstrations([str(path)], Config(data=DataConfig(responses="rows")), build_tokenizer(128), max_samples=-1)
+    learnt = DemonstrationSet([str(path)], Config(data=DataConfig(responses="rows")), build_tokenizer(128)).checked()
     assert len(learnt) == 1, "the same response twice is one row"
     [row] = rows("--keep", "good")
     assert (row["prompt"], row["response"], row["reward"]) == ("0+1=", "2", 1.0)
@@ -45,7 +45,7 @@ def test_good_ones_are_demonstrations(suffix: str, tmp_path: Path) -> None:
 def test_pairs_are_the_best_and_the_worst_of_a_prompt(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"pairs{suffix}"
     _write(path, rows("--keep", "pairs"))
-    assert len(load_pairs([str(path)], Config(data=DataConfig(responses="rows")), build_tokenizer(128), max_samples=-1)) == 1
+    assert len(PairSet([str(path)], Config(data=DataConfig(responses="rows")), build_tokenizer(128)).checked()) == 1
     [row] = rows("--keep", "pairs")
     assert (row["chosen"], row["rejected"], row["chosen_reward"]) == ("2", "3", 1.0)
 

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.data.rows import example
+from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.row_set import BadRows
+from grpo_rl.data.rows import BadRow, example
 from grpo_rl.data.sources import jsonl
-from grpo_rl.data.sources.bad_rows import BadRows
 from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.sources.source import BadRow
 from grpo_rl.errors import DataError
 from grpo_rl.main import _explain
 from grpo_rl.models.builtin import build_tokenizer
@@ -32,7 +31,7 @@ def line(**columns: object) -> bytes:
 def load(path: Path, action: str = "error", **options: object) -> PromptDataset:
     config = DataConfig(on_bad_row=action, **options)
     bad = BadRows(action, path.parent / "bad_rows.jsonl")
-    return load_dataset([str(path)], config, TOKENIZER, max_samples=-1, bad_rows=bad)
+    return PromptDataset([str(path)], config, TOKENIZER, bad_rows=bad).checked()
 
 
 BAD_LINES = [
@@ -76,7 +75,7 @@ def test_a_line_of_10_mb_is_refused_without_being_parsed(tmp_path: Path, monkeyp
     path.write_bytes(line() + b'{"prompt": "' + b"x" * 10_000_000 + b'"}\n')
     source = open_source(str(path))
     assert len(source) == 2
-    monkeypatch.setattr(jsonl, "_loads", lambda _: pytest.fail("parsed"))
+    monkeypatch.setattr(jsonl, "parse_row", lambda *_: pytest.fail("parsed"))
     with pytest.raises(BadRow, match=r"line 2: the line has 10000014 bytes; expected at most 8388608"):
         source.row(1)
 
@@ -110,7 +109,7 @@ def test_rows_that_are_left_out_are_shown_with_the_file_that_lists_all(tmp_path:
     (tmp_path / "a.jsonl").write_bytes(line() + b"{\n" * 12)
     told: list[str] = []
     bad = BadRows("skip", tmp_path / "bad.jsonl", told.append)
-    load_dataset([str(tmp_path / "a.jsonl")], DataConfig(on_bad_row="skip"), TOKENIZER, max_samples=-1, bad_rows=bad)
+    PromptDataset([str(tmp_path / "a.jsonl")], DataConfig(on_bad_row="skip"), TOKENIZER, bad_rows=bad).checked()
     [message] = told
     assert message.startswith("left out 12 bad rows of the 13 checked: ") and message.count("line ") == 10
     assert message.endswith(f"and 2 more, see {tmp_path}/bad.jsonl")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.sources.source import BadRow
+from grpo_rl.data.prompts import Renderer
+from grpo_rl.data.rows import BadRow
 from grpo_rl.data.training_rows.conversations import Demonstration, Tokenizing, conversation
 from grpo_rl.models.builtin import build_tokenizer
 
@@ -45,7 +46,7 @@ def tokenizer() -> Any:
 
 def found(row: dict[str, Any], tokenizer: Any, **data: Any) -> Demonstration:
     config = DataConfig(**data)
-    return Tokenizing(config, tokenizer)(conversation(row, "f.jsonl, line 3", config), "f.jsonl, line 3")
+    return Tokenizing(Renderer(config, tokenizer))(conversation(row, "f.jsonl, line 3", config), "f.jsonl, line 3")
 
 
 def shown(demonstration: Demonstration, tokenizer: Any) -> str:

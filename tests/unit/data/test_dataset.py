@@ -9,7 +9,7 @@ import pytest
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data import prompts
-from grpo_rl.data.dataset import load_dataset, truncate
+from grpo_rl.data.dataset import PromptDataset, truncate
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.models.builtin import build_tokenizer
 
@@ -37,7 +37,9 @@ def write_jsonl(path, rows):
 
 
 def load(files, tokenizer, max_samples=-1, **options):
-    return load_dataset([files] if isinstance(files, str) else files, DataConfig(**options), tokenizer, max_samples=max_samples)
+    return PromptDataset(
+        [files] if isinstance(files, str) else files, DataConfig(**options), tokenizer, max_samples=max_samples
+    ).checked()
 
 
 # ---- reading ------------------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", [row("1", "short"), row("1" * 20, "long"), row("2", "short too")])
     data = load(name, tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
     assert [data.prompt(i, "u").ground_truth for i in range(len(data))] == ["short", "short too"]
-    assert (data.report.num_rows, data.report.num_dropped, data.report.longest_prompt) == (3, 1, 22)
+    assert (data.report.num_rows, data.report.num_dropped, data.report.longest) == (3, 1, 22)
     assert "1 of 3 rows dropped as too long" in str(data.report)
 
 
@@ -133,7 +135,7 @@ def test_a_prompt_of_exactly_the_limit_is_kept(tmp_path, tokenizer):
 
 def test_truncation_error_names_the_file_the_row_and_the_ways_out(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", [row("1"), row("1" * 20), row("1" * 30)])
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: the prompt has 22 tokens.*=3, as have 1 other rows .*longest: 32"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: the prompt has 22 tokens.*=3; 2 rows are too long .*longest: 32"):
         load(name, tokenizer, max_prompt_length=3)
 
 
@@ -152,7 +154,7 @@ def test_a_cut_prompt_keeps_the_limit_and_its_text_is_what_the_model_sees(tmp_pa
 
 def test_no_rows_left_after_the_filter_is_an_error(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", [row("1" * 20)])
-    with pytest.raises(DataError, match=r"no rows are left: all 1 prompts .*max_prompt_length=3 \(longest: 22\)"):
+    with pytest.raises(DataError, match=r"no rows are left: of 1 checked, 0 are bad and 1 have more than 3 tokens"):
         load(name, tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
 
 
@@ -249,7 +251,7 @@ def test_a_template_that_never_ends_is_stopped_and_named(tmp_path, monkeypatch, 
     with pytest.raises(
         DataError, match=r"a\.jsonl, line 1: the chat template .*endless\.jinja has not rendered .* 0\.3 s: .* loop"
     ):
-        load_dataset([str(tmp_path / "a.jsonl")], config, build_tokenizer(128), max_samples=-1)
+        PromptDataset([str(tmp_path / "a.jsonl")], config, build_tokenizer(128)).checked()
     assert time.monotonic() - started < 5
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0] > 0) == (before, set_before)
 
@@ -261,7 +263,7 @@ def test_a_template_that_never_ends_is_stopped_and_named(tmp_path, monkeypatch, 
 def test_a_template_that_fails_in_any_way_is_an_error_of_the_data(tmp_path, template):
     write_jsonl(tmp_path / "a.jsonl", [row()])
     with pytest.raises(DataError, match=r"line 1: the chat template in data\.chat_template (refuses the messages|makes)"):
-        load_dataset([str(tmp_path / "a.jsonl")], DataConfig(chat_template=template), build_tokenizer(128), max_samples=-1)
+        PromptDataset([str(tmp_path / "a.jsonl")], DataConfig(chat_template=template), build_tokenizer(128)).checked()
 
 
 def test_messages_that_the_template_refuses_are_named(tmp_path):

@@ -8,9 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from grpo_rl.data.draw_order.curriculum import PassRateSampler, weight_of_rate
-from grpo_rl.data.draw_order.mixture import MixedSampler
-from grpo_rl.data.draw_order.sampler import PromptSampler, Sampler
+from grpo_rl.data.draw_order import EpochOrder, MixedOrder, PassRateOrder, RowOrder, weight_of_rate
 from grpo_rl.errors import DataError
 
 
@@ -18,14 +16,14 @@ def rows(batch: list[tuple[int, str]]) -> list[int]:
     return [row for row, _ in batch]
 
 
-def mixed(**options: object) -> MixedSampler:
-    return MixedSampler([4, 100], [3, 1], 8, True, 5, **options)
+def mixed(**options: object) -> MixedOrder:
+    return MixedOrder([4, 100], [3, 1], 8, True, 5, **options)
 
 
 SAMPLERS = {
-    "one order": lambda: PromptSampler(50, 8, True, 5),
-    "by difficulty": lambda: PromptSampler(50, 8, True, 5, difficulty=np.arange(50.0) % 7),
-    "by pass rate": lambda: PassRateSampler(50, 8, 5, 0.1),
+    "one order": lambda: EpochOrder(50, 8, True, 5),
+    "by difficulty": lambda: EpochOrder(50, 8, True, 5, difficulty=np.arange(50.0) % 7),
+    "by pass rate": lambda: PassRateOrder(50, 8, 5, 0.1),
     "mixed": mixed,
     "mixed by pass rate": lambda: mixed(floor=0.1),
 }
@@ -33,7 +31,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_resumed_run_draws_the_same_rows(name: str) -> None:
-    def go_on(sampler: Sampler, num_batches: int) -> list[list[tuple[int, str]]]:
+    def go_on(sampler: RowOrder, num_batches: int) -> list[list[tuple[int, str]]]:
         batches = []
         for _ in range(num_batches):
             batches.append(sampler.next_batch())
@@ -94,7 +92,7 @@ def test_each_source_has_its_share_in_every_batch_and_small_ones_are_repeated() 
 
 
 def test_shares_follow_the_pass_rates_of_the_sources() -> None:
-    sampler = MixedSampler([10, 10], [1, 1], 10, True, 0, floor=0.1)
+    sampler = MixedOrder([10, 10], [1, 1], 10, True, 0, floor=0.1)
     assert sampler.shares.tolist() == [0.5, 0.5]
     sampler.record(3, 0.5)
     sampler.record(12, 1.0)
@@ -116,11 +114,11 @@ def test_a_source_without_a_usable_row_leaves_its_share_to_the_others() -> None:
 
 def test_the_easiest_rows_come_first_in_every_epoch_and_equals_in_a_new_order() -> None:
     difficulty = np.array([3.0, 1.0, 2.0, 1.0, np.nan, 1.0])
-    sampler = PromptSampler(6, 6, True, 0, difficulty=difficulty)
+    sampler = EpochOrder(6, 6, True, 0, difficulty=difficulty)
     orders = [rows(sampler.next_batch()) for _ in range(8)]
     assert all(sorted(order[:3]) == [1, 3, 5] and order[3:] == [2, 0, 4] for order in orders)
     assert len({tuple(order[:3]) for order in orders}) > 1
-    assert rows(PromptSampler(6, 6, False, 0, difficulty=difficulty).next_batch()) == [1, 3, 5, 2, 0, 4]
+    assert rows(EpochOrder(6, 6, False, 0, difficulty=difficulty).next_batch()) == [1, 3, 5, 2, 0, 4]
 
 
 def test_the_weight_of_a_pass_rate_is_highest_at_one_half() -> None:
@@ -129,7 +127,7 @@ def test_the_weight_of_a_pass_rate_is_highest_at_one_half() -> None:
 
 
 def test_prompts_of_medium_pass_rate_are_drawn_more_often() -> None:
-    sampler = PassRateSampler(100, 5, 0, 0.1)
+    sampler = PassRateOrder(100, 5, 0, 0.1)
     for row in range(100):
         sampler.record(row, 0.5 if row < 50 else 1.0)
     drawn = [row for _ in range(200) for row in rows(sampler.next_batch())]
@@ -139,7 +137,7 @@ def test_prompts_of_medium_pass_rate_are_drawn_more_often() -> None:
 
 
 def test_a_batch_by_pass_rate_has_no_row_twice() -> None:
-    sampler = PassRateSampler(10, 10, 0, 0.1)
+    sampler = PassRateOrder(10, 10, 0, 0.1)
     sampler.record(0, 1.0)
     assert sorted(rows(sampler.next_batch())) == list(range(10))
     assert sampler.epoch == 0 and sampler.next_batch() and sampler.epoch == 1
@@ -147,22 +145,22 @@ def test_a_batch_by_pass_rate_has_no_row_twice() -> None:
 
 def test_another_curriculum_or_other_weights_cannot_go_on_in_the_middle() -> None:
     with pytest.raises(DataError, match="curriculum was none, now difficulty"):
-        PromptSampler(5, 2, True, 0, difficulty=np.zeros(5)).load_state_dict(PromptSampler(5, 2, True, 0).state_dict())
+        EpochOrder(5, 2, True, 0, difficulty=np.zeros(5)).load_state_dict(EpochOrder(5, 2, True, 0).state_dict())
     with pytest.raises(DataError, match="weights was"):
         mixed(floor=0.2).load_state_dict(mixed().state_dict())
     with pytest.raises(DataError, match="weights was"):
-        PromptSampler(104, 8, True, 5).load_state_dict(mixed().state_dict())
+        EpochOrder(104, 8, True, 5).load_state_dict(mixed().state_dict())
 
 
 def test_what_decides_the_next_rows_is_logged() -> None:
-    assert PromptSampler(50, 8, True, 5).metrics() == {}
+    assert EpochOrder(50, 8, True, 5).metrics() == {}
     sampler = mixed(floor=0.1)
     assert sampler.metrics() == pytest.approx({"data/share/0": 0.75, "data/share/1": 0.25})
     sampler.record(2, 1.0)  # of source 0, which then has 3/4 * 0.1
     assert sampler.metrics() == pytest.approx(
         {"data/share/0": 0.075 / 0.325, "data/share/1": 0.25 / 0.325, "data/pass_rate/0": 1.0}
     )
-    by_rate = PassRateSampler(50, 8, 5, 0.1)
+    by_rate = PassRateOrder(50, 8, 5, 0.1)
     assert by_rate.metrics() == {"data/seen_fraction": 0.0}
     by_rate.record(7, 0.5)
     by_rate.record(9, 1.0)

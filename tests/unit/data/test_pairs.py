@@ -16,12 +16,10 @@ from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.collate import collate
-from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.sources.source import BadRow
+from grpo_rl.data.row_set import BadRows
+from grpo_rl.data.rows import BadRow
 from grpo_rl.data.training_rows.pairs import (
-    PairColumns,
     PairSet,
-    load_pairs,
     pair_texts,
     pairs_of_groups,
     with_sides,
@@ -85,13 +83,15 @@ HH = "\n\nHuman: 1+1?\n\nAssistant: It"
     ],
 )
 def test_every_format_gives_the_same_pair(row: dict[str, Any], prompt: Any, chosen: str, rejected: str) -> None:
-    texts = pair_texts(row, "a.jsonl, line 1")
+    texts = pair_texts(row, "a.jsonl, line 1", DataConfig(), with_margin=True)
     assert (texts.prompt, texts.chosen, texts.rejected, texts.margin) == (prompt, chosen, rejected, None)
 
 
 def test_other_names_paths_and_a_margin() -> None:
     row = {"question": "1+1=", "answers": {"good": "2", "bad": "3"}, "margin": 2}
-    texts = pair_texts(row, "x", PairColumns("question", "answers.good", "answers.bad"))
+    texts = pair_texts(
+        row, "x", DataConfig(prompt_key="question", chosen_key="answers.good", rejected_key="answers.bad"), with_margin=True
+    )
     assert (texts.prompt, texts.chosen, texts.rejected, texts.margin) == ("1+1=", "2", "3", 2.0)
 
 
@@ -105,7 +105,7 @@ def test_other_names_paths_and_a_margin() -> None:
         ({"prompt": [user("q")], "chosen": [assistant("a")], "rejected": [assistant("a")]}, "have the same answer"),
         ({"prompt": [user("q")], "chosen": [assistant("")], "rejected": [assistant("a")]}, "'chosen' has an empty answer"),
         ({**GOOD, "chosen": 7}, r"column 'chosen' is 7 \(int\)"),
-        ({**GOOD, "prompt": ""}, r"column 'prompt' is '' \(str\); expected a list of .*, or a non-empty text"),
+        ({**GOOD, "prompt": ""}, r"column 'prompt' is '' \(str\); expected a list of .*, or a non-empty string"),
         ({"prompt": [{"role": "user"}], "chosen": "a", "rejected": "b"}, r"column 'prompt\[0\]\.content' is None"),
         ({"chosen": "two", "rejected": "three"}, "no column 'prompt', and 'chosen' and 'rejected' do not begin with the same"),
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "there is no prompt: neither a column 'prompt' nor"),
@@ -127,7 +127,7 @@ def test_other_names_paths_and_a_margin() -> None:
 )
 def test_a_row_that_is_no_pair_is_refused_with_its_place(row: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRow, match=rf"^pairs\.jsonl, line 7: .*{message}"):
-        pair_texts(row, "pairs.jsonl, line 7")
+        pair_texts(row, "pairs.jsonl, line 7", DataConfig(), with_margin=True)
 
 
 # ---- files --------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
 
 def load(file: str, bad_rows: BadRows | None = None, **options: Any) -> PairSet:
     config = Config(data=DataConfig(responses="rows", **options))
-    return load_pairs([file], config, TOKENIZER, max_samples=-1, bad_rows=bad_rows)
+    return PairSet([file], config, TOKENIZER, bad_rows=bad_rows).checked()
 
 
 def test_answers_are_the_tokens_that_the_policy_would_sample_and_its_end(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_long_rows_are_an_error_or_dropped(tmp_path: Path) -> None:
         load(file, max_length=32)
     data = load(file, max_length=32, filter_overlong_prompts=True)
     assert (len(data), data.report.num_dropped) == (1, 2)
-    with pytest.raises(DataError, match="no rows are left: of 1 checked, 0 are bad and 1 are longer than 16 tokens"):
+    with pytest.raises(DataError, match="no rows are left: of 1 checked, 0 are bad and 1 have more than 16 tokens"):
         load(write(tmp_path, {**GOOD, "chosen": "1" * 40}), max_length=16, filter_overlong_prompts=True)
 
 

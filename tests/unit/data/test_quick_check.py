@@ -139,9 +139,7 @@ def test_a_device_is_refused(tmp_path: Path) -> None:
     assert check(tmp_path / "zero.jsonl") == [f"{tmp_path}/zero.jsonl: is a device; expected a regular file"]
 
 
-def test_a_large_file_takes_a_second_and_its_end_and_middle_are_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_file_takes_a_second_and_its_end_is_looked_at(tmp_path: Path) -> None:
     line = lines([GOOD | {"prompt": "x" * 1000}])
     (tmp_path / "a.jsonl").write_bytes(line * 200_000 + b"{" + b'"a": "' + b"x" * 1000)
     piece = pa.Table.from_pylist([GOOD | {"extra_info": {"index": i}} for i in range(1000)])
@@ -149,12 +147,7 @@ def test_a_large_file_takes_a_second_and_its_end_and_middle_are_looked_at(
     start = time.process_time()
     found = check(tmp_path / "a.jsonl", tmp_path / "b.parquet")
     assert time.process_time() - start < 5
-    assert len(found) == 1 and found[0].startswith(f"{tmp_path}/a.jsonl, line 200001, column 7: broken JSON")
-    monkeypatch.setattr(quick_check, "BUDGET_S", 0.0)
-    (tmp_path / "a.jsonl").write_bytes(line * 1000 + b"{\n" * 500_000 + line * 1000)
-    found = check(tmp_path / "a.jsonl")
-    places = [int(re.findall(r"a\.jsonl, line ([0-9]+), column 2: broken JSON", problem)[0]) for problem in found]
-    assert len(places) > 3 and all(1000 < place <= 501_000 for place in places)
+    assert len(found) == 1 and found[0].startswith(f"{tmp_path}/a.jsonl, the last line, column 7: broken JSON")
 
 
 def test_many_files_share_the_time(tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from grpo_rl.config.schema.tree import (
     TrainerConfig,
 )
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.sources.source import BadRow
+from grpo_rl.data.rows import BadRow
 from grpo_rl.data.tasks.rated_sums import rated_sums, written
-from grpo_rl.data.training_rows.rated_steps import load_rated_steps, rated_batch, rated_row, tokenized_steps
+from grpo_rl.data.training_rows.rated_steps import RatedStepSet, rated_batch, rated_row, tokenized_steps
 from grpo_rl.errors import DataError
 from grpo_rl.models import builtin
 from grpo_rl.rewards.models.rendering import Renderer as Scoring
@@ -106,9 +106,9 @@ def test_all_bad_rows_of_a_file_are_named_with_their_lines(tokenizer, tmp_path):
     rows = [LISTS, {**LISTS, "labels": [True]}, LISTS, {**LISTS, "completions": ["", "b"]}]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     with pytest.raises(DataError) as caught:
-        load_rated_steps([str(file)], config(), tokenizer, max_samples=-1)
+        RatedStepSet([str(file)], config(), tokenizer).checked()
     assert "line 2" in str(caught.value) and "line 4" in str(caught.value) and "line 3" not in str(caught.value)
-    found = load_rated_steps([str(file)], config(on_bad_row="skip"), tokenizer, max_samples=-1)
+    found = RatedStepSet([str(file)], config(on_bad_row="skip"), tokenizer).checked()
     assert len(found) == 2 and found.report.num_bad == 2
 
 
@@ -161,6 +161,6 @@ def test_the_embedded_task_ends_with_its_first_wrong_step():
 
 @pytest.mark.skipif(not PRM800K.is_file(), reason="PRM800K's file is not there")
 def test_prm800k_is_read_whole(tokenizer):
-    found = load_rated_steps([str(PRM800K)], config(on_bad_row="skip"), tokenizer, max_samples=1000, whole=True)
+    found = RatedStepSet([str(PRM800K)], config(on_bad_row="skip"), tokenizer, max_samples=1000).checked(whole=True)
     labels = [float(found.row(row).labels[0]) for row in range(len(found))]
     assert len(found) > 800 and set(labels) == {0.0, 0.5, 1.0} and found.report.num_bad < 150

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
+from grpo_rl.data.training_rows.conversations import DemonstrationSet
 from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows, parts_of, reading
-from grpo_rl.data.training_rows.supervised import load_demonstrations
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.types import Prompt, Rollout
 
@@ -61,7 +61,7 @@ def test_a_collected_row_is_read_as_the_tokens_that_were_sampled(tmp_path: Path,
     # The columns of the prompts are the user's; collected rows have their own.
     data = DataConfig(responses="initial_policy", prompt_key="question", response_key="extra.answer", system_prompt="Be right.")
     config = reading(Config(data=data), str(file))
-    rows = load_demonstrations(config.data.train_files, config, build_tokenizer(128), max_samples=-1)
+    rows = DemonstrationSet(config.data.train_files, config, build_tokenizer(128)).checked()
     for number, one in enumerate(sampled):
         expected = np.concatenate([one.prompt.token_ids, one.response_ids])
         assert rows.row(number).token_ids.tolist() == expected.tolist()

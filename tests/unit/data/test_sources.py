@@ -19,12 +19,12 @@ import pytest
 
 from grpo_rl import hub
 from grpo_rl.config.schema.tree import Config, CustomClsConfig, DataConfig
-from grpo_rl.data import dataset
-from grpo_rl.data.dataset import PromptDataset, load_dataset
-from grpo_rl.data.draw_order.choose import make_sampler
+from grpo_rl.data import row_set
+from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.sources import tables
-from grpo_rl.data.sources.fingerprint import differences
 from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.source import differences
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.trainer.sampled.selection import Selection
@@ -47,7 +47,7 @@ def write(path: Path, rows: list[Any]) -> str:
 
 
 def load(files: str | list[str], **options: Any) -> PromptDataset:
-    return load_dataset([files] if isinstance(files, str) else files, DataConfig(**options), TOKENIZER, max_samples=-1)
+    return PromptDataset([files] if isinstance(files, str) else files, DataConfig(**options), TOKENIZER).checked()
 
 
 def truths(data: PromptDataset) -> list[Any]:
@@ -85,7 +85,7 @@ def test_a_folder_that_datasets_saved_is_read_in_its_order(tmp_path: Path) -> No
     datasets.DatasetDict({"train": saved, "test": saved.select([4])}).save_to_disk(tmp_path / "splits")
     assert truths(load(str(tmp_path / "one"))) == ["0", "1", "2", "3", "4", "5"]
     assert truths(load(f"{tmp_path}/splits?split=test")) == ["4"]
-    with pytest.raises(DataError, match=r"has the splits train, test; name one: .*\?split=NAME"):
+    with pytest.raises(DataError, match=r"has the splits test, train; name one: .*\?split=NAME"):
         load(str(tmp_path / "splits"))
 
 
@@ -211,7 +211,7 @@ def test_a_class_of_ones_own_gives_the_rows(tmp_path: Path) -> None:
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PromptDataset]:
     """Makes 30 rows, of which 20 are checked: rows 0 to 9, and 10, 12, 14, ... of the rest."""
-    monkeypatch.setattr(dataset, "CHECKED_OF_MANY", 10)
+    monkeypatch.setattr(row_set, "CHECKED_OF_MANY", 10)
 
     def make(changes: dict[int, Any], **options: Any) -> PromptDataset:
         name = write(tmp_path / "large.jsonl", [changes.get(number, row(number % 10)) for number in range(30)])
@@ -232,7 +232,7 @@ def test_a_row_of_large_data_is_parsed_when_it_is_drawn(large: Callable[..., Pro
 def test_bad_and_long_rows_that_are_met_late_are_passed_over_every_time(large: Callable[..., PromptDataset]) -> None:
     options = {"on_bad_row": "skip", "filter_overlong_prompts": True, "max_prompt_length": 8, "train_batch_size": 4}
     data = large({13: "{broken\n", 15: row(10**20)}, shuffle=False, **options)
-    sampler = make_sampler(Config(data=data.config), data, None)
+    sampler = make_row_order(Config(data=data.config), data, None)
     for _ in range(2):
         sampler.seek({"epoch": 0, "position": 11})
         assert [number for number, _ in sampler.next_batch()] == [11, 12, 14, 16]
@@ -252,14 +252,14 @@ def test_a_bad_row_among_the_checked_ones_is_told_before_the_start(large: Callab
 def test_difficulty_is_read_from_every_row(tmp_path: Path) -> None:
     name = write(tmp_path / "a.jsonl", [row(number) for number in (1, 3, 2)])
     data = load(name, curriculum="difficulty", train_batch_size=3)
-    sampler = make_sampler(Config(data=data.config), data, None)
+    sampler = make_row_order(Config(data=data.config), data, None)
     assert [number for number, _ in sampler.next_batch()] == [1, 2, 0]
     rows = [row(0, extra_info={"difficulty": value}) for value in ("hard", 2, 1)]
     bad = write(tmp_path / "b.jsonl", rows)
     with pytest.raises(DataError, match=r"line 1: column 'extra_info\.difficulty' is 'hard' \(str\); expected a number"):
         load(bad, curriculum="difficulty").difficulty()
     data = load(bad, curriculum="difficulty", on_bad_row="skip", train_batch_size=2)
-    sampler = make_sampler(Config(data=data.config), data, None)
+    sampler = make_row_order(Config(data=data.config), data, None)
     assert [number for _ in range(2) for number, _ in sampler.next_batch()] == [2, 1, 2, 1]
 
 

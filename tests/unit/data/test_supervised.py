@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.sources.bad_rows import BadRows
-from grpo_rl.data.training_rows.conversations import Demonstration
-from grpo_rl.data.training_rows.supervised import DemonstrationSet, cut_to, load_demonstrations, supervised_batch
+from grpo_rl.data.row_set import BadRows
+from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet, cut_to, supervised_batch
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 
@@ -26,7 +25,7 @@ def load(path: Path, rows: list[Any], tokenizer: Any, **data: Any) -> Demonstrat
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(responses="rows", train_files=[str(path)], **data)
     whole = Config(data=config)
-    return load_demonstrations([str(path)], whole, tokenizer, max_samples=-1, bad_rows=BadRows(config.on_bad_row))
+    return DemonstrationSet([str(path)], whole, tokenizer, bad_rows=BadRows(config.on_bad_row)).checked()
 
 
 def pair(prompt: str, response: str) -> dict[str, str]:
@@ -95,7 +94,7 @@ def test_a_folder_of_rollouts_is_data(tokenizer: Any, tmp_path: Path) -> None:
     for step in (1, 2):
         (folder / f"step_{step}.jsonl").write_text(json.dumps(record | {"finish_reason": "stop", "response": str(step)}) + "\n")
     config = Config(data=DataConfig(responses="rows"))
-    data = load_demonstrations([str(folder)], config, tokenizer, max_samples=-1)
+    data = DemonstrationSet([str(folder)], config, tokenizer).checked()
     assert [tokenizer.decode(data.row(row).token_ids) for row in (0, 1)] == [
         "<|user|>1+1<|assistant|>1<|end|>",
         "<|user|>1+1<|assistant|>2<|end|>",

@@ -135,11 +135,6 @@ def test_a_wrong_spec_is_refused_with_the_rule(spec, message):
         task_rows(spec)
 
 
-def test_a_misspelt_split_given_from_python_is_refused():
-    with pytest.raises(ConfigError, match="must be train or val"):
-        arithmetic(split="test")  # type: ignore[arg-type]
-
-
 OWN_TASK = """
 def rows(n: int = 2, fail: bool = False):
     if fail:

@@ -12,6 +12,7 @@ import pytest
 from game_players import play, reached, says, start_of
 
 from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.tasks.games.fact_chains import fact_chains, world
 from grpo_rl.data.tasks.games.grid_maps import Grid, grid_world
 from grpo_rl.data.tasks.games.secret_numbers import number_guessing
@@ -96,7 +97,7 @@ def test_the_embedded_models_tokenizer_finds_every_move_of_random_play() -> None
     for spec, _ in PLAYED[:5]:
         row = task_rows(spec)[0]
         config = DataConfig()
-        found = Tokenizing(config, tokenizer)(conversation(row, "row 0", config), "row 0")
+        found = Tokenizing(Renderer(config, tokenizer))(conversation(row, "row 0", config), "row 0")
         trained = tokenizer.decode(found.token_ids[found.positions])
         moves = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
         assert trained == "".join(f"{move}<|end|>" for move in moves)

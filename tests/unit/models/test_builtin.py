@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from grpo_rl.data.tasks.demonstrations import demonstrations
+from grpo_rl.data.training_rows.conversations import task_demonstrations
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin
 from grpo_rl.models.builtin import BUILTINS, build, build_tokenizer, cache_folder, get_builtin, vocabulary
@@ -131,7 +131,7 @@ def test_a_vocabulary_that_cannot_hold_the_characters_is_refused():
 def learnt(task, tokenizer):
     """Each prompt with what is trained after it."""
     pairs = []
-    for shown in demonstrations(task, tokenizer):
+    for shown in task_demonstrations(task, tokenizer):
         first = int(shown.positions[0])
         assert shown.positions.tolist() == list(range(first, len(shown.token_ids)))
         pairs.append((tokenizer.decode(shown.token_ids[:first]), tokenizer.decode(shown.token_ids[first:])))

@@ -21,10 +21,9 @@ from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.cluster.launch import newest_best
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import PolicyLossConfig
-from grpo_rl.data.training_rows.conversations import Demonstration
-from grpo_rl.data.training_rows.pairs import load_pairs
-from grpo_rl.data.training_rows.supervised import load_demonstrations, supervised_batch
-from grpo_rl.data.training_rows.training_set import TrainingRows
+from grpo_rl.data.row_set import TrainingRows
+from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet, supervised_batch
+from grpo_rl.data.training_rows.pairs import PairSet
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
@@ -113,8 +112,8 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
     config = settled(replace(base, data=type(base.data)(**data), actor_rollout_ref=parts))
     tokenizer = build_tokenizer(128)
     task = f"task:arithmetic?num_rows={rows}"
-    train = load_demonstrations([task], config, tokenizer, max_samples=-1)
-    held_out = load_demonstrations(["task:arithmetic?num_rows=3&split=val"], config, tokenizer, max_samples=-1) if val else None
+    train = DemonstrationSet([task], config, tokenizer).checked()
+    held_out = DemonstrationSet(["task:arithmetic?num_rows=3&split=val"], config, tokenizer).checked() if val else None
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
@@ -136,9 +135,7 @@ def run_on_pairs(folder: Path, actor: Learner, total_steps: int, **trainer: Any)
     parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode="dpo")))
     data = replace(base.data, responses="rows", train_batch_size=2, **keys)
     config = settled(replace(base, data=data, actor_rollout_ref=parts))
-    train, val = (
-        load_pairs([f"{PAIRED}&{more}"], config, tokenizer, max_samples=-1) for more in ("num_rows=6", "num_rows=3&split=val")
-    )
+    train, val = (PairSet([f"{PAIRED}&{more}"], config, tokenizer).checked() for more in ("num_rows=6", "num_rows=3&split=val"))
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.training_rows.pairs import PairSet, load_pairs
-from grpo_rl.data.training_rows.training_set import TrainingRows
+from grpo_rl.data.row_set import TrainingRows
+from grpo_rl.data.training_rows.pairs import PairSet
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.terminal.console import Console
@@ -43,7 +43,7 @@ class Policy:
 def pairs(folder: Path, rows: list[dict[str, Any]], **options: Any) -> PairSet:
     file = folder / "pairs.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_pairs([str(file)], Config(data=DataConfig(responses="rows", **options)), TOKENIZER, max_samples=-1)
+    return PairSet([str(file)], Config(data=DataConfig(responses="rows", **options)), TOKENIZER).checked()
 
 
 def prepare(folder: Path, rows: TrainingRows, policy: Any) -> ReferenceRows:

@@ -16,7 +16,7 @@ from grpo_rl.config.schema.tree import (
     OverlongBufferConfig,
     RewardConfig,
 )
-from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import ConfigError, DataError, RewardError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.trainer.sampled.selection import Selection, check_metric, metric_of
@@ -30,7 +30,7 @@ MIXED, SOLVED, FAILED = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
 @pytest.fixture(scope="module")
 def data() -> PromptDataset:
     config = DataConfig(max_prompt_length=32)
-    return load_dataset(["task:arithmetic?num_rows=6"], config, build_tokenizer(128), max_samples=-1)
+    return PromptDataset(["task:arithmetic?num_rows=6"], config, build_tokenizer(128)).checked()
 
 
 def config_of(groups: Mapping[str, Any] | None = None, **data: Any) -> Config:

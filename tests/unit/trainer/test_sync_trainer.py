@@ -14,7 +14,7 @@ import torch
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, TrainerConfig
 from grpo_rl.data.collate import with_rollout_logprobs
-from grpo_rl.data.dataset import PromptDataset, load_dataset
+from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
@@ -177,7 +177,7 @@ def make_config(algorithm: AlgorithmConfig | None = None, save_contents: list[st
 
 
 def dataset(name: str) -> PromptDataset:
-    return load_dataset([name], DataConfig(max_prompt_length=32), build_tokenizer(128), max_samples=-1)
+    return PromptDataset([name], DataConfig(max_prompt_length=32), build_tokenizer(128)).checked()
 
 
 @pytest.fixture

@@ -1,0 +1,391 @@
+"""The order in which rows are trained on: seeded per epoch, mixed, by difficulty or by pass rates, resumable to the exact row."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from grpo_rl.config import derived
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.row_set import TrainingSet
+from grpo_rl.errors import ConfigError, DataError
+
+Usable = Callable[[int], bool]
+"""A function that returns whether a row may be drawn: neither retired nor found unusable."""
+RATE_MEMORY = 0.9
+"""The share of a source's pass rate that stays when one more group is scored."""
+
+
+class RowOrder(ABC):
+    """Draws rows, batch after batch. Where drawing fails, nothing has moved on."""
+
+    wants_rates = False
+    """True where rows are drawn by pass rates, which therefore have to be recorded."""
+
+    def __init__(
+        self, num_rows: int, batch_size: int, *, size_key: str = "data.train_batch_size", is_usable: Usable = lambda row: True
+    ) -> None:
+        """`size_key` is the key that set the batch's size. Raises ConfigError for a batch that is larger than the data."""
+        if num_rows < batch_size:
+            raise ConfigError(
+                f"{size_key}={batch_size} is larger than the training data, which has {num_rows} rows: "
+                f"give a batch of at most {num_rows}, or more data"
+            )
+        self.batch_size = self.least_rows = batch_size
+        """`least_rows` is the number of rows that must not be retired for another batch."""
+        self.epoch = 0
+        """The epoch, from 0, of the batch that was drawn last."""
+        self._num_rows, self._is_usable = num_rows, is_usable
+
+    @abstractmethod
+    def next_batch(self) -> list[tuple[int, str]]:
+        """Return `batch_size` pairs of row index and uid, which names the occurrence and ends in `-r` and the row.
+
+        Raises DataError when fewer rows than that can be drawn.
+        """
+
+    def record(self, row: int, rate: float) -> None:
+        """Take in the share of a row's responses that passed; only where `wants_rates`."""
+        del row, rate
+
+    def metrics(self) -> dict[str, float]:
+        """Return what decides which rows come next, for the log; nothing where the seed alone does."""
+        return {}
+
+    @abstractmethod
+    def position(self) -> dict[str, Any]:
+        """Return where it is; small."""
+
+    @abstractmethod
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go back to where `position` was taken."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, what was recorded, and what the order depends on."""
+        return self.position() | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises DataError when the order would be another one."""
+        now = self._identity()
+        changes = [f"{key} was {state.get(key)}, now {value}" for key, value in now.items() if state.get(key) != value]
+        if changes:
+            raise DataError(f"cannot resume in the middle of the training data, its order has changed: {'; '.join(changes)}")
+        self.seek(state)
+
+    @abstractmethod
+    def start_after(self, state: dict[str, Any]) -> None:
+        """Begin the epoch after the one of `state`, which may be of other data."""
+
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """Return what the order depends on."""
+
+    def _first_usable(self, rows: Iterator[int]) -> tuple[list[int], int] | None:
+        """Return the first usable rows of these, a batch, and how many were looked at; None where there are fewer."""
+        found: list[int] = []
+        for number, row in enumerate(rows, start=1):
+            if self._is_usable(row):
+                found.append(row)
+                if len(found) == self.batch_size:
+                    return found, number
+        return None
+
+    def _too_few(self) -> DataError:
+        return DataError(
+            f"fewer than {self.batch_size} of {self._num_rows} training rows are left, the others are retired or cannot be used"
+        )
+
+
+class EpochOrder(RowOrder):
+    """Batches of rows, epoch after epoch; the order is a function of (seed, epoch, difficulty) and of nothing else.
+
+    With a `difficulty` per row the easiest come first in every epoch, and equals in a seeded order. Rows left over at the
+    end of an epoch, fewer than a batch, are dropped (verl's `drop_last`). Rows that are not usable when their turn comes
+    are skipped.
+    """
+
+    def __init__(
+        self, num_rows: int, batch_size: int, shuffle: bool, seed: int, *, difficulty: np.ndarray | None = None, **options: Any
+    ) -> None:
+        super().__init__(num_rows, batch_size, **options)
+        self._shuffle, self._seed, self._difficulty = shuffle, seed, difficulty
+        self._position = 0
+        self._order = self._order_of(0)
+
+    def next_batch(self) -> list[tuple[int, str]]:
+        epoch, position, order = self.epoch, self._position, self._order
+        taken = self._first_usable(map(int, order[position:]))
+        if taken is None:
+            epoch, position, order = epoch + 1, 0, self._order_of(epoch + 1)
+            taken = self._first_usable(map(int, order))
+        if taken is None:
+            raise self._too_few()
+        rows, num_looked_at = taken
+        self.epoch, self._position, self._order = epoch, position + num_looked_at, order
+        return [(row, f"e{epoch}-r{row}") for row in rows]
+
+    def position(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "position": self._position}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        self.epoch, self._position = position["epoch"], position["position"]
+        self._order = self._order_of(self.epoch)
+
+    def start_after(self, state: dict[str, Any]) -> None:
+        self.seek({"epoch": int(state["epoch"]) + 1, "position": 0})
+
+    def _identity(self) -> dict[str, Any]:
+        order = "none" if self._difficulty is None else "difficulty"
+        return {"num_rows": self._num_rows, "shuffle": self._shuffle, "seed": self._seed, "curriculum": order, "weights": None}
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return order_of(self._num_rows, (self._seed, epoch) if self._shuffle else None, self._difficulty)
+
+
+class PassRateOrder(RowOrder):
+    """Batches drawn without replacement inside a batch, with probabilities by the latest pass rate of each row.
+
+    Rows may come again in the next batch, or not at all for long: an epoch is as many draws as there are rows. Which
+    rows are drawn is a function of the seed, the number of the draw and the pass rates so far (Gumbel top-k,
+    arXiv 1903.06059).
+    """
+
+    wants_rates = True
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int, floor: float, **options: Any) -> None:
+        super().__init__(num_rows, batch_size, **options)
+        self._seed, self._floor = seed, floor
+        self._num_draws = self._num_drawn = self._first_epoch = 0
+        self._rates = np.full(num_rows, np.nan)
+
+    def next_batch(self) -> list[tuple[int, str]]:
+        taken = self._first_usable(self._by_priority())
+        if taken is None:
+            raise self._too_few()
+        self.epoch = self._first_epoch + self._num_drawn // self._num_rows
+        batch = [(row, f"d{self._num_draws}-r{row}") for row in taken[0]]
+        self._num_draws += 1
+        self._num_drawn += self.batch_size
+        return batch
+
+    def _by_priority(self) -> Iterator[int]:
+        noise = np.random.default_rng((self._seed, self._num_draws)).gumbel(size=self._num_rows)
+        keys = -(np.log(weight_of_rate(self._rates, self._floor)) + noise)
+        # Nearly always the best few are enough, and finding them is ten times cheaper than ordering a million.
+        few = min(2 * self.batch_size + 64, self._num_rows)
+        best = np.argpartition(keys, few - 1)[:few]
+        yield from best[np.argsort(keys[best], kind="stable")].tolist()
+        yield from np.argsort(keys, kind="stable")[few:].tolist()
+
+    def record(self, row: int, rate: float) -> None:
+        self._rates[row] = rate
+
+    def metrics(self) -> dict[str, float]:
+        seen = self._rates[~np.isnan(self._rates)]
+        found = {"data/seen_fraction": len(seen) / self._num_rows}
+        return found | ({"data/pass_rate": float(seen.mean())} if len(seen) else {})
+
+    def position(self) -> dict[str, Any]:
+        counts = {"num_draws": self._num_draws, "num_drawn": self._num_drawn}
+        return {"epoch": self.epoch, "first_epoch": self._first_epoch} | counts
+
+    def seek(self, position: dict[str, Any]) -> None:
+        self.epoch, self._first_epoch = position["epoch"], position["first_epoch"]
+        self._num_draws, self._num_drawn = position["num_draws"], position["num_drawn"]
+
+    def state_dict(self) -> dict[str, Any]:
+        seen = np.flatnonzero(~np.isnan(self._rates))
+        rates = [[row, rate] for row, rate in zip(seen.tolist(), self._rates[seen].tolist(), strict=True)]
+        return super().state_dict() | {"rates": rates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rates = np.full(self._num_rows, np.nan)
+        for row, rate in state["rates"]:
+            self._rates[row] = rate
+
+    def start_after(self, state: dict[str, Any]) -> None:
+        self.epoch = self._first_epoch = int(state["epoch"]) + 1
+        self._num_draws, self._num_drawn = int(state.get("num_draws", 0)), 0
+
+    def _identity(self) -> dict[str, Any]:
+        rest: dict[str, Any] = {"curriculum": "pass_rate", "weights": None}
+        return {"num_rows": self._num_rows, "shuffle": True, "seed": self._seed} | rest
+
+
+class MixedOrder(RowOrder):
+    """Batches in which each source has its share, draw by draw as even as whole rows allow.
+
+    Every draw adds to each source its weight and takes 1 from the source that then has most and is drawn (smooth weighted
+    round-robin): after t draws a source of share w had w·t of them, up to a fraction. Each source goes through its own
+    rows in its own seeded order, pass after pass; a small one is repeated while a large one is at its first pass. An
+    epoch is as many draws as there are rows in all sources. A source without a usable row is left out.
+
+    With a `floor` the weights are multiplied by max(floor, 4p(1-p)), p a moving average of the source's pass rates.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        *,
+        floor: float | None = None,
+        difficulty: np.ndarray | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(sum(sizes), batch_size, **options)
+        self.least_rows = 1
+        self.wants_rates = floor is not None
+        self._sizes, self._starts = list(sizes), np.cumsum([0, *sizes])
+        self._weights = np.array(weights, dtype=np.float64) / sum(weights)
+        self._shuffle, self._seed, self._floor, self._difficulty = shuffle, seed, floor, difficulty
+        self._credits = [0.0] * len(self._sizes)
+        self._passes, self._places = [0] * len(self._sizes), [0] * len(self._sizes)
+        self._num_drawn = self._first_epoch = 0
+        self._rates = np.full(len(self._sizes), np.nan)
+        self._orders: dict[int, tuple[int, np.ndarray]] = {}
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The share that each source has in the next draws."""
+        weights = self._weights if self._floor is None else self._weights * weight_of_rate(self._rates, self._floor)
+        return weights / weights.sum()
+
+    def next_batch(self) -> list[tuple[int, str]]:
+        before = self.position()
+        try:
+            batch = self._draw()
+        except DataError:
+            self.seek(before)
+            raise
+        self.epoch = self._first_epoch + self._num_drawn // self._num_rows
+        self._num_drawn += len(batch)
+        return batch
+
+    def _draw(self) -> list[tuple[int, str]]:
+        shares = self.shares
+        batch: list[tuple[int, str]] = []
+        while len(batch) < self.batch_size:
+            if not shares.any():
+                raise DataError("no training row is left in any source, all are retired or cannot be used")
+            source = int(np.argmax(np.where(shares > 0, self._credits + shares, -np.inf)))
+            drawn = self._next_row(source)
+            if drawn is None:
+                shares[source], self._credits[source] = 0.0, 0.0
+                shares = shares / (shares.sum() or 1.0)
+                continue
+            self._credits = (self._credits + shares).tolist()
+            self._credits[source] -= 1.0
+            batch.append(drawn)
+        return batch
+
+    def _next_row(self, source: int) -> tuple[int, str] | None:
+        """The source's next usable row; None where a whole pass has none."""
+        for _ in range(self._sizes[source]):
+            if self._places[source] == self._sizes[source]:
+                self._passes[source], self._places[source] = self._passes[source] + 1, 0
+            place, number = self._places[source], self._passes[source]
+            row = int(self._starts[source] + self._order(source, number)[place])
+            self._places[source] += 1
+            if self._is_usable(row):
+                return row, f"e{number}-r{row}"
+        return None
+
+    def _order(self, source: int, number: int) -> np.ndarray:
+        if self._orders.get(source, (-1,))[0] != number:
+            start, size = self._starts[source], self._sizes[source]
+            difficulty = None if self._difficulty is None else self._difficulty[start : start + size]
+            seed = (self._seed, source, number) if self._shuffle else None
+            self._orders[source] = number, order_of(size, seed, difficulty)
+        return self._orders[source][1]
+
+    def record(self, row: int, rate: float) -> None:
+        source = int(np.searchsorted(self._starts, row, side="right")) - 1
+        before = self._rates[source]
+        self._rates[source] = rate if np.isnan(before) else RATE_MEMORY * before + (1 - RATE_MEMORY) * rate
+
+    def metrics(self) -> dict[str, float]:
+        shares = {f"data/share/{source}": float(share) for source, share in enumerate(self.shares)}
+        rates = {f"data/pass_rate/{source}": float(rate) for source, rate in enumerate(self._rates) if not np.isnan(rate)}
+        return shares | rates
+
+    def position(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "first_epoch": self._first_epoch,
+            "num_drawn": self._num_drawn,
+            "credits": list(self._credits),
+            "passes": list(self._passes),
+            "places": list(self._places),
+        }
+
+    def seek(self, position: dict[str, Any]) -> None:
+        self.epoch, self._first_epoch = position["epoch"], position["first_epoch"]
+        self._num_drawn, self._credits = position["num_drawn"], list(position["credits"])
+        self._passes, self._places = list(position["passes"]), list(position["places"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"rates": [None if np.isnan(rate) else rate for rate in self._rates.tolist()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._rates = np.array([np.nan if rate is None else rate for rate in state["rates"]])
+
+    def start_after(self, state: dict[str, Any]) -> None:
+        self.epoch = self._first_epoch = int(state["epoch"]) + 1
+        # Each occurrence of a row has a name of its own: no source may begin a pass that it has begun before.
+        first = max([int(number) for number in state.get("passes", [])], default=self.epoch) + 1
+        self._passes = [max(first, self.epoch)] * len(self._sizes)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_rows": self._num_rows,
+            "sizes": self._sizes,
+            "shuffle": self._shuffle,
+            "seed": self._seed,
+            "curriculum": "none" if self._difficulty is None else "difficulty",
+            "weights": [*self._weights.tolist(), self._floor],
+        }
+
+
+def order_of(num_rows: int, seed: tuple[int, ...] | None, difficulty: np.ndarray | None) -> np.ndarray:
+    """Return all rows: shuffled by the seed, where there is one, and then the easiest first, rows without a difficulty last."""
+    order = np.arange(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows)
+    return order if difficulty is None else order[np.argsort(difficulty[order], kind="stable")]
+
+
+def weight_of_rate(rate: np.ndarray, floor: float) -> np.ndarray:
+    """Return max(floor, 4p(1-p)): 1 where half of the responses pass, the variance of a 0/1 reward up to a factor.
+
+    A row that was never drawn (NaN) has weight 1. The gradient of a group comes from the differences of its rewards,
+    whose variance is p(1-p): Online Difficulty Filtering (arXiv 2504.03380).
+    """
+    return np.where(np.isnan(rate), 1.0, np.maximum(floor, 4.0 * rate * (1.0 - rate)))
+
+
+def make_row_order(
+    config: Config, dataset: PromptDataset | TrainingSet, is_retired: Callable[[int], bool] | None = None
+) -> RowOrder:
+    """Return the order in which rows of `dataset` are drawn. Raises ConfigError for a batch larger than the data."""
+    data = config.data
+    batch_size = derived.gen_batch_size(config)
+    options: dict[str, Any] = {
+        "size_key": "data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size",
+        "is_usable": lambda row: not (is_retired is not None and is_retired(row)) and dataset.usable(row),
+    }
+    if data.curriculum == "pass_rate":
+        return PassRateOrder(len(dataset), batch_size, data.seed, data.curriculum_floor, **options)
+    if data.curriculum == "difficulty" and isinstance(dataset, PromptDataset):
+        options["difficulty"] = dataset.difficulty()
+    if data.train_weights:
+        floor = data.curriculum_floor if data.dynamic_weights else None
+        sizes = dataset.part_sizes
+        return MixedOrder(sizes, data.train_weights, batch_size, data.shuffle, data.seed, floor=floor, **options)
+    return EpochOrder(len(dataset), batch_size, data.shuffle, data.seed, **options)

@@ -1,0 +1,375 @@
+"""The rows of a data set, by their number: read, rendered and tokenized when they are drawn, some or all checked at the start.
+
+`RowSet` is what all kinds of rows share: where they come from, bad and long ones, the check. Each kind says how one row is
+read, how long it is, and what is made of it: prompts (`dataset.py`), and rows that are trained as they stand (`training_rows/`).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
+
+import numpy as np
+import torch
+
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.prompts import Renderer
+from grpo_rl.data.rows import BadRow
+from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.source import Fingerprint, Joined, RowSource, custom_source, fingerprint_of
+from grpo_rl.errors import DataError
+from grpo_rl.types import Batch
+
+CHECKED_OF_MANY = 1000
+"""Rows of a large data set that are checked at the start: so many first ones, and so many spread over all."""
+LISTED = 10
+"""Bad rows named in one message."""
+SHOWN = 5
+"""Bad rows met later that are each shown as a line; the file has them all."""
+
+Row = TypeVar("Row")
+"""A row as tokens."""
+
+
+class BadRows:
+    """The bad rows of one data set: all counted, each once, the first ones shown, and all written to `file` where one is given."""
+
+    def __init__(
+        self, action: Literal["error", "skip"], file: Path | None = None, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self.action, self.file, self.warn = action, file, warn
+        self._messages: dict[int, str] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Bad rows so far."""
+        return len(self._messages)
+
+    def collect(self, index: int, error: DataError) -> None:
+        """Take note of a bad row for `report`."""
+        self._messages.setdefault(index, str(error))
+
+    def report(self, num_checked: int) -> None:
+        """Show what was collected. Raises one DataError for all of it under `error`."""
+        if not self._messages:
+            return
+        messages = list(self._messages.values())
+        if self.action == "error" and len(messages) == 1:
+            raise DataError(messages[0])
+        self._write(messages)
+        more = [f"and {self.num_rows - LISTED} more"] if self.num_rows > LISTED else []
+        more += [f"see {self.file}"] if self.file is not None else []
+        # The first line has one of them, for it may be all that is shown.
+        title = f"{self.num_rows} bad row{'s' if self.num_rows > 1 else ''} of the {num_checked} checked: "
+        text = "\n  ".join([title + messages[0], *messages[1:LISTED], *([", ".join(more)] if more else [])])
+        if self.action == "error":
+            raise DataError(text)
+        self.warn(f"left out {text}")
+
+    def met(self, index: int, error: DataError) -> None:
+        """Take note of a bad row whose turn has come. Raises `error` under `error`."""
+        if self.action == "error":
+            raise error
+        if index in self._messages:
+            return
+        self.collect(index, error)
+        self._write([str(error)])
+        if self.num_rows <= SHOWN:
+            self.warn(f"bad row left out: {error}")
+
+    def _write(self, messages: Sequence[str]) -> None:
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(json.dumps({"bad_row": message}) + "\n" for message in messages)
+
+
+@dataclass(slots=True)
+class RowReport:
+    """The fate of the rows that were checked at the start."""
+
+    num_rows: int
+    """Rows in the files, after max_samples."""
+    num_checked: int = 0
+    num_dropped: int = 0
+    """Rows left out because they are too long."""
+    num_truncated: int = 0
+    """Rows that were cut because they are too long."""
+    num_bad: int = 0
+    """Rows left out because something is wrong with them (data.on_bad_row=skip)."""
+    longest: int = 0
+    """Tokens of the longest prompt or sequence as read."""
+    num_tokens: int = 0
+    """Tokens of the rows that were checked and can be used."""
+    num_trained: int = 0
+    """Tokens among them that are trained; none of a prompt."""
+    num_control: int = 0
+    """Rows with control words in their text, which are plain text there."""
+
+    def __str__(self) -> str:
+        text = f"{self.num_rows - self.num_dropped - self.num_bad} rows"
+        if self.num_checked < self.num_rows:
+            text = f"{self.num_rows} rows, {self.num_checked} of them checked and the others when they are drawn"
+        text += f", longest {self.longest} tokens"
+        if self.num_trained:
+            text += f", {self.num_trained / self.num_tokens:.0%} of all tokens trained"
+        if self.num_dropped:
+            text += f", {self.num_dropped} of {self.num_checked} rows dropped as too long"
+        if self.num_truncated:
+            text += f", {self.num_truncated} cut"
+        if self.num_bad:
+            text += f", bad rows left out: {self.num_bad}"
+        if self.num_control:
+            text += f", {self.num_control} with control tokens in their text, read as plain text (data.control_tokens_in_text)"
+        return text
+
+
+class TooLongRow(DataError):
+    """A row that is longer than allowed, and not cut."""
+
+    def __init__(self, message: str, length: int) -> None:
+        super().__init__(message)
+        self.length = length
+
+
+class RowSet(ABC, Generic[Row]):
+    """The rows of one or several sources, by their number.
+
+    A set that was checked whole has rows that are all usable, numbered without those left out. Of a larger one some rows
+    turn out to be unusable when their turn comes: `usable` reports it, the same at any time.
+    """
+
+    kept_rows: ClassVar[int] = 65_536
+    """Rows kept ready after they were read: 64 MiB of tokens where each has 256."""
+    too_long: ClassVar[str] = "has {length} tokens, more than the longest sequence of {longest}"
+    ways_out: ClassVar[str]
+    """The advice for rows that are too long."""
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        config: DataConfig,
+        tokenizer: Any,
+        longest: int,
+        *,
+        max_samples: int = -1,
+        bad_rows: BadRows | None = None,
+    ) -> None:
+        """Open the sources; of their rows the first `max_samples` (-1: all). `longest` is the most tokens that a row may have."""
+        if not files:
+            raise DataError("no data files are given")
+        self.config, self.longest = config, longest
+        # First: a template that cannot be used is refused before any file is opened.
+        self.renderer = Renderer(config, tokenizer)
+        self.bad_rows = BadRows(config.on_bad_row) if bad_rows is None else bad_rows
+        parts: list[RowSource]
+        if config.custom_cls.path is not None:
+            parts = [custom_source(files, config, tokenizer)]
+        else:
+            parts = [open_source(name, config.cache_dir) for name in files]
+        self._source = Joined("all sources", parts)
+        total = len(self._source) if max_samples < 0 else min(max_samples, len(self._source))
+        self.report = RowReport(total)
+        self.fingerprint: Fingerprint = fingerprint_of(parts)
+        self._starts = np.cumsum([0, *map(len, parts)])
+        self._rows: np.ndarray | None = None
+        self._kept: OrderedDict[int, Row] = OrderedDict()
+
+    # ---- each kind of rows -------------------------------------------------------------------------------
+
+    def _tokenized(self, row: dict[str, Any], where: str) -> Row:
+        """Return a row of the source, at this place, as tokens. Raises BadRow."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _sizes(self, row: Row) -> tuple[int, int, int]:
+        """Return the tokens of the row's longest sequence, all its tokens, and those among them that are trained."""
+
+    def _cut(self, row: Row, where: str) -> Row | None:
+        """Return a row that is too long as a shorter one; None for a kind that is never cut."""
+        return None
+
+    def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, Row | BadRow]]:
+        """Yield rows of the source, each by its number, or what is wrong with it."""
+        for index in indices:
+            before = self.renderer.words.num_texts
+            try:
+                yield index, self._tokenized(self._source.row(index), self._source.where(index))
+            except BadRow as error:
+                yield index, error
+            self.report.num_control += self.renderer.words.num_texts > before
+
+    # ---- what all share ----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.report.num_rows if self._rows is None else len(self._rows)
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Rows of each source, in their order."""
+        return np.diff(np.searchsorted(self._indices(), self._starts)).tolist()
+
+    def row(self, row: int) -> Row:
+        """Return row `row`. Raises DataError for one that cannot be used."""
+        index = row if self._rows is None else int(self._rows[row])
+        if index in self._kept:
+            self._kept.move_to_end(index)
+            return self._kept[index]
+        [(_, found)] = self._tokenized_all([index])
+        return self._keep(index, found)
+
+    def usable(self, row: int) -> bool:
+        """Return whether row `row` can be trained on; the same at any time, as the row alone decides.
+
+        Raises DataError for a bad row under data.on_bad_row=error, and for a long one that is neither filtered nor cut.
+        """
+        if self._rows is not None:
+            return True
+        try:
+            return self.row(row) is not None
+        except TooLongRow as error:
+            if not self.config.filter_overlong_prompts:
+                raise DataError(f"{error}. {self.ways_out}") from None
+            return False
+        except BadRow as error:
+            self.bad_rows.met(row, error)
+            return False
+
+    def checked(self, whole: bool = False, note: Callable[[str], None] | None = None) -> Self:
+        """Return these rows, after reading all of up to `data.check_rows` or where they are wanted `whole`; of more, a sample.
+
+        All that is wrong is reported at once. Raises DataError for bad rows under data.on_bad_row=error, for rows that are too
+        long and neither dropped nor cut, and where no row is left.
+        """
+        total, report = self.report.num_rows, self.report
+        indices: Sequence[int] = range(total)
+        if not whole and total > max(self.config.check_rows, 2 * CHECKED_OF_MANY):
+            spread = np.linspace(CHECKED_OF_MANY, total - 1, CHECKED_OF_MANY, dtype=np.int64).tolist()
+            indices = [*range(CHECKED_OF_MANY), *spread]
+        unusable: list[int] = []
+        too_long: list[TooLongRow] = []
+        for number, (index, found) in enumerate(self._tokenized_all(indices), start=1):
+            try:
+                self._count(self._keep(index, found))
+            except TooLongRow as error:
+                report.longest = max(report.longest, error.length)
+                too_long.append(error)
+                unusable.append(index)
+            except BadRow as error:
+                self.bad_rows.collect(index, error)
+                unusable.append(index)
+            if note is not None and number % CHECKED_OF_MANY == 0:
+                note(f"{number} of {len(indices)} rows checked")
+        report.num_checked, report.num_bad = len(indices), self.bad_rows.num_rows
+        self.bad_rows.report(len(indices))
+        if too_long and not self.config.filter_overlong_prompts:
+            others = f"; {len(too_long)} rows are too long (longest: {report.longest})" if len(too_long) > 1 else ""
+            raise DataError(f"{too_long[0]}{others}. {self.ways_out}")
+        report.num_dropped = len(too_long)
+        if len(unusable) == len(indices):
+            raise DataError(
+                f"no rows are left: of {len(indices)} checked, {report.num_bad} are bad and {len(too_long)} have more than "
+                f"{self.longest} tokens"
+            )
+        if len(indices) == total:
+            self._rows = np.setdiff1d(np.arange(total), np.asarray(unusable, dtype=np.int64))
+        return self
+
+    def _indices(self) -> np.ndarray:
+        """Return the place of each row in all sources together."""
+        return np.arange(len(self)) if self._rows is None else self._rows
+
+    def _keep(self, index: int, found: Row | BadRow) -> Row:
+        """Keep a row that was read, cut where it is too long and may be cut. Raises BadRow, and TooLongRow for a long one."""
+        if isinstance(found, BadRow):
+            raise found
+        length, _, _ = self._sizes(found)
+        if length > self.longest:
+            where, may_cut = (
+                self._source.where(index),
+                not self.config.filter_overlong_prompts and self.config.truncation != "error",
+            )
+            cut = self._cut(found, where) if may_cut else None
+            if cut is None:
+                text = self.too_long.format(length=length, longest=self.longest)
+                raise TooLongRow(f"{where}: {text}", length)
+            self.report.longest = max(self.report.longest, length)
+            self.report.num_truncated += 1
+            found = cut
+        self._kept[index] = found
+        if len(self._kept) > self.kept_rows:
+            self._kept.popitem(last=False)
+        return found
+
+    def _count(self, row: Row) -> None:
+        longest, num_tokens, num_trained = self._sizes(row)
+        self.report.longest = max(self.report.longest, longest)
+        self.report.num_tokens += num_tokens
+        self.report.num_trained += num_trained
+
+
+# ---- rows that are trained as they stand -----------------------------------------------------------------
+
+
+class TrainingSet(Protocol):
+    """The rows of a training that samples nothing, of any kind."""
+
+    fingerprint: Fingerprint
+    """The fingerprint of the sources, as a checkpoint contains it."""
+    report: RowReport
+
+    def __len__(self) -> int: ...
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Rows of each source, in their order."""
+
+    def usable(self, row: int) -> bool:
+        """Return whether row `row` can be trained on; the same at any time, as the row alone decides.
+
+        Raises DataError for a row that ends the run.
+        """
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return these rows as a batch; what a row makes, one rollout or several, is one group. Raises DataError for one that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRows:
+    """The rows that a run learns from, and those on which its loss is measured beside."""
+
+    train: TrainingSet
+    val: TrainingSet | None = None
+
+
+class Tokens(Protocol):
+    """A row as one sequence of tokens, of which some are trained."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [tokens]"""
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int64 [trained tokens], ascending"""
+
+
+def batch_of_sequences(rows: Sequence[Tokens], prompt_lengths: Sequence[int], rewards: float, **columns: Any) -> Batch:
+    """Return rows as a batch of one rollout each, in a group of its own, with this reward and these further columns."""
+    lengths_N = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
+    prompt_lengths_N = torch.tensor(prompt_lengths, dtype=torch.long)
+    starts = (lengths_N.cumsum(0) - lengths_N).tolist()
+    return Batch(
+        prompt_lengths_N=prompt_lengths_N,
+        response_lengths_N=lengths_N - prompt_lengths_N,
+        group_N=torch.arange(len(rows)),
+        token_ids_S=torch.from_numpy(np.concatenate([row.token_ids for row in rows]).astype(np.int64)),
+        rewards_N=torch.full((len(rows),), rewards),
+        positions_T=torch.from_numpy(np.concatenate([row.positions + start for row, start in zip(rows, starts, strict=True)])),
+        trained_lengths_N=torch.tensor([len(row.positions) for row in rows], dtype=torch.long),
+        **columns,
+    )
