@@ -106,7 +106,7 @@ class Machines:
         known = {"PATH": PATH, "HOME": "/tmp/home", "LANG": "C.UTF-8"} | self.environment | environment
         return subprocess.Popen([*enter, *words], env=known, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def run(self, number: int, *words: str, code: int | None = 0, timeout_s: float = 280.0, **environment: str) -> str:
+    def run(self, number: int, *words: str, code: int | None = 0, timeout_s: float = 500.0, **environment: str) -> str:
         """Return what a command on a machine prints; it must end with `code`."""
         process = self.start(number, *words, **environment)
         try:
