@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.errors import ConfigError
+from grpo_rl.run_files import parsed
 
 LOCK_FILE = ".lock"
 SIGN_OF_LIFE_S = 10.0
@@ -86,7 +87,7 @@ def _myself() -> dict[str, Any]:
 def _owner(descriptor: int) -> dict[str, Any]:
     """Return what the lock's file says of its owner; empty where it says nothing that can be read."""
     try:
-        found = json.loads(os.pread(descriptor, 1000, 0))
+        found = parsed(os.pread(descriptor, 1000, 0).decode("utf-8", errors="replace"))
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

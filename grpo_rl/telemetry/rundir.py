@@ -80,13 +80,14 @@ class RunDir:
     def create(cls, base: str | Path, experiment_name: str | None = None) -> RunDir:
         """Return the folder `<base>/<experiment_name>`, made if it is not there; without a name, a new one with the date.
 
-        Raises ConfigError for a name that leaves `base`, for a folder that cannot be made, and for one in
-        which another process is running.
+        Raises ConfigError for a name that leaves `base`, for a folder that cannot be made, for one in which another process is
+        running, and for one that somebody has prepared with links or pipes in the places of files.
         """
         base = Path(base).expanduser()
         path = base / dated_name() if experiment_name is None else _named_path(base, experiment_name)
         try:
             path.mkdir(parents=True, exist_ok=experiment_name is not None)
+            _refuse_prepared(path)
             run_dir = cls(path, RunLock.take(path))
             run_dir._make_subfolders()
         except OSError as error:
@@ -299,6 +300,18 @@ def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
     if (path / LOCK_FILE).exists():
         with suppress(OSError):
             RunLock.take(path, claim=False).release()
+
+
+def _refuse_prepared(run: Path) -> None:
+    """Raise ConfigError where a run that goes on in this folder would read or write elsewhere: links out of it, pipes, devices.
+
+    Direct subfolders may be links, to a larger disk. Checkpoints have a check of their own (`checkpoint/manifest.py`).
+    """
+    links = [link for link in links_out(run) if link.parent != Path(os.path.realpath(run)) or not link.is_dir()]
+    places = (Path(place, name) for place, _, names in os.walk(run) for name in names)
+    for path in (*links, *(path for path in places if not (path.is_file() or path.is_symlink()))):
+        what = f"a link to {os.path.realpath(path)}" if path.is_symlink() else "no file"
+        raise ConfigError(f"{path}: is {what}, and a run reads and writes in its own folder; remove it, or take another name")
 
 
 def _first_free(pattern: Path) -> Path:

@@ -24,9 +24,10 @@ from grpo_rl.child_processes import shielded
 from grpo_rl.cluster.processes.forks import ForkServer
 from grpo_rl.cluster.session import auth, liveness, local_ray, run_watcher
 from grpo_rl.config.schema.tree import RayInitConfig
-from grpo_rl.errors import ClusterError
+from grpo_rl.errors import ClusterError, DataError
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
+from grpo_rl.run_files import read_json
 
 LEAST_STORE_BYTES = 2 * 2**30
 """The smallest object store that is chosen: weights travel through it two buckets at a time."""
@@ -279,9 +280,9 @@ def clean_earlier(record: Path) -> list[int]:
     To be called with the lock of the run's folder held, so that the earlier run's controller is gone.
     """
     try:
-        found = json.loads(record.read_text())
+        found = read_json(record)
         token, folder, host = str(found["token"]), Path(found["folder"]), found["host"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (DataError, KeyError, TypeError):
         return []
     if host != socket.gethostname() or len(token) != 32:
         return []

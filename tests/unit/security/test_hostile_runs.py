@@ -17,8 +17,10 @@ import pytest
 import grpo_rl
 from grpo_rl import run_files
 from grpo_rl.__main__ import main
+from grpo_rl.cluster import launch
 from grpo_rl.config.compose import compose
 from grpo_rl.errors import DataError, GrpoRlError
+from grpo_rl.main import main as launched
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
@@ -200,6 +202,43 @@ def test_looking_at_a_hostile_run_ends_with_a_result_or_a_clear_error(
             assert (found() if callable(found) else found) is not None
         except GrpoRlError as error:
             assert error.exit_code != 70
+
+
+SESSION = "session.json"
+GOING_ON: dict[str, Callable[[Path], Any]] = {
+    **{what: spoil for what, spoil in HOSTILE.items() if " has " not in what and "bomb" not in what},
+    **{f"{file} is a FIFO": lambda run, file=file: os.mkfifo(run / file) for file in (SESSION, ".lock", "page.html")},
+    **{f"{file} is deep": lambda run, file=file: (run / file).write_text(DEEP) for file in (SESSION, ".lock")},
+    "plan.txt is a link": instead("plan.txt", lambda path: path.symlink_to(path.parents[1] / "mine")),
+    "a rollout is a link": instead("rollouts/step_3.jsonl", lambda path: path.symlink_to(path.parents[2] / "mine")),
+    "the logs are a link to another's file": lambda run: (run / "logs" / "console.log").symlink_to(run.parent / "mine"),
+}
+
+
+@pytest.mark.usefixtures("deadline")
+@pytest.mark.parametrize("what", GOING_ON)
+def test_a_training_that_goes_on_in_a_hostile_folder_begins_or_is_refused(
+    what: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is the user's own command, which writes there; nothing outside of the folder is read or written."""
+    run = shutil.copytree(runs / "sent", tmp_path / "sent", ignore=shutil.ignore_patterns(".lock"))
+    (tmp_path / "mine").write_text("mine")
+    GOING_ON[what](run)
+    begun: list[Path] = []
+
+    def train(begins: launch.Launch, stack: Any) -> None:
+        begins.run_dir.metrics_file.touch()
+        begins.run_dir.timeline_file.touch()
+        begun.append(begins.run_dir.path)
+
+    monkeypatch.setattr(launch, "train", train)
+    monkeypatch.setattr(launch, "final_report", lambda *_, **__: "the end")
+    code = launched(["recipe=arithmetic/grpo", f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=sent"])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    links = any(word in what for word in ("FIFO", "link", "never ends"))
+    assert (code, bool(begun)) == ((2, False) if links else (0, True)), err
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 def test_a_wrong_row_is_named_with_what_is_expected(runs: Path, tmp_path: Path) -> None:
