@@ -28,7 +28,7 @@ FLOORS = {
     "gym": 0,
     "hub": 0,
     "faults": 0,
-    "child_processes": 0,
+    "processes": 0,
     "machine_memory": 0,
     "source_code": 0,
     "config": 0,
@@ -54,6 +54,8 @@ FLOORS = {
     "api": 5,
 }
 NEIGHBOURS = {
+    # What a child prints is written down with secrets hidden.
+    ("processes", "config"),
     # A rollout holds arrays, or their places in a block of tokens.
     ("types", "tokens"),
     # A rollout of several turns contains their record.
@@ -257,17 +259,21 @@ ENDLESS_WAITS = {
         "envs/endpoint/chat_endpoint.py",
         "_next",
     ): "the next request of an agent, or its end: cancelled at environment.step_timeout_s",
+    (
+        "envs/runtime/environment_pool.py",
+        "_read",
+    ): "a daemon thread that hears a process: killing that ends it, and every answer has a deadline in `events`",
     ("envs/adapters/mcp_tools.py", "_hold"): "a task that holds a server for as long as its episode or its process lives",
     ("rewards/runtime/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
-    ("rewards/runtime/reward_process.py", "_read_answers"): "the channel does not block: it is read when poll says so",
+    ("processes/child.py", "receive"): "the channel does not block: it is read when poll says so",
     (
         "cluster/roles/reward_model_role.py",
         "_work",
     ): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     (
-        "rewards/runtime/messages.py",
+        "processes/inside.py",
         "_exactly",
-    ): "a reward process with nothing to do; it ends when the run's side of the channel closes",
+    ): "a child with nothing to do; it ends when the run's side of the channel closes",
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
     (
         "telemetry/rollouts/rollout_log.py",

@@ -28,13 +28,11 @@ from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.data.rows import column, wrong
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
+from grpo_rl.processes.child import OutputLog, encode
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract.failures import ERROR, TIMEOUT, RewardFailure
 from grpo_rl.rewards.contract.results import Result
-from grpo_rl.rewards.runtime.jobs import UNSENDABLE, read_answer, spared
-from grpo_rl.rewards.runtime.messages import encode, frame
-from grpo_rl.rewards.runtime.reward_process import Reply, Worker, setup_of
-from grpo_rl.rewards.runtime.reward_process_log import OutputLog
+from grpo_rl.rewards.runtime.worker import UNSENDABLE, Reply, Worker, read_answer, spared
 
 SHOWN_ROWS = 20
 SHOWN_CHARACTERS = 40
@@ -92,11 +90,11 @@ class Trial:
 
     def __init__(self, config: RewardConfig, data_sources: Sequence[str]) -> None:
         self._config = config
-        self._setup = setup_of(config, sorted(set(data_sources)))
+        self._data_sources = data_sources
         self._name = RewardFunction.from_config(config).components[0].name
         self._worker: Worker | None = None
         self._seconds: dict[int, float] = {}
-        self.log = OutputLog(None)
+        self.log = OutputLog()
 
     def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
         """Return what the function gives for these rows: one, or all of those that a function of lists is called with.
@@ -111,7 +109,7 @@ class Trial:
     def close(self) -> None:
         """End the process and all that it started."""
         if self._worker is not None:
-            self._worker.kill()
+            self._worker.child.kill()
 
     def _call(self, rows: Sequence[Row]) -> list[Result | RewardFailure]:
         samples = [(row.data_source, row.response, row.ground_truth, row.extra_info) for row in rows]
@@ -121,7 +119,7 @@ class Trial:
             return [RewardFailure(ERROR, f"{UNSENDABLE}: {error}")] * len(rows)
         worker, reply = self._ready(), Reply()
         started = time.perf_counter()
-        worker.ask(frame(body), [reply], 1, self._config.timeout_s)
+        worker.ask(body, [reply], 1, self._config.timeout_s)
         answer = reply.answers[0] if reply.complete else None
         inside = answer.get("seconds") if isinstance(answer, dict) else None
         seconds = inside if isinstance(inside, float) else time.perf_counter() - started
@@ -134,9 +132,9 @@ class Trial:
         return [read_answer(one) for one in (given if isinstance(given, list) else [answer] * len(rows))]
 
     def _ready(self) -> Worker:
-        if self._worker is None or not self._worker.alive:
-            self._worker = Worker(self._setup, self.log)
-            if trouble := self._worker.start_up():
+        if self._worker is None or not self._worker.child.alive:
+            self._worker = Worker(self._config, self._data_sources, self.log)
+            if trouble := self._worker.child.wait_until_ready():
                 raise RewardError(f"the process of the reward function cannot start: {trouble}")
         return self._worker
 

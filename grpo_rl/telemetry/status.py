@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.child_processes import started
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError, Preempted, exit_code_of, headline
+from grpo_rl.processes.family import started
 from grpo_rl.run_files import read_json
 from grpo_rl.telemetry.metrics.metrics_file import is_count, jsonable
 

@@ -22,8 +22,8 @@ import pytest
 import ray
 from oracles import Training
 
-from grpo_rl.child_processes import descendants
 from grpo_rl.cluster.session import liveness, run_watcher
+from grpo_rl.processes.family import descendants
 
 START_S, NAMED_S = 240.0, 10.0
 pytestmark = pytest.mark.timeout(600)

@@ -13,8 +13,8 @@ import oracles
 import pytest
 from recovery_ground import is_alive
 
-from grpo_rl.child_processes import descendants
 from grpo_rl.cluster.session import run_watcher
+from grpo_rl.processes.family import descendants
 
 START_S = 280.0
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.child_processes import STOP_SIGNALS
 from grpo_rl.cluster.session import auth, run_watcher
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
+from grpo_rl.processes.family import STOP_SIGNALS
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
-from grpo_rl.child_processes import shielded
 from grpo_rl.cluster.processes import fork_client, fork_server
 from grpo_rl.errors import ClusterError
 from grpo_rl.models import builtin
+from grpo_rl.processes.family import shielded
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER, SPIN_COUNT
 
 SOCKET, LOG = "fork", "fork.log"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_rl.child_processes import descendants, is_running, kill_tree, started
 from grpo_rl.cluster.session.run_watcher import is_tracker, remove_segments
+from grpo_rl.processes.family import descendants, is_running, kill_tree, started
 from grpo_rl.rollout.engine_environment import own_folder
 
 if TYPE_CHECKING:

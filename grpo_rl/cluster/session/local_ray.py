@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.child_processes import shielded
 from grpo_rl.config.secrets import remember
+from grpo_rl.processes.family import shielded
 
 LOOK_S = 1.0
 """The longest wait for this machine's own address to answer."""

@@ -20,12 +20,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.child_processes import shielded
 from grpo_rl.cluster.processes.forks import ForkServer
 from grpo_rl.cluster.session import auth, liveness, local_ray, run_watcher
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError, DataError
 from grpo_rl.machine_memory import machine_memory
+from grpo_rl.processes.family import shielded
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 from grpo_rl.run_files import read_json
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import itertools
 import math
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -14,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_rl.envs.runtime.environment_process import EnvironmentProcess
 from grpo_rl.envs.runtime.episode_host import Answer, HostSetup
 from grpo_rl.errors import ClusterError
-from grpo_rl.rewards.runtime.reward_process_log import OutputLog
+from grpo_rl.processes.child import START_S, Child, OutputLog, encode
 
-START_S = 120.0
-"""Longest start of a process: it imports the user's files."""
+SEND_S = 5.0
+"""Seconds after which a process that takes no messages counts as lost."""
 CANCEL_S = 1.0
 """Seconds within which work that is cancelled ends, and a process notices that it is."""
 
@@ -40,6 +41,43 @@ class Event:
     cause: str = ""
     seconds: float = 0.0
     """The time since it was asked."""
+
+
+class EnvironmentProcess:
+    """One process. What it sends, and that it has ended, is put into `inbox` as (process, message), with None for the end."""
+
+    def __init__(self, number: int, setup: dict[str, Any], log: OutputLog, inbox: queue.SimpleQueue[Any]) -> None:
+        self.number = number
+        self.episodes: set[str] = set()
+        """The episodes that it has."""
+        self.is_ready = self.is_retired = False
+        """`is_retired` is true once it gets no further episodes, because some work in it cannot be ended."""
+        self.child = Child("grpo_rl.envs.runtime.environment_process_main", setup, log)
+        threading.Thread(target=self._read, args=(inbox,), daemon=True).start()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. A process that is gone or takes nothing more is killed; that it has ended is in the inbox then.
+
+        Raises ValueError or TypeError for what is no plain data.
+        """
+        body = encode(message)
+        try:
+            self.child.send(body, SEND_S)
+        except OSError:
+            self.child.kill()
+
+    def obituary(self) -> str:
+        """Return how the process ended, with the last that it printed."""
+        how = self.child.how_it_ended(TimeoutError("the process does not answer any more"))
+        return self.child.with_last_output(how.replace("the process", "the environment process", 1))
+
+    def _read(self, inbox: queue.SimpleQueue[Any]) -> None:
+        """Put what arrives into the inbox, until the process has gone or writes something that is no message."""
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            while isinstance(message := self.child.receive(), dict):
+                inbox.put((self, message))
+        self.child.kill()
+        inbox.put((self, None))
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +140,7 @@ class EnvironmentPool:
     @property
     def pids(self) -> list[int]:
         """The process ids, for code that watches them."""
-        return [process.pid for process in self._processes]
+        return [process.child.pid for process in self._processes]
 
     @property
     def num_waiting(self) -> int:
@@ -154,7 +192,7 @@ class EnvironmentPool:
         """Kill the processes; what is pending is given up."""
         self._closed = True
         for process in [*self._processes, *self._retired]:
-            process.kill()
+            process.child.kill()
         for log in self._logs:
             log.close()
 
@@ -215,11 +253,11 @@ class EnvironmentPool:
             self._admit()
             return []
         if "failed" in message and not process.is_ready:
-            process.kill()
+            process.child.kill()
             raise ClusterError(f"the environment process cannot start: {message['failed']}")
         serial = message.get("serial")
         if not isinstance(serial, int):
-            process.kill()  # what runs in it has written to the channel
+            process.child.kill()  # what runs in it has written to the channel
             return []
         if message.get("heard") is True:
             if serial in self._cancelled:
@@ -255,7 +293,7 @@ class EnvironmentPool:
             elif (late := self._asked.get(serial)) is None:
                 continue
             elif late.episode == "":
-                late.process.kill()
+                late.process.child.kill()
                 raise ClusterError(f"an environment process did not start within {START_S:g} s; {late.process.obituary()}")
             else:
                 self._cancel(serial)
@@ -267,7 +305,7 @@ class EnvironmentPool:
     def _does_not_end(self, cancelled: _Asked) -> None:
         process = cancelled.process
         if not cancelled.heard:
-            process.kill()
+            process.child.kill()
         elif not process.is_retired:
             self._retire(process)
 
@@ -284,7 +322,7 @@ class EnvironmentPool:
         busy = {asked.process for asked in self._asked.values()}
         for process in [one for one in self._retired if not one.episodes and one not in busy]:
             self._retired.remove(process)
-            process.kill()
+            process.child.kill()
 
     def _ended(self, process: EnvironmentProcess) -> list[Event]:
         """Return that the episodes of a process that has ended are lost; another one takes its place."""

@@ -1,5 +1,5 @@
 """An environment process: `python -m grpo_rl.envs.runtime.environment_process_main CHANNEL PARENT`, started by
-`environment_process.py` only.
+`environment_pool.py` only.
 
 It loads no torch. Every episode has an event loop of its own, and each answer is worked out in a thread: an environment that
 blocks holds up itself and no other episode. What it prints goes to the log that its parent keeps.
@@ -9,24 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
-import resource
-import socket
 import sys
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from grpo_rl.child_processes import die_with, outlive_stop_signals
-from grpo_rl.config.secrets import remember_environment
 from grpo_rl.envs.runtime.episode_host import Answer, EpisodeHost, HostSetup
 from grpo_rl.errors import raised_in
-from grpo_rl.rewards.runtime.messages import encode, frame, receive
-
-_PR_SET_CHILD_SUBREAPER = 36
-_LONGEST_CAUSE = 2000
+from grpo_rl.processes.inside import LONGEST_CAUSE, Parent, serve
 
 
 class Played:
@@ -64,9 +55,8 @@ class Played:
 class Served:
     """The episodes of this process, by the names that the parent gives them."""
 
-    def __init__(self, channel: socket.socket, setup: HostSetup) -> None:
-        self._channel, self._setup = channel, setup
-        self._sending = threading.Lock()
+    def __init__(self, parent: Parent, setup: HostSetup) -> None:
+        self._parent, self._setup = parent, setup
         self._played: dict[str, Played] = {}
 
     def handle(self, message: dict[str, Any]) -> None:
@@ -89,7 +79,7 @@ class Served:
         except asyncio.CancelledError:
             reply["failed"] = "it was cancelled"
         except BaseException as error:  # a user's code may raise anything, and even exit
-            reply["failed"] = f"{type(error).__name__}: {error}{raised_in(error)}"[:_LONGEST_CAUSE]
+            reply["failed"] = f"{type(error).__name__}: {error}{raised_in(error)}"[:LONGEST_CAUSE]
         self._send(reply)
 
     def _reset(self, name: str, values: Any) -> Answer | None:
@@ -110,49 +100,19 @@ class Served:
 
     def _send(self, reply: dict[str, Any]) -> None:
         try:
-            message = encode(reply)
+            self._parent.send(reply)
         except (TypeError, ValueError) as error:
             cause = f"the environment returned what cannot be sent: {error}"
-            message = encode({"id": reply["id"], "serial": reply["serial"], "failed": cause})
-        with self._sending:
-            self._channel.sendall(frame(message))
+            self._parent.send({"id": reply["id"], "serial": reply["serial"], "failed": cause})
 
 
-def main(arguments: list[str]) -> None:
-    """Serve until the parent is gone; never returns."""
-    descriptor, parent = map(int, arguments)
-    remember_environment()
-    die_with(parent)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans come here, so that whatever ends this finds them
-    channel = socket.socket(fileno=descriptor)
-    setup = receive(channel)
-    if setup is None:
-        os._exit(1)
-    _limit(setup["memory_limit"])
-    os.register_at_fork(after_in_child=channel.close)
-    outlive_stop_signals()
-    try:
-        host = HostSetup.read(setup["host"])
-        EpisodeHost(host)  # imports the user's files, and shows now what would fail in every episode
-    except BaseException as error:  # a user's file may even exit: the parent needs the cause
-        channel.sendall(frame(encode({"failed": f"{type(error).__name__}: {error}"[:_LONGEST_CAUSE]})))
-        os._exit(1)
-    served = Served(channel, host)
-    channel.sendall(frame(encode({"ready": True})))
-    while (message := receive(channel)) is not None:
-        served.handle(message)
-    os._exit(0)
-
-
-def _limit(memory: int | None) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # an event loop takes three files
-    # The stack of a thread is address space too, 8 MiB each by default.
-    threading.stack_size(2**20)
-    if memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
+    """Import the user's files, and show now what would fail in every episode."""
+    threading.stack_size(2**20)  # the stack of a thread is address space, 8 MiB each by default
+    host = HostSetup.read(setup["host"])
+    EpisodeHost(host)
+    return Served(parent, host).handle
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    serve(sys.argv[1:], begin)

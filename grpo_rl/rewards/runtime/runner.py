@@ -11,11 +11,10 @@ from pathlib import Path
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
+from grpo_rl.processes.child import KILL_S, START_S, OutputLog
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract.failures import RewardFailure, summary
-from grpo_rl.rewards.runtime.jobs import Job, Outcome, request_for, spared
-from grpo_rl.rewards.runtime.reward_process import KILL_S, START_TIMEOUT_S, Reply, Worker, setup_of
-from grpo_rl.rewards.runtime.reward_process_log import OutputLog
+from grpo_rl.rewards.runtime.worker import Job, Outcome, Reply, Worker, request_for, spared
 from grpo_rl.types import GREEDY, Rollout
 
 Key = tuple[str, int]
@@ -48,7 +47,7 @@ class RewardRunner:
         self.factors = function.factors
         self._singly = [component for component in function.components if not component.batched]
         self._batched = [component for component in function.components if component.batched]
-        self._setup = setup_of(config, sorted(set(data_sources)))
+        self._data_sources = list(data_sources)
         self._jobs: dict[Key, Job] = {}
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
@@ -57,8 +56,8 @@ class RewardRunner:
         """Places whose process can be asked."""
         self._broken: str | None = None
         self._last_news = time.monotonic()
-        self.pids: dict[int, int] = {}
-        """The process of each place, for code that watches them."""
+        self._workers: dict[int, Worker] = {}
+        """The process of each place."""
         self.on_busy: Callable[[float], None] = lambda _: None
         """A function called when nothing is left to score, from any thread, with the seconds for which there was something."""
         self._num_pending, self._busy_since = 0, 0.0
@@ -67,14 +66,19 @@ class RewardRunner:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process id of each place, for code that watches them."""
+        return {number: worker.child.pid for number, worker in self._workers.items()}
+
     def check_started(self) -> None:
         """Return when every process is ready, also those that replace others. Raises RewardError, with the cause, when one cannot start."""
-        deadline = time.monotonic() + START_TIMEOUT_S + KILL_S
+        deadline = time.monotonic() + START_S + KILL_S
         with self._changed:
             while len(self._ready) < len(self._threads) and self._broken is None and time.monotonic() < deadline:
                 self._changed.wait(1.0)
             if self._broken is not None or len(self._ready) < len(self._threads):
-                raise RewardError(self._broken or f"the reward processes did not start within {START_TIMEOUT_S:g} s")
+                raise RewardError(self._broken or f"the reward processes did not start within {START_S:g} s")
 
     def submit(self, rollout: Rollout) -> None:
         """Start scoring; returns at once. The same rollout given again while it is pending is scored once."""
@@ -111,6 +115,8 @@ class RewardRunner:
         self._closed = True
         for _ in self._threads:
             self._queue.put(None)
+        for worker in list(self._workers.values()):
+            worker.child.kill()
         deadline = time.monotonic() + KILL_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -170,7 +176,7 @@ class RewardRunner:
 
     def _await(self, jobs: Sequence[Job]) -> None:
         # Some process starts or answers all the time; silence means that the supervision itself is broken.
-        patience = START_TIMEOUT_S + self._config.timeout_s + 2 * KILL_S
+        patience = START_S + self._config.timeout_s + 2 * KILL_S
         self._last_news = time.monotonic()
         left = list(jobs)
         with self._changed:
@@ -188,11 +194,10 @@ class RewardRunner:
 
     def _work(self, number: int, log_path: Path | None) -> None:
         log = OutputLog(log_path)
-        worker: Worker | None = None
         try:
             worker = self._start(number, log)
             while (job := self._queue.get()) is not None and not self._closed:
-                if not worker.alive:
+                if not worker.child.alive:
                     worker = self._start(number, log)
                 left = self._ask(self._with_others(job), worker, number)
                 if left and worker.died_by_itself:
@@ -200,13 +205,13 @@ class RewardRunner:
                     worker = self._start(number, log)
                     left = [*self._ask(left[:1], worker, number), *left[1:]]
                 self._put_again(left)
-                if not worker.alive and not self._closed:
+                if not worker.child.alive and not self._closed:
                     worker = self._start(number, log)
         except Exception as error:  # a thread's own exception would be lost
             self._break(f"reward processes: {error}")
         finally:
-            if worker is not None:
-                worker.kill()
+            if number in self._workers:
+                self._workers[number].child.kill()
             log.close()
 
     def _with_others(self, first: Job) -> list[Job]:
@@ -226,10 +231,10 @@ class RewardRunner:
 
     def _start(self, number: int, log: OutputLog) -> Worker:
         """A process that can be asked. Raises RewardError when it cannot be started."""
-        worker = Worker(self._setup, log, lambda: self._closed)
-        self.pids[number] = worker.pid
-        trouble = worker.start_up()
-        if trouble is not None:
+        worker = self._workers[number] = Worker(self._config, self._data_sources, log)
+        if self._closed:
+            worker.child.kill()
+        if trouble := worker.child.wait_until_ready():
             limit = self._config.memory_limit_gb
             hint = "" if limit is None else f" (its memory ends at reward.memory_limit_gb={limit:g})"
             raise RewardError(f"the process of the reward functions cannot start: {trouble}{hint}")
@@ -258,7 +263,7 @@ class RewardRunner:
         if jobs:
             worker.ask(request, replies, len(jobs[0].components), self._config.timeout_s, settle)
         settle()
-        guilty = not worker.died_by_itself or worker.num_answered == 1
+        guilty = not worker.died_by_itself or worker.num_answered == 0
         left = list(jobs[num_done:])
         if left and guilty and replies[num_done].ended is not None:
             left[0].settle(replies[num_done], self._config.timeout_s)
@@ -270,7 +275,7 @@ class RewardRunner:
             for job in jobs:
                 job.done = True
             self._scored(len(jobs))
-            if not worker.alive:
+            if not worker.child.alive:
                 self._ready.discard(number)
             self._last_news = time.monotonic()
             self._changed.notify_all()

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from grpo_rl.child_processes import die_with, shielded
+from grpo_rl.processes.child import start
+from grpo_rl.processes.family import die_with
 
 LIMIT_S = 300
 """Seconds after which a process ends itself, whatever it is doing."""
@@ -75,12 +76,9 @@ class PageBeside:
         environment = dict(os.environ)
         if "outlives" in words:
             environment = {key: value for key, value in environment.items() if key != "GRPO_SESSION"}
-        command = [sys.executable, "-m", "grpo_rl.telemetry.page.beside_run", str(self.run), str(os.getpid()), *words]
         try:
-            with self._log() as log, shielded():
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, env=environment
-                )
+            with self._log() as log:
+                self._process = start(__name__, [str(self.run), str(os.getpid()), *words], log, environment=environment)
         except OSError as error:
             self._failed(str(error.strerror or error))
         self._began = time.monotonic()

@@ -20,8 +20,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.child_processes import is_running
 from grpo_rl.errors import ConfigError
+from grpo_rl.processes.family import is_running
 from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, write_chunk
 from grpo_rl.telemetry.page.run_data import ENDED, run_data
 from grpo_rl.telemetry.rundir import RunDir

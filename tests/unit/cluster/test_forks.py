@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.child_processes import descendants
 from grpo_rl.cluster.processes import fork_client, forks
 from grpo_rl.cluster.processes.forks import ForkServer, environment_of, modules_for, runtime_env
 from grpo_rl.cluster.session.run_watcher import TOKEN
 from grpo_rl.errors import ClusterError
+from grpo_rl.processes.family import descendants
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER, engine_environment
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.child_processes import descendants, kill_tree
 from grpo_rl.cluster.recovery.health import verdict
 from grpo_rl.cluster.recovery.supervisor import Budget, RecoveryLog
 from grpo_rl.cluster.roles.request_ledger import Ledger
 from grpo_rl.cluster.session.run_watcher import is_tracker
 from grpo_rl.errors import ClusterError
+from grpo_rl.processes.family import descendants, kill_tree
 from grpo_rl.types import Request, Sampling
 
 

@@ -1,7 +1,6 @@
 """The package takes seconds to import, so all that needs it is here."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -93,7 +92,7 @@ def test_rows_that_depend_on_the_hash_of_strings_are_made_by_a_process_with_a_fi
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym" / "__init__.py").write_text("")
     (tmp_path / "reasoning_gym" / "factory.py").write_text(PACKAGE)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    monkeypatch.syspath_prepend(tmp_path)
     made = []
     for hash_seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", hash_seed)

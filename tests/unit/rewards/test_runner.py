@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from machine_lacks import needs_sandbox
 
-from grpo_rl.child_processes import STOP_SIGNALS
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
+from grpo_rl.processes.child import LOG_LIMIT
+from grpo_rl.processes.family import STOP_SIGNALS
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runtime.reward_process_log import LOG_LIMIT
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
@@ -160,7 +160,7 @@ def test_what_a_process_that_ends_by_itself_leaves_behind_is_killed(runner, tmp_
 
 def test_a_fork_that_returns_from_the_function_answers_nothing(runner):
     rollouts = [rollout(str(i), "return-from-fork") for i in range(4)]
-    assert [item.reward for item in runner.wait(rollouts)] == [2.0] * 4
+    assert [(item.reward, item.failure_cause) for item in runner.wait(rollouts)] == [(2.0, None)] * 4
 
 
 def test_a_process_that_an_earlier_response_has_spoiled_costs_the_next_one_nothing(runner):
@@ -321,10 +321,11 @@ def test_no_process_outlives_a_run_that_is_killed(tmp_path):
     program = f"""
 import os, signal
 from grpo_rl.config.schema.tree import RewardConfig
-from grpo_rl.rewards.runtime.reward_process import OutputLog, Worker, setup_of
-worker = Worker(setup_of(RewardConfig(functions=['{UNRULY}:act']), []), OutputLog(None))
-assert worker.start_up() is None
-print(worker.pid, flush=True)
+from grpo_rl.processes.child import OutputLog
+from grpo_rl.rewards.runtime.worker import Worker
+worker = Worker(RewardConfig(functions=['{UNRULY}:act']), [], OutputLog())
+assert worker.child.wait_until_ready() is None
+print(worker.child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -8,11 +8,10 @@ import pytest
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
+from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runtime.jobs import Job, request_for
-from grpo_rl.rewards.runtime.reward_process import Reply, Worker, setup_of
-from grpo_rl.rewards.runtime.reward_process_log import OutputLog
 from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.rewards.runtime.worker import Job, Reply, Worker, request_for
 from tests.unit.rewards.test_runner import UNRULY, make_runner, rollout
 
 TIMEOUT_S = 0.3
@@ -21,14 +20,14 @@ TIMEOUT_S = 0.3
 def ask(*texts):
     """Return the answers of a new process to these responses in one message."""
     config = RewardConfig(functions=[f"{UNRULY}:act"])
-    worker = Worker(setup_of(config, []), OutputLog(None))
-    assert worker.start_up() is None
+    worker = Worker(config, [], OutputLog())
+    assert worker.child.wait_until_ready() is None
     request, jobs = request_for([Job([rollout(str(place), text)], [component]) for place, text in enumerate(texts)])
     replies = [Reply() for _ in jobs]
     told = []
     worker.ask(request, replies, 1, TIMEOUT_S, lambda: told.append([reply.complete for reply in replies].count(True)))
-    was_alive = worker.alive
-    worker.kill()
+    was_alive = worker.child.alive
+    worker.child.kill()
     assert told == sorted(told)
     return [(reply.answers, reply.ended, reply.timed_out) for reply in replies], was_alive
 
@@ -51,11 +50,6 @@ def test_a_call_that_hangs_is_killed_at_its_own_deadline_and_those_behind_it_wer
     assert time.perf_counter() - started < 3.0
     assert replies == [scored(1.0), ([], "killed after 0.3 s", True), NEVER_BEGUN, NEVER_BEGUN]
     assert not was_alive
-
-
-def test_a_slow_call_keeps_those_behind_it_from_nobody_and_goes_on_to_its_end():
-    replies, was_alive = ask("score 1", "slow 0.15", "score 2")
-    assert (replies, was_alive) == ([scored(1.0), scored(0.15), NEVER_BEGUN], True)
 
 
 def test_a_process_that_dies_has_answered_for_those_before_and_for_nobody_behind():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from run_folders import make_run
 
-from grpo_rl.child_processes import is_running
+from grpo_rl.processes.family import is_running
 from grpo_rl.telemetry.page import beside_run
 from grpo_rl.telemetry.page.beside_run import PageBeside
 

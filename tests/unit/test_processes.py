@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from grpo_rl.child_processes import STOP_SIGNALS, is_running, kill_tree, shielded, started
+from grpo_rl.processes.family import STOP_SIGNALS, is_running, kill_tree, shielded, started
 
 ECHO = "import sys\nfor line in sys.stdin: print(line.strip(), flush=True)"
-OUTLIVES = "from grpo_rl.child_processes import outlive_stop_signals; outlive_stop_signals()\n"
+OUTLIVES = "from grpo_rl.processes.family import outlive_stop_signals; outlive_stop_signals()\n"
 ENDS_OTHERS = OUTLIVES + (
     "import multiprocessing, subprocess, sys, time\n"
     "program = subprocess.Popen(['sleep', '600'])\n"

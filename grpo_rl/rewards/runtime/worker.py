@@ -1,17 +1,18 @@
-"""Requests to reward processes: calls of functions for responses, and the meaning of their answers."""
+"""A reward process and what it is asked: calls of functions for responses, and the meaning of its answers."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from grpo_rl.config.schema.reward import RewardConfig
+from grpo_rl.processes.child import Child, OutputLog, encode
 from grpo_rl.rewards.compose import place, sample_of
 from grpo_rl.rewards.contract.calls import Component
 from grpo_rl.rewards.contract.failures import ERROR, INVALID, KINDS, TIMEOUT, RewardFailure
 from grpo_rl.rewards.contract.results import Result, read_result
-from grpo_rl.rewards.runtime.messages import encode, frame
-from grpo_rl.rewards.runtime.reward_process import Reply
 
 if TYPE_CHECKING:  # types imports torch, which trying a function out does without
     from grpo_rl.types import Rollout
@@ -19,6 +20,86 @@ if TYPE_CHECKING:  # types imports torch, which trying a function out does witho
 Item = TypeVar("Item")
 UNSENDABLE = "ground_truth or extra_info cannot be sent to a reward function"
 Outcome = Result | RewardFailure
+
+
+@dataclass(slots=True)
+class Reply:
+    """The answers to a call: complete, or cut off, or never begun."""
+
+    answers: list[Any] = field(default_factory=list)
+    complete: bool = False
+    ended: str | None = None
+    """The reason why no further answer came: how the process died or was killed; None where all is well."""
+    timed_out: bool = False
+
+
+class Worker:
+    """A reward process. It dies with the thread that started it: start it and ask it in the same one."""
+
+    def __init__(self, config: RewardConfig, data_sources: Sequence[str], log: OutputLog) -> None:
+        """Start the process; `wait_until_ready` waits for it."""
+        custom = config.custom_reward_function
+        limit = config.memory_limit_gb
+        setup = {
+            "reward": {
+                "functions": config.functions,
+                "custom_reward_function": {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs},
+                "batched": config.batched,
+                "function_kwargs": config.function_kwargs,
+                # Options are checked against it.
+                "timeout_s": config.timeout_s,
+            },
+            "data_sources": sorted(set(data_sources)),
+            "memory_limit": None if limit is None else int(limit * 2**30),
+        }
+        self.child = Child("grpo_rl.rewards.runtime.reward_process_main", setup, log)
+        self.num_answered = 0
+        """Calls that it has answered."""
+        self.died_by_itself = False
+        """True once it has ended in a request, and was not killed at a deadline."""
+
+    def ask(
+        self,
+        request: bytes,
+        replies: Sequence[Reply],
+        num_answers: int,
+        timeout_s: float,
+        told: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send a request with one call for each of the `replies`, and fill these in their order.
+
+        `told` is called after each reply that is complete. A call has `num_answers`, fewer where one is a failure, and
+        `timeout_s` from the end of the one before it. At that deadline the process is killed, and where it ends before,
+        the call that it was at has ended too. Replies behind such a call stay as they were: theirs was not begun.
+        """
+        reply = replies[0]
+        try:
+            self.child.send(request, timeout_s)
+            for reply in replies:
+                if self._receive(reply, num_answers, timeout_s):
+                    self.child.kill()
+                    return
+                if not self.child.has_message:  # many that arrive together are told of at once
+                    told()
+        except TimeoutError:
+            reply.timed_out, reply.ended = True, f"killed after {timeout_s:g} s"
+            self.child.kill()
+        except (OSError, EOFError, ValueError) as error:
+            reply.ended = self.child.how_it_ended(error)
+            self.died_by_itself = True
+            self.child.kill()
+
+    def _receive(self, reply: Reply, num_answers: int, timeout_s: float) -> bool:
+        """Fill one reply; return whether the process ends after it, because it has no memory left."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            answer = self.child.receive(deadline - time.monotonic())
+            reply.answers.append(answer)
+            failed = isinstance(answer, dict) and "failure" in answer
+            if failed or len(reply.answers) == num_answers:
+                reply.complete = True
+                self.num_answered += 1
+                return failed and bool(answer.get("exit"))
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +162,7 @@ def request_for(jobs: Sequence[Job]) -> tuple[bytes, list[Job]]:
         else:
             sent.append(job)
     functions = encode([component.name for component in jobs[0].components])
-    return frame(b'{"functions": %b, "calls": [%b]}' % (functions, b", ".join(calls))), sent
+    return b'{"functions": %b, "calls": [%b]}' % (functions, b", ".join(calls)), sent
 
 
 def spared(

@@ -1,0 +1,275 @@
+"""A child process as its parent sees it: started, sent messages, heard within a deadline, and killed with all below it.
+
+A message is a length of four bytes, then JSON. JSON and not pickle: reading the output of a process that has run a
+user's code must not run any code. What the child prints goes to a log, whose end belongs to the report of its death.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from grpo_rl.config.redaction import HiddenLines
+from grpo_rl.config.secrets import redact
+from grpo_rl.processes.family import kill_tree, shielded
+
+START_S = 120.0
+"""Longest start of a child: it imports the user's files."""
+KILL_S = 5.0
+"""Seconds within which a killed process is gone, or is left to the system."""
+LAST_MOMENT_S = 0.2
+"""Seconds within which a process that has closed its channel ends, and the last that it printed arrives."""
+LONGEST_MESSAGE = 64 * 2**20
+"""Bytes of a message from a child; a longer one is refused before it is read."""
+LOG_LIMIT = 4 * 2**20
+"""Bytes of what a child prints that are kept."""
+LAST_CHARACTERS = 500
+"""Characters of its log that an error quotes."""
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+LENGTH = struct.Struct("!I")
+
+
+def start(
+    module: str,
+    words: Sequence[str],
+    output: int | IO[bytes] = subprocess.PIPE,
+    pass_fds: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a module of this package in a session of its own, out of reach of the signals that are meant for the run."""
+    with shielded():
+        return subprocess.Popen(
+            [sys.executable, "-u", "-X", "faulthandler", "-m", module, *words],
+            pass_fds=pass_fds,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+
+
+class Child:
+    """One process with a channel, which `processes.inside.serve` runs at the other end.
+
+    It dies with the thread that started it, unless it `outlives_thread`: then it ends once its channel is closed. `send` and
+    `receive` may be called in two threads, and `kill` in any.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        setup: Any,
+        log: OutputLog,
+        *,
+        outlives_thread: bool = False,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start the process and send it its `setup`. Raises TypeError or ValueError for a setup that is no plain data."""
+        body = encode(setup)
+        self.log = log
+        self._channel, theirs = socket.socketpair()
+        self._buffer = bytearray()
+        self._killing = threading.Lock()
+        # The same modules as here; an order of sets that is the same in every process, as rewards may depend on it.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        variables = {"PYTHONHASHSEED": "0"} | os.environ | ONE_THREAD | {"PYTHONPATH": path} | dict(environment or {})
+        with theirs:
+            words = [str(theirs.fileno()), "0" if outlives_thread else str(os.getpid())]
+            self._process = start(module, words, pass_fds=[theirs.fileno()], environment=variables)
+        self.pid = self._process.pid
+        self._channel.setblocking(False)
+        self._copying = threading.Thread(target=self._copy_output, daemon=True)
+        self._copying.start()
+        with contextlib.suppress(OSError):  # one that has ended already is reported by whoever waits for its start
+            self.send(body, START_S)
+
+    def wait_until_ready(self, timeout_s: float = START_S) -> str | None:
+        """Return None once the process has started, or why it has not; then it is killed."""
+        try:
+            answer = self.receive(timeout_s)
+            reason = (
+                None if answer == {"ready": True} else str(answer.get("failed", answer) if isinstance(answer, dict) else answer)
+            )
+        except TimeoutError:
+            reason = f"it did not start within {timeout_s:g} s"
+        except (OSError, EOFError, ValueError) as error:
+            reason = self.how_it_ended(error)
+        if reason is None:
+            return None
+        self.kill()
+        return self.with_last_output(reason)
+
+    def send(self, body: bytes, timeout_s: float) -> None:
+        """Send a message that `encode` has made. Raises OSError where the process is gone, TimeoutError where it takes nothing."""
+        deadline = time.monotonic() + timeout_s
+        rest = memoryview(LENGTH.pack(len(body)) + body)
+        while rest:
+            self._wait_for(select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[self._channel.send(rest[: 2**20]) :]
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Return the next message; what has arrived of it is kept for the next call where the time is over before.
+
+        Raises TimeoutError then, EOFError or another OSError where the process is gone, and ValueError where it has written
+        something else.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while (size := self._size_of_message()) is None:
+            self._wait_for(select.POLLIN, deadline)
+            with contextlib.suppress(BlockingIOError):
+                data = self._channel.recv(2**20)
+                if not data:
+                    raise EOFError("it closed its channel")
+                self._buffer += data
+        body = self._buffer[LENGTH.size : size]
+        del self._buffer[:size]
+        return decode(body)
+
+    @property
+    def has_message(self) -> bool:
+        """Return whether `receive` has a message that need not be waited for."""
+        return self._size_of_message() is not None
+
+    def kill(self) -> None:
+        """End the process and everything it started; of those whose own parents ended first, all that it adopted."""
+        with self._killing:
+            if self._process.returncode is None:
+                kill_tree(self.pid)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(KILL_S)
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_RDWR)
+        self._copying.join(LAST_MOMENT_S)
+
+    @property
+    def alive(self) -> bool:
+        """Return whether the process has not ended."""
+        return self._exit_code() is None
+
+    def how_it_ended(self, error: Exception) -> str:
+        """Return how the process has ended, or, where it has not, what it did instead of answering."""
+        if isinstance(error, ValueError):
+            return str(error)
+        deadline = time.monotonic() + LAST_MOMENT_S
+        while (code := self._exit_code()) is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if code is None:
+            return str(error)
+        self._copying.join(LAST_MOMENT_S)
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return f"the process died of {signal.Signals(-code).name}"
+        return f"the process exited with code {code}"
+
+    def with_last_output(self, reason: str) -> str:
+        """Return the reason with the last that the process printed."""
+        said = self.log.last
+        return f"{reason}; its last output: {said}" if said else reason
+
+    def _exit_code(self) -> int | None:
+        """Return the exit code as Popen does, without reaping: as long as its pid is taken, its group can be killed."""
+        with self._killing:
+            if self._process.returncode is not None:
+                return self._process.returncode
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def _wait_for(self, event: int, deadline: float) -> None:
+        poller = select.poll()
+        poller.register(self._channel, event)
+        left = deadline - time.monotonic()
+        if not poller.poll(None if left == math.inf else max(0, math.ceil(1000 * left))):
+            raise TimeoutError("it does not answer")
+
+    def _size_of_message(self) -> int | None:
+        """Return the bytes of the first message with its length, None where it has not arrived as a whole."""
+        if len(self._buffer) < LENGTH.size:
+            return None
+        size = LENGTH.unpack(self._buffer[: LENGTH.size])[0]
+        if size > LONGEST_MESSAGE:
+            raise ValueError(f"an answer of {size} bytes; at most {LONGEST_MESSAGE} are read")
+        return LENGTH.size + size if len(self._buffer) >= LENGTH.size + size else None
+
+    def _copy_output(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output, contextlib.suppress(OSError):
+            while data := os.read(output.fileno(), 2**16):
+                self.log.write(data)
+
+
+class OutputLog:
+    """What children print in one place, up to `LOG_LIMIT` bytes, in a file; without one, its end is kept for errors.
+
+    Secrets are hidden in both.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._file = None if path is None else path.open("ab")
+        self._room = LOG_LIMIT
+        self._lines = HiddenLines()
+        self._last = b""
+        self._writing = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        """Keep the data as far as there is room; the rest is dropped, which is noted once."""
+        with self._writing:
+            self._last = (self._last + data)[-4 * LAST_CHARACTERS :]
+            if self._file is None or self._file.closed or self._room <= 0:
+                return
+            self._file.write(self._lines.feed(data[: self._room]))
+            self._room -= len(data)
+            if self._room <= 0:
+                self._file.write(self._lines.rest() + b"\n[all further output is dropped]\n")
+            self._file.flush()
+
+    @property
+    def last(self) -> str:
+        """The last `LAST_CHARACTERS` characters."""
+        return redact(self._last.decode(errors="replace"))[-LAST_CHARACTERS:].strip()
+
+    def close(self) -> None:
+        """Write what is held back of a line, and close the file."""
+        with self._writing:
+            if self._file is not None and not self._file.closed:
+                self._file.write(self._lines.rest())
+                self._file.close()
+
+
+def encode(message: Any) -> bytes:
+    """The message as JSON. Raises ValueError or TypeError for what is no plain data."""
+    try:
+        return json.dumps(message, default=_plain).encode("ascii")
+    except RecursionError as error:
+        raise ValueError("it is nested too deep to be sent") from error
+
+
+def decode(body: bytes | bytearray) -> Any:
+    """The message in a body. Raises ValueError for anything but JSON."""
+    try:
+        return json.loads(body)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep to be read") from error
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and numbers of numpy as lists and numbers."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is no plain data (numbers, text, lists and dicts are)")
