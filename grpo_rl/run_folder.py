@@ -178,13 +178,11 @@ class Run:
         A notebook shows it where it is the last value of a cell; `savefig` writes it to a file. Raises DataError for a name
         that no step has, with the nearest one.
         """
-        from grpo_rl.telemetry.plots.curves import curves_figure, metrics_figure
+        from grpo_rl.telemetry.curves import curves_figure
 
         records = read_metrics(self.path / "metrics.jsonl")
-        if not names:
-            return curves_figure(self.name, records)
         _refuse_unknown(names, list(dict.fromkeys(key for record in records for key in record if key not in ("step", "time"))))
-        return metrics_figure(self.name, records, names)
+        return curves_figure(self.name, records, names)
 
     def _rollouts_folder(self, val: bool) -> Path:
         return self._folder.val if val else self._folder.rollouts

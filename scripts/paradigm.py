@@ -31,8 +31,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from grpo_rl.config.derived import policy_steps
+from grpo_rl.telemetry.curves import STYLE
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.plots.curves import style
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TASK = "task:arithmetic?forms=3+1,2+2&carrying=0.7"
@@ -311,7 +311,7 @@ def draw(curves: Curves, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with rc_context(style()):
+    with rc_context(STYLE):
         figure = Figure(figsize=(11, 4.6), layout="constrained")
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2, sharey=True)

@@ -3,21 +3,59 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import math
+import operator
+import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.arguments import Arguments
-from grpo_rl.errors import DataError, GrpoRlError
-from grpo_rl.telemetry.rollouts.filters import FIELDS, Condition, Record, check_names, field, parse_condition
+from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
-from grpo_rl.telemetry.rollouts.rollout_pages import as_text
 from grpo_rl.telemetry.rundir import find_run
-from grpo_rl.telemetry.terminal.text import encodable
+from grpo_rl.telemetry.terminal.text import encodable, safe_text
+
+Record = dict[str, Any]
+
+COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+FIELDS = {
+    "reward": "reward",
+    "advantage": "advantage",
+    "baseline": "baseline",
+    "failure": "failure",
+    "cause": "failure_cause",
+    "finish_reason": "finish_reason",
+    "ended": "ended",
+    "turns": "num_turns",
+    "data_source": "data_source",
+    "ground_truth": "ground_truth",
+    "uid": "uid",
+    "sample": "sample",
+    "response_length": "response_length",
+    "prompt_length": "prompt_length",
+    "logprob": "rollout_logprob_mean",
+    "prompt": "prompt",
+    "response": "response",
+}
+"""Names of a rollout's fields in conditions; any other name is a component of the reward, which also goes before a field."""
+CONDITION = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(==|!=|<=|>=|<|>|~)\s*(.*?)\s*", re.DOTALL)
+WIDTH = 110
+SHORTENED = 1200
+"""Characters of a prompt or response that are shown unless the whole is asked for."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,6 +125,135 @@ def select(records: Sequence[Record], conditions: Sequence[Condition], sort: str
         return value if numbers else str(value)
 
     return sorted(with_value, key=key, reverse=descending) + [record for record in chosen if not has_value(record)]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """`name` compared with `value`; `~` asks whether the text holds the value."""
+
+    name: str
+    comparison: str
+    value: str
+
+    def holds(self, record: Record) -> bool:
+        """Return whether the rollout meets the condition. A field that it does not have meets only `!=`, and `==none`."""
+        found = field(record, self.name)
+        if self.value.lower() == "none" and self.comparison in ("==", "!="):
+            return (found is None) == (self.comparison == "==")
+        if found is None:
+            return self.comparison == "!="
+        if self.comparison == "~":
+            return self.value in str(found)
+        wanted = _number(self.value)
+        if isinstance(found, int | float) and wanted is not None:
+            return COMPARISONS[self.comparison](found, wanted)
+        if self.comparison in ("==", "!="):
+            return COMPARISONS[self.comparison](str(found), self.value)
+        return False
+
+
+def parse_condition(text: str) -> Condition:
+    """Parse `NAME(==|!=|<|<=|>|>=|~)VALUE`. Raises ConfigError for another form."""
+    match = CONDITION.fullmatch(text)
+    if match is None or not match[3]:
+        raise ConfigError(
+            f"--where {text!r}: write NAME, a comparison (== != < <= > >= or ~ for holds), and a value: reward<0.5, "
+            f"format==0, failure==reward_timeout, response~sorry"
+        )
+    condition = Condition(match[1], match[2], match[3])
+    if condition.comparison in ("<", "<=", ">", ">=") and _number(condition.value) is None:
+        raise ConfigError(f"--where {text!r}: {condition.value!r} is not a number; {condition.comparison} compares numbers")
+    return condition
+
+
+def field(record: Record, name: str) -> Any:
+    """Return the field or the component `name` of the rollout; None where it has none. NaN is a number again."""
+    parts = record.get("reward_parts", {})
+    value = parts[name] if name in parts else record.get(FIELDS.get(name, ""))
+    return NON_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+def check_names(names: Sequence[str], records: Sequence[Record]) -> None:
+    """Raise ConfigError, with the nearest names, for one that is neither a field nor a component of any of the rollouts."""
+    components = {part for record in records for part in record.get("reward_parts", {})}
+    known = [*FIELDS, *sorted(components)]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(f"no rollout has {name!r}.{hint} There are {', '.join(known)}")
+
+
+def _number(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return None if math.isnan(value) else value
+
+
+def as_text(title: str, records: Sequence[Record], *, full: bool = False) -> str:
+    """Return one block of text per rollout: facts, prompt, ground truth, response.
+
+    Every character that a terminal would obey is escaped.
+    """
+    blocks = [safe_text(title)]
+    for record in records:
+        lines = ["-" * WIDTH, *_facts(record)]
+        for label, text in texts(record):
+            shown = safe_text(text, limit=None if full else SHORTENED, keep_newlines=True)
+            for number, part in enumerate(shown.split("\n")):
+                lines += _wrapped(label if number == 0 else "", part)
+        blocks.append("\n".join(lines))
+    return "\n".join(blocks)
+
+
+def facts(record: Record) -> list[tuple[str, str]]:
+    """Return reward, components, advantage and the other short facts, in the order in which they are shown."""
+    names = ["reward", "failure", *record.get("reward_parts", {}), "advantage", "baseline"]
+    names += ["ended", "turns", "finish_reason", "response_length", "data_source", "uid", "sample"]
+    return [(name, _short(value)) for name in names if (value := field(record, name)) is not None]
+
+
+def texts(record: Record) -> list[tuple[str, str]]:
+    """Return prompt, ground truth, response or the turns of an episode, and why there is no score, with their labels."""
+    truth, cause = record.get("ground_truth"), record.get("failure_cause")
+    pairs = [("prompt", str(record.get("prompt", "")))]
+    if truth is not None:
+        pairs.append(("truth", str(truth)))
+    pairs += _turns(record["episode"]) if record.get("episode") else [("response", str(record.get("response", "")))]
+    return pairs if cause is None else [*pairs, ("cause", str(cause))]
+
+
+def _turns(episode: Record) -> list[tuple[str, str]]:
+    """Return the conversation of an episode; assistant turns, whose tokens are trained, have a `*`."""
+    return [
+        ("turn *" if message.get("role") == "assistant" else str(message.get("role", "")), str(message.get("content", "")))
+        for message in episode.get("messages", ())
+    ]
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _facts(record: Record) -> list[str]:
+    words = "  ".join(safe_text(f"{name}={value}").replace(" ", "\u00a0") for name, value in facts(record))
+    lines = textwrap.wrap(words, WIDTH - 10, break_on_hyphens=False, break_long_words=False)
+    return [" " * 10 + line.replace("\u00a0", " ") for line in lines]
+
+
+def _wrapped(label: str, text: str) -> list[str]:
+    indent = " " * 10
+    return textwrap.wrap(
+        safe_text(text),
+        width=WIDTH,
+        initial_indent=f"{label:<10}",
+        subsequent_indent=indent,
+        drop_whitespace=False,
+        replace_whitespace=False,
+        break_on_hyphens=False,
+    ) or [f"{label:<10}".rstrip()]
 
 
 def _parser() -> Arguments:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,8 +20,6 @@ PHASES = {
 """Phases that have a column of their own; what is left of the step is `other`."""
 MOST_COMPONENTS = 4
 """Components of the reward that a line has room for."""
-
-
 OVERALL = ("mean", "max", "min", "std", "greedy_baseline_mean")
 """The keys `reward/<key>` that are about the whole reward."""
 FAILURES = {
@@ -34,15 +32,7 @@ FAILURES = {
 }
 """The keys `reward/<key>` that count scores which could not be had, by what happened."""
 
-
-def component_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the keys `reward/<part>` of the records that are means of a component, those of a component's own dict after it."""
-    known = {f"reward/{key}" for key in (*OVERALL, *FAILURES)}
-    keys = dict.fromkeys(key for record in records for key in record if key.startswith("reward/") and key not in known)
-    # `acc` and `answer` stand there twice: by themselves, for validation, and under the component that gave them.
-    doubled = {key for key in keys if any(other != key and other.endswith(f"/{key.removeprefix('reward/')}") for other in keys)}
-    spreads = {key for key in keys if key.endswith("/std") and key.removesuffix("/std") in keys}
-    return [key for key in keys if key not in doubled | spreads]
+Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,106 +43,131 @@ class Cell:
     style: str = ""
 
 
-def header(metrics: Mapping[str, float] = MappingProxyType({})) -> list[Cell]:
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the table: its name, its width, and the metric or function that has its values."""
+
+    name: str
+    width: int
+    value: str | Callable[[Metrics], float | None]
+    digits: int = 3
+    style: str = ""
+
+    def cell(self, metrics: Metrics) -> Cell:
+        """Return the value of a step; "-" for what it did not measure."""
+        value = metrics.get(self.value) if isinstance(self.value, str) else self.value(metrics)
+        return Cell(number(value, self.width, self.digits), self.style)
+
+
+def _seconds(metrics: Metrics) -> float | None:
+    # Rounded first: half a millisecond is 0.00 s to a reader, not 5e-04.
+    seconds = metrics.get("timing_s/step")
+    return None if seconds is None else round(seconds, 2)
+
+
+def _gradient(metrics: Metrics) -> float | None:
+    return metrics.get("actor/grad_norm", metrics.get("reward_model/grad_norm"))
+
+
+_VALID = "bold green"
+_SPEED = (Column("tok/s", 8, "perf/tokens_per_s", 0), Column("seconds", 8, _seconds, 2))
+_SAMPLED = (
+    Column("reward", 8, "reward/mean", style="bold"),
+    Column("valid", 8, validation_score, style=_VALID),
+    Column("kl", 9, "actor/kl_loss", 5),
+    Column("clip", 8, "actor/pg_clipfrac", 4),
+    Column("length", 8, "response_length/mean", 1),
+    *_SPEED,
+)
+_LOSSES = (Column("loss", 9, "train/loss", 4, "bold"), Column("val loss", 9, "val/loss", 4, _VALID))
+_ANSWERS = Column("answers", 9, validation_score, style=_VALID)
+_SUPERVISED = (
+    *_LOSSES,
+    Column("val ppl", 10, "val/perplexity"),
+    _ANSWERS,
+    Column("lr", 10, "actor/lr", 7),
+    Column("grad", 9, _gradient),
+    Column("trained", 9, "train/num_tokens", 0),
+    *_SPEED,
+)
+_PAIRS = (
+    *_LOSSES,
+    Column("accuracy", 10, "train/accuracy"),
+    Column("val acc", 9, "val/accuracy", style=_VALID),
+    Column("margin", 9, "train/margin"),
+    Column("val marg", 9, "val/margin", style=_VALID),
+    _ANSWERS,
+    Column("grad", 9, _gradient),
+    *_SPEED,
+)
+"""Of a run that learns from pairs: losses per pair, how many are in the right order and by how much. Of a reward model that learns
+rated steps they are losses per step, and the share that it judges right."""
+
+
+def header(metrics: Metrics = MappingProxyType({})) -> list[Cell]:
     """Return the names of the columns of the table that `line` writes for such metrics, each as wide as its values.
 
     Nothing for metrics of validations of prompts alone, which every kind of run has, and whose line names them itself.
     """
     if metrics and _is_validation(metrics):
         return []
-    if is_supervised(metrics):
-        columns = _PAIR_COLUMNS if compares_pairs(metrics) else _SUPERVISED_COLUMNS
-        return [Cell(f"{'step':>9}" + "".join(name.rjust(width) for name, width in columns), "bold")]
-    names = "".join(name.rjust(width) for name, width in _COLUMNS)
-    return [Cell(f"{'step':>9}{names}  |" + "".join(name.rjust(7) for name in (*PHASES, "other")), "bold")]
+    columns = _columns(metrics)
+    names = f"{'step':>9}" + "".join(column.name.rjust(column.width) for column in columns) + f"{'left':>8}"
+    phases = "  |" + "".join(name.rjust(7) for name in (*PHASES, "other"))
+    return [Cell(names + (phases if columns is _SAMPLED else ""), "bold")]
 
 
-def is_supervised(metrics: Mapping[str, float]) -> bool:
-    """Return whether these are metrics of a run on fixed responses, whose table has other columns."""
+def line(step: int, total: int, metrics: Metrics, left_s: float | None = None) -> list[Cell]:
+    """Return the values under `header()`: of a run that samples 119 columns, and after them the reward's components and failures."""
+    place = Cell(f"{step}/{total}".rjust(9))
+    if _is_validation(metrics):
+        return [place, _validation(metrics)]
+    columns = _columns(metrics)
+    cells = [place, *(column.cell(metrics) for column in columns)]
+    cells.append(Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)))
+    if columns is not _SAMPLED:
+        return cells
+    has_reward = len(shown_keys([metrics])) > len(validation_keys(metrics))
+    return [*cells, _phases(metrics), *_rewards(metrics), *([_validation(metrics)] if has_reward else [])]
+
+
+def component_keys(records: Sequence[Metrics]) -> list[str]:
+    """Return the keys `reward/<part>` of the records that are means of a component, those of a component's own dict after it."""
+    known = {f"reward/{key}" for key in (*OVERALL, *FAILURES)}
+    keys = dict.fromkeys(key for record in records for key in record if key.startswith("reward/") and key not in known)
+    # `acc` and `answer` stand there twice: by themselves, for validation, and under the component that gave them.
+    doubled = {key for key in keys if any(other != key and other.endswith(f"/{key.removeprefix('reward/')}") for other in keys)}
+    spreads = {key for key in keys if key.endswith("/std") and key.removesuffix("/std") in keys}
+    return [key for key in keys if key not in doubled | spreads]
+
+
+def _columns(metrics: Metrics) -> tuple[Column, ...]:
+    if "train/accuracy" in metrics or "val/accuracy" in metrics:
+        return _PAIRS
+    return _SUPERVISED if _is_supervised(metrics) else _SAMPLED
+
+
+def _is_supervised(metrics: Metrics) -> bool:
     return any(name in metrics for name in ("train/loss", "val/loss", "collect/kept"))
 
 
-def compares_pairs(metrics: Mapping[str, float]) -> bool:
-    """Return whether these are metrics of a run that learns from given pairs of answers."""
-    return "train/accuracy" in metrics or "val/accuracy" in metrics
-
-
-def _is_validation(metrics: Mapping[str, float]) -> bool:
+def _is_validation(metrics: Metrics) -> bool:
     """Return whether these are validations of prompts before the training, from which no kind of run can be told."""
-    return bool(validation_keys(metrics)) and "reward/mean" not in metrics and not is_supervised(metrics)
+    return bool(validation_keys(metrics)) and "reward/mean" not in metrics and not _is_supervised(metrics)
 
 
-def _pair_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> list[Cell]:
-    """Return losses per pair, how many pairs are in the right order and by how much, and how well prompts were answered.
-
-    Of a reward model that learns rated steps they are losses per step, and the share that it judges right.
-    """
-    return [
-        Cell(f"{step}/{total}".rjust(9)),
-        Cell(number(metrics.get("train/loss"), 9, digits=4), "bold"),
-        Cell(number(metrics.get("val/loss"), 9, digits=4), "bold green"),
-        Cell(number(metrics.get("train/accuracy"), 10)),
-        Cell(number(metrics.get("val/accuracy"), 9), "bold green"),
-        Cell(number(metrics.get("train/margin"), 9)),
-        Cell(number(metrics.get("val/margin"), 9), "bold green"),
-        Cell(number(validation_score(metrics), 9), "bold green"),
-        Cell(number(metrics.get("actor/grad_norm", metrics.get("reward_model/grad_norm")), 9)),
-        Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
-        Cell(_seconds(metrics.get("timing_s/step"), 8)),
-        Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)),
-    ]
-
-
-def _supervised_line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None) -> list[Cell]:
-    """Return losses per token, how well the prompts were answered, and the optimizer's state."""
-    if compares_pairs(metrics):
-        return _pair_line(step, total, metrics, left_s)
-    return [
-        Cell(f"{step}/{total}".rjust(9)),
-        Cell(number(metrics.get("train/loss"), 9, digits=4), "bold"),
-        Cell(number(metrics.get("val/loss"), 9, digits=4), "bold green"),
-        Cell(number(metrics.get("val/perplexity"), 10)),
-        Cell(number(validation_score(metrics), 9), "bold green"),
-        Cell(number(metrics.get("actor/lr"), 10, digits=7)),
-        Cell(number(metrics.get("actor/grad_norm"), 9)),
-        Cell(number(metrics.get("train/num_tokens"), 9, digits=0)),
-        Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
-        Cell(_seconds(metrics.get("timing_s/step"), 8)),
-        Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)),
-    ]
-
-
-def line(step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> list[Cell]:
-    """Return the values under `header()`: 119 columns, "-" for what the step did not measure. After them, the reward's components and failures.
-
-    A run that learns given answers has other columns, under the header for them.
-    """
-    if _is_validation(metrics):
-        return [Cell(f"{step}/{total}".rjust(9)), _validation(metrics)]
-    if is_supervised(metrics):
-        return _supervised_line(step, total, metrics, left_s)
+def _phases(metrics: Metrics) -> Cell:
+    """Return the seconds of each phase, and those of the step that no phase has."""
     seconds = metrics.get("timing_s/step")
     phases = {name: metrics.get(key) for name, key in PHASES.items()}
     # Where responses are sampled beside the training, what is waited for them.
     phases["gen"] = metrics.get("timing_s/wait_for_rollouts", phases["gen"])
     other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
-    return [
-        Cell(f"{step}/{total}".rjust(9)),
-        Cell(number(metrics.get("reward/mean"), 8), "bold"),
-        Cell(number(validation_score(metrics), 8), "bold green"),
-        Cell(number(metrics.get("actor/kl_loss"), 9, digits=5)),
-        Cell(number(metrics.get("actor/pg_clipfrac"), 8, digits=4)),
-        Cell(number(metrics.get("response_length/mean"), 8, digits=1)),
-        Cell(number(metrics.get("perf/tokens_per_s"), 8, digits=0)),
-        Cell(_seconds(seconds, 8)),
-        Cell(("-" if left_s is None else _short_duration(left_s)).rjust(8)),
-        Cell("  |" + "".join(_seconds(value, 7) for value in (*phases.values(), other)), "dim"),
-        *_rewards(metrics),
-        *([_validation(metrics)] if len(shown_keys([metrics])) > len(validation_keys(metrics)) else []),
-    ]
+    shown = (number(None if value is None else round(value, 2), 7, 2) for value in (*phases.values(), other))
+    return Cell("  |" + "".join(shown), "dim")
 
 
-def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
+def _rewards(metrics: Metrics) -> list[Cell]:
     """Return the components of a reward that has several, and how many scores failed, where some did."""
     names = [key for key in component_keys([metrics]) if "/" not in key.removeprefix("reward/")]
     cells = []
@@ -170,7 +185,7 @@ def _rewards(metrics: Mapping[str, float]) -> list[Cell]:
     return cells
 
 
-def _validation(metrics: Mapping[str, float]) -> Cell:
+def _validation(metrics: Metrics) -> Cell:
     """Return the validation by name: what has the column `valid`, and the reward where that is another number."""
     keys = validation_keys(metrics)
     text = f"{keys[0].rpartition('/')[2]}{number(validation_score(metrics), 7)}"
@@ -180,11 +195,6 @@ def _validation(metrics: Mapping[str, float]) -> Cell:
     return Cell(f"  |  valid: {text}", "dim")
 
 
-def _seconds(value: float | None, width: int) -> str:
-    # Rounded first: half a millisecond is 0.00 s to a reader, not 5e-04.
-    return number(None if value is None else round(value, 2), width, digits=2)
-
-
 def _short_duration(seconds: float) -> str:
     """Return `45s`, `12m05s`, `7h03m` or `3d07h`: at most 7 columns below a thousand days."""
     whole = round(seconds)
@@ -192,35 +202,3 @@ def _short_duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // smaller_size:02d}{smaller}"
     return f"{whole}s"
-
-
-_COLUMNS = [("reward", 8), ("valid", 8), ("kl", 9), ("clip", 8), ("length", 8), ("tok/s", 8), ("seconds", 8), ("left", 8)]
-
-
-_SUPERVISED_COLUMNS = [
-    ("loss", 9),
-    ("val loss", 9),
-    ("val ppl", 10),
-    ("answers", 9),
-    ("lr", 10),
-    ("grad", 9),
-    ("trained", 9),
-    ("tok/s", 8),
-    ("seconds", 8),
-    ("left", 8),
-]
-
-
-_PAIR_COLUMNS = [
-    ("loss", 9),
-    ("val loss", 9),
-    ("accuracy", 10),
-    ("val acc", 9),
-    ("margin", 9),
-    ("val marg", 9),
-    ("answers", 9),
-    ("grad", 9),
-    ("tok/s", 8),
-    ("seconds", 8),
-    ("left", 8),
-]

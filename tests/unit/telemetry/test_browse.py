@@ -4,8 +4,7 @@ import pyarrow
 import pytest
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.browse import main
-from grpo_rl.telemetry.rollouts.filters import parse_condition
+from grpo_rl.telemetry.browse import main, parse_condition
 
 ROWS = [
     {"uid": "a", "reward": 1.0, "parts": {"auto": 1.0, "format": 0.0}, "advantage": 0.5, "response": "fine"},
