@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.telemetry.terminal.console import HEADER_EVERY, Console
+from grpo_rl.telemetry.terminal.console import Console
 
 
 class Pipe(io.TextIOWrapper):
@@ -32,13 +32,6 @@ def test_on_a_pipe_a_bar_is_one_line_at_the_start_and_one_at_the_end() -> None:
     assert first == "starting the engine ..."
     assert last.startswith("starting the engine (layer 2): ")
     assert last.endswith(" s")
-
-
-def test_a_bar_that_is_not_kept_prints_nothing_on_a_pipe() -> None:
-    pipe = Pipe()
-    with Console(pipe).progress("sampling", total=1, keep=False) as bar:
-        bar.advance()
-    assert pipe.lines() == []
 
 
 def test_work_that_fails_is_not_reported_as_done() -> None:
@@ -71,21 +64,6 @@ def test_a_stream_without_unicode_gets_escapes_instead_of_an_exception() -> None
         bar.advance(note="ß")
     assert pipe.lines()[0] == "\\xe9 \\u6570 \\ud800"
     assert any("\\xdf" in line for line in pipe.lines())
-
-
-def test_long_lines_are_neither_wrapped_nor_cut_on_a_pipe() -> None:
-    pipe = Pipe()
-    Console(pipe).info("x" * 500)
-    assert pipe.lines() == ["x" * 500]
-
-
-def test_the_header_comes_first_and_again_after_twenty_five_steps() -> None:
-    pipe = Pipe()
-    console = Console(pipe)
-    for step in range(1, HEADER_EVERY + 2):
-        console.step(step, 100, {"reward/mean": 0.5})
-    headers = [index for index, line in enumerate(pipe.lines()) if line.split()[0] == "step"]
-    assert headers == [0, HEADER_EVERY + 1]
 
 
 def test_a_header_stands_over_its_own_numbers() -> None:
@@ -177,15 +155,4 @@ def test_on_a_pipe_long_work_says_where_it_is_now_and_then() -> None:
     silent = len(pipe.lines())
     time.sleep(0.5)
     assert len(pipe.lines()) == silent, "nothing goes on any more"
-    console.close()
-
-
-def test_where_lines_come_anyway_there_are_no_others() -> None:
-    pipe = Pipe()
-    console = Console(pipe, quiet_s=0.5)
-    with console.progress("training", 9, keep=False):
-        for number in range(10):
-            console.info(str(number))
-            time.sleep(0.1)
-    assert pipe.lines() == [str(number) for number in range(10)]
     console.close()

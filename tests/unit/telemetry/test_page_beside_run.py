@@ -1,16 +1,13 @@
 """The process that writes the page beside a run: when it begins, what it may cost, how it ends."""
 
 import contextlib
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
 from run_folders import make_run
 
 from grpo_rl.processes.family import is_running
@@ -92,15 +89,6 @@ def test_a_failure_is_reported_once_and_stops_nothing(tmp_path: Path) -> None:
     assert len(warnings) == 1 and "page.html" in warnings[0] and "training goes on" in warnings[0]
 
 
-def test_a_run_whose_logs_are_gone_goes_on(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    beside = PageBeside(tmp_path / "gone", 1, warnings.append)
-    beside.step(1)
-    beside.last("done")
-    beside.wait(1.0)
-    assert len(warnings) == 1
-
-
 def test_the_last_page_takes_the_place_of_one_under_way_and_has_the_end(tmp_path: Path) -> None:
     run = make_run(tmp_path, state="running")
     beside = PageBeside(run, 1)
@@ -110,31 +98,6 @@ def test_the_last_page_takes_the_place_of_one_under_way_and_has_the_end(tmp_path
     text = (run / "page.html").read_text()
     assert '"state":"done"' in text and '"live":null' in text
     assert [path.name for path in run.iterdir() if path.name.endswith(".tmp")] == []
-
-
-@pytest.mark.parametrize("every", [-1, 0])
-def test_no_page_is_written_where_none_is_wanted(tmp_path: Path, every: int) -> None:
-    run = make_run(tmp_path)
-    beside = PageBeside(run, every)
-    beside.step(10)
-    beside.last("done")
-    beside.wait(1.0)
-    assert not (run / "page.html").exists()
-
-
-def test_a_run_that_failed_before_its_first_step_has_a_page_with_the_error(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    for path in (run / "metrics.jsonl", run / "timeline.jsonl"):
-        path.unlink()
-    shutil.rmtree(run / "rollouts")
-    shutil.rmtree(run / "val")
-    status = {"state": "failed", "step": 0, "total": 8, "error": {"message": "the rows ran out", "exit_code": 3}}
-    (run / "status.json").write_text(json.dumps(status))
-    beside = PageBeside(run, 1)
-    beside.last("failed", outlives=True)
-    beside.wait(60.0)
-    text = (run / "page.html").read_text()
-    assert '"state":"failed"' in text and "the rows ran out" in text and '"num_steps":0,' in text
 
 
 def test_the_last_page_may_outlive_a_run_that_failed(tmp_path: Path) -> None:

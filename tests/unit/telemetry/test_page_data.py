@@ -8,14 +8,12 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from run_folders import group, make_run
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from grpo_rl.__main__ import main
 from grpo_rl.config import secrets
-from grpo_rl.errors import DataError
 from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.telemetry.diagnosis import reward_rules
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
@@ -25,7 +23,7 @@ from grpo_rl.telemetry.page import page_file, rollout_chunks, run_data
 from grpo_rl.telemetry.page.beside_run import PageBeside
 from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pack, pieces_of, read_chunk, unpack
 from grpo_rl.telemetry.report import report_text
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts, write_rollouts
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal import step_line
 from grpo_rl.types import Prompt, Rollout
@@ -49,11 +47,6 @@ def test_the_interval_takes_prompts_as_independent_and_responses_to_one_prompt_n
     )
 
 
-def test_intervals_of_shares_end_at_nothing_and_at_all() -> None:
-    assert run_data.interval([[0.0, 0.0], [1.0, 1.0], [0.5, 0.5]], single=False) == (0.5, 0.0, 1.0)
-    assert run_data.interval([[0.0]] * 6, single=True)[:2] == (0.0, 0.0)
-
-
 def test_a_series_has_one_kind_of_interval_at_all_of_its_steps() -> None:
     def series(*steps: list[list[float]]) -> dict[str, list[float]]:
         groups = [[[prompt, 0, rewards, [], [], []] for prompt, rewards in enumerate(step)] for step in steps]
@@ -66,16 +59,6 @@ def test_a_series_has_one_kind_of_interval_at_all_of_its_steps() -> None:
     # Where all groups are equal, their variance says nothing; groups that are all right, all the time, are as single answers.
     assert series([[1.0, 1.0]] * 10, [[1.0, 0.5]] * 10)["low"] == [None, None]
     assert series([[1.0, 1.0]] * 10)["low"] == [pytest.approx(0.7225, abs=1e-4)]
-
-
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    draw = np.random.default_rng(0)
-    held = 0
-    for _ in range(400):
-        rates = draw.beta(2, 2, size=80)
-        low, high = run_data.interval([(draw.random(4) < rate).astype(float).tolist() for rate in rates], single=False)[1:]
-        held += low <= 0.5 <= high
-    assert 0.92 <= held / 400 <= 0.98
 
 
 def test_the_change_of_a_validation_is_paired_by_prompt(tmp_path: Path) -> None:
@@ -125,12 +108,6 @@ def test_the_configuration_names_what_differs_and_the_commands_that_repeat_and_r
     assert f"trainer.experiment_name={run.name}_again" in found["repeat"]
 
 
-def test_a_default_that_refers_to_another_key_is_no_difference() -> None:
-    assert run_data.differences({"trainer": {"project_name": "p", "default_local_dir": "runs/p"}}) == [
-        {"key": "trainer.project_name", "value": "p", "default": "grpo_rl", "named": False}
-    ]
-
-
 def test_a_run_without_a_name_is_resumed_by_the_one_that_its_date_gave_it(tmp_path: Path) -> None:
     run = tmp_path / "2026-01-01_00-00-00_abcd"
     run.mkdir()
@@ -172,11 +149,6 @@ def test_results_have_before_and_after_with_intervals(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no metrics\.jsonl"):
-        run_data.run_data(tmp_path, tmp_path / "files")
-
-
 def test_small_runs_have_their_rollouts_in_the_page_and_large_ones_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     inlined = chunks_of(run, tmp_path / "files")
@@ -206,16 +178,6 @@ def test_only_new_steps_are_packed_again_and_steps_that_went_are_removed(
     index = chunks_of(run, folder, inline_bytes=0, keep=True).index
     assert read == ["step_7.jsonl"] and not (folder / "rollouts_8_0.js").exists()
     assert [one["num"] for one in index["steps"] if one["kind"] == "rollouts"] == [24] * 6 + [4]
-
-
-def test_a_step_with_long_texts_is_cut_into_chunks_between_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_chunks, "CHUNK_BYTES", 20)
-    found = chunks_of(make_run(tmp_path, num_steps=1), tmp_path / "files")
-    entry = next(one for one in found.index["steps"] if one["kind"] == "rollouts")
-    assert len(entry["chunks"]) > 1 and sum(count for _, _, count in entry["chunks"]) == 6
-    for name, first, count in entry["chunks"]:
-        rewards = [[one["reward"] for one in group["rollouts"]] for group in unpack(found.inlined[name])]
-        assert rewards == [group[2] for group in entry["groups"][first : first + count]]
 
 
 def test_a_damaged_step_and_a_damaged_index_cost_nothing_else(tmp_path: Path) -> None:
@@ -335,13 +297,6 @@ def test_the_tokens_of_a_response_with_a_secret_are_not_logged(tmp_path: Path, m
     assert "token_ids" in first and "token_ids" not in second and "hush" not in json.dumps(second)
 
 
-def test_the_log_has_tokens_only_where_asked(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "r")
-    assert "token_ids" not in read_rollouts(RolloutLog(run_dir).write("rollouts", 1, group(1, 1, 1)))[0]
-    found = read_rollouts(RolloutLog(run_dir, token_groups=1).write("rollouts", 1, group(1, 1, 1)))[0]
-    assert (found["token_ids"], found["token_logprobs"]) == ([4, 5, 6], [-0.1, -2.0, -0.01])
-
-
 def test_the_command_writes_the_page_and_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = make_run(tmp_path, "one", num_steps=2), make_run(tmp_path, "two", num_steps=2)
     assert main(["page", str(one)]) == 0
@@ -434,10 +389,3 @@ def test_the_validation_is_the_same_named_number_on_every_screen(tmp_path: Path)
     mean = found["validation mean of 2 sources, mean@1"]["after"]
     assert f"valid: mean@1  {mean['value']:.3f}, reward" in "".join(one.text for one in step_line.line(9, 9, values[9]))
     assert mean["value"] == validation_score(values[9]) and shown["after"]["low"] < mean["low"] < mean["value"]
-
-
-@pytest.mark.parametrize("num_steps", [0, 2])
-def test_the_page_of_a_run_that_ends_lists_the_curves_that_will_be_drawn(tmp_path: Path, num_steps: int) -> None:
-    run = make_run(tmp_path, num_steps=num_steps)
-    files = dict(run_data.run_data(run, tmp_path / "files", "done").data["written"])
-    assert ("curves" in files, files["report"]) == (num_steps > 0, "report.txt")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import answer, episode, group, make_run
+from run_folders import answer, episode, make_run
 
 pytest.importorskip("websockets", reason="websockets is not installed, which talks to the browser")
 from chromium import Tab, browser_path, chromium
@@ -94,70 +93,6 @@ def test_the_overview_says_what_was_trained_and_whether_it_worked(tab: Tab, page
     tab.wait("document.querySelectorAll('canvas').length > 0")
 
 
-def test_the_seconds_of_a_step_are_one_number_whose_shares_are_all_of_it(tab: Tab, page: Path) -> None:
-    tab.open(address(page, tab="time"))
-    shares = tab.evaluate("[...document.querySelectorAll('.phase small')].map((one) => parseInt(one.textContent))")
-    assert sum(shares) == 100 and "other" in text(tab, ".phases"), shares
-    # There is a validation before the first of the twelve steps, and the first one warms up.
-    assert "the mean of the last 11 steps without the first; a step takes 2.0 s" in text(tab)
-    assert "a step takes\n2.0 s" in text(tab, ".top")
-
-
-def test_what_is_the_same_is_shown_once(tab: Tab, tmp_path: Path) -> None:
-    run = make_run(tmp_path, num_steps=6)
-    # One reward is logged under four names, and on every card under five.
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    twins = ("reward/auto", "reward/acc", "reward/auto/acc")
-    for one in records:
-        one |= {name: one["reward/mean"] for name in twins if "reward/mean" in one}
-    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
-    rollouts = group(6, 0, 2)
-    for one in rollouts:
-        assert one.reward is not None
-        one.reward_parts = {"auto": one.reward, "auto/acc": one.reward, "acc": one.reward, "auto/answer": 7.0, "answer": 7.0}
-    write_rollouts(run / "rollouts/step_6.jsonl", rollouts)
-    page = write_page([run])
-    tab.open(address(page, tab="curves"))
-    drawn = tab.evaluate("[...document.querySelectorAll('.card.small h3')].map((one) => one.textContent)")
-    assert "reward/mean" in drawn and not set(twins) & set(drawn)
-    assert "reward/auto = reward/mean" in text(tab)
-    tab.open(address(page, tab="rollouts"), wait_for="document.querySelector('.parts')")
-    assert text(tab, ".parts") == "auto/answer 7"
-
-
-def test_an_episode_is_shown_to_its_end_or_says_how_much_is_left(tab: Tab, tmp_path: Path) -> None:
-    run = make_run(tmp_path, num_steps=1)
-    said = [f"word {turn}" for turn in range(30)]
-    write_rollouts(run / "rollouts/step_1.jsonl", [episode(1, 0, said[:8], said[:7]), episode(1, 1, said, said[:29])])
-    tab.open(address(write_page([run]), tab="rollouts"), wait_for="document.querySelectorAll('.conversation').length === 2")
-    inside = "[...document.querySelectorAll('.conversation')].map((one) => one.scrollHeight - one.clientHeight)"
-    assert tab.evaluate(inside) == [0, 0], "nothing is below an edge"
-    tab.click("… 19 more messages")
-    assert "turn 30" in text(tab)
-
-
-def test_a_run_that_was_stopped_before_its_first_step_says_so_in_every_tab(tab: Tab, tmp_path: Path) -> None:
-    run = make_run(tmp_path, num_steps=0, state="preempted")
-    (run / "metrics.jsonl").unlink()
-    (run / "val/step_0.jsonl").unlink()
-    (run / "status.json").write_text(json.dumps({"state": "preempted", "error": {"message": "by SIGINT"}}))
-    page = write_page([run])
-    for name in ("overview", "curves", "rollouts", "time", "configuration"):
-        tab.open(address(page, tab=name))
-        assert text(tab).strip()
-        if name == "overview":
-            assert "Nothing was measured" in text(tab)
-    assert "stopped, nothing saved" in text(tab, ".top") and "too few steps to judge" in text(tab, ".top")
-    assert tab.problems == []
-
-
-def test_nothing_on_a_phone_is_wider_than_the_phone(tab: Tab, page: Path) -> None:
-    tab.size(360, 740)
-    for name in ("overview", "curves", "rollouts", "time", "configuration"):
-        tab.open(address(page, tab=name))
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 360, name
-
-
 CHART = "document.querySelector('.card.small canvas')"
 """The first curve: it is drawn when the browser has said that its place is on the screen."""
 
@@ -184,18 +119,6 @@ def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
     tab.open(address(page, tab="curves", find="kl_loss", axis="tokens"))
     assert "tokens 1,200" in text(tab) or tab.evaluate("location.hash").count("axis=tokens") == 1
     assert tab.problems == []
-
-
-def test_smoothing_is_the_corrected_exponential_average(tab: Tab, page: Path) -> None:
-    tab.open(address(page, tab="curves", find="kl_loss", smooth=0.5), wait_for=CHART)
-    # 0.01, 0.02, 0.03 at share 0.5: (0.25*0.01 + 0.5*0.02) / 0.75 = 0.01667 at the second.
-    tab.evaluate(
-        "window.__saved = []; HTMLAnchorElement.prototype.click = () => 0; URL.createObjectURL = (blob) => { window.__saved.push(blob); return ''; }; 0"
-    )
-    tab.click("CSV")
-    lines = tab.evaluate("window.__saved[0].text()").splitlines()
-    assert lines[0] == "step,raw,actor/kl_loss"
-    assert float(lines[2].split(",")[2]) == pytest.approx((0.25 * 0.01 + 0.5 * 0.02) / 0.75)
 
 
 def test_several_runs_lie_over_each_other(tab: Tab, tmp_path: Path) -> None:
@@ -306,15 +229,6 @@ def test_rollouts_are_filtered_by_reward_outcome_and_text(tab: Tab, page: Path) 
     assert rows(step=5, outcome="failed") == 0 and "No group meets" in text(tab)
 
 
-def test_two_steps_are_compared_prompt_by_prompt(tab: Tab, page: Path) -> None:
-    tab.open(address(page, tab="rollouts", kind="val", mode="two"), wait_for="document.querySelectorAll('.pair').length")
-    before = [answer(0, row, 0) == str(2 * row) for row in range(100, 106)]
-    after = [answer(12, row, 0) == str(2 * row) for row in range(100, 106)]
-    better = sum(new > old for new, old in zip(after, before, strict=True))
-    assert f"6 prompts at both: {better} better" in text(tab, ".bar")
-    assert tab.evaluate("document.querySelectorAll('.pair ins, .pair del').length") > 0
-
-
 def hostile(step: int, row: int, sample: int) -> str:
     return HOSTILE[(row * 4 + sample) % len(HOSTILE)]
 
@@ -366,14 +280,6 @@ def test_the_policy_of_the_page_stops_scripts_and_the_network(tab: Tab, page: Pa
         == "refused"
     )
     assert tab.evaluate("window.__owned === undefined") and len(tab.problems) >= 3
-
-
-def test_a_page_without_its_folder_says_so(tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_file, "INLINE_BYTES", 0)
-    page = write_page([make_run(tmp_path, num_steps=2)])
-    moved = page.rename(tmp_path / "moved.html")
-    tab.open(address(moved, tab="rollouts"), wait_for="document.querySelector('.error')")
-    assert "keep the folder beside the page" in text(tab)
 
 
 def test_an_open_page_of_a_running_run_follows_it(tab: Tab, tmp_path: Path) -> None:
@@ -430,57 +336,3 @@ def test_the_server_gives_the_page_to_the_token_only_and_keeps_it_new(
     finally:
         server.close()
     assert not any(thread.name.startswith("page-") for thread in threading.enumerate())
-
-
-def test_a_hundred_thousand_rollouts_stay_quick(tab: Tab, tmp_path: Path) -> None:
-    run = make_run(tmp_path, num_steps=1)
-    lines = []
-    for row in range(125):
-        for sample in range(8):
-            record = {
-                "prompt": f"Question {row}?",
-                "response": f"An answer {row} {sample} " + "of some words " * 20,
-                "ground_truth": "1",
-            }
-            record |= {
-                "data_source": "made",
-                "reward": float((row + sample) % 3 == 0),
-                "reward_parts": {"acc": 1.0},
-                "advantage": 0.1,
-            }
-            lines.append(
-                json.dumps(record | {"uid": f"e0-r{row}", "sample": sample, "finish_reason": "stop", "response_length": 60})
-            )
-    content = "\n".join(lines) + "\n"
-    for step in range(1, 101):
-        (run / f"rollouts/step_{step}.jsonl").write_text(content.replace("Question", f"Question of step {step},"))
-    began = time.perf_counter()
-    page = write_page([run])
-    whole = time.perf_counter() - began
-    chunks = run / "page_files"
-    written = {path.name: path.stat().st_mtime_ns for path in chunks.iterdir()}
-    (run / "rollouts/step_100.jsonl").write_text(content)
-    began = time.perf_counter()
-    write_page([run], keep=True)
-    again = time.perf_counter() - began
-    new = [path.name for path in chunks.iterdir() if written.get(path.name) != path.stat().st_mtime_ns]
-    assert len(written) > 100 and 0 < len(new) <= 3, f"only the new step is packed, and the index: {new}"
-    assert page.stat().st_size < 2**20 and sum(path.stat().st_size for path in (run / "page_files").iterdir()) < 2**25
-    began = time.perf_counter()
-    tab.open(address(page, tab="rollouts", step=50), wait_for="document.querySelectorAll('.rollout').length")
-    opened = time.perf_counter() - began
-    assert "Question of step 50, 0?" in text(tab) and tab.evaluate("document.querySelectorAll('.row').length") == 60
-    loaded = [one for one in tab.requests if one.startswith((page.parent / "page_files").as_uri())]
-    assert len(loaded) <= 2, "the index, and one step"
-    began = time.perf_counter()
-    tab.open(address(page, tab="rollouts", step="all", low=1), wait_for="document.querySelectorAll('.rollout').length")
-    filtered = time.perf_counter() - began
-    began = time.perf_counter()
-    tab.open(
-        address(page, tab="rollouts", step="all", text="step%2077,%20123"),
-        wait_for="document.querySelectorAll('.rollout').length",
-    )
-    searched = time.perf_counter() - began
-    assert tab.evaluate("document.querySelectorAll('.row').length") == 1
-    print(f"whole {whole:.2f} s, again {again:.2f}, opened {opened:.2f}, filtered {filtered:.2f}, searched {searched:.2f}")
-    assert tab.problems == [] and os.path.getsize(page) > 0

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.report import final_report, measured_pace
+from grpo_rl.telemetry.report import final_report, measured_pace, rewards_section
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
@@ -92,23 +92,6 @@ def test_the_pace_is_that_of_the_last_steps_without_the_first(tmp_path: Path) ->
     assert pace.endswith("as it was configured; 1,000 steps take 41 min 40 s")
 
 
-def test_a_run_that_measured_nothing_still_says_where_it_lies(tmp_path: Path) -> None:
-    report = final_report(RunDir.create(tmp_path, "empty"))
-    assert report.startswith(f"Written to {tmp_path / 'empty'}")
-
-
-def test_a_long_response_is_cut_and_wrapped(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "r")
-    log = RolloutLog(run_dir)
-    for step in (0, 1):
-        validate(log, step, ["word " * 1000])
-    report = final_report(run_dir)
-    assert " ... " in report
-    samples = report[: report.index("Written to")]
-    assert len(samples) < 2000
-    assert max(len(line) for line in samples.splitlines()) <= 100
-
-
 def test_a_run_that_only_validates_has_values_and_no_before_and_after(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path, "r")
     MetricsFile(run_dir.metrics_file).log(0, {"val/sums/mean@1": 0.25})
@@ -119,3 +102,41 @@ def test_a_run_that_only_validates_has_values_and_no_before_and_after(tmp_path: 
     assert "Some prompts, drawn at random" in report and "answer  [reward 1] 8" in report
     for word in ("before", "after", "change"):
         assert word not in report
+
+
+def test_the_table_has_first_last_and_best_of_every_component_and_the_failures_by_kind():
+    records = [
+        {"step": 0.0, "val/a/mean@1": 0.1},
+        {
+            "step": 1.0,
+            "reward/mean": 0.2,
+            "reward/auto": 0.1,
+            "reward/auto/acc": 0.0,
+            "reward/acc": 0.0,
+            "reward/timeouts": 2.0,
+        },
+        {
+            "step": 2.0,
+            "reward/mean": 0.9,
+            "reward/auto": 0.8,
+            "reward/auto/acc": 0.5,
+            "reward/acc": 0.5,
+            "reward/timeouts": 1.0,
+        },
+        {"step": 3.0, "reward/mean": 0.5, "reward/auto": 0.4, "reward/auto/acc": 0.5, "reward/acc": 0.5, "reward/errors": 4.0},
+    ]
+    rows = [line.split() for line in rewards_section(records).splitlines()]
+    assert rows == [
+        ["Rewards", "first", "last", "best", "at", "step"],
+        ["reward", "0.200", "0.500", "0.900", "2"],
+        ["auto", "0.100", "0.400", "0.800", "2"],
+        ["auto/acc", "0.000", "0.500", "0.500", "2"],
+        ["scores", "that", "failed:", "3", "past", "the", "deadline,", "4", "raised", "an", "error"],
+    ]
+
+
+def test_without_failures_the_table_says_so_only_where_they_are_counted():
+    row = {"step": 1.0, "reward/mean": 1.0}
+    assert "fail" not in rewards_section([row])
+    assert rewards_section([row | {"reward/timeouts": 0.0}]).endswith("no score failed")
+    assert rewards_section([{"step": 0.0, "val/a/mean@1": 1.0}]) == ""

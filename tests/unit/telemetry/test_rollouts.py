@@ -1,4 +1,3 @@
-import json
 import math
 import threading
 from pathlib import Path
@@ -63,11 +62,6 @@ def test_hostile_text_and_missing_values_are_kept_exactly(tmp_path: Path) -> Non
     assert len(path.read_bytes().splitlines()) == 2
 
 
-def test_advantages_must_be_one_per_rollout(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="1 rollouts but 2 advantages"):
-        RolloutLog(RunDir.create(tmp_path, "r")).write("rollouts", 1, [make_rollout()], advantages=[1.0, 2.0])
-
-
 def test_resuming_removes_the_files_of_later_steps_only(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path, "r")
     log = RolloutLog(run_dir)
@@ -78,14 +72,6 @@ def test_resuming_removes_the_files_of_later_steps_only(tmp_path: Path) -> None:
     log.truncate_after(2)
     assert sorted(path.name for path in run_dir.rollouts.iterdir()) == ["step_0.jsonl", "step_2.jsonl"]
     assert sorted(path.name for path in run_dir.val.iterdir()) == ["notes.txt", "step_0.jsonl", "step_2.jsonl"]
-
-
-def test_first_and_last_go_by_number_and_not_by_name(tmp_path: Path) -> None:
-    for step in (9, 10, 100):
-        (tmp_path / f"step_{step}.jsonl").write_text(json.dumps({}))
-    ends = first_and_last(tmp_path)
-    assert ends is not None and (ends[0][0], ends[1][0]) == (9, 100)
-    assert first_and_last(tmp_path / "absent") is None
 
 
 class SlowBlock:
@@ -121,15 +107,6 @@ def test_a_step_goes_on_while_its_rollouts_are_written_and_at_most_two_wait(tmp_
     expected = [plain.write("rollouts", step, [make_rollout()]).read_bytes() for step in (1, 2, 3)]
     assert [(tmp_path / f"r/rollouts/step_{step}.jsonl").read_bytes() for step in (1, 2, 3)] == expected
     log.close()
-
-
-def test_what_waits_is_written_before_the_log_is_closed(tmp_path: Path) -> None:
-    log, block = RolloutLog(RunDir.create(tmp_path, "r"), beside=True), SlowBlock()
-    path = log.write("rollouts", 1, [slow_rollout(block)])
-    threading.Timer(0.1, block.may_come.set).start()
-    log.close()
-    assert len(read_rollouts(path)) == 1
-    log.flush()
 
 
 def test_a_log_that_cannot_be_written_beside_the_step_ends_the_run_at_the_next_one(tmp_path: Path) -> None:

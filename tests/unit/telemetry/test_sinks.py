@@ -275,22 +275,6 @@ def test_mlflow_goes_on_with_the_same_run_with_tables(tmp_path: Path, monkeypatc
     assert table["columns"] == ["step", *TABLE] and [row[0] for row in table["data"]] == [1, 1, 2, 2, 3, 3]
 
 
-def test_no_table_is_made_where_none_is_wanted(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "r")
-    sinks = Sinks(run_dir, TrainerConfig(log_val_generations=0), {})
-    recorder = Recorder()
-    recorder.gate.set()
-    sinks._trackers.append(Background("service", lambda: recorder, pytest.fail))
-    log = RolloutLog(run_dir, written=sinks.written)
-    log.write("val", 1, [rollout("8", 1.0)])
-    sinks._table_rows = 1
-    log.write("rollouts", 2, [rollout("8", 1.0)])
-    log.write("val", 3, [rollout("8", 1.0)])
-    for tracker in sinks._trackers:
-        tracker.close()
-    assert recorder.shown == [(3, ["val/generations"], 1)]
-
-
 def named(*names: str) -> list[str]:
     return [name for name in tracker_metrics(3, dict.fromkeys(names, 1.0)) if name != STEP]
 

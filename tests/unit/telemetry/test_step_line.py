@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from grpo_rl.telemetry.metrics.validation import validation_keys, validation_score
+from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.terminal import step_line
 
 METRICS = {
@@ -64,10 +64,6 @@ def test_the_width_of_a_line_never_depends_on_the_values(value: float) -> None:
 
 def test_a_source_may_hold_slashes_and_other_validation_metrics_are_not_mixed_in() -> None:
     assert validation_keys(METRICS) == ["val/openai/gsm8k/mean@1", "val/arithmetic/mean@1"]
-
-
-def test_a_step_without_validation_has_no_score() -> None:
-    assert validation_score({"reward/mean": 1.0}) is None
 
 
 def test_components_and_failed_scores_follow_where_there_are_some() -> None:

@@ -30,10 +30,6 @@ def test_safe_text_is_printable_on_one_line_whatever_comes_in(raw: str) -> None:
     shown.encode("utf-8")
 
 
-def test_line_breaks_stay_only_where_they_are_asked_for() -> None:
-    assert safe_text("a\nb\x07", keep_newlines=True) == "a\nb\\x07"
-
-
 def test_a_long_text_loses_its_middle_and_keeps_both_ends() -> None:
     assert safe_text("a" * 50 + "z" * 50, limit=20) == "a" * 10 + " ... " + "z" * 5
 

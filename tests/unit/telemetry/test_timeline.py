@@ -1,6 +1,5 @@
 """timeline.jsonl: intervals from any thread, written beside the step, cut on a resume; and the picture of them."""
 
-import json
 import threading
 import time
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.telemetry.metrics.timeline import Interval, Timeline, busy_seconds, idle_shares, read_timeline
-from grpo_rl.telemetry.rundir import RunDir
 
 TWO_STEPS = [
     Interval(1, "step", "step", 0.0, 10.0),
@@ -86,15 +84,6 @@ def test_a_resumed_run_loses_later_steps_and_goes_on_where_the_last_kept_one_end
     assert last.step == 2 and 10.0 <= last.start < 11.0, "the pause between the two starts is not in it"
 
 
-def test_half_a_line_of_a_killed_process_costs_that_line_only(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.jsonl"
-    write(Timeline(path), TWO_STEPS[:2])
-    with path.open("a") as file:
-        file.write('{"step": 1, "role": "act')
-    write(Timeline(path), TWO_STEPS[2:3])
-    assert read_timeline(path) == TWO_STEPS[:3]
-
-
 def test_a_file_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path: Path) -> None:
     warnings: list[str] = []
     timeline = Timeline(tmp_path / "absent" / "timeline.jsonl", warnings.append)
@@ -107,16 +96,6 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path: P
     assert len(read_timeline(tmp_path / "absent" / "timeline.jsonl")) == len(TWO_STEPS)
 
 
-def test_without_a_path_nothing_is_kept() -> None:
-    timeline = Timeline()
-    with timeline.span("actor", "update_actor"):
-        pass
-    timeline.write()
-    timeline.truncate_after(0)
-    timeline.close()
-    assert not timeline._waiting
-
-
 def test_overlapping_intervals_count_once() -> None:
     assert busy_seconds([one for one in TWO_STEPS if one.role == "rollout"], 0.0, 20.0) == 10.0
     assert busy_seconds(TWO_STEPS, 5.0, 13.0) == 6.0
@@ -125,10 +104,3 @@ def test_overlapping_intervals_count_once() -> None:
 
 def test_idle_shares_are_those_of_the_time_from_the_first_step_to_the_last() -> None:
     assert idle_shares(TWO_STEPS) == pytest.approx({"rollout": 0.5, "weights": 0.95, "actor": 0.65})
-
-
-def test_the_last_steps_are_read(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "r")
-    write(Timeline(run_dir.timeline_file), TWO_STEPS)
-    assert {one.step for one in read_timeline(run_dir.timeline_file, last_steps=1)} == {2}
-    assert json.loads(run_dir.timeline_file.read_text().splitlines()[0])["role"] == "step"
