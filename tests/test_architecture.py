@@ -74,6 +74,8 @@ NEIGHBOURS = {
     ("rewards", "data"),
     # The dry run is the command that trains, with one word more.
     ("commands", "main"),
+    # A game is one file: its rows and the environment that plays them.
+    ("data", "envs"),
     # The answer in an original solution is found as a rule finds it in a response.
     ("data", "rewards"),
 }

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from grpo_rl.data.sources.source import split_options
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
-from grpo_rl.data.tasks.games.fact_chains import fact_chains
-from grpo_rl.data.tasks.games.game_rows import episodes
-from grpo_rl.data.tasks.games.grid_maps import grid_world
-from grpo_rl.data.tasks.games.secret_numbers import number_guessing
-from grpo_rl.data.tasks.games.secret_words import word_game
 from grpo_rl.data.tasks.made_rows import Row, typed_options
 from grpo_rl.data.tasks.rated_sums import rated_sums
 from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
 from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
+from grpo_rl.envs.games.fact_chains import fact_chains
+from grpo_rl.envs.games.game import episodes
+from grpo_rl.envs.games.grid_world import grid_world
+from grpo_rl.envs.games.number_guessing import number_guessing
+from grpo_rl.envs.games.word_game import word_game
 from grpo_rl.errors import DataError
 from grpo_rl.registry import Registry, calling_user_function
 

@@ -1,11 +1,194 @@
-"""The grid world as an environment: one step in each turn, and a reward at the goal alone."""
+"""The grid world: maps with walls, a goal and, on demand, a key that the goal is locked without; its rows and its environment."""
 
 from __future__ import annotations
 
-from grpo_rl.config.schema.kinds import Fraction, Turns
-from grpo_rl.data.tasks.games.grid_maps import NAME, Grid, read_direction, seen
+import random
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Answer, Game, Rewards
+from grpo_rl.envs.games.game import Answer, Game, Play, Rewards, Wording, game_row, played, refuse
+from grpo_rl.errors import ConfigError
+
+NAME = "grid_world"
+STEPS = {"n": (-1, 0), "e": (0, 1), "s": (1, 0), "w": (0, -1)}
+WORDS = {"north": "n", "east": "e", "south": "s", "west": "w", "n": "n", "e": "e", "s": "s", "w": "w"}
+WORD = re.compile(r"[a-z]+")
+WALL, FREE, GOAL, KEY, PLAYER = "#", ".", "G", "K", "@"
+LARGEST, TRIES = 10, 1000
+
+Cell = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The state of a game: the player's cell, and whether it has the key (true where the map has none)."""
+
+    cell: Cell
+    has_key: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A map as lines of text, and the cell that the player starts in."""
+
+    lines: tuple[str, ...]
+    start: Cell
+
+    def at(self, cell: Cell) -> str:
+        """Return what the cell has; a wall outside of the map."""
+        row, column = cell
+        inside = 0 <= row < len(self.lines) and 0 <= column < len(self.lines[0])
+        return self.lines[row][column] if inside else WALL
+
+    def first(self) -> Place:
+        return Place(self.start, not any(KEY in line for line in self.lines))
+
+    def after(self, place: Place, direction: str) -> Place:
+        """Return where a step leads: nowhere against a wall, and nowhere into the goal without the key."""
+        down, right = STEPS[direction]
+        cell = (place.cell[0] + down, place.cell[1] + right)
+        what = self.at(cell)
+        if what == WALL or (what == GOAL and not place.has_key):
+            return place
+        return Place(cell, place.has_key or what == KEY)
+
+    def solved(self, place: Place) -> bool:
+        return self.at(place.cell) == GOAL
+
+    def shortest(self, place: Place | None = None) -> list[str] | None:
+        """Return the directions of a shortest way from the place (the start) to the goal; None where there is none."""
+        begin = place or self.first()
+        ways: dict[Place, list[str]] = {begin: []}
+        waiting = deque([begin])
+        while waiting:
+            here = waiting.popleft()
+            if self.solved(here):
+                return ways[here]
+            for direction in STEPS:
+                there = self.after(here, direction)
+                if there not in ways:
+                    ways[there] = [*ways[here], direction]
+                    waiting.append(there)
+        return None
+
+
+def grid_world(
+    *,
+    num_rows: Count = 8192,
+    size: Count = 6,
+    walls: Fraction = 0.2,
+    key: bool = True,
+    fewest_steps: Count = 4,
+    turns: Turns = 40,
+    wording: Wording = "words",
+    play: Play = "none",
+    sensible: Fraction = 0.0,
+    split: Literal["train", "val"] = "train",
+    seed: AnySeed = 0,
+) -> LazyRows:
+    """Rows of the game `grid_world`, each with a map of `size` by `size` cells whose shortest way has `fewest_steps` or more.
+
+    `walls` is the share of cells that are walls; with `key` the goal opens only to a player that has been on the key's cell.
+    `turns` are the steps of a game of random play (`play=random`): any direction, but with the probability `sensible` that
+    of a shortest way. The splits share no map. Row i is drawn from (seed, i). Raises ConfigError for options out of range, and where
+    they leave no map.
+    """
+    refuse(
+        NAME,
+        (3 <= size <= LARGEST, f"size={size} must be from 3 to {LARGEST}"),
+        (0 <= walls <= 0.5, f"walls={walls} must be from 0 to 0.5"),
+    )
+
+    def make(index: int) -> Row:
+        rng = random.Random(f"{NAME}:{seed}:{index}")
+        grid = _drawn(rng, size, walls, key, fewest_steps, split)
+        truth = {"lines": list(grid.lines), "start": list(grid.start)}
+        row = game_row(NAME, prompt_of(grid, wording), truth, {"index": index, "wording": wording, "split": split})
+        if play == "none":
+            return row
+        place = grid.first()
+
+        def walk(move: str) -> str | None:
+            nonlocal place
+            direction = read_direction(move)
+            assert direction is not None
+            place = grid.after(place, direction)
+            return None if grid.solved(place) else seen(grid, place, wording)
+
+        def step() -> str:
+            way = grid.shortest(place) if rng.random() < sensible else None
+            return way[0] if way else rng.choice(list(STEPS))
+
+        return played(row, step, walk, turns)
+
+    make(0)
+    return LazyRows(num_rows, make)
+
+
+def _drawn(rng: random.Random, size: int, walls: float, key: bool, fewest_steps: int, split: str) -> Grid:
+    for _ in range(TRIES):
+        cells = [[WALL if rng.random() < walls else FREE for _ in range(size)] for _ in range(size)]
+        free = [(row, column) for row in range(size) for column in range(size) if cells[row][column] == FREE]
+        if len(free) < 3:
+            continue
+        start, goal, keys = rng.sample(free, 3)
+        cells[goal[0]][goal[1]] = GOAL
+        if key:
+            cells[keys[0]][keys[1]] = KEY
+        grid = Grid(tuple("".join(line) for line in cells), start)
+        way = grid.shortest()
+        if way is not None and len(way) >= fewest_steps and split_of_text(f"{grid.lines}{grid.start}") == split:
+            return grid
+    raise ConfigError(
+        f"task {NAME}: {TRIES} maps of size={size} with walls={walls} were drawn, and none has a way of {fewest_steps} steps or "
+        f"more in split={split}; take larger maps, fewer walls, or a smaller fewest_steps"
+    )
+
+
+def place_of(grid: Grid, mark: str) -> Cell | None:
+    """Return the cell that has the mark; None where none has."""
+    return next(((row, line.index(mark)) for row, line in enumerate(grid.lines) if mark in line), None)
+
+
+def prompt_of(grid: Grid, wording: str) -> str:
+    """Return the question. In short: the cells of goal and key, then what is seen at the start: `G31K02 ...`."""
+    marks = [(mark, cell) for mark in (GOAL, KEY) if (cell := place_of(grid, mark)) is not None]
+    if wording == "short":
+        return "".join(f"{mark}{row}{column}" for mark, (row, column) in marks) + " " + seen(grid, grid.first(), wording)
+    key = f" The goal is locked until you have been on the key ({KEY})." if len(marks) == 2 else ""
+    return (
+        f"You ({PLAYER}) walk on a map with walls ({WALL}) to the goal ({GOAL}).{key} Answer with one direction in each turn, last in "
+        f"your answer: north, east, south or west.\n{seen(grid, grid.first(), wording)}"
+    )
+
+
+def seen(grid: Grid, place: Place, wording: str) -> str:
+    """Return what the player sees: the map; in short its cell, the four cells around it (north, east, south, west), and k with the key.
+
+    `21.#..k` is row 2, column 1, a wall in the east, and the key in hand.
+    """
+    if wording == "short":
+        around = "".join(grid.at((place.cell[0] + down, place.cell[1] + right)) for down, right in STEPS.values())
+        around = around.replace(KEY, FREE) if place.has_key else around
+        return f"{place.cell[0]}{place.cell[1]}{around}{'k' if place.has_key else '-'}"
+    lines = []
+    for row, line in enumerate(grid.lines):
+        shown = line.replace(KEY, FREE) if place.has_key else line
+        column = place.cell[1]
+        lines.append(shown[:column] + PLAYER + shown[column + 1 :] if row == place.cell[0] else shown)
+    return "\n".join(lines)
+
+
+def read_direction(text: str) -> str | None:
+    """Return the direction (n, e, s or w) that the last word of the text means; None where it means none."""
+    found = WORD.findall(text.lower())
+    return WORDS.get(found[-1]) if found else None
+
 
 MALFORMED = {"words": "Answer with north, east, south or west.", "short": "?"}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Count
-from grpo_rl.data.tasks.games.fact_chains import world
 from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.games.fact_chains import world
 from grpo_rl.errors import ConfigError
 
 FACTS = "builtin:fact_chains"

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_rl.data.tasks.games.grid_maps import STEPS, Grid, Place
-from grpo_rl.data.tasks.games.secret_words import marks
 from grpo_rl.envs.contract import Environment, Start, Turn
+from grpo_rl.envs.games.grid_world import STEPS, Grid, Place
+from grpo_rl.envs.games.word_game import marks
 
 Player = Callable[[list[tuple[str, str]]], str]
 """A function from the moves so far, each with its answer, to the next move."""

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from machine_lacks import needs_sandbox
 
-from grpo_rl.data.tasks.games.fact_chains import fact_chains, world
 from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.games.fact_chains import fact_chains, world
 from grpo_rl.envs.tool_formats import parse
 from grpo_rl.envs.tools.calculator import Calculator
 from grpo_rl.envs.tools.python_interpreter import PythonInterpreter

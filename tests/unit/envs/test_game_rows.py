@@ -13,14 +13,12 @@ from game_players import play, reached, says, start_of
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.tasks.games.fact_chains import fact_chains, world
-from grpo_rl.data.tasks.games.grid_maps import Grid, grid_world
-from grpo_rl.data.tasks.games.secret_numbers import number_guessing
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.data.training_rows.conversations import Tokenizing, conversation
 from grpo_rl.envs.environments import Named
-from grpo_rl.envs.games.grid_world import GridWorld
-from grpo_rl.envs.games.number_guessing import NumberGuessing
+from grpo_rl.envs.games.fact_chains import fact_chains, world
+from grpo_rl.envs.games.grid_world import Grid, GridWorld, grid_world
+from grpo_rl.envs.games.number_guessing import NumberGuessing, number_guessing
 from grpo_rl.envs.games.word_game import WordGame
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.errors import ConfigError

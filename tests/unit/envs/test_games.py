@@ -24,15 +24,12 @@ from hypothesis import strategies as st
 
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
-from grpo_rl.data.tasks.games.grid_maps import grid_world
-from grpo_rl.data.tasks.games.secret_numbers import number_guessing
-from grpo_rl.data.tasks.games.secret_words import marks, word_game
 from grpo_rl.envs.contract import Turn
 from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns, CountdownInTurns
 from grpo_rl.envs.games.game import Game
-from grpo_rl.envs.games.grid_world import GridWorld
-from grpo_rl.envs.games.number_guessing import NumberGuessing
-from grpo_rl.envs.games.word_game import WordGame
+from grpo_rl.envs.games.grid_world import GridWorld, grid_world
+from grpo_rl.envs.games.number_guessing import NumberGuessing, number_guessing
+from grpo_rl.envs.games.word_game import WordGame, marks, word_game
 from grpo_rl.errors import ConfigError
 
 NUM_EPISODES = 60
