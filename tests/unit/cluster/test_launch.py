@@ -99,7 +99,7 @@ def test_a_container_that_is_too_small_is_named_before_a_start_and_as_the_cause_
     meminfo, own, tree = tmp_path / "meminfo", tmp_path / "own", tmp_path / "tree"
     meminfo.write_text("MemTotal: 16000000 kB\nMemAvailable: 12000000 kB\n")
     own.write_text(groups)
-    for name, text in {limit: gigabytes * 1e9, used: 5e8, str(Path(used).parent / "memory.stat"): "inactive_file 200"}.items():
+    for name, text in {limit: gigabytes * 1e9, used: 1e8, str(Path(used).parent / "memory.stat"): "inactive_file 200"}.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(f"{text}\n")
     for name, path in {"MEMINFO": meminfo, "CGROUP": tree, "OWN_GROUPS": own}.items():
