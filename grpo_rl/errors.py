@@ -68,13 +68,6 @@ class CheckpointError(GrpoRlError):
     exit_code = 4
 
 
-class SaveLost(CheckpointError):
-    """A save cannot end, because one of the processes that were writing it has gone. The next one has all it needs."""
-
-    def __init__(self) -> None:
-        super().__init__("a process that was writing its part of a checkpoint is gone, and the part with it")
-
-
 class RewardError(GrpoRlError):
     """A reward function failed or returned something that is not a reward."""
 

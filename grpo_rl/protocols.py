@@ -1,6 +1,6 @@
 """The interfaces between the training loop and the rest of the system: a few small Protocols.
 
-`cluster/roles/actor_role.py` implements them over Ray worker sets; tests may implement them in-process.
+`cluster/roles/actor_role.py` implements them over Ray worker groups; tests may implement them in-process.
 Placement, retries, sleeping engines and deadlines live below these lines, never in the loop.
 """
 
@@ -30,14 +30,11 @@ class Saved(Protocol):
     def saved(self, wait_s: float) -> Files | None:
         """Return what the save that was begun has written; None when it has not ended within `wait_s`.
 
-        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
+        Raises CheckpointError when it failed.
         """
 
     def save_bytes(self) -> int:
         """Return about how many bytes `save` writes."""
-
-    def committed(self, folder: Path) -> None:
-        """Note that the files of the last `save` are complete in `folder`: a recovery may start from them."""
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""

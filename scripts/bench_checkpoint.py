@@ -36,7 +36,7 @@ LOOKS = 6
 
 
 class InProcess:
-    """A worker set of one rank, in this process."""
+    """A worker group of one rank, in this process."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -44,9 +44,6 @@ class InProcess:
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Return what the one rank answers."""
         return [getattr(self.worker, method)(*arguments)]
-
-    def committed(self, folder: Path) -> None:
-        """There is no recovery."""
 
     def __len__(self) -> int:
         return 1

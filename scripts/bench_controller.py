@@ -220,9 +220,8 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     """Return the synchronous schedule over replicas and ranks that do no work."""
     from grpo_rl.algos.objective import Objective
     from grpo_rl.cluster.processes.placement import Pool
-    from grpo_rl.cluster.processes.worker_sets import wait_all
+    from grpo_rl.cluster.processes.worker_group import WorkerGroup, wait_all
     from grpo_rl.cluster.recovery.replicas import Replicas
-    from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
     from grpo_rl.cluster.roles.actor_role import ActorRole
     from grpo_rl.cluster.roles.reference_role import ReferenceRole
     from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
@@ -235,8 +234,8 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
 
     slots = Pool(1, 2, use_gpu=False, timeout_s=60.0).slots()
 
-    def started(role: str, size: int, factory: Any, arguments: tuple[Any, ...]) -> SupervisedSet:
-        made = SupervisedSet(
+    def started(role: str, size: int, factory: Any, arguments: tuple[Any, ...]) -> WorkerGroup:
+        made = WorkerGroup(
             role, [slots[rank % 2] for rank in range(size)], log_dir=folder, environment={}, call_timeout_s=600.0
         )
         stack.callback(made.shutdown)

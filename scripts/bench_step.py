@@ -240,8 +240,8 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
         schedule = SyncSchedule(context)
         slot = cluster.pool("actor").slots()
         spec = replace(plan.engine, model_path=str(model))
-        bare_engine = cluster.worker_set("bare_engine", slot, spec.threads)
-        bare_loop = cluster.worker_set("bare_loop", slot, machine.num_cpus)
+        bare_engine = cluster.worker_group("bare_engine", slot, spec.threads)
+        bare_loop = cluster.worker_group("bare_loop", slot, machine.num_cpus)
         engine_spec = replace(spec, verify_checksum=False)
         cluster.build(
             [

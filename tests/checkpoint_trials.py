@@ -30,7 +30,7 @@ from grpo_rl.errors import CheckpointError
 
 
 def write_state(folder: Path, value: int, shards: int = 2) -> Files:
-    """Write what the ranks of a worker set would write for a state that is nothing but `value`, and a file of a library's."""
+    """Write what the ranks of a worker group would write for a state that is nothing but `value`, and a file of a library's."""
     entries = {}
     for rank in range(shards):
         for kind in ("weights", "optimizer"):

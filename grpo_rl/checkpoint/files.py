@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from grpo_rl.errors import CheckpointError, SaveLost
+from grpo_rl.errors import CheckpointError
 from grpo_rl.faults import fault_point
 
 Entry = tuple[int, str]
@@ -96,15 +96,10 @@ def walk(folder: Path) -> Iterator[tuple[str, bool]]:
                 yield f"{path.name}/{name}", inner
 
 
-def merge(parts: Sequence[Files | None], folder: str = "") -> Files:
-    """The files that several ranks wrote into `folder`, by their names from outside of it.
-
-    Raises SaveLost where a rank has written nothing: it is not the process that began to.
-    """
-    if not all(parts):
-        raise SaveLost
+def merge(parts: Sequence[Files], folder: str = "") -> Files:
+    """The files that several ranks wrote into `folder`, by their names from outside of it."""
     prefix = f"{folder}/" if folder else ""
-    return {f"{prefix}{name}": entry for part in parts if part for name, entry in part.items()}
+    return {f"{prefix}{name}": entry for part in parts for name, entry in part.items()}
 
 
 def free_bytes(folder: Path) -> int:

@@ -140,6 +140,18 @@ def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
     return training
 
 
+def weights_of(policy: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of this rank's share of the weights that are trained, of a frozen policy of all. Not a collective."""
+    return {name: local_of(p.detach()).to("cpu", copy=True) for name, p in kept_parameters(policy).items()}
+
+
+@torch.no_grad()
+def put_weights(weights: dict[str, Tensor], policy: nn.Module) -> None:
+    """Give a rank, of the same place in a group of the same size, the weights of another. Not a collective."""
+    for name, parameter in kept_parameters(policy).items():
+        local_of(parameter).copy_(weights[name])
+
+
 def share_bytes(share: Share) -> int:
     """Size of the tensors in a share."""
     parts = [*share.weights.values(), *share.moments.values(), *share.rng.values()]

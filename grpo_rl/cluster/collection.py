@@ -25,6 +25,7 @@ from typing import Any
 
 from grpo_rl.checkpoint.files import flush, rename, write_file
 from grpo_rl.cluster.inputs import read_inputs
+from grpo_rl.cluster.recovery.supervisor import Recoveries
 from grpo_rl.cluster.start_roles import Cluster, start_roles
 from grpo_rl.config.schema.tree import Config, RejectionConfig
 from grpo_rl.data.dataset import PromptDataset
@@ -72,7 +73,8 @@ def collect(
                 console.info(f"responses that were collected with other settings are now in {run_dir.set_aside(files.folder)}")
             files.begin(settings)
         if not files.complete:
-            cluster = Cluster(plan.collection, folder, scorer, run_dir.logs, console, status.count_restart)
+            recoveries = Recoveries(plan.config.trainer, console.warn, status.count_restart)
+            cluster = Cluster(plan.collection, folder, scorer, run_dir.logs, console, recoveries)
             stack.callback(cluster.shutdown)
             started = start_roles(cluster, plan.collection, inputs.tokenizer)
             status.update(workers=cluster.pids())

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import (
+    CheckpointError,
     ClusterError,
     ConfigError,
     FunctionError,
@@ -47,7 +48,10 @@ from grpo_rl.trainer.stopping import Stop
 
 if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.cluster.processes.worker_group import WorkerFailed
+    from grpo_rl.cluster.recovery.supervisor import Recoveries
     from grpo_rl.cluster.start_roles import Cluster, StartedRoles
+    from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.protocols import Rewarder
     from grpo_rl.rewards.runtime.runner import RewardRunner
@@ -91,6 +95,8 @@ def run(composed: Composed, plan: Plan) -> int:
         stack.callback(run_dir.release)
         stack.callback(lambda: scrub(run_dir.logs.glob("*.log")))
         left = clean_earlier(run_dir.session_file)
+        stack.callback(shutil.rmtree, run_dir.recovery, ignore_errors=True)
+        shutil.rmtree(run_dir.recovery, ignore_errors=True)
         checkpoint = resume_folder(config, run_dir, console)
         # What was sampled or computed before a checkpoint was there is not done again where it is of the same data and weights.
         kept = () if config.trainer.resume_mode == "disable" else (run_dir.collected, run_dir.reference_logprobs)
@@ -128,8 +134,11 @@ def _connecting(launch: Launch, lost: Callable[[str], None]) -> AbstractContextM
 
 
 def train(launch: Launch, stack: ExitStack) -> None:
-    """Start Ray and the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
-    config, plan, run_dir, console = launch.plan.config, launch.plan, launch.run_dir, launch.console
+    """Start Ray and the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here.
+
+    When a rank is lost, all workers are ended, and the training goes on in new ones from the newest checkpoint.
+    """
+    plan, run_dir, console = launch.plan, launch.run_dir, launch.console
     lost = ends_the_run(plan, launch.status, run_dir, console)
     connection = stack.enter_context(_connecting(launch, lost))
     code = digest(sources(function_files(launch.composed.resolved)))
@@ -140,12 +149,9 @@ def train(launch: Launch, stack: ExitStack) -> None:
         from transformers.utils.logging import disable_progress_bar
 
         from grpo_rl.cluster.collection import collect
-        from grpo_rl.cluster.inputs import read_inputs
-        from grpo_rl.cluster.processes.placement import raylets
-        from grpo_rl.cluster.start_roles import Cluster, start_roles
-        from grpo_rl.telemetry.metrics.sinks import Sinks
-        from grpo_rl.trainer.run import Run
-        from grpo_rl.trainer.schedule import Context, Output
+        from grpo_rl.cluster.processes.worker_group import WorkerFailed
+        from grpo_rl.cluster.recovery.supervisor import Recoveries
+        from grpo_rl.cluster.start_roles import Cluster, start_roles  # noqa: F401 loaded beside Ray, for `_train_from`
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
     disable_progress_bar()
 
@@ -154,10 +160,74 @@ def train(launch: Launch, stack: ExitStack) -> None:
     if plan.collection is not None:
         folders = partial(model_folders, launch, connection)
         rows, collected = collect(plan, run_dir, console, launch.status, phase_of(launch), folders)
-    inputs = read_inputs(plan, run_dir, console, stack, collected=rows)
+    session = Session(
+        connection, code, rows, collected, Recoveries(plan.config.trainer, console.warn, launch.status.count_restart)
+    )
+    while True:
+        try:
+            with ExitStack() as attempt:
+                _train_from(launch, session, attempt)
+            return
+        except WorkerFailed as error:
+            launch = _gone_back(launch, session, error)
+
+
+@dataclass(slots=True)
+class Session:
+    """What stays when the workers of a run are started again."""
+
+    connection: Connection
+    code: str
+    """The digest of the sources."""
+    rows: Path | None
+    """The collected rows that are trained on, where there are any."""
+    collected: Metrics
+    recoveries: Recoveries
+    smaller_passes: dict[str, dict[str, MicroBatchRule]] = field(default_factory=dict)
+    """The passes of each role in which memory ran out, and the rule that they have since."""
+    lost: tuple[str, float] | None = None
+    """The role that was lost last and the time of that, until the training goes on."""
+
+
+def _gone_back(launch: Launch, session: Session, error: WorkerFailed) -> Launch:
+    """Return the launch that goes on from the newest checkpoint. Raises `error` where it is to end the run, ClusterError at
+    the end of the budget for restarts."""
+    if not session.recoveries.restarts or not (launch.status.has_begun or session.lost):
+        raise error  # workers that fail at their first start will fail again
+    role = error.workers[0].name.rstrip("0123456789") if error.workers else "a worker"
+    checkpoint = newest_checkpoint(launch)
+    place = "the first step" if checkpoint is None else f"step {checkpoint.step}, the newest checkpoint"
+    session.recoveries.failed(role, str(error), f"all workers are started again, and the run goes back to {place}")
+    session.lost = session.lost or (role, time.monotonic())
+    for worker in error.workers:
+        session.recoveries.on_restart(worker.name, None)
+    return replace(launch, checkpoint=checkpoint)
+
+
+def newest_checkpoint(launch: Launch) -> Checkpoint | None:
+    """Return the newest state of this run: where it began, one of its checkpoints, or the one that it keeps for itself."""
+    found = [launch.checkpoint]
+    for folder in (launch.run_dir.checkpoints, launch.run_dir.recovery):
+        with suppress(CheckpointError):  # none of several is good, each of which was warned of
+            found.append(_newest_in(folder, launch.console))
+    return max((one for one in found if one is not None), key=lambda one: one.step, default=None)
+
+
+def _train_from(launch: Launch, session: Session, stack: ExitStack) -> None:
+    """Start the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
+    from grpo_rl.cluster.inputs import read_inputs
+    from grpo_rl.cluster.processes.placement import raylets
+    from grpo_rl.cluster.start_roles import Cluster, start_roles
+    from grpo_rl.telemetry.metrics.sinks import Sinks
+    from grpo_rl.trainer.run import Run
+    from grpo_rl.trainer.schedule import Context, Output
+
+    config, run_dir, console, connection = launch.plan.config, launch.run_dir, launch.console, session.connection
+    inputs = read_inputs(launch.plan, run_dir, console, stack, collected=session.rows)
     plan = inputs.plan
-    trial = first_look(launch, inputs) if launch.checkpoint is None else None
-    cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, launch.status.count_restart)
+    trial = first_look(launch, inputs) if launch.checkpoint is None and session.lost is None else None
+    smaller = session.smaller_passes if plan.passes.splits else None
+    cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, session.recoveries, smaller)
     stack.callback(cluster.shutdown)
     started = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
     show_trial(trial, console)
@@ -179,12 +249,17 @@ def train(launch: Launch, stack: ExitStack) -> None:
         plan.sizes.total_steps or 0,
         objective=plan.objective,
         rows=inputs.rows,
-        collected=collected,
-        code=code,
+        collected=session.collected,
+        code=session.code,
     )
     training = Run(context, plan.schedule)
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
+    elif session.lost is not None:
+        training.start_over()
+    if session.lost is not None:
+        (role, since), session.lost = session.lost, None
+        session.recoveries.recovered(role, role, time.monotonic() - since, f"the run goes on after step {training.step}")
     training.fit()
     leave_results(launch, context.roles, timeline, training.step)
 
@@ -193,9 +268,8 @@ def roles_of(launch: Launch, cluster: Cluster, started: StartedRoles, rewarder: 
     """Return the roles as the schedule drives them, with the instruments of their processes."""
     from grpo_rl.cluster.run_instruments import RunInstruments
 
-    roles = started.as_roles(rewarder, cluster.supervisor.log.metrics)
-    roles.kept_updates = cluster.kept_updates
-    roles.instruments = RunInstruments(cluster.plan, cluster.worker_sets, launch.run_dir.path, launch.console.info)
+    roles = started.as_roles(rewarder, cluster.supervisor.recoveries.metrics)
+    roles.instruments = RunInstruments(cluster.plan, cluster.worker_groups, launch.run_dir.path, launch.console.info)
     return roles
 
 
@@ -253,7 +327,7 @@ def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
 
     await_ray(connection, launch.console)
     gc.enable()  # everything is imported
-    # What is there now stays: no collection of a step has to look at it.
+    # A million objects of modules, which live as long as the process: a garbage collection during a step need not visit them.
     gc.freeze()
     config = launch.plan.config
     policy, scorer = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
@@ -392,9 +466,12 @@ def resume_folder(config: Config, run_dir: RunDir, console: Console) -> Checkpoi
         return verify(Path(trainer.resume_from_path or ""))
     if trainer.resume_mode == "disable":
         return None
-    return CheckpointStore(run_dir.checkpoints, warn=console.warn).latest(
-        lambda reason: console.warn(f"CHECKPOINT PASSED OVER: {reason}")
-    )
+    return _newest_in(run_dir.checkpoints, console)
+
+
+def _newest_in(folder: Path, console: Console) -> Checkpoint | None:
+    """Return the newest checkpoint in this folder that is good. Raises CheckpointError when none of several is."""
+    return CheckpointStore(folder, warn=console.warn).latest(lambda reason: console.warn(f"CHECKPOINT PASSED OVER: {reason}"))
 
 
 def _changed(changes: list[str]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.config.checks.switch_rules import profilers_of
 from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan
@@ -40,9 +40,9 @@ Answer = tuple[str | None, dict[str, PhaseMeasure]]
 class RunInstruments:
     """The instruments of all workers of a run."""
 
-    def __init__(self, plan: Plan, worker_sets: Sequence[WorkerSet], run_folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Plan, worker_groups: Sequence[WorkerGroup], run_folder: Path, say: Callable[[str], None]) -> None:
         self.config = plan.config
-        self.worker_sets = worker_sets
+        self.worker_groups = worker_groups
         self.num_devices = sum(pool.nnodes * pool.devices_per_node for pool in plan.pools)
         self.run_folder = run_folder
         self.say = say
@@ -65,7 +65,7 @@ class RunInstruments:
             chosen = dict(self._enabled())
         if (request := self.run_folder / REQUEST).exists():
             request.unlink()
-            chosen = {worker_set.role: [0] for worker_set in self.worker_sets if worker_set.role != "rollout"} | chosen
+            chosen = {worker_group.role: [0] for worker_group in self.worker_groups if worker_group.role != "rollout"} | chosen
             tool = tool or "torch"
         self._profiled = chosen
         if chosen:
@@ -88,10 +88,10 @@ class RunInstruments:
     def _enabled(self) -> Iterator[tuple[str, list[int]]]:
         """Yield role and ranks of the processes whose profiler is switched on."""
         profilers = profilers_of(self.config)
-        for worker_set in self.worker_sets:
-            profiler = profilers.get(PROFILERS.get(worker_set.role, ""))
+        for worker_group in self.worker_groups:
+            profiler = profilers.get(PROFILERS.get(worker_group.role, ""))
             if profiler is not None and profiler.enable:
-                yield worker_set.role, list(range(len(worker_set))) if profiler.all_ranks else profiler.ranks or [0]
+                yield worker_group.role, list(range(len(worker_group))) if profiler.all_ranks else profiler.ranks or [0]
 
     def _order(
         self, chosen: Mapping[str, Sequence[int]], tool: str | None, *, writes: bool = False, folder: Path | None = None
@@ -99,8 +99,8 @@ class RunInstruments:
         """Send these ranks what to record from their next call on."""
         entries = self.config.global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries
         order = Observation(tool, str(folder or self.folder), writes, entries)
-        for worker_set in self.worker_sets:
-            _ask([worker_set.workers[rank] for rank in chosen.get(worker_set.role, ())], "observe", order)
+        for worker_group in self.worker_groups:
+            _ask([worker_group.workers[rank] for rank in chosen.get(worker_group.role, ())], "observe", order)
 
     # ---- figures of every step ---------------------------------------------------------------------------
 
@@ -115,10 +115,10 @@ class RunInstruments:
 
     def _measured(self) -> Metrics:
         metrics: Metrics = {}
-        for worker_set in self.worker_sets:
-            answers = _ask(worker_set.workers, "measures")
+        for worker_group in self.worker_groups:
+            answers = _ask(worker_group.workers, "measures")
             if answers:
-                metrics |= figures_of(worker_set.role, answers, self.config.trainer.device_tflops)
+                metrics |= figures_of(worker_group.role, answers, self.config.trainer.device_tflops)
         return metrics
 
 

@@ -17,6 +17,7 @@ from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.launch import await_ray, ends_the_run, phase_of_stop, reported
 from grpo_rl.cluster.processes.forks import modules_for
 from grpo_rl.cluster.processes.placement import raylets
+from grpo_rl.cluster.recovery.supervisor import Recoveries
 from grpo_rl.cluster.session.ray_session import Connection, clean_earlier, connecting
 from grpo_rl.cluster.start_roles import Cluster, start_roles
 from grpo_rl.cluster.warm_start import ready_folder
@@ -101,7 +102,8 @@ class SamplingSession:
             logs, model = self._run_dir.logs, plan.config.actor_rollout_ref.model.path
             folder = ready_folder(model, plan.machine, logs, self._console)
             scorer = ready_folder(plan.config.reward.reward_model.model_path or "", plan.machine, logs, self._console)
-            cluster = Cluster(inputs.plan, folder, scorer, logs, self._console, self._status.count_restart)
+            recoveries = Recoveries(plan.config.trainer, self._console.warn, self._status.count_restart)
+            cluster = Cluster(inputs.plan, folder, scorer, logs, self._console, recoveries)
             stack.callback(cluster.shutdown)
             started = start_roles(cluster, inputs.plan, inputs.tokenizer, inputs.episodes)
             self._status.update(workers=cluster.pids())

@@ -1,4 +1,4 @@
-"""Starts the worker sets of a run in their places, all at the same time, and connects them as the plan decided."""
+"""Starts the worker groups of a run in their places, all at the same time, and connects them as the plan decided."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes import machines
 from grpo_rl.cluster.processes.forks import environment_of
 from grpo_rl.cluster.processes.placement import Pool, Slot, raylets, runs_here
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerSet, wait_all
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
-from grpo_rl.cluster.recovery.supervisor import Supervisor
+from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
 from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
 from grpo_rl.cluster.roles.reference_role import (
@@ -38,6 +37,7 @@ from grpo_rl.cluster.roles.trained_reward_model_role import (
     trained_reward_model_spec,
 )
 from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.setup import EpisodeSetup
@@ -56,7 +56,7 @@ one way of adding up, where it would choose by message size and topology."""
 
 
 class Cluster:
-    """The processes of a run: pools of devices, and the worker sets placed in them."""
+    """The processes of a run: pools of devices, and the worker groups placed in them."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class Cluster:
         reward_model_path: str,
         log_dir: Path,
         console: Console,
-        on_restart: Callable[[str, int | None], None] = lambda worker, pid: None,
+        recoveries: Recoveries | None = None,
+        smaller_passes: dict[str, dict[str, MicroBatchRule]] | None = None,
     ) -> None:
         self.plan = plan
         self.config = plan.config
@@ -75,11 +76,14 @@ class Cluster:
         """The reward model's folder, empty without one."""
         self.log_dir = log_dir
         self.console = console
-        self.worker_sets: list[SupervisedSet] = []
+        self.worker_groups: list[WorkerGroup] = []
         self.pools: dict[str, Pool] = {}
         self.on_shutdown: list[Callable[[], None]] = []
-        """Functions that end what belongs to the cluster besides its worker sets."""
-        self.supervisor = Supervisor(plan.config.trainer, console, on_restart)
+        """Functions that end what belongs to the cluster besides its worker groups."""
+        recoveries = recoveries or Recoveries(plan.config.trainer, console.warn)
+        self.supervisor = Supervisor(plan.config.trainer, recoveries)
+        self.smaller_passes = smaller_passes
+        """The passes of each role that are smaller since memory ran out; None where that ends the run."""
 
     def pool(self, name: str) -> Pool:
         """Return the devices of this pool, which are reserved by the first call."""
@@ -119,50 +123,47 @@ class Cluster:
         ]
         return function_files(functions), models
 
-    def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> SupervisedSet | None:
+    def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> WorkerGroup | None:
         """Start the processes of a role, with nothing in them yet; None where the plan does not have it."""
         role = self.plan.role(name)
         if role is None:
             return None
         slots = self.pool(role.pool).slots(role.devices_per_worker)[: role.num_workers]
-        return self.worker_set(name, slots, role.threads, environment, calls_at_once=role.calls_at_once, stateful=role.stateful)
+        return self.worker_group(name, slots, role.threads, environment, calls_at_once=role.calls_at_once)
 
-    def worker_set(
+    def worker_group(
         self,
         role: str,
         slots: Sequence[Slot],
         threads: int,
         environment: Mapping[str, str] = MappingProxyType({}),
         calls_at_once: int = 1,
-        *,
-        stateful: bool = False,
-    ) -> SupervisedSet:
+    ) -> WorkerGroup:
         """Start one process per slot, with nothing in it yet; `threads` are OpenMP's on a CPU."""
         common = environment_of(alone=self.plan.computes_alone)
         environment = {"OMP_NUM_THREADS": str(threads)} | common | dict(environment) | faults.environment()
         if self.config.trainer.deterministic:
             environment |= DETERMINISTIC
-        worker_set = SupervisedSet(
+        worker_group = WorkerGroup(
             role,
             slots,
             log_dir=self.log_dir,
             environment=environment,
             call_timeout_s=self.config.trainer.step_timeout_s,
             threads_per_worker=calls_at_once,
-            supervisor=self.supervisor,
-            stateful=stateful,
+            smaller_passes=None if self.smaller_passes is None else self.smaller_passes.setdefault(role, {}),
         )
-        self.worker_sets.append(worker_set)
-        return worker_set
+        self.worker_groups.append(worker_group)
+        return worker_group
 
-    def ranks(self, worker_set: WorkerSet) -> list[Rank]:
+    def ranks(self, worker_group: WorkerGroup) -> list[Rank]:
         """Return each process's rank and the address where the set meets, once its processes run."""
-        places = worker_set.where(self.config.trainer.start_timeout_s)
+        places = worker_group.where(self.config.trainer.start_timeout_s)
         address, _, port = places[0]
         # Not where only this set is on one node: by NCCL rank 0 of the actor meets the engines, too.
         if len({node for node, _ in raylets(self.places()).values()}) == 1:
             address = "127.0.0.1"
-        trainer, size = self.config.trainer, len(worker_set)
+        trainer, size = self.config.trainer, len(worker_group)
         timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
         here = [place[0] if address != "127.0.0.1" else address for place in places]
         return [
@@ -170,51 +171,49 @@ class Cluster:
             for i in range(size)
         ]
 
-    def build(self, starts: Sequence[tuple[WorkerSet, list[ray.ObjectRef], str]], began: float | None = None) -> None:
+    def build(self, starts: Sequence[tuple[WorkerGroup, list[ray.ObjectRef], str]], began: float | None = None) -> None:
         """Wait until all workers are made. One progress line per role has the time since `began`: they start side by side."""
-        for worker_set, refs, title in starts:
+        for worker_group, refs, title in starts:
             with self.console.progress(title, since=began):
-                wait_all(worker_set.workers, refs, self.config.trainer.start_timeout_s, f"start {worker_set.role}")
+                wait_all(worker_group.workers, refs, self.config.trainer.start_timeout_s, f"start {worker_group.role}")
+            # Replicas are watched by those who replace them.
+            for worker in worker_group.workers if worker_group.role != "rollout" else ():
+                self.supervisor.monitor.watch(worker)
 
     @contextmanager
     def vacated(self) -> Iterator[None]:
         """Clear the engines' GPUs of all ranks, inside of this context."""
         engines = self.plan.role("rollout")
         pools: dict[str, str] = {role.name: role.pool for role in self.plan.roles}
-        ranks = [one for one in self.worker_sets if one.role != "rollout" and engines and pools[one.role] == engines.pool]
+        ranks = [one for one in self.worker_groups if one.role != "rollout" and engines and pools[one.role] == engines.pool]
         try:
-            for worker_set in ranks:
-                worker_set.call("vacate")
+            for worker_group in ranks:
+                worker_group.call("vacate")
             yield
         finally:
-            for worker_set in ranks:
-                worker_set.call("occupy")
-
-    def kept_updates(self) -> int:
-        """Return how many updates a recovery would make again, of the set that has most, besides those a save contains."""
-        keepers = [one.keeper for one in self.worker_sets if one.keeper is not None and one.is_restarted]
-        return max((keeper.num_unsaved for keeper in keepers), default=0)
+            for worker_group in ranks:
+                worker_group.call("occupy")
 
     def pids(self) -> dict[str, int]:
         """Return the process id of every worker, by its name."""
         timeout_s = self.config.trainer.start_timeout_s
         return {
             worker.name: pid
-            for worker_set in self.worker_sets
-            for worker, (_, pid, _) in zip(worker_set.workers, worker_set.where(timeout_s), strict=True)
+            for worker_group in self.worker_groups
+            for worker, (_, pid, _) in zip(worker_group.workers, worker_group.where(timeout_s), strict=True)
         }
 
     def places(self) -> dict[str, Slot]:
         """Return where every worker is, by its name."""
-        return {worker.name: worker.place.slot for worker_set in self.worker_sets for worker in worker_set.workers}
+        return {worker.name: worker.place.slot for worker_group in self.worker_groups for worker in worker_group.workers}
 
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()
         for end in self.on_shutdown:
             end()
-        for worker_set in self.worker_sets:
-            worker_set.shutdown()
+        for worker_group in self.worker_groups:
+            worker_group.shutdown()
         for pool in self.pools.values():
             pool.release()
 
@@ -227,7 +226,7 @@ class StartedRoles:
     actor: ActorRole | None
     reference: ReferenceRole | None
     critic: CriticRole | None
-    scorers: WorkerSet | None
+    scorers: WorkerGroup | None
     """The reward model's processes."""
     reward_model: TrainedRewardModelRole | None
     """The reward model where the run trains it, over the same processes."""
@@ -237,8 +236,8 @@ class StartedRoles:
         return Roles(self.actor, self.rollout, rewarder, self.reference, self.critic, self.reward_model, recoveries)
 
 
-Ranked = tuple[SupervisedSet, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
-"""A worker set of ranks, its factory, and the factory's arguments before and after the rank."""
+Ranked = tuple[WorkerGroup, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
+"""A worker group of ranks, its factory, and the factory's arguments before and after the rank."""
 
 
 def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeSetup | None = None) -> StartedRoles:
@@ -260,7 +259,7 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeS
     actors, references = cluster.start("actor"), cluster.start("reference")
     critics, scorers = cluster.start("critic"), cluster.start("reward_model")
 
-    starts: list[tuple[WorkerSet, list[ray.ObjectRef], str]] = []
+    starts: list[tuple[WorkerGroup, list[ray.ObjectRef], str]] = []
     if engines is not None and engine_spec is not None:
         with cluster.console.progress("starting processes"):
             engines.where(plan.config.trainer.start_timeout_s)
@@ -275,8 +274,6 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeS
     ranked = _ranked(cluster, plan, engine_spec, actors, references, critics, scorers)
     starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
     cluster.build(starts, began)
-    for worker_set, *_ in ranked:
-        worker_set.built()
     rollout: ReplicaPool | EpisodePool | None = _make_pool(cluster, engines, actors, engine_spec)
     if episodes is not None and environments is not None and isinstance(rollout, ReplicaPool) and engine_spec is not None:
         # It loads parts of transformers that a controller without episodes does without.
@@ -299,12 +296,12 @@ def _ranked(
     cluster: Cluster,
     plan: Plan,
     engine_spec: EngineSpec | None,
-    actors: SupervisedSet | None,
-    references: SupervisedSet | None,
-    critics: SupervisedSet | None,
-    scorers: SupervisedSet | None,
+    actors: WorkerGroup | None,
+    references: WorkerGroup | None,
+    critics: WorkerGroup | None,
+    scorers: WorkerGroup | None,
 ) -> list[Ranked]:
-    """Return the worker sets of ranks that the plan has, with what is built in them."""
+    """Return the worker groups of ranks that the plan has, with what is built in them."""
     spec = actor_spec(plan, cluster.model_path, None if engine_spec is None else sender_spec(engine_spec))
     ranked: list[Ranked] = []
     if actors is not None:
@@ -334,7 +331,7 @@ def _ranked(
 
 
 def _make_pool(
-    cluster: Cluster, engines: SupervisedSet | None, actors: SupervisedSet | None, spec: EngineSpec | None
+    cluster: Cluster, engines: WorkerGroup | None, actors: WorkerGroup | None, spec: EngineSpec | None
 ) -> ReplicaPool | None:
     """Return the rollout role over its engines; None without engines. Their weights come from the actors, if any."""
     if engines is None or spec is None:
@@ -345,7 +342,7 @@ def _make_pool(
     def build_engine(worker: Worker) -> ray.ObjectRef:
         return worker.actor.build.remote(rollout_factory, spec, *_timeouts(cluster.plan))
 
-    can_replace = actors is not None and cluster.supervisor.restarts
+    can_replace = actors is not None and cluster.supervisor.recoveries.restarts
     vacated = cluster.vacated if cluster.plan.engines_share_gpus else None
     replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor, vacated)
     own = cluster.config.trainer.asynchronous
@@ -362,36 +359,34 @@ def _make_pool(
     return ReplicaPool(replicas, transfer, options)
 
 
-def make_actor(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> ActorRole:
+def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRole:
     """Return the actor's role over its processes."""
     return ActorRole(
-        worker_set,
+        worker_group,
         plan.config.actor_rollout_ref.actor,
         train_rule=plan.passes.update,
         forward_rule=plan.passes.old,
         old_logprobs=plan.passes.old_logprobs,
         objective=plan.objective,
         tokenizer=tokenizer,
-        splits=plan.passes.splits,
         leaves_logprobs=plan.passes.leaves_logprobs,
     )
 
 
-def make_reference(plan: Plan, worker_set: SupervisedSet | None, actor: ActorRole | None) -> ReferenceRole | None:
+def make_reference(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole | None) -> ReferenceRole | None:
     """Return the reference's role over its processes, or over the actor's where it is the base model there; else None."""
     passes, planned = plan.passes, plan.role("reference")
     options: dict[str, Any] = {
         "rule": passes.reference,
         "want_hidden": plan.objective.needs_full_kl,
-        "splits": passes.splits,
         "leaves_logprobs": passes.leaves_logprobs,
     }
     if plan.base_reference is not None and actor is not None:
         return BaseReferenceRole(actor, **options)
-    if worker_set is None:
+    if worker_group is None:
         return None
     moves = planned is not None and planned.stateful
-    return (MovingReferenceRole if moves else ReferenceRole)(worker_set, **options)
+    return (MovingReferenceRole if moves else ReferenceRole)(worker_group, **options)
 
 
 def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:
@@ -442,9 +437,7 @@ def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def _begin(
-    cluster: Cluster, worker_set: SupervisedSet, factory: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]
+    cluster: Cluster, worker_group: WorkerGroup, factory: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]
 ) -> list[ray.ObjectRef]:
-    """Start building the ranks of a worker set, which meet at a new address every time they are built."""
-    return worker_set.begin(
-        lambda: worker_set.start_build(factory, [(*before, rank, *after) for rank in cluster.ranks(worker_set)])
-    )
+    """Start building the ranks of a worker group."""
+    return worker_group.start_build(factory, [(*before, rank, *after) for rank in cluster.ranks(worker_group)])

@@ -72,19 +72,19 @@ def ensure(name: str, warm: Path, machine: Machine, log_dir: Path, console: Cons
     plan = decide(_config(spec, unstarted), machine)
     cluster = Cluster(plan, unstarted, "", log_dir / "warm_start", console)
     try:
-        worker_set = cluster.start("actor")
-        assert worker_set is not None, "a plan that trains has an actor"
+        worker_group = cluster.start("actor")
+        assert worker_group is not None, "a plan that trains has an actor"
         actor_args = actor_spec(plan, cluster.model_path)
         cluster.build(
             [
                 (
-                    worker_set,
-                    worker_set.start_build(actor_factory, [(actor_args, rank) for rank in cluster.ranks(worker_set)]),
+                    worker_group,
+                    worker_group.start_build(actor_factory, [(actor_args, rank) for rank in cluster.ranks(worker_group)]),
                     "starting the warm start",
                 )
             ]
         )
-        actor = make_actor(plan, worker_set, tokenizer)
+        actor = make_actor(plan, worker_group, tokenizer)
         learnt = task_demonstrations(spec.task, tokenizer)
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
 

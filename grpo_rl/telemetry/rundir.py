@@ -67,6 +67,8 @@ class RunDir:
     plots = _Place("plots")
     logs = _Place("logs")
     checkpoints = _Place("checkpoints")
+    recovery = _Place("recovery")
+    """The checkpoint that a run without `trainer.save_freq` keeps for itself while it lasts."""
     model = _Place("model")
     """The exported policy."""
     reward_model = _Place("reward_model")

@@ -129,11 +129,11 @@ class Run:
         is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
         if self.context.validates and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
             metrics |= self.schedule.evaluate()
-        # What a recovery from the last checkpoint would do again is kept until the next one, and must not grow for ever.
-        full = self.roles.kept_updates() >= trainer.max_kept_updates
-        saves = trainer.save_freq > 0 and (last or full or is_due(self.step, trainer.save_freq))
+        saves = trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq))
         if saves and not self.saving.is_saved(self.step):
             metrics |= self._save()
+        if not last:
+            self.saving.begin_own(self.step, self.state_dict)
         metrics |= self.saving.metrics()
         metrics["timing_s/step"] += time.perf_counter() - started
         self.time_left.step_took(metrics["timing_s/step"])
@@ -256,6 +256,12 @@ class Run:
                 f"step {self.step} of {self.total_steps} is done: nothing is left to train; "
                 "for more give trainer.total_training_steps, for a new run another trainer.experiment_name"
             )
+
+    def start_over(self) -> None:
+        """Begin again with the first step, in a run that has lost its ranks before its first checkpoint."""
+        self.output.sinks.truncate_after(-1)
+        self.timeline.truncate_after(-1)
+        self.output.status.update(step=0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the roles' files: the run's own keys and the schedule's."""

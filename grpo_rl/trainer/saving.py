@@ -12,7 +12,7 @@ from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.manifest import step_of
 from grpo_rl.checkpoint.store import CheckpointStore, Committed, Draft
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import CheckpointError, GrpoRlError, SaveLost
+from grpo_rl.errors import CheckpointError, GrpoRlError
 from grpo_rl.protocols import Saved
 from grpo_rl.trainer.aside import Aside
 from grpo_rl.trainer.schedule import Output, Roles
@@ -21,19 +21,29 @@ from grpo_rl.types import Metrics
 _WAIT_S = 1.0
 RESCUE_S = 10.0
 """Seconds that a run which fails waits for a save that is nearly done."""
+OWN_EVERY_S, OWN_SHARE = 60.0, 0.02
+"""Seconds between two checkpoints that a run writes for itself, at least, and the share of its time that they may take."""
 
 
 class Saving:
-    """The saves of one run. At most one is going on; what becomes of a failed one is `trainer.on_save_error`."""
+    """The saves of one run. At most one is going on; what becomes of a failed one is `trainer.on_save_error`.
+
+    A run whose user asked for no checkpoints writes one for itself from time to time, from which it goes on when it loses
+    ranks (`trainer.recover`). It lies in a folder of its own, which no later command looks into.
+    """
 
     def __init__(self, config: Config, roles: Roles, output: Output) -> None:
         self.trainer = config.trainer
         checkpoint = config.actor_rollout_ref.actor.checkpoint
         self.in_background = checkpoint.async_save
-        self.committed, self.output = roles.committed, output
+        self.output = output
         self.exported = (roles.actor or roles.reward_model) if "hf_model" in checkpoint.save_contents else None
         self.roles = roles.with_state()
         self.store = CheckpointStore(output.run_dir.checkpoints, config.trainer.max_actor_ckpt_to_keep, output.console.warn)
+        self.own = None
+        if config.trainer.save_freq < 1 and config.trainer.recover != "off" and self.roles:
+            self.own = CheckpointStore(output.run_dir.recovery, 1, output.console.warn)
+        self._next_own = time.monotonic() + OWN_EVERY_S
         self.num_failed = 0
         self._going: BackgroundSave | None = None
         self._needed: int | None = None
@@ -49,7 +59,21 @@ class Saving:
         """
         self.finish()
         with self._tolerant():
-            self._begin(step, state, in_background=self.in_background)
+            self._begin(step, state, self.store, in_background=self.in_background)
+
+    def begin_own(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
+        """Save for this run's own recovery, where that is due. A failure costs nothing but the steps that a recovery repeats."""
+        began = time.monotonic()
+        if self.own is None or began < self._next_own:
+            return
+        try:
+            self.finish()
+            self._begin(step, state(), self.own, in_background=self.in_background)
+        except CheckpointError as error:
+            self.output.console.warn(f"{error}. This run has no other checkpoint to go back to when it loses ranks")
+            self.own = None
+        now = time.monotonic()
+        self._next_own = now + max(OWN_EVERY_S, (now - began) / OWN_SHARE)
 
     def poll(self) -> None:
         """Commit the save that is going on if all of it is written, without waiting. Raises as `begin`."""
@@ -68,11 +92,8 @@ class Saving:
         A save that failed is made up for here: there is no later save point.
         """
         self.finish()
-        while not self.is_saved(step):
-            try:
-                self._begin(step, state(), in_background=False)
-            except SaveLost as error:  # trainer.max_restarts bounds how often
-                self.output.console.warn(f"{error}: step {step} is saved once more")
+        if not self.is_saved(step):
+            self._begin(step, state(), self.store, in_background=False)
 
     def rescue(self) -> None:
         """Commit the save that is going on, if it is nearly done: the run ends with an error, never hidden by this."""
@@ -88,25 +109,25 @@ class Saving:
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    def _begin(self, step: int, state: dict[str, Any], *, in_background: bool) -> None:
-        draft = self.store.begin(step, state, self._bytes())
+    def _begin(self, step: int, state: dict[str, Any], store: CheckpointStore, *, in_background: bool) -> None:
+        draft = store.begin(step, state, self._bytes())
         written: Files = {}
-        with self._abandoning(draft):
+        with self._abandoning(draft, store):
             for role in self.roles:
                 if in_background:
-                    role.begin_save(draft.folder, self.store.keep is not None)
+                    role.begin_save(draft.folder, store.keep is not None)
                 else:
                     written |= role.save(draft.folder)
-            if self.exported is not None:
+            if self.exported is not None and store is self.store:
                 self.exported.export(draft.folder / "huggingface")
         if in_background:
-            self._going = BackgroundSave(draft, self.store, self.roles, self._flush, self._committed)
+            self._going = BackgroundSave(draft, store, self.roles, self._flush, self._committed)
             return
-        with self._abandoning(draft):
+        with self._abandoning(draft, store):
             self._flush()
-            committed = self.store.publish(draft, written)
+            committed = store.publish(draft, written)
         self._committed(committed.folder)
-        self.store.clear(committed)
+        store.clear(committed)
 
     def _bytes(self) -> int:
         """Return the bytes that a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
@@ -122,8 +143,8 @@ class Saving:
         self.output.rollouts.flush()
 
     def _committed(self, folder: Path) -> None:
-        self.committed(folder)
-        self.output.status.update(last_commit=step_of(folder.name))
+        if folder.parent == self.store.folder:
+            self.output.status.update(last_commit=step_of(folder.name))
 
     def _finish(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -135,7 +156,7 @@ class Saving:
                         f"older checkpoints than that of step {going.draft.step} cannot be removed in time"
                     )
                     return
-                self.store.abandon(going.draft)
+                going.store.abandon(going.draft)
                 raise CheckpointError(
                     f"the checkpoint of step {going.draft.step} was not written within {timeout_s:.0f} s, and is given up; "
                     "is the disk hanging? Where it is only slow, raise trainer.step_timeout_s"
@@ -144,23 +165,23 @@ class Saving:
     def _advance(self, wait_s: float) -> bool:
         going = self._going
         assert going is not None
-        with self._abandoning(going.draft):
+        with self._abandoning(going.draft, going.store):
             if not going.advance(wait_s):
                 return False
         self._going = None
         return True
 
     @contextmanager
-    def _abandoning(self, draft: Draft) -> Iterator[None]:
+    def _abandoning(self, draft: Draft, store: CheckpointStore) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             self._going = None
-            self.store.abandon(draft)
-            raise self.store.not_written(draft, error) from error
+            store.abandon(draft)
+            raise store.not_written(draft, error) from error
         except Exception:
             self._going = None
-            self.store.abandon(draft)
+            store.abandon(draft)
             raise
 
     @contextmanager
@@ -169,7 +190,7 @@ class Saving:
             yield
         except CheckpointError as error:
             self.num_failed += 1
-            if self.trainer.on_save_error == "stop" and not isinstance(error, SaveLost):
+            if self.trainer.on_save_error == "stop":
                 raise
             self.output.console.warn(
                 f"NOT SAVED ({self.num_failed} so far): {error}. Training goes on; the next save point tries again"
@@ -205,7 +226,6 @@ class BackgroundSave:
                 return False
             published = self._publishing.returned()
             self.is_committed = True
-            # Reported before older ones are removed: until then a recovery starts from one of them.
             self.committed(published.folder)
             self._clearing = Aside("commit", lambda: self.store.clear(published))
         if not self._clearing.ended(wait_s):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from grpo_rl.algos.objective import Objective
@@ -58,9 +57,7 @@ class Roles:
     reward_model: TrainedRewardModel | None = None
     """The reward model of a schedule that trains it; that of others is a part of the rewarder."""
     recoveries: Callable[[], Metrics] = dict
-    """A function that returns how many workers failed and came back since the last call."""
-    kept_updates: Callable[[], int] = lambda: 0
-    """A function that returns how many updates a recovery would make again: those that no save has been begun after."""
+    """A function that returns how often workers failed and came back since the last call."""
     instruments: Instruments | None = None
     """The instruments of the workers, which measure every step and trace chosen ones."""
     kept: list[Saved] = dataclasses.field(default_factory=list)
@@ -71,11 +68,6 @@ class Roles:
         trained = [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
         moving = [self.reference] if isinstance(self.reference, MovingReference) else []
         return [*trained, *moving, *self.kept]
-
-    def committed(self, folder: Path) -> None:
-        """Report to the roles with a state that their last checkpoint is complete and lies in `folder`."""
-        for role in self.with_state():
-            role.committed(folder)
 
 
 @dataclasses.dataclass(slots=True)

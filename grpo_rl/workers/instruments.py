@@ -33,7 +33,6 @@ PHASES = {
     "poll": "sampling",
     "save": "save",
     "begin_save": "save",
-    "snapshot": "save",
 }
 """The phase that each method belongs to. Methods that are not here are not measured."""
 PROFILED = frozenset({"update", "logprobs", "left_logprobs", "values", "scores"})

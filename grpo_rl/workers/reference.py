@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.checkpoint import memory_state
+from grpo_rl.checkpoint import policy_state
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.faults import fault_point
@@ -53,14 +53,14 @@ class ReferenceWorker:
         """Return whether all of `logprobs` are finite, and its columns, to be left in the store."""
         return left_columns(self.logprobs(share, micro_batches, want_hidden))
 
-    # ---- iterated training: new weights, which are part of checkpoints, and survive this process. No collectives ----
+    # ---- iterated training: new weights, which are part of checkpoints. No collectives -----------------------
 
     def update(self, weights: dict[str, Tensor]) -> None:
         """Take over the weights of an actor's rank in the same place of a set of the same size."""
         fault_point("reference.update")
         self.files.wait_for_copy()
         fsdp.reshard(self.policy)
-        memory_state.put_weights(weights, self.policy)
+        policy_state.put_weights(weights, self.policy)
 
     def save(self, folder: str) -> Files:
         """Write this rank's share of the weights; return the files that it wrote."""
@@ -82,17 +82,3 @@ class ReferenceWorker:
     def load(self, folder: str) -> None:
         """Restore what `save` wrote, by any number of ranks."""
         self.files.load(Path(folder))
-
-    def state_bytes(self) -> int:
-        """Return the size of a `snapshot`."""
-        return memory_state.num_bytes(self.policy, moments=False)
-
-    def snapshot(self) -> dict[str, Tensor]:
-        """Return a copy of this rank's share of the weights."""
-        fsdp.reshard(self.policy)
-        return memory_state.weights_of(self.policy)
-
-    def restore(self, weights: dict[str, Tensor]) -> None:
-        """Go on with a `snapshot` of a rank in the same place of a set of the same size."""
-        fsdp.reshard(self.policy)
-        memory_state.put_weights(weights, self.policy)

@@ -26,7 +26,7 @@ _DUMMY = ScoreBatch(torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.
 
 
 class RewardModelWorker:
-    """One rank of the worker set of a frozen reward model."""
+    """One rank of the worker group of a frozen reward model."""
 
     def __init__(self, spec: RewardModelSpec, rank: Rank) -> None:
         self.spec = spec
@@ -136,7 +136,7 @@ def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpointing: bool | None = None) -> ScoreModel:
-    """Return the model, sharded over the worker set; each rank reads its own rows.
+    """Return the model, sharded over the worker group; each rank reads its own rows.
 
     `checkpointing` is None for a frozen model.
     """

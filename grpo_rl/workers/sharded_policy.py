@@ -1,4 +1,4 @@
-"""A sharded policy in one process of a worker set: what the actor and the reference have in common."""
+"""A sharded policy in one process of a worker group: what the actor and the reference have in common."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=PackedModel)
 
 
 def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
-    """Join the process group of this rank's worker set (NCCL on GPUs, gloo on CPU); return this process's device.
+    """Join the process group of this rank's worker group (NCCL on GPUs, gloo on CPU); return this process's device.
 
     Both libraries use the interface with the address by which Ray knows the machine, unless the environment names one.
 
@@ -90,7 +90,7 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
-    """Return the policy, sharded over the worker set."""
+    """Return the policy, sharded over the worker group."""
     chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
     fused = spec.model.use_fused_kernels
 
@@ -119,7 +119,7 @@ def head_precision(name: str, device_type: str) -> Precision:
 
 
 def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
-    """Return what `wrap` makes of the language model, sharded over the worker set; each rank reads its own rows."""
+    """Return what `wrap` makes of the language model, sharded over the worker group; each rank reads its own rows."""
     model = spec.model
     attention.choose_kernel(model.flash_attention)
     own_code, key = model.trust_remote_code, spec.path_key

@@ -15,7 +15,7 @@ from grpo_rl.types import Batch, Counts
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process's place in its worker set."""
+    """One process's place in its worker group."""
 
     rank: int
     world_size: int

@@ -1,8 +1,8 @@
 """One rank of a model that is trained: the optimizer step that actor, critic and reward model share.
 
 The loop is here once: micro-batches, gradients that add up under global denominators, one clipping by the norm over all
-ranks, one rule for losses that are not finite, checkpoints and copies in memory. A kind of rank says how its model is
-built, what its loss is, and what it measures.
+ranks, one rule for losses that are not finite, checkpoints. A kind of rank says how its model is built, what its loss is,
+and what it measures.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_rl.checkpoint import memory_state
+from grpo_rl.checkpoint import policy_state
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.config.schema.tree import OptimConfig
@@ -179,7 +179,7 @@ class TrainedRank(ABC, Generic[S, M]):
         """Return one number for each trained token of a micro-batch; none for None."""
         raise NotImplementedError
 
-    # ---- checkpoints, and copies for the process that takes this one's place: nothing here is a collective ----------
+    # ---- checkpoints, and a copy of the weights: nothing here is a collective ---------------------------
 
     def save(self, folder: str) -> Files:
         """Write this rank's share of weights, optimizer, scheduler and random state; return the files that it wrote."""
@@ -203,25 +203,10 @@ class TrainedRank(ABC, Generic[S, M]):
         self.files.load(Path(folder))
         self.memory.release()
 
-    def state_bytes(self) -> int:
-        """Return the size of a `snapshot`."""
-        return memory_state.num_bytes(self.model)
-
     def weights(self) -> dict[str, Tensor]:
         """Return a copy of this rank's share of the weights, which a frozen model of the same sharding can take over."""
         fsdp.reshard(self.model)
-        return memory_state.weights_of(self.model)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Return a copy of this rank's share of weights, optimizer, schedule and random state."""
-        fsdp.reshard(self.model)
-        return memory_state.take(self.model, self.optimizer, self.scheduler)
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `snapshot` of a rank in the same place of a set of the same size."""
-        fsdp.reshard(self.model)
-        memory_state.put_back(state, self.model, self.optimizer, self.scheduler)
-        self.memory.release()
+        return policy_state.weights_of(self.model)
 
     # ---- memory -----------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks_ground
 import tiny_run
 from oracles import Training
 from recovery_ground import ray_with_slots
@@ -49,31 +48,3 @@ def slots() -> Iterator[Pool]:
     """A local Ray for all tests of groups and replicas."""
     with ray_with_slots(2) as pool:
         yield pool
-
-
-@pytest.fixture(scope="session")
-def actor_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
-    """Two actor ranks, which tests may break, since they are made anew."""
-    with ranks_ground.actor_scene(slots, tmp_path_factory) as scene:
-        yield scene
-
-
-@pytest.fixture(scope="module")
-def lora_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
-    """Two actor ranks that train adapters of rank 4, which tests may break, since they are made anew."""
-    with ranks_ground.actor_scene(slots, tmp_path_factory, lora_rank=4) as scene:
-        yield scene
-
-
-@pytest.fixture(scope="session")
-def reward_model_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
-    """Two ranks of a reward model that learns from pairs, which tests may break, since they are made anew."""
-    with ranks_ground.reward_model_scene(slots, tmp_path_factory) as scene:
-        yield scene
-
-
-@pytest.fixture(scope="session")
-def critic_ranks(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ranks_ground.Scene]:
-    """Two critic ranks, which tests may break, since they are made anew."""
-    with ranks_ground.critic_scene(slots, tmp_path_factory) as scene:
-        yield scene

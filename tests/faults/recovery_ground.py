@@ -14,10 +14,9 @@ import pytest
 
 from grpo_rl.cluster.processes.forks import MODULES
 from grpo_rl.cluster.processes.placement import Pool
-from grpo_rl.cluster.processes.worker_sets import Worker, wait_all
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
-from grpo_rl.cluster.recovery.supervisor import Supervisor
+from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.cluster.session.ray_session import ray_session
@@ -25,7 +24,7 @@ from grpo_rl.config.schema.tree import RayInitConfig, TrainerConfig
 from grpo_rl.telemetry.terminal.console import Console
 
 HEARTBEAT_S = 1.0
-COPIED = (*MODULES, "transformers.models.qwen3.modeling_qwen3", "armed_ranks", "tiny_roles")
+COPIED = (*MODULES, "tiny_roles")
 START_S = 120.0
 STEP_S = 120.0
 
@@ -59,63 +58,55 @@ class Ground:
     slots: Pool
     logs: Path
     lines: Lines = field(default_factory=Lines)
-    worker_sets: list[SupervisedSet] = field(default_factory=list)
+    worker_groups: list[WorkerGroup] = field(default_factory=list)
     supervisors: list[Supervisor] = field(default_factory=list)
 
     def supervisor(self, **trainer: Any) -> Supervisor:
         settings = {"heartbeat_s": HEARTBEAT_S, "max_restarts": 100, "start_timeout_s": START_S} | trainer
-        made = Supervisor(TrainerConfig(**settings), self.lines)
+        config = TrainerConfig(**settings)
+        made = Supervisor(config, Recoveries(config, self.lines.warn))
         self.supervisors.append(made)
         return made
 
-    def worker_set(
-        self, role: str, size: int, supervisor: Supervisor, threads: int = 1, stateful: bool = False
-    ) -> SupervisedSet:
-        made = SupervisedSet(
+    def worker_group(
+        self, role: str, size: int, factory: Callable[..., Any], arguments: list[tuple[Any, ...]], threads: int = 1
+    ) -> WorkerGroup:
+        """A worker group that is built."""
+        made = WorkerGroup(
             role,
             self.slots.slots()[:size],
             log_dir=self.logs,
             environment={"OMP_NUM_THREADS": "1"},
             call_timeout_s=STEP_S,
             threads_per_worker=threads,
-            supervisor=supervisor,
-            stateful=stateful,
         )
-        self.worker_sets.append(made)
+        self.worker_groups.append(made)
+        made.where(START_S)
+        wait_all(made.workers, made.start_build(factory, arguments), START_S, f"start {role}")
         return made
 
-    def ranks(self, role: str, size: int, factory: Callable[..., Any], supervisor: Supervisor, stateful: bool) -> SupervisedSet:
-        """A built worker set, whose recipe gives each rank its number."""
-        worker_set = self.worker_set(role, size, supervisor, stateful=stateful)
+    def ranks(self, role: str, size: int, factory: Callable[..., Any]) -> WorkerGroup:
+        """A worker group whose processes have their numbers."""
+        return self.worker_group(role, size, factory, [(rank,) for rank in range(size)])
 
-        def recipe() -> list[Any]:
-            worker_set.where(START_S)
-            return worker_set.start_build(factory, [(rank,) for rank in range(size)])
-
-        wait_all(worker_set.workers, worker_set.begin(recipe), START_S, f"start {role}")
-        worker_set.built()
-        return worker_set
-
-    def pool(self, size: int, factory: Callable[..., Any], argument: Any, actors: SupervisedSet, **more: Any) -> ReplicaPool:
+    def pool(
+        self, size: int, factory: Callable[..., Any], argument: Any, actors: WorkerGroup, supervisor: Supervisor, **more: Any
+    ) -> ReplicaPool:
         """A pool of so many replicas that get their weights from these actors; `more` are further PoolOptions."""
-        supervisor = actors.supervisor
-        assert supervisor is not None
-        worker_set = self.worker_set("rollout", size, supervisor, threads=3)
-        worker_set.where(START_S)
-        wait_all(worker_set.workers, worker_set.start_build(factory, [(argument,)] * size), START_S, "start rollout")
+        worker_group = self.worker_group("rollout", size, factory, [(argument,)] * size, threads=3)
 
         def build(worker: Worker) -> Any:
             return worker.actor.build.remote(factory, argument)
 
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S, **more)
-        transfer = Transfer("object_store", actors, worker_set, 1, START_S)
-        return ReplicaPool(Replicas(worker_set, build, supervisor), transfer, options)
+        transfer = Transfer("object_store", actors, worker_group, 1, START_S)
+        return ReplicaPool(Replicas(worker_group, build, supervisor), transfer, options)
 
     def close(self) -> None:
         for supervisor in self.supervisors:
             supervisor.close()
-        for worker_set in self.worker_sets:
-            worker_set.shutdown()
+        for worker_group in self.worker_groups:
+            worker_group.shutdown()
 
 
 def is_alive(pid: int | None) -> bool:

@@ -14,8 +14,7 @@ import tiny_roles
 from recovery_ground import HEARTBEAT_S, START_S, Ground, is_alive, until
 
 from grpo_rl.cluster.processes.placement import Pool
-from grpo_rl.cluster.processes.worker_sets import Worker, wait_all
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerDied, WorkerGroup, wait_all
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
 from grpo_rl.errors import ClusterError
 from grpo_rl.rollout.requests import sample_seed
@@ -33,8 +32,8 @@ FROZEN_S = 3 * HEARTBEAT_S + 12.0
 class Actor:
     """The part of an actor's role that the pool needs: versions, and the sum of what it was trained on."""
 
-    def __init__(self, worker_set: SupervisedSet) -> None:
-        self.worker_set = worker_set
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self.worker_group = worker_group
         self.version = 0
         self.weights: list[int] = [0, 0, 0]
 
@@ -43,7 +42,7 @@ class Actor:
         amount = 3
         self.version += 1
         self.weights = [weight + amount * self.version for weight in self.weights]
-        assert self.worker_set.call("update", amount) == [sum(self.weights)]
+        assert self.worker_group.call("update", amount) == [sum(self.weights)]
 
 
 @dataclass
@@ -96,8 +95,8 @@ def beside(request: pytest.FixtureRequest) -> None:
 def scene(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     ground = Ground(slots, tmp_path_factory.mktemp("logs"))
     try:
-        actors = ground.ranks("actor", 1, tiny_roles.make_actor, ground.supervisor(), stateful=True)
-        pool = ground.pool(2, tiny_roles.make_rollout, SECONDS_PER_STEP, actors)
+        actors = ground.ranks("actor", 1, tiny_roles.make_actor)
+        pool = ground.pool(2, tiny_roles.make_rollout, SECONDS_PER_STEP, actors, ground.supervisor())
         yield Scene(ground, Actor(actors), pool)
     finally:
         ground.close()
@@ -146,7 +145,7 @@ def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, f
     seconds = scene.wait_until_all_serve()
     assert seconds < SERVING_AGAIN_S
     until(lambda: not is_alive(victim.pid), NOTICED_S, "the lost process is gone")
-    assert victim not in scene.pool.replicas.worker_set.workers
+    assert victim not in scene.pool.replicas.worker_group.workers
     record_property("noticed_s", noticed - began)
     record_property("serving_again_s", seconds)
     print(f"MEASURED {fault}: noticed {noticed - began:.2f} s after sampling began, all serve {seconds:.2f} s after that")
@@ -201,39 +200,36 @@ def test_all_replicas_lost_at_once_are_replaced(scene):
     scene.wait_until_all_serve()
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param("actor.weights.bucket:kill9@n=1", marks=pytest.mark.campaign), "actor.weights.bucket:kill9@n=3"]
-)
-def test_an_actor_lost_while_weights_move_is_made_again_and_the_transfer_goes_on(scene, fault):
-    scene.actor.train()
-    scene.arm(scene.actor.worker_set.workers[0], fault)
-    scene.pool.sync_weights(scene.actor)
-    assert any("recovery: actor is back" in line for _, line in scene.ground.lines.warnings)
-    scene.generate()
-    scene.actor.train()
-    scene.pool.sync_weights(scene.actor)
-    scene.generate()
+def test_an_actor_lost_while_weights_move_ends_the_transfer(scene):
+    lost = scene.ground.ranks("actor", 1, tiny_roles.make_actor)
+    actor = Actor(lost)
+    actor.train()
+    scene.arm(lost.workers[0], "actor.weights.bucket:kill9@n=3")
+    pool = scene.ground.pool(1, tiny_roles.make_rollout, SECONDS_PER_STEP, lost, scene.ground.supervisor())
+    with pytest.raises(WorkerDied, match=r"actor.next_bucket failed on actor0: the process died"):
+        pool.sync_weights(actor)
+    lost.shutdown()
+    pool.replicas.worker_group.shutdown()
 
 
 def test_recoveries_are_counted_in_the_metrics_once(scene):
-    scene.actor.worker_set.supervisor.log.metrics()
+    scene.ground.supervisors[0].recoveries.metrics()
     os.kill(scene.pool.replicas.serving[0].pid, signal.SIGKILL)
     until(lambda: bool(scene.pool.replicas.ready()), SERVING_AGAIN_S, "the replacement is ready")
     scene.generate(2, 1)
-    counted = scene.actor.worker_set.supervisor.log.metrics()
+    counted = scene.ground.supervisors[0].recoveries.metrics()
     assert counted["recovery/rollout_restarts"] == 1.0 and 0 < counted["recovery/seconds"] < SERVING_AGAIN_S
-    assert scene.actor.worker_set.supervisor.log.metrics() == {}
+    assert scene.ground.supervisors[0].recoveries.metrics() == {}
 
 
 def test_a_replica_that_always_dies_ends_the_run_with_every_cause(scene: Any):
     ground = scene.ground
     supervisor = ground.supervisor(max_restarts=1)
-    actors = ground.ranks("actor", 1, tiny_roles.make_actor, supervisor, stateful=True)
-    pool = ground.pool(1, tiny_roles.make_rollout, SECONDS_PER_STEP, actors)
+    pool = ground.pool(1, tiny_roles.make_rollout, SECONDS_PER_STEP, scene.actor.worker_group, supervisor)
     prompts, sampling = [Prompt("p", (1, 2), "?", "test")], Sampling(max_tokens=2, seed=0)
 
     def kill_the_only_one() -> None:
-        pid = pool.replicas.worker_set.workers[0].pid
+        pid = pool.replicas.worker_group.workers[0].pid
         os.kill(pid, signal.SIGKILL)
         until(lambda: not is_alive(pid), 5.0, "it is dead")
 

@@ -13,7 +13,7 @@ from recovery_ground import START_S, Ground, until
 from test_recovery_replicas import Actor
 
 from grpo_rl.cluster.processes.placement import Pool
-from grpo_rl.cluster.processes.worker_sets import wait_all
+from grpo_rl.cluster.processes.worker_group import wait_all
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
 from grpo_rl.errors import WeightVersionError
 from grpo_rl.rollout.requests import sample_seed
@@ -31,8 +31,8 @@ class Scene:
 
     def __init__(self, slots: Pool, logs: Any) -> None:
         self.ground = Ground(slots, logs)
-        actors = self.ground.ranks("actor", 1, tiny_roles.make_actor, self.ground.supervisor(), stateful=True)
-        self.actor = Actor(actors)
+        actors = self.ground.ranks("actor", 1, tiny_roles.make_actor)
+        self.actor, self.supervisor = Actor(actors), self.ground.supervisor()
         self.weights = {0: list(self.actor.weights)}
         self._pools: dict[Any, ReplicaPool] = {}
 
@@ -40,8 +40,8 @@ class Scene:
         """A pool that holds the actor's weights; there is one per factory."""
         if factory not in self._pools:
             for other in self._pools.values():  # the slots are for one pool
-                other.replicas.worker_set.shutdown()
-            self._pools = {factory: self.ground.pool(2, factory, SECONDS_PER_STEP, self.actor.worker_set)}
+                other.replicas.worker_group.shutdown()
+            self._pools = {factory: self.ground.pool(2, factory, SECONDS_PER_STEP, self.actor.worker_group, self.supervisor)}
         pool = self._pools[factory]
         pool.options = type(pool.options)(4, False, False, START_S, max_staleness)
         pool.sync_weights(self.actor)
@@ -220,7 +220,7 @@ def test_a_replica_that_comes_back_while_the_actor_trains_gets_its_weights_after
         victim.kill("for a test")
         until(lambda: bool(pool.replicas.ready()), START_S, "the replacement is ready")
         # The ranks have weights by now that no version names yet, as in the middle of an update.
-        actor.worker_set.call("update", amount)
+        actor.worker_group.call("update", amount)
         found = list(pool.completed())
         assert uids(found) == [f"long{i}" for i in range(6)] and len(pool.replicas.serving) == 1
         scene.expect(found)

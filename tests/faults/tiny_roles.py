@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -112,15 +111,6 @@ class TinyActor:
         self.history.append(amount)
         fault_point("actor.update.after_optimizer", rank=self.rank)
         return sum(self.weights.values())
-
-    def state_bytes(self) -> int:
-        return 100
-
-    def snapshot(self) -> dict[str, Any]:
-        return {"weights": self.weights, "history": list(self.history)}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.weights, self.history = dict(state["weights"]), list(state["history"])
 
     def begin_weight_sync(self) -> int:
         self._buckets = iter([pack([(name, torch.tensor(value))]) for name, value in self.weights.items()])

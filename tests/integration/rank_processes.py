@@ -1,4 +1,4 @@
-"""Actor ranks in real processes that meet over gloo, without Ray: what `WorkerSet` is to `ActorRole`, but cheap to rebuild."""
+"""Actor ranks in real processes that meet over gloo, without Ray: what `WorkerGroup` is to `ActorRole`, but cheap to rebuild."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from grpo_rl import faults
 from grpo_rl.checkpoint.host_memory import HostMemory
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.models import forward, fsdp, sharded_load
@@ -77,6 +79,10 @@ class Recording:
     trained: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
+
+    def arm(self, spec: str) -> None:
+        """Arm faults in this process."""
+        faults.arm(spec)
 
     def record(self) -> None:
         self.steps: list[dict[str, Tensor]] = []
@@ -272,7 +278,7 @@ KINDS = {
 }
 
 
-class RankProcesses:
+class RankProcesses(WorkerGroup):
     """`world_size` processes that live as long as the tests; each `build` makes new actors in them."""
 
     def __init__(self, world_size: int) -> None:

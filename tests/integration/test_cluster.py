@@ -1,4 +1,4 @@
-"""Worker sets on a real Ray: answers in order, and a clear cause for every kind of failure."""
+"""Worker groups on a real Ray: answers in order, and a clear cause for every kind of failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tiny_workers import make_engine, make_worker
 
 from grpo_rl.cluster.processes.placement import Pool
-from grpo_rl.cluster.processes.worker_sets import WorkerSet, wait_all
+from grpo_rl.cluster.processes.worker_group import WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.session.ray_session import ray_session
@@ -41,12 +41,14 @@ def ray_pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="module")
-def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., WorkerSet]]:
+def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., WorkerGroup]]:
     """Starts a set of tiny workers. Processes cost seconds: tests share one where none of them ends it."""
-    started: list[WorkerSet] = []
+    started: list[WorkerGroup] = []
 
-    def make(num_ranks: int, role: str = "tiny", factory: Any = make_worker, threads: int = 1, **environment: str) -> WorkerSet:
-        worker_set = WorkerSet(
+    def make(
+        num_ranks: int, role: str = "tiny", factory: Any = make_worker, threads: int = 1, **environment: str
+    ) -> WorkerGroup:
+        worker_group = WorkerGroup(
             role,
             [ray_pool.slots()[rank % 3] for rank in range(num_ranks)],
             log_dir=tmp_path_factory.mktemp("logs"),
@@ -54,23 +56,23 @@ def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             call_timeout_s=NEVER_S,
             threads_per_worker=threads,
         )
-        started.append(worker_set)
-        worker_set.where(START_S)
+        started.append(worker_group)
+        worker_group.where(START_S)
         if factory is make_worker:
-            build(worker_set, [(rank,) for rank in range(num_ranks)])
-        return worker_set
+            build(worker_group, [(rank,) for rank in range(num_ranks)])
+        return worker_group
 
     yield make
-    for worker_set in started:
-        worker_set.shutdown()
+    for worker_group in started:
+        worker_group.shutdown()
 
 
-def build(worker_set: WorkerSet, arguments: list[tuple[Any, ...]], factory: Any = make_worker) -> None:
-    wait_all(worker_set.workers, worker_set.start_build(factory, arguments), START_S, f"start {worker_set.role}")
+def build(worker_group: WorkerGroup, arguments: list[tuple[Any, ...]], factory: Any = make_worker) -> None:
+    wait_all(worker_group.workers, worker_group.start_build(factory, arguments), START_S, f"start {worker_group.role}")
 
 
 @pytest.fixture(scope="module")
-def tiny(start: Callable[..., WorkerSet]) -> WorkerSet:
+def tiny(start: Callable[..., WorkerGroup]) -> WorkerGroup:
     return start(3, TINY_SETTING="seen")
 
 
@@ -134,7 +136,7 @@ def test_a_process_that_is_frozen_is_named_at_the_deadline(tiny):
 
 
 @pytest.fixture(scope="module")
-def doomed(start: Callable[..., WorkerSet]) -> WorkerSet:
+def doomed(start: Callable[..., WorkerGroup]) -> WorkerGroup:
     """One that lives and one for each way to die."""
     return start(1 + len(DEATHS), role="doomed")
 
@@ -192,15 +194,15 @@ def test_slots_of_several_devices_are_neighbours_and_a_rest_is_left_over(ray_poo
 
 
 @pytest.fixture(scope="module")
-def replicas(start: Callable[..., WorkerSet]) -> Callable[..., ReplicaPool]:
+def replicas(start: Callable[..., WorkerGroup]) -> Callable[..., ReplicaPool]:
     """A pool over two processes that serve tiny engines of these versions and speeds, new ones for every test."""
-    worker_set = start(2, role="rollout", factory=make_engine, threads=3)
+    worker_group = start(2, role="rollout", factory=make_engine, threads=3)
 
     def make(*engines: tuple[int, float], step_timeout_s: float = NEVER_S) -> ReplicaPool:
-        build(worker_set, list(engines), make_engine)
+        build(worker_group, list(engines), make_engine)
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=step_timeout_s)
         transfer: Any = None  # no weights move in these tests
-        return ReplicaPool(Replicas(worker_set), transfer, options)
+        return ReplicaPool(Replicas(worker_group), transfer, options)
 
     return make
 
@@ -231,7 +233,7 @@ def test_a_greedy_response_to_each_prompt_comes_after_the_others_and_is_handed_o
 def test_a_slow_replica_gets_fewer_requests(replicas):
     pool = replicas((0, 0.0), (0, 0.2))
     pool.generate(prompts(40), 1, SAMPLING)
-    quick, slow = pool.replicas.worker_set.call("done")
+    quick, slow = pool.replicas.worker_group.call("done")
     assert quick + slow == 40 and quick > 2 * slow > 0
 
 

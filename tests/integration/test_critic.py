@@ -50,13 +50,13 @@ def with_returns(seed: int) -> Batch:
     return batch.replace(returns_T=1.0 + torch.sin(7 * batch.rollout_logprobs_T))
 
 
-def learn(worker_set: CriticRole, batches: list[Batch]) -> tuple[list[Tensor], list[dict[str, float]]]:
+def learn(worker_group: CriticRole, batches: list[Batch]) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Values before each batch's update, and its metrics."""
     values, metrics = [], []
     for batch in batches:
-        batch = worker_set.values(batch)
+        batch = worker_group.values(batch)
         values.append(batch.values_T)
-        metrics.append(worker_set.update(batch.keep(batch.rollout_logprobs_T > -2.5)))
+        metrics.append(worker_group.update(batch.keep(batch.rollout_logprobs_T > -2.5)))
     return values, metrics
 
 

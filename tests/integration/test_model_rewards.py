@@ -85,11 +85,11 @@ def test_scores_do_not_depend_on_ranks_and_passes(
     for size, pass_tokens in ((1, 1000), (1, 44), (2, 44)):
         ranks[size].build(RewardModelSpec(str(folders["scorer"]), "float32"))
         ranks[size].call_timeout_s = DEADLINE_S
-        worker_set = RewardModelRole(
+        worker_group = RewardModelRole(
             ranks[size], Renderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=44
         )
-        results = worker_set.score(items)
-        worker_set.close()
+        results = worker_group.score(items)
+        worker_group.close()
         assert all(isinstance(result, ModelScore) for result in results)
         found.append([value for result in results for value in ([r for _, r in result.steps] if separator else [result.score])])
     assert len(found[0]) == (7 if separator is None else 15) and max(found[0]) - min(found[0]) > 0.1

@@ -17,7 +17,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.checkpoint.files import entry_of
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
-from grpo_rl.errors import CheckpointError, SaveLost
+from grpo_rl.errors import CheckpointError
 from grpo_rl.workers.specs import ActorSpec, PolicySpec
 
 BATCHES = [make_batch(seed) for seed in range(5)]
@@ -184,10 +184,19 @@ def test_what_is_saved_in_the_background_is_the_state_of_the_moment_it_began(ran
     )
 
 
-def test_a_rank_whose_process_is_a_new_one_has_not_saved_anything(ranks, path, tmp_path):
-    actor = start(ranks[2], spec_for(path))
-    with pytest.raises(SaveLost, match="is gone"):
-        actor.saved(0.0)
+def test_a_loss_that_is_not_finite_on_one_rank_is_left_out_by_both(ranks, path):
+    processes = ranks[2]
+    actor = start(processes, spec_for(path))
+    update(actor, range(1))
+    before = state(processes), processes.call("schedule"), processes.call("next_random")
+    for rank, fault in ((1, "actor.update.loss:nan@micro_batch=0,rank=1"), (0, "")):
+        processes.call("arm", fault)
+        [metrics] = update(actor, range(1, 2))
+        assert metrics["actor/nonfinite"] == rank
+        if rank:
+            assert_equal_bits(before[0], state(processes))
+            assert before[1] == processes.call("schedule")
+    assert not all(torch.equal(value, before[0][name]) for name, value in state(processes).items())
 
 
 def test_a_save_that_fails_in_the_background_is_told_when_it_is_asked_for(ranks, path, tmp_path):

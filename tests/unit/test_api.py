@@ -15,7 +15,7 @@ import pytest
 
 import grpo_rl
 from grpo_rl import api, errors
-from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, DataError, GrpoRlError, Preempted, SaveLost
+from grpo_rl.errors import ClusterError, ConfigError, DataError, GrpoRlError, Preempted
 
 
 def back(tmp_path: Path, error: BaseException) -> BaseException:
@@ -67,7 +67,6 @@ def test_errors_keep_their_kind_their_place_and_their_notes(tmp_path: Path) -> N
     assert found.__notes__ == ["log: x.log", f"run folder: {tmp_path}"]
     config = back(tmp_path, ConfigError(["a", "b"]))
     assert isinstance(config, ConfigError) and config.problems == ["a", "b"] and str(config) == "a\nb"
-    assert isinstance(back(tmp_path, SaveLost()), CheckpointError)
     assert type(back(tmp_path, DataError("row 3"))) is DataError
     assert isinstance(back(tmp_path, Preempted("by SIGTERM")), Preempted)
     assert isinstance(back(tmp_path, KeyboardInterrupt()), KeyboardInterrupt)

@@ -17,7 +17,7 @@ from grpo_rl.cluster.processes.worker_host import BEATS, WorkerHost
 from grpo_rl.config import secrets
 from grpo_rl.errors import ClusterError
 
-# On CPU a slot reserves next to nothing: worker sets take turns on the cores, they do not own them.
+# On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
 CPU_SHARE = 0.01
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
-from grpo_rl.cluster.recovery.out_of_memory import out_of_memory
+from grpo_rl.cluster.processes.out_of_memory import out_of_memory
 from grpo_rl.config.redaction import HidingStream
 from grpo_rl.config.secrets import redact, remember, remember_environment
 from grpo_rl.workers.instruments import Instruments, Observation, PhaseMeasure, device_name
@@ -45,17 +45,14 @@ class RemoteError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A value in Ray's object store, as an argument of several calls: a process fetches it with the first of them.
+    """A value in Ray's object store, as an argument of several calls: a process fetches it with the first of them, and keeps it.
 
-    A plain reference would be deserialised anew in every call. A process that takes another's place fetches it again, so
-    calls that carry it can be repeated for as long as the controller holds it.
+    A plain reference would be deserialised anew in every call.
     """
 
     ref: Any
     key: str
     """The value's key, different for every value."""
-    stays: bool = True
-    """True where calls that follow carry it too; one that does not stay leaves the last one that does where it is."""
 
 
 class InPieces(ABC):
@@ -140,9 +137,6 @@ class WorkerHost:
             return argument.whole(_get)
         if not isinstance(argument, Stored):
             return argument
-        if not argument.stays:
-            value = _get(argument.ref)
-            return value.whole(_get) if isinstance(value, InPieces) else value
         if self._fetched[0] != argument.key:
             # The old one goes first: two shares of a batch need not fit beside each other.
             self._fetched = ("", None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import ray
 
-from grpo_rl.cluster.processes.worker_sets import Worker
+from grpo_rl.cluster.processes.worker_group import Worker
 
 MISSED_BEATS = 3
 """A worker without a sign of life for so many heartbeats is frozen."""

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import ray
 
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerSet, settle, wait_all
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, settle, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.errors import ClusterError, GrpoRlError
 
@@ -32,16 +32,16 @@ class Replicas:
 
     def __init__(
         self,
-        worker_set: WorkerSet,
+        worker_group: WorkerGroup,
         build: Build | None = None,
         supervisor: Supervisor | None = None,
         vacated: Vacated | None = None,
     ) -> None:
-        self.worker_set = worker_set
+        self.worker_group = worker_group
         self.supervisor = supervisor
         self._vacated = vacated
         self._unbuilt: list[Worker] = []
-        self.serving = list(worker_set.workers)
+        self.serving = list(worker_group.workers)
         self._build = build
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -100,12 +100,12 @@ class Replicas:
             noticed = self._gone[self._replaces.pop(worker)]
         if self.supervisor is not None:
             seconds = time.monotonic() - noticed
-            self.supervisor.log.recovered(worker.name, "rollout", seconds, f"it serves weights of version {version}")
+            self.supervisor.recoveries.recovered(worker.name, "rollout", seconds, f"it serves weights of version {version}")
 
     def note_resampled(self, number: int) -> None:
         """Count requests of lost replicas that are asked of others."""
         if self.supervisor is not None:
-            self.supervisor.log.count("resampled", float(number))
+            self.supervisor.recoveries.count("resampled", float(number))
 
     def wait_for_one(self, timeout_s: float) -> None:
         """Wait until something has changed: a replica is ready, or is lost for good."""
@@ -131,11 +131,10 @@ class Replicas:
         try:
             if self._build is None:
                 raise ClusterError(f"{worker.name}: {cause}")
-            self.supervisor.budget.spend(worker.name, cause)
+            self.supervisor.recoveries.failed(worker.name, cause, "another is started in its place")
         except ClusterError as error:
             self._give_up(error)
             return
-        self.supervisor.log.failed(worker.name, cause, "another is started in its place")
         threading.Thread(target=self._replace, args=(worker,), name=f"start {worker.name}", daemon=True).start()
 
     def _replace(self, worker: Worker) -> None:
@@ -146,13 +145,13 @@ class Replicas:
                 fresh.kill()
                 return
             # Ending the set ends the new process, too.
-            self.worker_set.workers[self.worker_set.workers.index(worker)] = fresh
+            self.worker_group.workers[self.worker_group.workers.index(worker)] = fresh
             self._ready = [other for other in self._ready if other is not worker]
             # The time without a replica counts from the first loss, however many replacements it takes.
             self._replaces[fresh] = self._replaces.pop(worker, worker)
         timeout_s = self.supervisor.start_timeout_s
         try:
-            self.worker_set.locate([fresh], timeout_s)
+            self.worker_group.locate([fresh], timeout_s)
             if self._vacated is not None:
                 with self._lock:
                     self._unbuilt.append(fresh)
@@ -170,7 +169,7 @@ class Replicas:
     def _made(self, fresh: Worker) -> None:
         """Note that a replacement is built."""
         assert self.supervisor is not None
-        self.supervisor.log.on_restart(fresh.name, fresh.pid)
+        self.supervisor.recoveries.on_restart(fresh.name, fresh.pid)
         with self._lock:
             self._ready.append(fresh)
         self.supervisor.monitor.watch(fresh, self.lose)

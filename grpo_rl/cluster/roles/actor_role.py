@@ -1,4 +1,4 @@
-"""The actor of the training loop over its worker set."""
+"""The actor of the training loop over its worker group."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
-from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call, with_columns_left
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
@@ -49,7 +48,7 @@ class ActorRole:
 
     def __init__(
         self,
-        worker_set: SupervisedSet,
+        worker_group: WorkerGroup,
         config: ActorConfig,
         *,
         train_rule: MicroBatchRule,
@@ -57,16 +56,15 @@ class ActorRole:
         old_logprobs: OldLogprobs,
         objective: Objective,
         tokenizer: Any = None,
-        splits: bool = False,
         leaves_logprobs: bool = False,
     ) -> None:
-        self.worker_set = worker_set
+        self.worker_group = worker_group
         self.leaves_logprobs = leaves_logprobs
         """True where old log-probs stay in the store: nothing reads them but the ranks."""
         self.config = config
         self.objective = objective
-        self.train_cut = Cut(worker_set, train_rule, splits)
-        self.forward_cut = Cut(worker_set, forward_rule, splits)
+        self.train_rule = train_rule
+        self.forward_rule = forward_rule
         self.old_from: OldLogprobs = old_logprobs
         """The process that computes old log-probs, as the plan decided."""
         self.tokenizer = tokenizer
@@ -93,19 +91,21 @@ class ActorRole:
             return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         dealt = self.dealt(batch)
         if self.leaves_logprobs:
-            found = with_columns_left(self.forward_cut, batch, dealt, {"old_logprobs_T": "logprobs_T"})
+            found = with_columns_left(self.worker_group, self.forward_rule, batch, dealt, {"old_logprobs_T": "logprobs_T"})
             if found is not None:
                 return found
-        return batch.replace(old_logprobs_T=per_token(self.forward_cut, "logprobs", dealt))
+        return batch.replace(old_logprobs_T=per_token(self.worker_group, self.forward_rule, "logprobs", dealt))
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token of a batch that is not trained on."""
-        return per_token(self.forward_cut, "logprobs", deal(self.worker_set, batch, rule=self.forward_cut.rule))
+        return per_token(
+            self.worker_group, self.forward_rule, "logprobs", deal(self.worker_group, batch, rule=self.forward_rule)
+        )
 
     def fingerprint(self) -> str:
         """Return a digest of the present weights, the same however many ranks hold them: of the sums of each one's shards."""
         sums: Counter[str] = Counter()
-        for shards in self.worker_set.call("weight_sums"):
+        for shards in self.worker_group.call("weight_sums"):
             sums.update(shards)
         return sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()
 
@@ -124,7 +124,7 @@ class ActorRole:
             silent_N = self.objective.silent_N(batch.advantages_T, batch.trained_lengths_N)
         selected = self._selected(batch, chosen)
         call = update_call(dealt, batch, chosen, names, entropy_coeff=coefficient, selected=selected, silent_N=silent_N)
-        results = self.train_cut.call("update", call.lengths, call.arguments)
+        results = self.worker_group.call_in_passes("update", self.train_rule, call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dealt = None
         self.version += 1
@@ -141,29 +141,29 @@ class ActorRole:
         Ranks that were made anew since then have none.
         """
         seen: dict[int, Tensor] = {}
-        for part in self.worker_set.call("shown_logprobs"):
+        for part in self.worker_group.call("shown_logprobs"):
             seen |= part
         return seen
 
     def save(self, folder: Path) -> Files:
         """Write the policy's state; the mini-batch shuffle's position is part of it."""
-        return merge(self.worker_set.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
+        return merge(self.worker_group.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
 
     def begin_save(self, folder: Path, check: bool) -> None:
         """Begin a `save` of the present state, beside the training; with `check` the files are read back."""
-        self.worker_set.call("begin_save", str(folder), check, {_OWN: self._own()})
+        self.worker_group.call("begin_save", str(folder), check, {_OWN: self._own()})
 
     def saved(self, wait_s: float) -> Files | None:
         """Return what the save that was begun has written; None when it has not ended within `wait_s`.
 
-        Raises CheckpointError when it failed, SaveLost when a process that was saving is gone.
+        Raises CheckpointError when it failed.
         """
-        written = self.worker_set.call("saved", wait_s)
+        written = self.worker_group.call("saved", wait_s)
         return None if None in written else merge(written)
 
     def save_bytes(self) -> int:
         """Return about how much `save` writes."""
-        return sum(self.worker_set.call("save_bytes"))
+        return sum(self.worker_group.call("save_bytes"))
 
     def _own(self) -> str:
         state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
@@ -171,13 +171,9 @@ class ActorRole:
             state["entropy"] = self.entropy.state_dict()
         return json.dumps(state)
 
-    def committed(self, folder: Path) -> None:
-        """Note that what the last `save` wrote stays in `folder`: a recovery may start from there."""
-        self.worker_set.committed(folder)
-
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote."""
-        self.worker_set.call("load", str(folder))
+        self.worker_group.call("load", str(folder))
         state = json.loads((folder / _OWN).read_text())
         self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
         # A run may switch the steering on when it resumes: then it starts from the configured weight.
@@ -186,7 +182,7 @@ class ActorRole:
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
-        self.worker_set.call("export", str(folder))
+        self.worker_group.call("export", str(folder))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -195,7 +191,7 @@ class ActorRole:
         if self._dealt is None or not self._dealt.holds(batch):
             # The two sides of a pair are compared in one micro-batch.
             units = batch.group_N.tolist() if self.objective.needs_pairs else None
-            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch), units, rule=self.train_cut.rule)
+            self._dealt = deal(self.worker_group, batch, self._mini_batches(batch), units, rule=self.train_rule)
         return self._dealt
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The critic of the training loop over its worker set."""
+"""The critic of the training loop over its worker group."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from grpo_rl.algos.losses.value import explained_variance
-from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
@@ -29,11 +28,9 @@ class CriticRole(SavedRole):
         "or start anew with trainer.resume_mode=disable"
     )
 
-    def __init__(
-        self, worker_set: SupervisedSet, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int, splits: bool = False
-    ) -> None:
-        self.worker_set = worker_set
-        self.cut = Cut(worker_set, rule, splits)
+    def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, mini_batch_size: int, epochs: int) -> None:
+        self.worker_group = worker_group
+        self.rule = rule
         self.mini_batch_size = mini_batch_size
         self.epochs = epochs
         self._dealt: Dealt | None = None
@@ -41,13 +38,13 @@ class CriticRole(SavedRole):
 
     def values(self, batch: Batch) -> Batch:
         """Return the batch with `values_T`."""
-        return batch.replace(values_T=per_token(self.cut, "values", self._deal(batch)))
+        return batch.replace(values_T=per_token(self.worker_group, self.rule, "values", self._deal(batch)))
 
     def update(self, batch: Batch) -> Metrics:
         """Take `epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         assert batch.values_T is not None and batch.returns_T is not None
         call = update_call(self._deal(batch), batch, self._mini_batches(batch), ("values_T", "returns_T"))
-        results = self.cut.call("update", call.lengths, call.arguments)
+        results = self.worker_group.call_in_passes("update", self.rule, call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dealt = None
         return combine_stats(results, call.counts, role="critic") | _fit(batch.values_T, batch.returns_T)
@@ -55,7 +52,7 @@ class CriticRole(SavedRole):
     def _deal(self, batch: Batch) -> Dealt:
         """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
         if self._dealt is None or not self._dealt.holds(batch):
-            self._dealt = deal(self.worker_set, batch, self._mini_batches(batch), rule=self.cut.rule)
+            self._dealt = deal(self.worker_group, batch, self._mini_batches(batch), rule=self.rule)
         return self._dealt
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:
@@ -73,14 +70,13 @@ def _fit(values_T: Tensor, returns_T: Tensor) -> Metrics:
     }
 
 
-def make_critic(plan: Plan, worker_set: SupervisedSet) -> CriticRole:
+def make_critic(plan: Plan, worker_group: WorkerGroup) -> CriticRole:
     """Return the critic's role over its processes."""
     return CriticRole(
-        worker_set,
+        worker_group,
         rule=plan.passes.critic,
         mini_batch_size=plan.sizes.critic_mini_batch_size,
         epochs=plan.sizes.critic_epochs,
-        splits=plan.passes.splits,
     )
 
 

@@ -1,4 +1,4 @@
-"""A batch dealt to the ranks of a worker set: sent once per step, worked on in micro-batches, and gathered again.
+"""A batch dealt to the ranks of a worker group: sent once per step, worked on in micro-batches, and gathered again.
 
 The rollouts are assigned to ranks once. Each rank's share goes into Ray's object store, and every call of the step (old
 log-probs, values, the update, a second try after a failure) only refers to it: which rows of the share make which
@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from grpo_rl.cluster.recovery.out_of_memory import Cut
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.shares import LeftColumn, Share, UpdateOfLeft
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.data.balance import Prompts, cut_shares, split_over_ranks
@@ -44,7 +44,7 @@ ALONE = MicroBatchRule(None, 1)
 
 
 class Ranks(Protocol):
-    """The processes of a role, as `WorkerSet` calls them."""
+    """The processes of a role, as `WorkerGroup` calls them."""
 
     def __len__(self) -> int: ...
 
@@ -77,7 +77,7 @@ class Dealt:
         own = [length if index in wanted else 0 for index, length in enumerate(lengths)]
         most = rule.max_rollouts
         if most is not None and self.units is not None:
-            # Memory that runs out halves the rule (`Cut`), and a unit is never cut.
+            # Memory that runs out halves the rule, and a unit is never cut.
             most = max([most, *Counter(self.units[index] for index in wanted).values()])
         prompts = prompts_of(self.batch) if rule.shares_prompts else None
         cut = cut_shares(shares, own, max_tokens=rule.max_tokens, max_rollouts=most, units=self.units, prompts=prompts)
@@ -187,7 +187,7 @@ def deal(
 
 @dataclass(frozen=True, slots=True)
 class UpdateCall:
-    """The call, made by `Cut.call`, by which the ranks train on a batch: one optimizer step per mini-batch."""
+    """The call, made by `WorkerGroup.call_in_passes`, by which the ranks train on a batch: one optimizer step per mini-batch."""
 
     lengths: list[list[int]]
     """The tokens of what stays together in a micro-batch, for each mini-batch."""
@@ -233,20 +233,26 @@ def update_call(
     return UpdateCall([dealt.lengths(indices) for indices in trained if indices], arguments, counts)
 
 
-def forward(cut: Cut, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tensor, list[Any]]:
+def forward(ranks: WorkerGroup, rule: MicroBatchRule, method: str, dealt: Dealt, *arguments: Any) -> tuple[Tensor, list[Any]]:
     """Return the ranks' results of a pass over the whole batch, and the rollouts that they are of, in that order."""
-    orders, results = _pass(cut, method, dealt, arguments)
+    orders, results = _pass(ranks, rule, method, dealt, arguments)
     return torch.tensor([index for order in orders for index in order], dtype=torch.long), results
 
 
 def with_columns_left(
-    cut: Cut, batch: Batch, dealt: Dealt, keys: Mapping[str, str], *arguments: Any, method: str = "left_logprobs"
+    ranks: WorkerGroup,
+    rule: MicroBatchRule,
+    batch: Batch,
+    dealt: Dealt,
+    keys: Mapping[str, str],
+    *arguments: Any,
+    method: str = "left_logprobs",
 ) -> Batch | None:
     """Return the batch with columns that `method` of the ranks leaves in the store: `keys` has their names in the results.
 
     None where one of their numbers is not finite: a pass that returns the values shows which.
     """
-    orders, results = _pass(cut, method, dealt, arguments, for_two=True)
+    orders, results = _pass(ranks, rule, method, dealt, arguments, for_two=True)
     if not all(finite for finite, _ in results):
         return None
     refs = tuple(ref for _, ref in results)
@@ -257,7 +263,7 @@ def with_columns_left(
 
 
 def _pass(
-    cut: Cut, method: str, dealt: Dealt, arguments: Sequence[Any], *, for_two: bool = False
+    ranks: WorkerGroup, rule: MicroBatchRule, method: str, dealt: Dealt, arguments: Sequence[Any], *, for_two: bool = False
 ) -> tuple[list[list[int]], list[Any]]:
     """Return the rollouts that each rank's result of a pass over the whole batch holds, in its order, and the results."""
     chosen = (dealt.batch.trained_lengths_N > 0).nonzero()[:, 0].tolist()
@@ -268,7 +274,7 @@ def _pass(
         orders[:] = [[share[row] for rows in rank for row in rows] for share, rank in zip(dealt.shares, planned, strict=True)]
         return [(stored, rank, *arguments) for stored, rank in zip(dealt.stored, planned, strict=True)]
 
-    return orders, cut.call(method, [dealt.lengths(chosen)], ask, for_two=for_two)
+    return orders, ranks.call_in_passes(method, rule, [dealt.lengths(chosen)], ask, for_two=for_two)
 
 
 def gather(batch: Batch, order: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -290,9 +296,9 @@ def gather(batch: Batch, order: Tensor, parts: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def per_token(cut: Cut, method: str, dealt: Dealt) -> Tensor:
+def per_token(ranks: WorkerGroup, rule: MicroBatchRule, method: str, dealt: Dealt) -> Tensor:
     """Return a column that the ranks work out, one number per trained token."""
-    order, parts = forward(cut, method, dealt)
+    order, parts = forward(ranks, rule, method, dealt)
     return gather(dealt.batch, order, parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_rl.cluster.processes.worker_sets import WorkerSet
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.reward_model_role import prepare
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
@@ -33,7 +33,7 @@ class ModelRewards:
 
             self._judge = JudgeSetup.from_config(plan.config.reward.judge)
 
-    def beside(self, rules: Rewarder | None, scorers: WorkerSet | None) -> CombinedRewarder | EpisodeRewarder:
+    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder | EpisodeRewarder:
         """Rules and models as the one reward of the run, and the reward of turns where there are several."""
         models: list[ModelReward] = []
         if self._setup is not None:

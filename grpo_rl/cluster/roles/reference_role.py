@@ -1,11 +1,10 @@
-"""The reference policy of the training loop over its worker set."""
+"""The reference policy of the training loop over its worker group."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.dealing import Dealt, deal, forward, gather, with_columns_left
 from grpo_rl.cluster.roles.saved_role import SavedRole
@@ -22,17 +21,16 @@ class ReferenceRole:
 
     def __init__(
         self,
-        worker_set: SupervisedSet,
+        worker_group: WorkerGroup,
         *,
         rule: MicroBatchRule,
         want_hidden: bool,
-        splits: bool = False,
         leaves_logprobs: bool = False,
     ) -> None:
-        self.worker_set = worker_set
+        self.worker_group = worker_group
         self.leaves_logprobs = leaves_logprobs
         """True where the columns stay in the store: nothing reads them but the actor's ranks."""
-        self.cut = Cut(worker_set, rule, splits)
+        self.rule = rule
         self.want_hidden = want_hidden
 
     def logprobs(self, batch: Batch) -> Batch:
@@ -40,17 +38,19 @@ class ReferenceRole:
         dealt = self._dealt(batch)
         if self.leaves_logprobs:
             keys = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
-            found = with_columns_left(self.cut, batch, dealt, keys, self.want_hidden, method=f"left_{self.method}")
+            found = with_columns_left(
+                self.worker_group, self.rule, batch, dealt, keys, self.want_hidden, method=f"left_{self.method}"
+            )
             if found is not None:
                 return found
-        order, columns = forward(self.cut, self.method, dealt, self.want_hidden)
+        order, columns = forward(self.worker_group, self.rule, self.method, dealt, self.want_hidden)
         batch = batch.replace(ref_logprobs_T=gather(batch, order, [c["logprobs_T"] for c in columns]))
         if self.want_hidden:
             batch = batch.replace(ref_hidden_TD=gather(batch, order, [c["hidden_TD"] for c in columns]))
         return batch
 
     def _dealt(self, batch: Batch) -> Dealt:
-        return deal(self.worker_set, batch, rule=self.cut.rule)
+        return deal(self.worker_group, batch, rule=self.rule)
 
 
 class BaseReferenceRole(ReferenceRole):
@@ -59,7 +59,7 @@ class BaseReferenceRole(ReferenceRole):
     method = "reference_logprobs"
 
     def __init__(self, actor: ActorRole, **options: Any) -> None:
-        super().__init__(actor.worker_set, **options)
+        super().__init__(actor.worker_group, **options)
         self.actor = actor
 
     def _dealt(self, batch: Batch) -> Dealt:
@@ -81,8 +81,8 @@ class MovingReferenceRole(SavedRole, ReferenceRole):
         Each rank's share goes through Ray's object store, from which only the rank in the same place reads it. A set that
         fails is made anew with the state it had, and asked again.
         """
-        assert len(actor.worker_set) == len(self.worker_set), "the same number of ranks"
-        self.worker_set.call_each("update", [(part,) for part in actor.worker_set.parts("weights")])
+        assert len(actor.worker_group) == len(self.worker_group), "the same number of ranks"
+        self.worker_group.call_each("update", [(part,) for part in actor.worker_group.parts("weights")])
 
 
 def reference_factory(spec: Any, rank: Rank, offload: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The reward model over its worker set, which scores rollouts in batches beside the sampling."""
+"""The reward model over its worker group, which scores rollouts in batches beside the sampling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ERROR, INVALID = "reward_model_error", "reward_model_invalid"
 
 
 class Ranks(Protocol):
-    """The model's processes, as `WorkerSet` calls them."""
+    """The model's processes, as `WorkerGroup` calls them."""
 
     call_timeout_s: float
 
@@ -58,7 +58,7 @@ class RewardModelRole:
 
     def __init__(
         self,
-        worker_set: Ranks,
+        worker_group: Ranks,
         renderer: Renderer,
         *,
         weight: float,
@@ -66,7 +66,7 @@ class RewardModelRole:
         max_length: int,
         vocab_size: int | None = None,
     ) -> None:
-        self.worker_set = worker_set
+        self.worker_group = worker_group
         self.renderer = renderer
         self.weight = weight
         self.pass_tokens = pass_tokens
@@ -93,7 +93,7 @@ class RewardModelRole:
                 self._changed.notify_all()
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
-        """Return the score of each rollout. Raises what a call to the worker set raised."""
+        """Return the score of each rollout. Raises what a call to the worker group raised."""
         for rollout in rollouts:
             self.submit(rollout)
         jobs = [self._jobs[(rollout.prompt.uid, rollout.sample_index)] for rollout in rollouts]
@@ -123,15 +123,15 @@ class RewardModelRole:
     def _await(self, jobs: Sequence[_Job]) -> None:
         """Return when all jobs are done.
 
-        A call to the worker set has a deadline of its own; this one is for what is around it.
+        A call to the worker group has a deadline of its own; this one is for what is around it.
         """
         num_done, deadline = -1, 0.0
         while not all(job.done for job in jobs):
             now_done = sum(job.done for job in jobs)
             if now_done > num_done:
-                num_done, deadline = now_done, time.monotonic() + 2 * self.worker_set.call_timeout_s
+                num_done, deadline = now_done, time.monotonic() + 2 * self.worker_group.call_timeout_s
             if time.monotonic() > deadline:
-                raise ClusterError(f"the reward model scored nothing for {2 * self.worker_set.call_timeout_s:.0f} s")
+                raise ClusterError(f"the reward model scored nothing for {2 * self.worker_group.call_timeout_s:.0f} s")
             self._changed.wait(1.0)
 
     def _work(self) -> None:
@@ -153,7 +153,7 @@ class RewardModelRole:
 
     @property
     def _full(self) -> bool:
-        return self._queued_tokens >= self.pass_tokens * len(self.worker_set)
+        return self._queued_tokens >= self.pass_tokens * len(self.worker_group)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
         """Return the model's scores, computed now by all ranks."""
@@ -162,12 +162,12 @@ class RewardModelRole:
         rows = [index for index, result in enumerate(results) if result is None]
         lengths = [len(rendered[row].token_ids) for row in rows]
         if rows:
-            planned = plan_micro_batches(lengths, len(self.worker_set), max_tokens=self.pass_tokens)
+            planned = plan_micro_batches(lengths, len(self.worker_group), max_tokens=self.pass_tokens)
             batches = [[[rows[i] for i in micro_batch] for micro_batch in rank] for rank in planned]
             arguments = [
                 ([score_batch([rendered[row] for row in part]) if part else None for part in rank],) for rank in batches
             ]
-            answers = self.worker_set.call_each("scores", arguments)
+            answers = self.worker_group.call_each("scores", arguments)
             for rank, columns in zip(batches, answers, strict=True):
                 for part, column in zip(rank, columns, strict=True):
                     if part:
@@ -219,11 +219,11 @@ class RewardModelSetup:
     max_length: int
     vocab_size: int | None
 
-    def over(self, worker_set: Ranks) -> RewardModelRole:
+    def over(self, worker_group: Ranks) -> RewardModelRole:
         """Return the role over the model's processes."""
         tokens = self.config.max_token_len_per_gpu
         return RewardModelRole(
-            worker_set,
+            worker_group,
             self.renderer,
             weight=self.config.weight,
             pass_tokens=tokens,

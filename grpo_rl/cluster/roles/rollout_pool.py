@@ -10,8 +10,8 @@ from typing import Any
 
 import ray
 
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, fetch, settle
 from grpo_rl.cluster.processes.worker_host import track_apart
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, fetch, settle
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.request_ledger import Ledger
@@ -180,7 +180,7 @@ class ReplicaPool:
             self.transfer.check(actor, alive, left)
             alive = [worker for worker in alive if worker not in lost]
         versions = call("finish_weight_update", self.options.keep_cache)
-        actor.worker_set.call("end_weight_sync")
+        actor.worker_group.call("end_weight_sync")
         call("wake_up", "kv_cache", only=sleeping)
         self._sleeping -= sleeping
         for worker, live in versions.items():

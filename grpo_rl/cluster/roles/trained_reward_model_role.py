@@ -1,4 +1,4 @@
-"""The reward model of the training loop over its worker set: optimizer steps, scores of a batch, and its export."""
+"""The reward model of the training loop over its worker group: optimizer steps, scores of a batch, and its export."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from grpo_rl.cluster.recovery.out_of_memory import Cut
-from grpo_rl.cluster.recovery.supervised_sets import SupervisedSet
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.dealing import combine_stats, deal, per_token, update_call
 from grpo_rl.cluster.roles.reward_model_role import reward_model_spec
 from grpo_rl.cluster.roles.saved_role import SavedRole
@@ -33,11 +32,9 @@ class TrainedRewardModelRole(SavedRole):
         "trainer.resume_mode=disable"
     )
 
-    def __init__(
-        self, worker_set: SupervisedSet, *, rule: MicroBatchRule, pairs: bool, splits: bool = False, tokenizer: Any = None
-    ) -> None:
-        self.worker_set = worker_set
-        self.cut = Cut(worker_set, rule, splits)
+    def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, pairs: bool, tokenizer: Any = None) -> None:
+        self.worker_group = worker_group
+        self.rule = rule
         self.pairs = pairs
         """True where it learns from pairs, False where from labelled steps."""
         self.tokenizer = tokenizer
@@ -51,15 +48,15 @@ class TrainedRewardModelRole(SavedRole):
         everything = [list(range(batch.num_rollouts))]
         # The two sides of a pair are compared in one micro-batch.
         units = batch.group_N.tolist() if self.pairs else None
-        dealt = deal(self.worker_set, batch, everything, units, rule=self.cut.rule)
+        dealt = deal(self.worker_group, batch, everything, units, rule=self.rule)
         call = update_call(dealt, batch, everything, _READ)
-        results = self.cut.call("update", call.lengths, call.arguments)
+        results = self.worker_group.call_in_passes("update", self.rule, call.lengths, call.arguments)
         return combine_stats(results, call.counts, role="reward_model")
 
     def scores(self, batch: Batch) -> Tensor:
         """Return the score of each rollout of pairs, or that at each labelled position, in the batch's order."""
-        dealt = deal(self.worker_set, self._scored(batch), rule=self.cut.rule)
-        return per_token(self.cut, "position_scores", dealt)
+        dealt = deal(self.worker_group, self._scored(batch), rule=self.rule)
+        return per_token(self.worker_group, self.rule, "position_scores", dealt)
 
     def _scored(self, batch: Batch) -> Batch:
         """Return the batch whose trained tokens are those with a score: of pairs the last one of every response."""
@@ -67,7 +64,7 @@ class TrainedRewardModelRole(SavedRole):
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder, which reward.reward_model.model_path loads."""
-        self.worker_set.call("export", str(folder))
+        self.worker_group.call("export", str(folder))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -79,16 +76,15 @@ def at_the_end(batch: Batch) -> Batch:
     return batch.keep(last_T)
 
 
-def make_trained_reward_model(plan: Plan, worker_set: SupervisedSet, tokenizer: Any) -> TrainedRewardModelRole:
+def make_trained_reward_model(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> TrainedRewardModelRole:
     """Return the reward model's role over its processes."""
     own = plan.config.reward.reward_model
     return TrainedRewardModelRole(
-        worker_set,
+        worker_group,
         rule=MicroBatchRule(
             own.max_token_len_per_gpu, None, plan.config.actor_rollout_ref.actor.use_prefix_grouper is not False
         ),
         pairs=own.train.loss == "bradley_terry",
-        splits=plan.passes.splits,
         tokenizer=tokenizer,
     )
 

@@ -7,23 +7,12 @@ from types import MappingProxyType
 
 import ray
 
-from grpo_rl.cluster.processes.worker_sets import Worker, WorkerFailed, WorkerSet, fetch, settle, wait_all
-from grpo_rl.cluster.recovery.supervised_sets import SetRestarted, SupervisedSet
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, fetch, settle, wait_all
 from grpo_rl.cluster.roles.actor_role import ActorRole
-from grpo_rl.errors import ClusterError
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.weights.buckets import check_digests, merge_ranks
 
 OnLoss = Callable[[Worker, WorkerFailed], None]
-
-
-class BroadcastBroken(WorkerFailed):
-    """An error: a broadcast lost a member, so that all others wait in it for ever."""
-
-    def __init__(self, message: str, *, restarted: bool = False) -> None:
-        super().__init__(message)
-        self.restarted = restarted
-        """True where the actor's ranks have been started again already."""
 
 
 class Transfer:
@@ -35,19 +24,18 @@ class Transfer:
     while this one is loaded. With CUDA IPC a bucket's memory is in use until every engine has answered, so that one
     follows the other.
 
-    An engine that fails on the way is left out, the others get everything. When the actor fails and is started again,
-    its weights are the same to the bit: its walk begins anew, and each engine is given the buckets that it lacks.
+    An engine that fails on the way is left out, the others get everything.
 
     NCCL is different in two ways. Its group has fixed members, so it is made anew before a transfer between other processes
-    than the last one's. And a broadcast that lost a member ends for none of the others, so that ranks and engines that took
-    part in it are all started again.
+    than the last one's. And a broadcast that lost a member ends for none of the others, so that WorkerFailed is raised for an
+    engine, too, as for a rank: the run starts all its processes again.
     """
 
     def __init__(
         self,
         backend: WeightBackend,
-        actors: SupervisedSet | None,
-        engines: WorkerSet,
+        actors: WorkerGroup | None,
+        engines: WorkerGroup,
         devices_per_engine: int,
         start_timeout_s: float,
     ) -> None:
@@ -66,7 +54,7 @@ class Transfer:
             self._connect(engines.workers)
 
     @property
-    def actors(self) -> SupervisedSet:
+    def actors(self) -> WorkerGroup:
         """The processes that send."""
         assert self._actors is not None, "nothing is transferred without an actor"
         return self._actors
@@ -76,61 +64,43 @@ class Transfer:
 
         The caller has the engines begin the update before and finish it after. `on_loss` is called with each that failed.
         """
-        loaded = dict.fromkeys(engines, 0)
+        loaded = list(engines)
 
         def lost(engine: Worker, error: WorkerFailed) -> None:
             if self.backend == "nccl":
-                raise BroadcastBroken(str(error)) from error
-            del loaded[engine]
+                raise error
+            loaded.remove(engine)
             on_loss(engine, error)
 
-        while loaded:
-            try:
-                return self._run(actor, loaded, lost)
-            except BroadcastBroken as error:
-                self._start_all_again(loaded, on_loss, error, ranks=not error.restarted)
-            except SetRestarted as error:
-                if self.backend == "nccl" and any(loaded.values()):
-                    # A broadcast goes to all, so that none can be left out that has its bucket already.
-                    self._start_all_again(loaded, on_loss, error, ranks=False)
-        return 0
+        num_bytes = self._walk(actor, loaded, lost)
+        return num_bytes if loaded else 0
 
     def check(self, actor: ActorRole, engines: list[Worker], on_loss: OnLoss) -> None:
         """Raise WeightTransferError, naming the tensors, unless every engine received exactly what was sent."""
-        sent = actor.worker_set.call("sent_digests")[0]
+        sent = actor.worker_group.call("sent_digests")[0]
         calls = [engine.call("received_digests") for engine in engines]
         for engine, received in settle(engines, calls, self.call_timeout_s, "rollout.received_digests", on_loss).items():
             check_digests(sent, received, engine.name)
 
-    def _run(self, actor: ActorRole, loaded: dict[Worker, int], lost: OnLoss) -> int:
-        """Walk over the weights once. `loaded`, the number of buckets that each engine has, grows as they are loaded."""
-        num_bytes = sum(actor.worker_set.call("begin_weight_sync")[:1])
+    def _walk(self, actor: ActorRole, loaded: list[Worker], lost: OnLoss) -> int:
+        """Walk over the weights once; an engine of `loaded` that fails is to be removed from it by `lost`."""
+        num_bytes = sum(actor.worker_group.call("begin_weight_sync")[:1])
         if self.backend == "nccl" and self._connected != (self.actors.workers[0], *loaded):
-            self._connect(list(loaded))
-        number = 0
+            self._connect(loaded)
         more, buckets = self._next()
-        while more:
+        while more and loaded:
             bucket = merge_ranks(ray.get(buckets, timeout=self.call_timeout_s)) if self.backend == "ipc" else buckets[0]
-            loading = {engine: engine.call("load_bucket", bucket) for engine, count in loaded.items() if count <= number}
-            following = None
-            try:
-                if self.backend != "ipc":
-                    following = self._next(loading if self.backend == "nccl" else {})
-            finally:
-                # Also where packing has failed: an engine that has loaded a bucket must not be sent it again. By NCCL there is
-                # nothing to wait for then: the engines do not end.
-                if following is not None or self.backend != "nccl":
-                    refs = list(loading.values())
-                    for engine in settle(list(loading), refs, self.call_timeout_s, "rollout.load_bucket", lost):
-                        loaded[engine] = number + 1
-            number += 1
+            loading = {engine: engine.call("load_bucket", bucket) for engine in loaded}
+            following = None if self.backend == "ipc" else self._next(loading if self.backend == "nccl" else {})
+            settle(list(loading), list(loading.values()), self.call_timeout_s, "rollout.load_bucket", lost)
             more, buckets = following or self._next()
         return num_bytes
 
     def _next(self, loading: Mapping[Worker, ray.ObjectRef] = MappingProxyType({})) -> tuple[bool, list[ray.ObjectRef]]:
-        """Return whether there is another bucket, and a reference to what each rank made of it. Raises SetRestarted.
+        """Return whether there is another bucket, and a reference to what each rank made of it.
 
-        `loading` are engines that take part in the broadcast of the bucket before, for which the sending rank waits.
+        `loading` are engines that take part in the broadcast of the bucket before, for which the sending rank waits: where
+        one of them fails, this raises its WorkerFailed and not the rank's at its deadline.
         """
 
         def look() -> None:
@@ -138,33 +108,12 @@ class Transfer:
             done = set(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]) if waiting else set()
             for engine, ref in loading.items():
                 if ref in done:
-                    try:
-                        fetch(engine, ref, "rollout.load_bucket")
-                    except WorkerFailed as error:
-                        raise BroadcastBroken(str(error)) from error
+                    fetch(engine, ref, "rollout.load_bucket")
 
         workers = self.actors.workers
-        pairs = [w.actor.call_pair.options(num_returns=2).remote("next_bucket") for w in workers]
-        try:
-            there = wait_all(workers, [pair[0] for pair in pairs], self.actors.call_timeout_s, "actor.next_bucket", look)
-        except BroadcastBroken:
-            raise
-        except WorkerFailed as error:
-            self.actors.recover(error, "the weight transfer")
-            if loading:
-                raise BroadcastBroken(str(error), restarted=True) from error
-            raise SetRestarted("the actor was started again in a weight transfer") from error
+        pairs = [worker.call_pair("next_bucket") for worker in workers]
+        there = wait_all(workers, [pair[0] for pair in pairs], self.actors.call_timeout_s, "actor.next_bucket", look)
         return there[0], [pair[1] for pair in pairs]
-
-    def _start_all_again(self, loaded: dict[Worker, int], on_loss: OnLoss, error: ClusterError, *, ranks: bool) -> None:
-        """End every process that takes part in a broken broadcast; others come in their places."""
-        why = f"a weight transfer by NCCL broke off, in which it took part: {error}"
-        self._connected = ()
-        for engine in list(loaded):
-            del loaded[engine]
-            on_loss(engine, WorkerFailed(why, [engine]))
-        if ranks:
-            self.actors.recover(WorkerFailed(why, self.actors.workers), "the weight transfer")
 
     def _connect(self, engines: Sequence[Worker]) -> None:
         """Connect rank 0 of the actor and every process of these engines in one NCCL group, in place of the last one."""
@@ -175,8 +124,5 @@ class Transfer:
         offsets = [0, *(1 + step * i for i in range(len(engines)))]
         places = [NcclRendezvous(address, port, world_size, offset, self._start_timeout_s) for offset in offsets]
         refs = [worker.call("connect", place) for worker, place in zip(workers, places, strict=True)]
-        try:
-            wait_all(workers, refs, self.actors.call_timeout_s, "connect for weight transfer")
-        except WorkerFailed as error:
-            raise BroadcastBroken(str(error)) from error
+        wait_all(workers, refs, self.actors.call_timeout_s, "connect for weight transfer")
         self._connected = tuple(workers)

@@ -163,8 +163,6 @@ def _checkpoints(config: Config) -> Iterator[str]:
     for name in ("save_freq", "test_freq"):
         if getattr(trainer, name) == 0:
             yield f"trainer.{name}=0: a number of steps >= 1, or -1 to switch it off"
-    if trainer.recover == "checkpoint" and trainer.save_freq < 1:
-        yield "trainer.recover=checkpoint: needs trainer.save_freq, or nothing is there to start from; set it, or recover=memory"
     if trainer.stop_on and trainer.on_alarm == "go_back" and (trainer.save_freq < 1 or trainer.max_actor_ckpt_to_keep == 1):
         yield (
             "trainer.on_alarm=go_back: needs a checkpoint from before the illness; set trainer.save_freq, and "
@@ -325,14 +323,9 @@ def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
             "needs reward.overlong_buffer.len",
         ),
         "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
-        "trainer.recover_memory_gib": (trainer.recover == "auto", "has a meaning with trainer.recover=auto only"),
-        "trainer.max_kept_updates": (
-            saves and trainer.recover in ("auto", "checkpoint"),
-            "needs trainer.save_freq, and trainer.recover=auto or checkpoint: it bounds what is kept between checkpoints",
-        ),
-        "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover other than off: ranks are started again"),
-        "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover other than off"),
-        "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover other than off"),
+        "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover=auto: ranks are started again"),
+        "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover=auto"),
+        "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover=auto"),
         "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
         "ray_kwargs.ray_init.num_cpus": (
             config.ray_kwargs.ray_init.address is None,

@@ -72,7 +72,7 @@ class RewardModelTrainConfig:
 @dataclass(frozen=True, slots=True)
 class RewardModelConfig:
     enable: bool = False
-    """Add the score of a reward model to the reward; it runs in a worker set of its own. See docs/model_rewards.md."""
+    """Add the score of a reward model to the reward; it runs in a worker group of its own. See docs/model_rewards.md."""
     model_path: str | None = None
     """The reward model's folder: a decoder with a sequence- or token-classification head of one label."""
     tokenizer_path: str | None = None

@@ -138,20 +138,14 @@ class TrainerConfig:
     compiles kernels, the first copy into page-locked memory."""
     step_timeout_s: Seconds = 3600.0
     """Longest time for one phase of a step; then the workers that did not answer count as failed."""
-    recover: Literal["auto", "memory", "checkpoint", "off"] = "auto"
-    """The reaction to worker processes that die or freeze: off ends the run; else they are started again. The
-    actor's and the critic's state comes from a copy made in host memory after every update (memory) or from the newest
-    checkpoint and the updates since, done again (checkpoint); auto: memory up to recover_memory_gib, else
-    checkpoint."""
-    recover_memory_gib: Gib = 0.5
-    """recover=auto: the largest state of actor or critic, all ranks together, that is copied after every update."""
-    max_kept_updates: Count = 100
-    """Recovery from a checkpoint: the most updates that are kept, with what they train on, to be made again after it; then a
-    checkpoint is written between two save points. Bounds the object store and the time of a recovery."""
+    recover: Literal["auto", "off"] = "auto"
+    """The reaction to worker processes that die or freeze. auto: an engine's replica is replaced; where a process of another role is
+    lost, the run goes back to its newest checkpoint and on from there, with the same bits (with save_freq=-1 it keeps one for
+    itself, at most once a minute, while it lasts). off: the run ends."""
     on_out_of_memory: Literal["stop", "split"] = "stop"
-    """The reaction to too little memory in an update or a pass for log-probs or values: stop, or start the role's
-    ranks again with the state they had and go on with micro-batches of half the size, until the end of the run. The
-    gradient is the same up to rounding."""
+    """The reaction to too little memory in an update or a pass for log-probs or values: stop, or go back to the newest checkpoint
+    and on from there with micro-batches of half the size in that pass, until the end of the run. The gradient is the same up to
+    rounding."""
     heartbeat_s: Seconds = 5.0
     """Time between two signs of life of a worker process; one that misses three of them is ended and started again."""
     max_restarts: CountOrZero = 5
@@ -159,7 +153,7 @@ class TrainerConfig:
     restart_window_s: Seconds = 3600.0
     """The time after which a restart no longer counts for max_restarts."""
     collective_timeout_s: Seconds = 600.0
-    """The longest time that ranks wait for each other in a collective operation; then their worker set has failed."""
+    """The longest time that ranks wait for each other in a collective operation; then their worker group has failed."""
     grace_s: Seconds = 30.0
     """Seconds that SIGTERM, SIGINT, SIGHUP or SIGUSR1 leave to finish or give up the step and to save; then the process ends."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
@@ -204,8 +198,8 @@ class RayInitConfig:
     num_cpus: Cores | None = None
     """CPUs of a local cluster; null: all."""
     object_store_memory: StoreBytes | None = None
-    """Bytes of a local cluster's object store, through which a step's tokens, weights on CPUs and copies for recovery go; what
-    does not fit goes to disk. null: 30 % of the memory that is free, at most 80 % of /dev/shm and at least 2 GiB."""
+    """Bytes of a local cluster's object store, through which a step's tokens, and weights on CPUs, go; what does not
+    fit goes to disk. null: 30 % of the memory that is free, at most 80 % of /dev/shm and at least 2 GiB."""
     wait_for_nodes_s: Seconds = 5.0
     """The time that too small a cluster has to grow, by late nodes or an autoscaler; then the run ends."""
     allow_insecure: bool = False

@@ -134,9 +134,6 @@ class ReplayHistory:
         """Return about how much `save` writes once the history is full."""
         return self.capacity * _PAIR_BYTES
 
-    def committed(self, folder: Path) -> None:
-        """Do nothing: the history lives in the controller, which does not go on from files but at its start."""
-
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint without it, and for what is no history."""
         try:

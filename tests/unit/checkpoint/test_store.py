@@ -25,7 +25,7 @@ from grpo_rl.errors import CheckpointError
 
 
 def content(step: int) -> Callable[[Path], None]:
-    """Return a function that writes what a worker set would: files, one of them in a folder of its own."""
+    """Return a function that writes what a worker group would: files, one of them in a folder of its own."""
 
     def write(folder: Path) -> None:
         (folder / "weights.bin").write_bytes(bytes([step]) * 1000)

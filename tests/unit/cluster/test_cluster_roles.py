@@ -1,4 +1,4 @@
-"""Dealing a batch to ranks and putting their answers together again, over a worker set that runs in this process."""
+"""Dealing a batch to ranks and putting their answers together again, over a worker group that runs in this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.recovery.out_of_memory import Cut
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.dealing import combine_stats, deal, forward, gather, per_token
 from grpo_rl.cluster.roles.reference_role import ReferenceRole
@@ -38,8 +38,8 @@ def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None 
     )
 
 
-class Ranks:
-    """The part of a worker set that ActorRole needs; it records each rank's calls."""
+class Ranks(WorkerGroup):
+    """A worker group without processes, which records each rank's calls."""
 
     def __init__(self, size: int, answer: Any = None) -> None:
         self.size = size
@@ -101,7 +101,7 @@ def test_answers_of_all_ranks_come_back_in_the_batchs_order(lengths, num_ranks, 
     batch = make_batch(lengths)
     rule = MicroBatchRule(12, None) if by_tokens else MicroBatchRule(None, 3)
     ranks = Ranks(num_ranks, echo)
-    assert torch.equal(per_token(Cut(ranks, rule), "logprobs", deal(ranks, batch)), -batch.rollout_logprobs_T)
+    assert torch.equal(per_token(ranks, rule, "logprobs", deal(ranks, batch)), -batch.rollout_logprobs_T)
     assert len(ranks.sent) == 1
 
 
@@ -112,7 +112,7 @@ def test_ranks_that_compute_a_pass_together_get_one_share_and_answer_once(length
     ranks = Ranks(num_groups * together, echo)
     dealt = deal(ranks, batch, rule=rule)
     assert len(dealt.shares) == num_groups
-    assert torch.equal(per_token(Cut(ranks, rule), "logprobs", dealt), -batch.rollout_logprobs_T)
+    assert torch.equal(per_token(ranks, rule, "logprobs", dealt), -batch.rollout_logprobs_T)
     ((_, asked),) = ranks.asked
     for first in range(0, len(ranks), together):
         assert all(arguments == asked[first] for arguments in asked[first : first + together])
@@ -128,7 +128,7 @@ def test_rows_of_a_matrix_are_gathered_alike():
 def test_a_rank_without_rollouts_is_asked_for_an_empty_pass():
     batch = make_batch([(2, 3)])
     ranks = Ranks(3, echo)
-    forward(Cut(ranks, MicroBatchRule(None, 4)), "logprobs", deal(ranks, batch))
+    forward(ranks, MicroBatchRule(None, 4), "logprobs", deal(ranks, batch))
     assert [rows for _, rows in ranks.asked[0][1]] == [[(0,)], [()], [()]]
 
 

@@ -1,4 +1,4 @@
-"""The critic's role over a worker set that runs in this process: mini-batches, metrics, and its place in a checkpoint."""
+"""The critic's role over a worker group that runs in this process: mini-batches, metrics, and its place in a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.critic_role import CriticRole, critic_spec
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule
@@ -20,8 +21,8 @@ from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rows, Update
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 
 
-class Ranks:
-    """The part of a worker set that CriticRole needs; it records each rank's calls."""
+class Ranks(WorkerGroup):
+    """The part of a worker group that CriticRole needs; it records each rank's calls."""
 
     def __init__(self, size: int) -> None:
         self.size = size

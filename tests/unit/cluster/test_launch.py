@@ -8,14 +8,21 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from grpo_rl import machine_memory
+from grpo_rl.checkpoint.manifest import Checkpoint, verify
+from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster import launch
 from grpo_rl.cluster.launch import reported
+from grpo_rl.cluster.processes.worker_group import WorkerDied
+from grpo_rl.cluster.recovery.supervisor import Recoveries
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError, Preempted, headline
 from grpo_rl.plan.first_look import of_memory
 from grpo_rl.plan.make import make_plan
@@ -109,3 +116,53 @@ def test_a_container_that_is_too_small_is_named_before_a_start_and_as_the_cause_
     assert "this container has" in describe(compose(["recipe=arithmetic/grpo"]), PLAN)
     error, _ = end_of(RunDir.create(str(tmp_path), "short"), ClusterError("the Ray cluster is lost"))
     assert ("the likely cause is memory: the container has 1.4 GiB, and the run needs about" in headline(error)) == is_named
+
+
+class Session(SimpleNamespace):
+    """What a run has while its workers are started again: here without Ray."""
+
+    def __init__(self, **trainer: Any) -> None:
+        self.lines: list[str] = []
+        super().__init__(lost=None, recoveries=Recoveries(TrainerConfig(**trainer), self.lines.append))
+
+
+def going_on(run_dir: RunDir, checkpoint: Checkpoint | None = None) -> Any:
+    status = Status(run_dir.status_file)
+    status.update(step=3)
+    return launch.Launch(*[None] * 2, run_dir, Console(), checkpoint, status, *[None] * 2)  # type: ignore[arg-type]
+
+
+def saved(folder: Path, step: int) -> Checkpoint:
+    return verify(CheckpointStore(folder).save(step, lambda _: None, {"step": step}))
+
+
+LOST = WorkerDied("actor.update failed on actor1: the process died", [SimpleNamespace(name="actor1")])  # type: ignore[list-item]
+
+
+def test_a_run_that_loses_a_rank_goes_back_to_the_newest_state_that_it_has(tmp_path: Path) -> None:
+    run_dir, session = RunDir.create(str(tmp_path), "lost"), Session()
+    first = going_on(run_dir)
+    assert launch._gone_back(first, session, LOST).checkpoint is None
+    assert session.lines[-1].endswith("and the run goes back to the first step") and session.lost[0] == "actor"
+    began = saved(tmp_path / "another run", 2)
+    assert launch._gone_back(going_on(run_dir, began), session, LOST).checkpoint == began, "where resume_from_path points"
+    for folder, step in ((run_dir.recovery, 3), (run_dir.checkpoints, 4), (run_dir.recovery, 5)):
+        newest = launch._gone_back(going_on(run_dir, began), session, LOST).checkpoint
+        saved(folder, step)
+        found = launch._gone_back(going_on(run_dir, began), session, LOST).checkpoint
+        assert found is not None and found.step == step and found != newest
+        session.recoveries = Session().recoveries
+    (run_dir.recovery / "step_5" / "trainer.json").write_text("{}")
+    found = launch._gone_back(going_on(run_dir, began), session, LOST).checkpoint
+    assert found is not None and found.step == 4, "a damaged one is passed over"
+
+
+def test_a_lost_rank_ends_the_run_where_it_may_not_go_back_or_no_step_has_begun(tmp_path: Path) -> None:
+    launched = going_on(RunDir.create(str(tmp_path), "lost"))
+    with pytest.raises(WorkerDied):
+        launch._gone_back(launched, Session(recover="off"), LOST)
+    with pytest.raises(ClusterError, match=r"actor failed and is not started again: restarts so far: 0"):
+        launch._gone_back(launched, Session(max_restarts=0), LOST)
+    launched.status.update(step=0)
+    with pytest.raises(WorkerDied):
+        launch._gone_back(launched, Session(), LOST)

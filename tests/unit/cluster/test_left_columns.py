@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes import worker_host
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.processes.worker_host import WorkerHost
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.reference_role import ReferenceRole
@@ -53,8 +54,8 @@ def fetch(refs: Sequence[Ref]) -> list[Any]:
     return [Ref.values[ref.number] for ref in refs]
 
 
-class Ranks:
-    """As much of a worker set as the roles call; its ranks answer in this process."""
+class Ranks(WorkerGroup):
+    """As much of a worker group as the roles call; its ranks answer in this process."""
 
     role = "actor"
 
@@ -170,7 +171,7 @@ def test_a_rank_fetches_the_results_only_that_hold_its_own_rollouts():
 
 def test_a_number_that_is_not_finite_is_named_as_ever():
     _, _, reference = roles(1, 2, 0, leaves=True)
-    reference.worker_set.factor = float("nan")
+    reference.worker_group.factor = float("nan")
     batch = reference.logprobs(a_batch([2, 1, 3]))
     assert batch.elsewhere is None
     with pytest.raises(DivergedError, match="the reference's log-probs are not finite at 6 of 6 tokens"):

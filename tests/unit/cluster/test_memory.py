@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.cluster.recovery.out_of_memory import SPLIT, Cut, halved, out_of_memory, what_to_do
+from grpo_rl.cluster.processes.out_of_memory import SPLIT, halved, out_of_memory, what_to_do
+from grpo_rl.cluster.processes.worker_group import WorkerFailed, WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import OutOfMemory
@@ -50,7 +51,7 @@ CALLS = {
     "actor.update": ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu", True),
     "critic.values": ("critic.ppo_max_token_len_per_gpu", True),
     "reference.logprobs": ("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", True),
-    "start actor again": ("more ranks", False),
+    "start actor": ("more ranks", False),
     "sampling": ("actor_rollout_ref.rollout.max_num_seqs", False),
     "start rollout0 again": ("actor_rollout_ref.rollout.max_num_seqs", False),
     "actor.export": ("actor_rollout_ref.actor.fsdp_config.param_offload", False),
@@ -88,27 +89,21 @@ def test_a_rule_is_halved_down_to_one_sequence(rule: Any, lengths: Any, ranks: i
     assert halved(rule, lengths, ranks) == expected
 
 
-class Ranks:
-    """Two ranks that have memory for so many rollouts at once."""
+class Ranks(WorkerGroup):
+    """Two ranks, without processes, that have memory for so many rollouts at once."""
 
-    role = "actor"
-
-    def __init__(self, room: int) -> None:
-        self.room = room
+    def __init__(self, room: int, smaller_passes: dict[str, MicroBatchRule] | None) -> None:
+        self.role, self.workers, self.room, self.smaller_passes = "actor", [], room, smaller_passes
         self.asked: list[int] = []
-        self.recovered: list[str] = []
 
     def __len__(self) -> int:
         return 2
 
-    def call_each(self, method: str, arguments: list[int]) -> list[str]:
+    def call_each(self, method: str, arguments: Any) -> list[str]:
         self.asked.append(arguments[0])
         if arguments[0] > self.room:
             raise OutOfMemory("actor.update failed on actor1: too much")
         return [f"{method} {rank}" for rank in range(len(arguments))]
-
-    def recover(self, error: Exception, what: str) -> None:
-        self.recovered.append(what)
 
 
 def rollouts_of(rule: MicroBatchRule) -> list[int | None]:
@@ -118,32 +113,41 @@ def rollouts_of(rule: MicroBatchRule) -> list[int | None]:
 ASK: Callable[[MicroBatchRule], Any] = rollouts_of
 
 
-def test_a_call_is_made_again_with_halves_until_there_is_room_and_later_ones_begin_there() -> None:
-    ranks = Ranks(room=2)
-    cut_ = Cut(ranks, cut(rollouts=8), splits=True)
-    assert cut_.call("update", [[9] * 100], ASK) == ["update 0", "update 1"]
-    assert cut_.call("update", [[9] * 100], ASK) == ["update 0", "update 1"]
-    assert ranks.asked == [8, 4, 2, 2] and len(ranks.recovered) == 2
-    assert ranks.recovered[0] == "actor.update with micro-batches of 4 rollouts per rank"
+def test_ranks_are_lost_by_memory_that_runs_out_and_those_after_them_are_called_with_halves() -> None:
+    ranks = Ranks(room=2, smaller_passes={})
+    for half in (4, 2):
+        with pytest.raises(WorkerFailed, match=rf"(?s)too much.*actor.update has micro-batches of {half} rollouts per rank"):
+            ranks.call_in_passes("update", cut(rollouts=8), [[9] * 100], ASK)
+        ranks = Ranks(2, ranks.smaller_passes)
+    assert ranks.call_in_passes("update", cut(rollouts=8), [[9] * 100], ASK) == ["update 0", "update 1"]
+    assert ranks.asked == [2]
+    with pytest.raises(WorkerFailed):
+        ranks.call_in_passes("logprobs", cut(rollouts=8), [[9] * 100], ASK)
 
 
-@pytest.mark.parametrize(("splits", "room"), [(False, 1), (True, 0)])
-def test_without_the_setting_and_below_one_rollout_it_is_an_error(splits: bool, room: int) -> None:
-    ranks = Ranks(room)
+@pytest.mark.parametrize("smaller", [None, {"update": cut(rollouts=1)}])
+def test_without_the_setting_and_below_one_rollout_it_is_an_error(smaller: dict[str, MicroBatchRule] | None) -> None:
+    ranks = Ranks(0, smaller)
     with pytest.raises(OutOfMemory, match="actor1: too much"):
-        Cut(ranks, cut(rollouts=2), splits).call("update", [[9] * 100], ASK)
-    assert ranks.asked == ([2] if not splits else [2, 1])
+        ranks.call_in_passes("update", cut(rollouts=2), [[9] * 100], ASK)
+    assert len(ranks.asked) == 1
 
 
 def test_a_longer_sequence_than_the_halved_rule_has_room_for_still_goes_through() -> None:
-    ranks: Any = Ranks(room=10**6)
+    ranks = Ranks(10**6, {"update": cut(tokens=100)})
     found: list[MicroBatchRule] = []
-    Cut(ranks, cut(tokens=100), splits=True).call("update", [[50, 130]], lambda rule: [found.append(rule) or 1] * 2)
+
+    def ask(rule: MicroBatchRule) -> list[int]:
+        found.append(rule)
+        return [1, 1]
+
+    ranks.call_in_passes("update", cut(tokens=400), [[50, 130]], ask)
     assert found == [cut(tokens=130)]
 
 
 def test_ranks_that_compute_a_pass_together_get_one_share_and_count_as_one() -> None:
-    ranks = Ranks(room=1)
-    rule = replace(cut(rollouts=4), sequence_ranks=2)
-    assert Cut(ranks, rule, splits=True).call("update", [[9] * 4], ASK) == ["update 0"]
-    assert ranks.asked == [4, 2, 1], "four rollouts meet on the one share of two ranks"
+    ranks = Ranks(1, {})
+    rule = replace(cut(rollouts=8), sequence_ranks=2)
+    with pytest.raises(WorkerFailed, match="micro-batches of 2 rollouts"):  # four rollouts meet on the one share of two ranks
+        ranks.call_in_passes("update", rule, [[9] * 4], ASK)
+    assert Ranks(2, ranks.smaller_passes).call_in_passes("update", rule, [[9] * 4], ASK) == ["update 0"]

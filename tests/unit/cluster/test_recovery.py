@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.cluster.recovery.health import verdict
-from grpo_rl.cluster.recovery.supervisor import Budget, RecoveryLog
+from grpo_rl.cluster.recovery.supervisor import Recoveries
 from grpo_rl.cluster.roles.request_ledger import Ledger
 from grpo_rl.cluster.session.run_watcher import is_tracker
+from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
 from grpo_rl.processes.family import descendants, kill_tree
 from grpo_rl.types import Request, Sampling
@@ -85,16 +86,17 @@ def test_requests_are_added_and_forgotten_while_others_are_under_way():
 
 def test_the_budget_counts_each_worker_in_its_window_and_its_error_lists_every_cause():
     now = [0.0]
-    budget = Budget(2, 100.0, clock=lambda: now[0])
-    budget.spend("rollout0", "first")
-    budget.spend("rollout1", "of another")
+    trainer = TrainerConfig(max_restarts=2, restart_window_s=100.0)
+    budget = Recoveries(trainer, lambda line: None, clock=lambda: now[0])
+    budget.failed("rollout0", "first", "")
+    budget.failed("rollout1", "of another", "")
     now[0] = 50.0
-    budget.spend("rollout0", "second")
+    budget.failed("rollout0", "second", "")
     now[0] = 101.0
-    budget.spend("rollout0", "third: the first is forgotten")
+    budget.failed("rollout0", "third: the first is forgotten", "")
     now[0] = 110.0
     with pytest.raises(ClusterError) as caught:
-        budget.spend("rollout0", "fourth")
+        budget.failed("rollout0", "fourth", "")
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("rollout0 failed and is not started again: restarts so far: 2 (trainer.max_restarts=2 within")
     assert [line.strip() for line in lines[1:]] == [
@@ -106,12 +108,12 @@ def test_the_budget_counts_each_worker_in_its_window_and_its_error_lists_every_c
 
 def test_no_restarts_allowed_means_the_first_failure_is_the_last():
     with pytest.raises(ClusterError, match="max_restarts=0"):
-        Budget(0, 100.0).spend("actor", "gone")
+        Recoveries(TrainerConfig(max_restarts=0), print).failed("actor", "gone", "")
 
 
 def test_what_happened_is_told_in_lines_and_counted_until_it_is_asked_for():
     lines: list[str] = []
-    log = RecoveryLog(lines.append)
+    log = Recoveries(TrainerConfig(), lines.append)
     assert log.metrics() == {}
     log.failed("rollout0", "the process died\n  log: x", "another is started in its place")
     log.recovered("rollout0", "rollout", 2.5, "it serves weights of version 3")

@@ -13,6 +13,7 @@ import torch
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes import worker_host
+from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.processes.worker_host import Stored, WorkerHost
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.critic_role import CriticRole
@@ -145,8 +146,8 @@ def test_values_that_the_controller_must_not_need_cannot_be_read_by_mistake() ->
 # ---- sending --------------------------------------------------------------------------------------------
 
 
-class Ranks:
-    """A worker set in this process, to which everything is sent as bytes. Each rank answers from its whole share."""
+class Ranks(WorkerGroup):
+    """A worker group in this process, to which everything is sent as bytes. Each rank answers from its whole share."""
 
     def __init__(self, size: int) -> None:
         self.hosts = [WorkerHost.__new__(WorkerHost) for _ in range(size)]

@@ -223,7 +223,6 @@ _CONTRADICTIONS: list[Bad] = [
     (["global_profiler.steps=[2]"], "global_profiler.steps", "needs global_profiler.tool"),
     ([f"{A}.profiler.ranks=[0]"], f"{A}.profiler.ranks", "enable=true"),
     ([f"{M}.use_fused_kernels=true", f"{M}.lm_head_precision=bfloat16"], f"{M}.use_fused_kernels", "float32"),
-    (["trainer.max_kept_updates=3"], "trainer.max_kept_updates", "needs trainer.save_freq"),
     (["trainer.device_tflops=0"], "trainer.device_tflops", "out of range"),
     ([f"{R}.kv_cache_memory_bytes=1000"], f"{R}.kv_cache_memory_bytes", "out of range"),
 ]

@@ -184,8 +184,6 @@ READ: dict[str, Reader] = {
     "reward.judge": _if(lambda c: c.reward.judge.base_url),
     "trainer.on_save_error": _if(lambda c: c.trainer.save_freq > 0),
     "trainer.max_actor_ckpt_to_keep": _if(lambda c: c.trainer.save_freq > 0),
-    "trainer.recover_memory_gib": _if(lambda c: c.trainer.recover == "auto"),
-    "trainer.max_kept_updates": _if(lambda c: c.trainer.save_freq > 0 and c.trainer.recover in ("auto", "checkpoint")),
     "trainer.max_restarts": _if(lambda c: c.trainer.recover != "off"),
     "trainer.restart_window_s": _if(lambda c: c.trainer.recover != "off"),
     "trainer.max_nonfinite_steps": _if(lambda c: c.trainer.on_nonfinite == "skip"),

@@ -163,7 +163,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{A}.checkpoint.save_contents",
         "trainer.save_freq",
     ),
-    ({"trainer.recover": "checkpoint"}, CPU, "trainer.recover=checkpoint", "trainer.save_freq"),
     ({"trainer.recover": "off", "trainer.on_out_of_memory": "split"}, CPU, "trainer.on_out_of_memory=split", "trainer.recover"),
     ({"trainer.recover": "off", "trainer.max_restarts": 2}, CPU, "trainer.max_restarts=2", "trainer.recover"),
     ({"trainer.max_actor_ckpt_to_keep": 2}, CPU, "trainer.max_actor_ckpt_to_keep=2", "trainer.save_freq"),

@@ -51,9 +51,6 @@ class Part:
     def save_bytes(self) -> int:
         return 1
 
-    def committed(self, folder: Path) -> None:
-        assert (folder / self.name).exists()
-
     def load(self, folder: Path) -> None:
         self.value = float((folder / self.name).read_text())
 
@@ -127,9 +124,6 @@ class Saves(Policy):
         assert batch.token_advantages() is not None
         self.advantages.append([round(value, 6) for value in batch.token_advantages().tolist()])
         return super().update(batch)
-
-    def committed(self, folder: Path) -> None:
-        assert (folder / "version").exists()
 
     def save(self, folder: Path) -> dict[str, tuple[int, str]]:
         self.saved_version = self.version

@@ -85,9 +85,6 @@ class Learner:
     def saved(self, wait_s: float) -> Files | None:
         return self._written
 
-    def committed(self, folder: Path) -> None:
-        pass
-
 
 def test_its_loss_is_the_mean_cross_entropy_of_the_answers_tokens() -> None:
     batch = supervised_batch([shown((5, 6), (8, 9)), shown((4,), (3,))])

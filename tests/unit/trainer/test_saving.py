@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import checkpoint_trials as trials
@@ -13,7 +14,7 @@ from test_sync_trainer import Policy, make, make_config  # noqa: F401
 
 from grpo_rl import faults
 from grpo_rl.checkpoint.manifest import verify
-from grpo_rl.errors import CheckpointError, ClusterError, SaveLost
+from grpo_rl.errors import CheckpointError, ClusterError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.trainer import saving
 from grpo_rl.trainer.run import Run
@@ -59,19 +60,33 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_
     assert [verify(trainer.store.folder / f"step_{step}").state["step"] for step in (2, 4)] == [2, 4]
 
 
-def test_a_checkpoint_comes_early_where_a_recovery_would_do_too_much_again(make):  # noqa: F811
-    trainer, policy = make(make_config(save_freq=5, max_kept_updates=2), total_steps=7, with_val=False)
-    saved_at = [0]
-    begin = policy.begin_save
-
-    def begun(folder: Path, check: bool) -> None:
-        saved_at.append(policy.version)
-        begin(folder, check)
-
-    policy.begin_save = begun
-    trainer.roles.kept_updates = lambda: policy.version - saved_at[-1]
+def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, monkeypatch):  # noqa: F811
+    trainer, policy = make(make_config(), total_steps=5, with_val=False)
+    own, times = trainer.saving.own, iter([0.0, 61.0, 62.0, 122.0, 124.0, 300.0, 301.0, 302.0])
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    trainer.saving._next_own, seen = 60.0, []
+    update = policy.update
+    monkeypatch.setattr(policy, "update", lambda batch: seen.append(own.steps()) or update(batch))
+    monkeypatch.setattr(trainer.saving, "finish", lambda: None)
+    trainer.saving.in_background = False
     trainer.fit()
-    assert trainer.store.steps() == [2, 4, 5, 7], "after two updates each, and at the steps that are due"
+    # At 0 s none is due. That of 61 s takes one second of 50; that of 122 s two of 100, so that none is due before 224 s.
+    assert seen == [[], [], [2], [3], [4]] and trainer.store.steps() == []
+    assert verify(own.folder / "step_4").state["step"] == 4
+
+
+def test_a_disk_without_room_for_a_runs_own_checkpoint_does_not_end_it(make, monkeypatch, capsys):  # noqa: F811
+    trainer, policy = make(make_config(), total_steps=3, with_val=False)
+    monkeypatch.setattr(saving, "OWN_EVERY_S", 0.0)
+    trainer.saving._next_own = 0.0
+    trainer.saving.in_background = False
+    faults.arm("ckpt.call:enospc@call=open,file=manifest.json,n=1")
+    try:
+        trainer.fit()
+    finally:
+        faults.arm("")
+    assert policy.version == 3 and trainer.saving.own is None
+    assert "no other checkpoint to go back to" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_checkpoint_is_committed_at_the_next_phase_after_it_is_written(make, monkeypatch):  # noqa: F811
@@ -109,7 +124,7 @@ def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_
     monkeypatch.setattr(store, "publish", held)
     monkeypatch.setattr(store, "clear", cleared)
     monkeypatch.setattr(policy, "update", update)
-    monkeypatch.setattr(trainer.saving, "committed", lambda folder: events.append(("told", folder.name)))
+    monkeypatch.setattr(trainer.saving, "_committed", lambda folder: events.append(("told", folder.name)))
     trainer.fit()
     assert events == [
         ("told", "step_2"),
@@ -190,41 +205,6 @@ def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make
         finally:
             faults.arm("")
         assert trainer.store.steps() == steps
-
-
-def test_a_save_whose_process_is_gone_is_made_again_whatever_the_setting(make, monkeypatch):  # noqa: F811
-    trainer, policy = make(make_config(save_freq=1, on_save_error="stop"), total_steps=2, with_val=False)
-    answers = iter([SaveLost()])
-
-    def saved(wait_s: float) -> dict[str, tuple[int, str]]:
-        for error in answers:
-            raise error
-        return {}
-
-    monkeypatch.setattr(policy, "saved", saved)
-    trainer.fit()
-    assert trainer.store.steps() == [2]
-
-
-def test_the_last_save_is_made_again_when_a_rank_does_not_survive_it(make, monkeypatch):  # noqa: F811
-    trainer, policy = make(make_config(save_freq=2, on_save_error="stop"), total_steps=2, with_val=False)
-    losses = iter([SaveLost(), SaveLost()])
-    save, folders = policy.save, []
-
-    def lose_a_rank(folder: Path, check: bool) -> None:
-        raise SaveLost
-
-    def lose_two_ranks(folder: Path) -> Any:
-        folders.append(folder)
-        for error in losses:
-            raise error
-        return save(folder)
-
-    monkeypatch.setattr(policy, "begin_save", lose_a_rank)
-    monkeypatch.setattr(policy, "save", lose_two_ranks)
-    trainer.fit()
-    assert trainer.store.steps() == [2] and len(set(folders)) == 3, "each with a folder of its own"
-    assert [path.name for path in trainer.store.folder.iterdir()] == ["step_2"]
 
 
 def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhile(make, monkeypatch):  # noqa: F811

@@ -1,4 +1,4 @@
-"""Worker sets: the processes of one role, called together, with a deadline and a clear cause for every failure."""
+"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_rl import faults
+from grpo_rl.cluster.processes.out_of_memory import at_least, halved, what_to_do
 from grpo_rl.cluster.processes.placement import Place, Slot
-from grpo_rl.cluster.processes.termination import end_workers, kill_process
 from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored
-from grpo_rl.cluster.recovery.out_of_memory import what_to_do
+from grpo_rl.cluster.session.run_watcher import is_tracker, remove_segments
+from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import (
     CheckpointError,
     ClusterError,
@@ -26,10 +28,21 @@ from grpo_rl.errors import (
     OutOfMemory,
     RewardError,
 )
+from grpo_rl.processes.family import descendants, is_running, kill_tree, started
+from grpo_rl.rollout.engine_environment import own_folder
 
+Arguments = Sequence[tuple[Any, ...]]
+"""The arguments of a call to every process, by rank."""
+
+LONG_AND_SILENT = frozenset({"save", "begin_save", "load", "export"})
+"""Calls in which a library may hold the interpreter for long: silence is no sign of trouble then."""
 LOG_TAIL_LINES = 12
-# How long to look for a dead process when a worker reports trouble: its neighbours see a broken connection first.
 BLAME_S = 2.0
+"""Seconds in which a dead process is looked for when a worker reports trouble: its neighbours see a broken connection first."""
+TITLE = b"ray::"
+"""The beginning of the command lines of Ray's workers: a process of another name has only inherited a worker's id."""
+LEAVE_S = 2.0
+"""Seconds that workers may take to end; a copy ends within milliseconds, an engine has children to end."""
 # A user's mistake that a worker reports is raised again as the same error, with its exit code.
 _USER_ERRORS: dict[str, type[GrpoRlError]] = {
     kind.__name__: kind for kind in (ConfigError, DataError, CheckpointError, FunctionError, RewardError)
@@ -95,6 +108,10 @@ class Worker:
             return self.actor.call_told.options(num_returns=2).remote(told, method, *args)
         return self.actor.call.options(num_returns=2).remote(method, *args)
 
+    def call_pair(self, method: str) -> tuple[ray.ObjectRef, ray.ObjectRef]:
+        """Start a call, as `call_for_two` does, of any method: whether its result is not None, and the result."""
+        return self.actor.call_pair.options(num_returns=2).remote(method)
+
     def again(self) -> Worker:
         """Another process in the same place, with no worker in it yet."""
         return Worker(self.name, self.place, self.log_file)
@@ -134,8 +151,15 @@ class Worker:
         ray.kill(self.actor)
 
 
-class WorkerSet:
-    """All processes of a role, in rank order."""
+class WorkerGroup:
+    """All processes of a role, in rank order.
+
+    A process that has died or does not answer makes a call fail with WorkerFailed. For ranks, which work in step, that is
+    the end of the group: `cluster/launch.py` starts the run's processes again, from the newest checkpoint.
+    """
+
+    smaller_passes: dict[str, MicroBatchRule] | None = None
+    """The rule by which each method is called since memory ran out in it; None: such a failure is an error."""
 
     def __init__(
         self,
@@ -146,6 +170,7 @@ class WorkerSet:
         environment: dict[str, str],
         call_timeout_s: float,
         threads_per_worker: int = 1,
+        smaller_passes: dict[str, MicroBatchRule] | None = None,
     ) -> None:
         self.role = role
         self.call_timeout_s = call_timeout_s
@@ -153,6 +178,7 @@ class WorkerSet:
             Worker(f"{role}{rank}", Place(slot, environment, threads_per_worker), log_dir / f"{role}{rank}.log")
             for rank, slot in enumerate(slots)
         ]
+        self.smaller_passes = smaller_passes
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -168,29 +194,80 @@ class WorkerSet:
             worker.address, worker.pid = address, pid
         return places
 
-    def start_build(self, factory: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[ray.ObjectRef]:
-        """Start making the worker object in every process; one tuple of arguments per rank."""
+    def start_build(self, factory: Callable[..., Any], arguments: Arguments) -> list[ray.ObjectRef]:
+        """Start making the worker object in every process."""
         return [w.actor.build.remote(factory, *a) for w, a in zip(self.workers, arguments, strict=True)]
 
-    def store(self, values: Sequence[Any], *, stays: bool = True) -> list[Stored]:
-        """Put values that several calls carry into the object store; the result is passed in a value's place.
-
-        `stays`: processes keep the value for the next call.
-        """
-        return [Stored(ray.put(value), uuid.uuid4().hex, stays) for value in values]
+    def store(self, values: Sequence[Any]) -> list[Stored]:
+        """Put values that several calls carry into the object store; the result is passed in a value's place."""
+        return [Stored(ray.put(value), uuid.uuid4().hex) for value in values]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call `method` with the same arguments on every rank; the results by rank."""
         return self.call_each(method, [args] * len(self.workers))
 
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call_each(self, method: str, arguments: Arguments) -> list[Any]:
         """Call `method` on every rank with its own arguments; the results by rank."""
-        refs = [w.call(method, *a) for w, a in zip(self.workers, arguments, strict=True)]
-        return wait_all(self.workers, refs, self.call_timeout_s, f"{self.role}.{method}")
+        for worker in self.workers:
+            worker.excused = method in LONG_AND_SILENT
+        try:
+            return self._wait([w.call(method, *a) for w, a in zip(self.workers, arguments, strict=True)], method)
+        finally:
+            for worker in self.workers:
+                worker.excused = False
+
+    def call_for_two(self, method: str, arguments: Arguments) -> list[tuple[Any, ray.ObjectRef]]:
+        """Call a method that returns a pair on every rank; return the first values, and references to the second ones.
+
+        The second ones were not fetched.
+        """
+        return self._firsts([w.call_for_two(method, *a) for w, a in zip(self.workers, arguments, strict=True)], method)
+
+    def parts(self, method: str) -> list[ray.ObjectRef]:
+        """Return each rank's result as a reference to an object that is in the store, and was not fetched."""
+        return [ref for _, ref in self._firsts([w.call_pair(method) for w in self.workers], method)]
+
+    def call_in_passes(
+        self,
+        method: str,
+        rule: MicroBatchRule,
+        lengths: Sequence[Sequence[int]],
+        arguments: Callable[[MicroBatchRule], Any],
+        *,
+        for_two: bool = False,
+    ) -> list[Any]:
+        """Return the results of `method` by share; `arguments` cuts each share into micro-batches by the rule that it is given.
+
+        `lengths` are those of the sequences of each mini-batch. With `for_two` a result is a pair, as in `call_for_two`.
+        Where memory runs out, WorkerFailed is raised (the ranks that had enough wait for the others in a collective), and
+        from then on micro-batches have half the size; OutOfMemory where they must not, or one sequence alone is too long.
+        """
+        together = rule.sequence_ranks
+        longest = max((max(some, default=0) for some in lengths), default=0)
+        rule = at_least((self.smaller_passes or {}).get(method, rule), longest)
+        call = self.call_for_two if for_two else self.call_each
+        try:
+            # Ranks that compute a pass together get the same share, and all of them have its results.
+            return call(method, [one for one in arguments(rule) for _ in range(together)])[::together]
+        except OutOfMemory as error:
+            smaller = None if self.smaller_passes is None else halved(rule, lengths, len(self) // together)
+            if smaller is None or self.smaller_passes is None:
+                raise
+            self.smaller_passes[method] = smaller
+            raise WorkerFailed(
+                f"{error}\n  from now on {self.role}.{method} has micro-batches of {smaller}", self.workers
+            ) from error
 
     def shutdown(self) -> None:
-        """End all processes of the set."""
+        """End all processes of the group."""
         end_workers(self.workers)
+
+    def _firsts(self, pairs: Sequence[tuple[ray.ObjectRef, ray.ObjectRef]], method: str) -> list[tuple[Any, ray.ObjectRef]]:
+        firsts = self._wait([first for first, _ in pairs], method)
+        return [(first, second) for first, (_, second) in zip(firsts, pairs, strict=True)]
+
+    def _wait(self, refs: Sequence[ray.ObjectRef], method: str) -> list[Any]:
+        return wait_all(self.workers, refs, self.call_timeout_s, f"{self.role}.{method}")
 
 
 def cause_line(text: str, *, at_end: bool) -> str:
@@ -315,3 +392,52 @@ def _death_among(by_ref: dict[ray.ObjectRef, Worker], pending: list[ray.ObjectRe
             except GrpoRlError:
                 continue  # another one that noticed
     return None
+
+
+def end_workers(workers: Sequence[Worker]) -> None:
+    """End these processes and all below them, in the way that Ray expects: to Ray, a worker that is only killed has crashed.
+
+    Children are looked up before: without their parent they are like any other process.
+    """
+    here = ray.util.get_node_ip_address()
+    local = [worker.pid for worker in workers if worker.pid is not None and worker.address == here]
+    below = {child: started(child) for pid in local for child in descendants(pid)}
+    for worker in workers:
+        ray.kill(worker.actor)
+    deadline = time.monotonic() + LEAVE_S
+    while any(map(is_running, local)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for pid in local:
+        kill_worker(pid)
+    for child, since in below.items():
+        if since is not None and started(child) == since and not is_tracker(child):
+            kill_tree(child, spares=is_tracker)
+    for worker in workers:
+        if worker.pid is not None and worker.address is not None and worker.address != here:
+            kill_process(worker.pid, worker.address)
+
+
+def kill_process(pid: int, address: str) -> None:
+    """Kill the worker with this id on the node at `address`, as `kill_worker` does, in whatever state it is.
+
+    On another node a task of Ray's does it, which is not waited for.
+    """
+    if address == ray.util.get_node_ip_address():
+        kill_worker(pid)
+        return
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeManagerAddress"] == address:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            ray.remote(kill_worker).options(num_cpus=0, scheduling_strategy=strategy).remote(pid)
+
+
+def kill_worker(pid: int) -> None:
+    """Kill a worker of this node with all below it, and remove what its engine has left in shared memory.
+
+    Python's trackers of shared memory are left to their work: they remove what the others leave there, and end with the
+    last of them.
+    """
+    kill_tree(pid, title=TITLE, spares=is_tracker)
+    folder = own_folder(pid)
+    if folder is not None:
+        remove_segments(folder)

@@ -1,12 +1,11 @@
-"""Errors of memory that ran out (the request, what is free, which keys to turn), and micro-batches of half the size."""
+"""Memory that ran out: what was asked for, what is free, which keys to turn, and micro-batches of half the size."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import OutOfMemory
@@ -51,47 +50,6 @@ def what_to_do(call: str) -> str:
     if call.startswith("start ") and role in ("actor", "critic", "reference", "reward_model"):
         return "the model and its optimizer need more memory than there is: more ranks, or " + advice.removeprefix("turn down ")
     return f"{advice}, or set {SPLIT}" if method in _MAY_SPLIT and role != "reward_model" else advice
-
-
-class Cut:
-    """Calls a role's ranks with micro-batches by a rule; where `splits`, by one of half the size once memory ran out."""
-
-    def __init__(self, worker_set: Any, rule: MicroBatchRule, splits: bool = False) -> None:
-        self.worker_set = worker_set
-        self.rule = rule
-        self.splits = splits
-
-    def call(
-        self,
-        method: str,
-        lengths: Sequence[Sequence[int]],
-        arguments: Callable[[MicroBatchRule], Any],
-        *,
-        for_two: bool = False,
-    ) -> list[Any]:
-        """Return the results of `method` by share, each rank called with what `arguments` makes of the rule for its share.
-
-        `lengths` are those of the sequences of each mini-batch. With `for_two` a result is a pair of a value and the reference
-        to a second one (`SupervisedSet.call_for_two`). Raises OutOfMemory where memory ran out and it is not to be
-        split, or one sequence alone is too long.
-        """
-        call = self.worker_set.call_for_two if for_two else self.worker_set.call_each
-        together = self.rule.sequence_ranks
-        longest = max((max(some, default=0) for some in lengths), default=0)
-        while True:
-            try:
-                # Ranks that compute a pass together get the same share, and all of them have its results.
-                shares = [one for one in arguments(at_least(self.rule, longest)) for _ in range(together)]
-                return call(method, shares)[::together]
-            except OutOfMemory as error:
-                smaller = (
-                    halved(at_least(self.rule, longest), lengths, len(self.worker_set) // together) if self.splits else None
-                )
-                if smaller is None:
-                    raise
-                # Ranks that had enough memory wait in a collective for the one that had not.
-                self.worker_set.recover(error, f"{self.worker_set.role}.{method} with micro-batches of {smaller}")
-                self.rule = smaller
 
 
 def halved(rule: MicroBatchRule, lengths: Sequence[Sequence[int]], num_ranks: int) -> MicroBatchRule | None:
