@@ -353,7 +353,7 @@ FAULTS: list[Fault] = [
     _F(
         "late save",
         "trainer/run.py",
-        "saves = trainer.save_freq > 0 and (last or full or is_due(self.step, trainer.save_freq))",
+        "saves = trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq))",
         "saves = trainer.save_freq > 0 and (full or is_due(self.step, trainer.save_freq))",
         "unit/trainer",
     ),

@@ -2,23 +2,17 @@
 
 Ray itself waits for a minute, in silence, where nothing listens, and a driver whose raylet has gone never ends. So a
 thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is
-lost. And Ray itself ends a process that hands an object to a raylet that has gone, with code 1 and without a word:
-`called_at_exit_of_ray` has the last word there.
+lost. Where Ray itself would end this process before, `ray_patches.called_at_exit_of_ray` has the last word.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import closing
 
 from grpo_rl.cluster.session import auth
 from grpo_rl.errors import ClusterError
@@ -33,9 +27,8 @@ NODE_PATIENCE_S = 6.0
 """Seconds of patience with a node: where its raylet has ended, all that ran on it is gone."""
 NAMED_S = 5.0
 """Silence of a remote cluster that is worth a warning."""
-RAYLET_GONE = "the Ray cluster is lost: its raylet on the controller's machine has ended"
-_WRITABLE = 3
-"""PROT_READ | PROT_WRITE of mprotect(2)."""
+OWN_ADDRESS_S = 1.0
+"""The longest wait for this machine's own address to answer."""
 _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
 
 
@@ -149,40 +142,15 @@ class ClusterWatch:
                     self.warn(f"{cause}; the run ends when that lasts {self.patience_s:.0f} s")
 
 
-@contextmanager
-def called_at_exit_of_ray(on_lost: Callable[[str], None]) -> Iterator[None]:
-    """Call `on_lost`, with the cause, where Ray's C++ part would end this process; it is to end the process itself.
+def is_only_on_loopback(address: str) -> bool:
+    """Return whether a cluster's head at `address`, HOST:PORT, answers on this machine's loopback and nowhere else."""
+    from ray.util import get_node_ip_address
 
-    Ray calls the C library's `_Exit` in whichever thread finds the connection to the raylet broken (`QuickExit` in
-    its sources), and has no setting for that. Its library holds the function's address in a table of its own, where the
-    address of ours stands meanwhile; Python itself and other libraries have tables of theirs.
-    """
-    libc = ctypes.CDLL(None)
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def last_words(code: int) -> None:
-        try:
-            on_lost(RAYLET_GONE)
-        finally:
-            os._exit(code)
-
-    theirs, ours = (struct.pack("P", ctypes.cast(call, ctypes.c_void_p).value) for call in (libc._Exit, last_words))
-    places = list(_places_of(theirs, "_raylet.so"))
-    for place in places:
-        libc.mprotect(ctypes.c_void_p(place & -mmap.PAGESIZE), mmap.PAGESIZE, _WRITABLE)
-        ctypes.memmove(place, ours, len(ours))
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not port.isdigit():
+        return False
     try:
-        yield
-    finally:
-        for place in places:
-            ctypes.memmove(place, theirs, len(theirs))
-
-
-def _places_of(address: bytes, library: str) -> Iterator[int]:
-    """Yield where the data of a loaded library hold this address."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, mode, *_ = line.split()
-        if line.endswith(library) and mode.startswith("r") and "x" not in mode:
-            begin, end = (int(bound, 16) for bound in span.split("-"))
-            data = ctypes.string_at(begin, end - begin)
-            yield from (begin + found.start() for found in re.finditer(re.escape(address), data))
+        socket.create_connection((get_node_ip_address(), int(port)), timeout=OWN_ADDRESS_S).close()
+    except OSError:
+        return True
+    return False

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.cluster.processes.forks import ForkServer
-from grpo_rl.cluster.session import auth, liveness, local_ray, run_watcher
+from grpo_rl.cluster.session import auth, liveness, ray_patches, run_watcher
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError, DataError
 from grpo_rl.machine_memory import machine_memory
@@ -34,8 +32,6 @@ LEAST_STORE_BYTES = 2 * 2**30
 WATCH_S = 15.0
 START_S = 120.0
 LOOK_S = 60.0
-# More than a struct sigaction has on any system.
-SIGACTION_BYTES = 512
 # Ray puts its sockets below, and a socket's path has at most 107 characters.
 LONGEST_FOLDER = 36
 OF_RAY, LOG_OF_RAY = "ray", "ray.log"
@@ -85,7 +81,7 @@ def connecting(
     with watched(record) as folder, ExitStack() as stack:
         connection = Connection(config, num_cpus, folder, on_lost, warn, log or folder / LOG_OF_RAY)
         if connection.is_local:
-            stack.enter_context(local_ray.own_token())
+            stack.enter_context(auth.own_token())
         if copied and connection.is_local:
             stack.callback(ForkServer(folder, copied, alone=alone).close)
             connection.wait_for_copies()
@@ -184,16 +180,17 @@ class Connection(threading.Thread):
     def _connect(self) -> None:
         import ray
 
+        ray_patches.check_version()
         if self._address:
             liveness.refuse_unreachable(self._address)
-        self._patched.enter_context(local_ray.errors_logged(self._log))
+        self._patched.enter_context(ray_patches.errors_logged(self._log))
         try:
-            with _our_own_answer_to(signal.SIGTERM), ExitStack() as stack:
+            with ray_patches.own_answer_to_sigterm(), ExitStack() as stack:
                 if self.is_local:
-                    local_ray.forget_token()
-                    stack.enter_context(local_ray.started_apart())
-                elif local_ray.is_only_on_loopback(self._address or ""):
-                    stack.enter_context(local_ray.on_loopback())
+                    auth.forget_token()
+                    stack.enter_context(ray_patches.started_apart())
+                elif liveness.is_only_on_loopback(self._address or ""):
+                    stack.enter_context(ray_patches.on_loopback())
                 ray.init(**self._options)
         except Exception as error:
             raise liveness.why_not_connected(self._address, error) from error
@@ -201,22 +198,8 @@ class Connection(threading.Thread):
         # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
         auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
         if self._on_lost is not None:
-            self._patched.enter_context(liveness.called_at_exit_of_ray(self._on_lost))
+            self._patched.enter_context(ray_patches.called_at_exit_of_ray(self._on_lost))
             self._watches.append(_watch(self._on_lost, self._warn, is_local=not self._address))
-
-
-@contextmanager
-def _our_own_answer_to(number: int) -> Iterator[None]:
-    """Restore the present answer to a signal after the block, in which Ray's C++ part sets one that aborts.
-
-    By sigaction and not by Python's `signal`, which works in a main thread only.
-    """
-    libc, answer = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
-    libc.sigaction(number, None, answer)
-    try:
-        yield
-    finally:
-        libc.sigaction(number, answer, None)
 
 
 def _watch(on_lost: Callable[[str], None], warn: Callable[[str], None], *, is_local: bool) -> liveness.ClusterWatch:

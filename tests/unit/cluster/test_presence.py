@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.cluster.session import liveness
+from grpo_rl.cluster.session import liveness, ray_patches
 from grpo_rl.cluster.session.liveness import ClusterWatch, refuse_unreachable, unanswered, why_not_connected
 from grpo_rl.errors import ClusterError
 
@@ -94,3 +94,14 @@ def test_a_remote_cluster_is_named_before_it_is_given_up(monkeypatch: pytest.Mon
     assert given_up.wait(5.0)
     watch.close()
     assert len(warned) == 1 and warned[0].endswith("; the run ends when that lasts 0 s")
+
+
+def test_another_version_of_ray_than_the_patches_were_tried_with_is_refused_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray_patches.check_version()
+    monkeypatch.setattr(ray_patches, "version", lambda name: "2.61.0")
+    with pytest.raises(
+        ClusterError, match=r"Ray 2\.61\.0 is installed, .* as they are in Ray 2\.60\.0 .*install ray==2\.60\.0"
+    ):
+        ray_patches.check_version()
