@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("grpo_rl.commands.generate", "responses for a data file, scored where there is a ground truth"),
     "chat": ("grpo_rl.commands.chat", "talk to a model in the terminal"),
     "export": ("grpo_rl.commands.export", "a Hugging Face folder of a run or of one of its checkpoints, with a model card"),
-    "prepare": ("grpo_rl.data.prepare.__main__", "turn original data files into rows"),
+    "prepare": ("grpo_rl.data.prepare", "turn original data files into rows"),
     "check-reward": ("grpo_rl.rewards.check", "try a reward function on rows before any training"),
 }
 """The module of each command, whose `main` takes the words behind its name; and what the command does."""

@@ -19,7 +19,6 @@ from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, StoppedByAlarm, 
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
 
 if TYPE_CHECKING:
-    from grpo_rl.config.compose import Composed
     from grpo_rl.config.schema.tree import TrainerConfig
     from grpo_rl.plan.decisions import Plan
 
@@ -97,11 +96,11 @@ def exit_code_after(
         print("\ninterrupted", file=sys.stderr)
         on_error(error)
         return exit_code_of(error)
+    except ModuleNotFoundError as error:
+        print(redact(f"error: {headline(error)}"), file=sys.stderr)
+        on_error(error)
+        return exit_code_of(error)
     except Exception as error:  # the last resort: whatever it is, the user gets a line and a file, not a wall of text
-        if isinstance(error, ModuleNotFoundError):
-            print(redact(f"error: {headline(error)}"), file=sys.stderr)
-            on_error(error)
-            return exit_code_of(error)
         print(redact(f"unexpected {headline(error)}"), file=sys.stderr)
         place = _traceback_file(error)
         print(f"  the traceback is in {place}", file=sys.stderr)
@@ -131,7 +130,14 @@ def _run(words: list[str]) -> int:
 
     only_config, words = _take_cfg(words)
     if {"--multirun", "-m"} & set(words):
-        return _sweep([word for word in words if word not in ("--multirun", "-m")], only_config)
+        if only_config:
+            raise ConfigError(
+                "--cfg: a sweep has several configurations; leave out --multirun, and give one value for each key"
+            )
+        from grpo_rl.sweep.run_all import run_sweep
+
+        faults.arm()
+        return run_sweep([word for word in words if word not in ("--multirun", "-m")])
     composed = compose(words)
     faults.arm()
     if only_config:
@@ -141,7 +147,10 @@ def _run(words: list[str]) -> int:
     if not trainer.dry_run:
         # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
         refuse_taken(trainer.default_local_dir, trainer.experiment_name)
-    plan = _plan(composed)
+    # Imported late: a misspelt key is refused before torch is loaded.
+    from grpo_rl.plan.make import make_plan
+
+    plan = make_plan(composed)
     if trainer.dry_run:
         print(redact(plan.render()))
         _print_pace(trainer, plan)
@@ -149,15 +158,6 @@ def _run(words: list[str]) -> int:
     from grpo_rl.cluster.launch import run
 
     return run(composed, plan)
-
-
-def _sweep(words: list[str], only_config: bool) -> int:
-    from grpo_rl.sweep.run_all import run_sweep
-
-    if only_config:
-        raise ConfigError("--cfg: a sweep has several configurations; leave out --multirun, and give one value for each key")
-    faults.arm()
-    return run_sweep(words)
 
 
 def _print_pace(trainer: TrainerConfig, plan: Plan) -> None:
@@ -169,13 +169,6 @@ def _print_pace(trainer: TrainerConfig, plan: Plan) -> None:
     pace = measured_pace(Path(trainer.default_local_dir).expanduser() / trainer.experiment_name, plan.sizes.total_steps)
     if pace is not None:
         print(redact(f"estimate\n  time        {pace}"))
-
-
-def _plan(composed: Composed) -> Plan:
-    # Imported late: a misspelt key is refused before torch is loaded.
-    from grpo_rl.plan.make import make_plan
-
-    return make_plan(composed)
 
 
 def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:

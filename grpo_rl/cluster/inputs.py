@@ -13,7 +13,7 @@ from grpo_rl.cluster.roles.model_rewards import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.row_set import BadRows, RowSet, TrainingRows
+from grpo_rl.data.row_set import BadRows, RowSet, TrainingRows, TrainingSet
 from grpo_rl.data.training_rows import rejection
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
 from grpo_rl.data.training_rows.pairs import PairSet
@@ -30,7 +30,7 @@ from grpo_rl.telemetry.terminal.console import Console
 T = TypeVar("T", bound=RowSet[Any])
 
 
-_ROWS: dict[str, Callable[..., DemonstrationSet | PairSet | RatedStepSet]] = {
+_ROWS: dict[str, Callable[..., TrainingSet[Any]]] = {
     "answers": DemonstrationSet,
     "pairs": PairSet,
     "rated steps": RatedStepSet,

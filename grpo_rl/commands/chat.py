@@ -17,11 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_rl.arguments import Arguments, counted, not_negative
-from grpo_rl.commands.generate import NO_DATA
-from grpo_rl.commands.sampling_plan import EPISODES, sampling_plan, settings_of_run
+from grpo_rl.arguments import Arguments, counted
+from grpo_rl.commands.sampling_plan import EPISODES, NO_DATA, add_engine_options, option_keys, sampling_plan, settings_of_run
 from grpo_rl.commands.targets import find_target, model_folder, ready_model
-from grpo_rl.commands.trust import add_trust_option
 from grpo_rl.control_words import unmarked
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir
@@ -249,22 +247,11 @@ def _keys(options: argparse.Namespace, folder: str, words: Sequence[str]) -> dic
     context = min(options.context, positions) if isinstance(positions, int) else options.context
     if options.max_tokens >= context:
         raise ConfigError(f"--max-tokens {options.max_tokens} leaves no room for a prompt in a context of {context} tokens")
-    sampled = options.temperature > 0
-    values = "actor_rollout_ref.rollout.val_kwargs"
-    keys = {
-        "data.val_files": [NO_DATA],
+    return option_keys(options, [NO_DATA]) | {
         "data.max_prompt_length": context - options.max_tokens,
-        "data.max_response_length": options.max_tokens,
-        f"{values}.n": 1,
-        f"{values}.temperature": float(options.temperature),
-        f"{values}.do_sample": sampled,
-        f"{values}.top_p": options.top_p,
         "actor_rollout_ref.rollout.max_num_seqs": 1,
-        "actor_rollout_ref.rollout.name": options.engine,
-        "actor_rollout_ref.rollout.seed": options.seed,
         "trainer.n_gpus_per_node": 1,
     }
-    return {key: value for key, value in keys.items() if value is not None}
 
 
 @contextmanager
@@ -282,14 +269,9 @@ def _parser() -> Arguments:
         "grpo-rl chat runs/grpo_rl/my_run@40 --temperature 0.7\n  echo '918+9=' | grpo-rl chat builtin:arithmetic --engine hf",
     )
     parser.add_argument("target", metavar="RUN[@step]|MODEL", help="a run, RUN@40, RUN@start, a model's folder, builtin:NAME")
-    parser.add_argument("--temperature", type=not_negative, default=1.0, metavar="T", help="0 is greedy (1)")
-    parser.add_argument("--top-p", type=not_negative, default=1.0, metavar="P", help="sample from the likeliest tokens (1)")
     parser.add_argument("--max-tokens", type=counted, default=512, metavar="N", help="longest answer in tokens (512)")
     parser.add_argument("--context", type=counted, default=8192, metavar="N", help="tokens of conversation and answer (8192)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt (as the run has it)")
-    parser.add_argument("--seed", type=int, metavar="S", help="seed of sampling")
-    parser.add_argument(
-        "--engine", choices=("vllm", "hf"), help="vllm, or hf: plain transformers (as the run has it, else vllm)"
-    )
-    add_trust_option(parser)
+    add_engine_options(parser)
+    parser.set_defaults(n=1, top_k=-1, limit=None)
     return parser

@@ -17,12 +17,10 @@ from grpo_rl.commands.response_files import is_response_file
 from grpo_rl.commands.sampling_plan import (
     SamplingPlan,
     add_sampling_options,
-    data_of_run,
-    option_keys,
+    answer_missing,
     output_folder,
+    sampled_with,
     sampling_plan,
-    settings_of_run,
-    source_run,
 )
 from grpo_rl.commands.targets import Target, find_target, model_folder
 from grpo_rl.errors import ConfigError
@@ -34,7 +32,6 @@ from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
-    from grpo_rl.cluster.sampling import Sampler, SamplingSession
     from grpo_rl.evaluation.evaluation_results import Groups, SourceResult
 
 FOLDER = Path("evaluations")
@@ -72,11 +69,7 @@ def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Consol
     targets = [find_target(text, trusted=options.trust_run) for text in options.targets]
     if len({target.label for target in targets}) < len(targets):
         raise ConfigError("the same model is named twice")
-    run = source_run(options, targets)
-    data = options.data or (data_of_run(run, trusted=options.trust_run) if run is not None else [])
-    if not data:
-        raise ConfigError("--data is missing: a file, a folder, task:NAME, ...; runs with data.val_files need none")
-    keys = settings_of_run(run, options.engine, words, trusted=options.trust_run) | option_keys(options, data)
+    run, data, keys = sampled_with(options, targets, words)
     folder = Path(options.output) if options.output else FOLDER / _name(targets[0], data, keys, words)
     run_dir = output_folder(folder)
     stack.callback(RunLock.take(folder).release)
@@ -135,7 +128,8 @@ def _models(
 
 def _answer_missing(models: Sequence[_Model], run_dir: RunDir, console: Console) -> None:
     """Sample and score what is not in the folder yet."""
-    open_ones = [model for model in models if not _is_complete(model)]
+    values = models[0].planned.plan.config.actor_rollout_ref.rollout.val_kwargs
+    open_ones = [model for model in models if not model.file.is_complete(values.n)]
     if not open_ones:
         console.info("all responses are there already")
         return
@@ -144,32 +138,11 @@ def _answer_missing(models: Sequence[_Model], run_dir: RunDir, console: Console)
 
     with sampling_session(open_ones[0].planned.plan, run_dir, console) as session:
         for model in open_ones:
-            with session.sampler(model.planned.plan) as sampler:
-                _answer(model, sampler, session, console)
-
-
-def _answer(model: _Model, sampler: Sampler, session: SamplingSession, console: Console) -> None:
-    from grpo_rl.telemetry.rollouts.rollout_log import record_of
-    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
-    from grpo_rl.trainer.validation import validation_sampling
-
-    config = model.planned.plan.config
-    values = config.actor_rollout_ref.rollout.val_kwargs
-    data = sampler.prompts
-    assert data is not None, "an evaluation has data"
-    there = model.file.groups(values.n)
-    missing = [row for row in range(len(data)) if row not in there]
-    if there and missing:
-        console.info(f"{model.target.label}: goes on, {len(there)} of {len(data)} prompts are answered already")
-    sampling = validation_sampling(values, training_sampling(config, VALIDATION))
-    parts = [[data.prompt(row, f"val-{row}") for row in part] for part in sampler.parts_of(missing, values.n)]
-    with console.progress(f"evaluating {model.target.label}", len(missing) * values.n) as bar:
-        session.phase("gen")
-        for rollouts in sampler.answers(parts, values.n, sampling, bar.advance):
-            session.phase("save")
-            model.file.append([record_of(rollout) | {"row": _row(rollout.prompt.uid)} for rollout in rollouts])
-            session.phase("gen")
-    model.file.complete(len(data))
+            plan = model.planned.plan
+            with session.sampler(plan) as sampler:
+                assert sampler.prompts is not None, "an evaluation has data"
+                label = f"evaluating {model.target.label}"
+                answer_missing(plan, sampler, session, sampler.prompts, model.file, label, console)
 
 
 def _report(
@@ -180,7 +153,7 @@ def _report(
     options: argparse.Namespace,
     sampled: str,
 ) -> None:
-    """Print the tables, and write them as summary.json and summary.md."""
+    """Print the tables, and write their numbers as summary.json."""
     from grpo_rl.evaluation import evaluation_results as results
 
     n = len(next(iter(groups[0].values())))
@@ -191,7 +164,6 @@ def _report(
     )
     if len(labels) > 1:
         how += " Differences: the same prompts, p by a two-sided sign-flip permutation test over prompts."
-    pages = [f"# Evaluation of {', '.join(labels)}", "", how]
     for one in found:
         title = f"{one.source}: {one.num_prompts} prompts, {n} response{'s' * (n > 1)} each"
         tables = {title: results.table(one, labels)}
@@ -200,10 +172,8 @@ def _report(
         for name, (header, rows) in tables.items():
             console.info("")
             console.table(name, rows, header)
-            pages += ["", f"## {name}", "", results.markdown(header, rows)]
         for line in _notes(one, labels):
             console.info(line)
-            pages += ["", line]
     console.info("")
     console.info(how)
     summary = {
@@ -216,8 +186,7 @@ def _report(
         "results": results.as_json(found, labels),
     }
     write_whole(folder / "summary.json", json.dumps(jsonable(summary), indent=1))
-    write_whole(folder / "summary.md", "\n".join(pages))
-    console.info(f"written: {folder / 'summary.json'}, {folder / 'summary.md'}")
+    console.info(f"written: {folder / 'summary.json'}")
 
 
 def _notes(result: SourceResult, labels: Sequence[str]) -> Iterator[str]:
@@ -231,12 +200,6 @@ def _notes(result: SourceResult, labels: Sequence[str]) -> Iterator[str]:
                 f"{result.num_prompts} prompts do not show a difference between {label} and {labels[0]}; to show one of "
                 f"{abs(found.mean):.3f} takes about {needed:,}."
             )
-
-
-def _is_complete(model: _Model) -> bool:
-    """Return whether every prompt is answered; how many there are is noted when the last one is."""
-    n = model.planned.plan.config.actor_rollout_ref.rollout.val_kwargs.n
-    return model.file.num_prompts is not None and len(model.file.groups(n)) == model.file.num_prompts
 
 
 def _data_settings(planned: SamplingPlan) -> dict[str, Any]:
@@ -265,10 +228,6 @@ def _digested(name: str, content: Any) -> str:
     return f"{plain}-{digest}"
 
 
-def _row(uid: str) -> int:
-    return int(uid.removeprefix("val-"))
-
-
 def _parser() -> Arguments:
     parser = Arguments(
         "eval",
@@ -284,10 +243,7 @@ def _parser() -> Arguments:
         metavar="MODEL|RUN[@step]",
         help="a model's folder, builtin:NAME, a run, RUN@40, RUN@last, RUN@start",
     )
-    parser.add_argument(
-        "--data", action="append", metavar="FILE", help="data in verl's row format, as data.val_files takes them"
-    )
     parser.add_argument("--output", metavar="FOLDER", help="where responses and tables go (evaluations/NAME)")
     parser.add_argument("--pass-at", type=finite, default=1.0, help="a response passes with a value of at least this (1)")
-    add_sampling_options(parser, n=16, temperature=1.0)
+    add_sampling_options(parser, n=16)
     return parser

@@ -19,30 +19,25 @@ import numpy as np
 from grpo_rl.arguments import Arguments, counted, finite
 from grpo_rl.commands import verl_words
 from grpo_rl.commands.sampling_plan import (
-    SamplingPlan,
+    NO_DATA,
     add_sampling_options,
-    data_of_run,
-    option_keys,
+    answer_missing,
     output_folder,
+    sampled_with,
     sampling_plan,
-    settings_of_run,
-    source_run,
 )
 from grpo_rl.commands.targets import find_target, model_folder
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of, write_whole
-from grpo_rl.telemetry.metrics.metrics_file import dump_line
+from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of
 from grpo_rl.telemetry.run_lock import RunLock
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
-    from grpo_rl.cluster.sampling import Sampler
     from grpo_rl.config.schema.tree import DataConfig
-    from grpo_rl.types import Prompt, Rollout
+    from grpo_rl.plan.decisions import Plan
+    from grpo_rl.types import Rollout
 
-NO_DATA = "task:arithmetic?num_rows=1"
-"""The data of a plan whose prompts come from elsewhere: it is checked, and never read."""
 _SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -65,11 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, console: Console, stack: ExitStack) -> None:
     target = find_target(options.targets[0], trusted=options.trust_run)
-    run = source_run(options, [target])
-    data = options.data or (data_of_run(run, trusted=options.trust_run) if run is not None else [])
-    if not data:
-        raise ConfigError("--data is missing: a file, a folder, task:NAME, ...; runs with data.val_files need none")
-    keys = settings_of_run(run, options.engine, words, trusted=options.trust_run) | option_keys(options, data)
+    _, data, keys = sampled_with(options, [target], words)
     work = output.with_name(f"{output.name}.work")
     run_dir = output_folder(work)
     stack.callback(RunLock.take(work).release)
@@ -90,14 +81,19 @@ def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, c
     folder.settle(planned.settings | {"data.val_files": data, "scored": scores})
     file = folder.model("model", identity_of(model))
     n = planned.plan.config.actor_rollout_ref.rollout.val_kwargs.n
-    _sample(planned, data, scores, file, run_dir, console, limit=options.limit)
+    if not file.is_complete(n):
+        from grpo_rl.cluster.sampling import unscored  # which loads Ray
+
+        _sample(planned.plan if scores else unscored(planned.plan), data, file, run_dir, console, options.limit)
     groups = file.groups(n)
     rows = list(_rows(groups.values(), options))
     if not rows:
         raise DataError(
             f"none of {sum(map(len, groups.values()))} responses is kept by --keep {options.keep}; {work} has them all"
         )
-    _write(output, rows)
+    from grpo_rl.data.sources.tables import write_rows
+
+    write_rows(output, rows)
     _summary(groups, rows, scores, options, console)
     console.info(f"written: {output} ({len(rows):,} rows)")
     stack.callback(shutil.rmtree, work, ignore_errors=True)
@@ -114,88 +110,21 @@ def _check_episodes(options: argparse.Namespace) -> None:
         raise ConfigError("--scores no: episodes of several turns are scored as they are played; leave it out")
 
 
-def _sample(
-    planned: SamplingPlan,
-    data: Sequence[str],
-    scores: bool,
-    file: ResponseFile,
-    run_dir: RunDir,
-    console: Console,
-    limit: int | None,
-) -> None:
+def _sample(plan: Plan, data: Sequence[str], file: ResponseFile, run_dir: RunDir, console: Console, limit: int | None) -> None:
     """Sample what is not in the file yet."""
-    from grpo_rl.cluster.sampling import sampling_session, unscored
-    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
-    from grpo_rl.trainer.validation import validation_sampling
+    from grpo_rl.cluster.sampling import sampling_session
+    from grpo_rl.data.dataset import BarePromptDataset
 
-    config = planned.plan.config
-    values = config.actor_rollout_ref.rollout.val_kwargs
-    if file.num_prompts is not None and len(file.groups(values.n)) == file.num_prompts:
-        return
-    plan = planned.plan if scores else unscored(planned.plan)
     with sampling_session(plan, run_dir, console) as session, session.sampler(plan) as sampler:
-        prompts = _prompts(sampler, data, config.data, limit)
-        there = file.groups(values.n)
-        missing = [row for row in range(len(prompts)) if row not in there]
-        if there and missing:
-            console.info(f"goes on: {len(there)} of {len(prompts)} prompts are answered already")
-        parts = [[prompts[row] for row in part] for part in sampler.parts_of(missing, values.n)]
-        sampling = validation_sampling(values, training_sampling(config, VALIDATION))
-        with console.progress("generating", len(missing) * values.n) as bar:
-            session.phase("gen")
-            for rollouts in sampler.answers(parts, values.n, sampling, bar.advance):
-                session.phase("save")
-                file.append([_record(rollout) for rollout in rollouts])
-                session.phase("gen")
-        file.complete(len(prompts))
+        prompts = sampler.prompts
+        if prompts is None:
+            bare = BarePromptDataset(data, plan.config.data, sampler.tokenizer, max_samples=-1 if limit is None else limit)
+            prompts = bare.checked(whole=True)
+        answer_missing(plan, sampler, session, prompts, file, "generating", console, _messages)
 
 
-def _record(rollout: Rollout) -> Record:
-    from grpo_rl.telemetry.rollouts.rollout_log import record_of
-
-    row = int(rollout.prompt.uid.rpartition("-")[2])
-    return record_of(rollout) | {"row": row, "messages": rollout.prompt.messages}
-
-
-def _prompts(sampler: Sampler, data: Sequence[str], config: DataConfig, limit: int | None) -> list[Prompt]:
-    """Return the prompts: those that the sampler has read, or of rows without verl's columns for the reward."""
-    if sampler.prompts is not None:
-        return [sampler.prompts.prompt(row, f"val-{row}") for row in range(len(sampler.prompts))]
-    return list(_plain_prompts(data, config, sampler.tokenizer, limit))
-
-
-def _plain_prompts(data: Sequence[str], config: DataConfig, tokenizer: Any, limit: int | None) -> Iterator[Prompt]:
-    """Yield the prompts of rows that need a prompt and nothing else. Raises BadRow and DataError for what cannot be used."""
-    from grpo_rl.control_words import unmarked
-    from grpo_rl.data.prompts import Renderer, truncate
-    from grpo_rl.data.rows import Example, column, prompt_of
-    from grpo_rl.data.sources.locate import open_source
-    from grpo_rl.types import Prompt
-
-    renderer, number = Renderer(config, tokenizer), 0
-    for name in data:
-        source = open_source(name, config.cache_dir)
-        for index in range(len(source)):
-            if limit is not None and number >= limit:
-                return
-            row, where = source.row(index), source.where(index)
-            found = config.data_source or row.get(config.reward_fn_key)
-            prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
-            one = Example(prompt, found if isinstance(found, str) and found else Path(name).stem, None, {})
-            text = renderer.render(one, where)
-            [ids] = renderer.tokenize([one], [text])
-            if len(ids) > config.max_prompt_length:
-                if config.filter_overlong_prompts:
-                    continue
-                if config.truncation == "error":
-                    raise DataError(
-                        f"{where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length="
-                        f"{config.max_prompt_length}: raise it, or data.truncation=left, right or middle"
-                    )
-                ids = truncate(ids, config.max_prompt_length, config.truncation)
-                text = tokenizer.decode(ids)
-            yield Prompt(f"row-{number}", np.asarray(ids), unmarked(text), one.data_source, messages=renderer.messages(one))
-            number += 1
+def _messages(rollout: Rollout) -> dict[str, Any]:
+    return {"messages": rollout.prompt.messages}
 
 
 def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:
@@ -264,23 +193,6 @@ def _rollout(record: Record) -> Rollout:
     )
 
 
-def _write(output: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write the file as a whole. Raises DataError for rows that have no common columns in parquet."""
-    if output.suffix == ".jsonl":
-        write_whole(output, "".join(map(dump_line, rows)))
-        return
-    import pyarrow as pa
-    import pyarrow.parquet as parquet
-
-    temporary = output.with_name(f".{output.name}")
-    try:
-        parquet.write_table(pa.Table.from_pylist(rows), temporary)
-    except pa.ArrowException as error:
-        temporary.unlink(missing_ok=True)
-        raise DataError(f"{output}: the rows have no common columns ({str(error).splitlines()[0]}); give a .jsonl") from error
-    temporary.replace(output)
-
-
 def _summary(groups: Any, rows: Sequence[Any], scores: bool, options: argparse.Namespace, console: Console) -> None:
     records = [record for group in groups.values() for record in group]
     rewards = [record["reward"] for record in records if isinstance(record["reward"], int | float)]
@@ -301,12 +213,11 @@ def _parser() -> Arguments:
         "  grpo-rl generate builtin:arithmetic --data prompts.parquet --output responses.parquet",
     )
     parser.add_argument("targets", nargs="*", metavar="MODEL|RUN[@step]", help="a model's folder, builtin:NAME, a run, RUN@40")
-    parser.add_argument("--data", action="append", metavar="FILE", help="prompts, as data.val_files takes them")
     parser.add_argument("--output", metavar="FILE", default="responses.jsonl", help=".jsonl or .parquet (responses.jsonl)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there")
     parser.add_argument("--keep", choices=("all", "good", "pairs"), default="all", help="which responses become rows (all)")
     parser.add_argument("--min-reward", type=finite, default=1.0, help="--keep good: the least reward of a good one (1)")
     parser.add_argument("--max-per-prompt", type=counted, help="--keep good: at most so many for one prompt")
     parser.add_argument("--scores", choices=("auto", "yes", "no"), default="auto", help="score the responses (auto)")
-    add_sampling_options(parser, n=1, temperature=1.0)
+    add_sampling_options(parser, n=1)
     return parser

@@ -1,4 +1,6 @@
-"""The plan of a command that samples: settings of a run, options of the command, and `key=value` words, later ones first.
+"""What the commands that sample share: their options, their plan, and the answers to the prompts that have none yet.
+
+The plan is made of settings of a run, options of the command, and `key=value` words, later ones first.
 
 The configuration is that of a run which only validates (`trainer.val_only=true`), composed and checked in the same way. Of a
 run's own configuration only what bears on sampling and scoring is taken: data columns, templates, lengths, reward, engine.
@@ -7,7 +9,7 @@ run's own configuration only what bears on sampling and scoring is taken: data c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +21,17 @@ from grpo_rl.commands.targets import Target
 from grpo_rl.commands.trust import add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir, find_run, run_config
 
 if TYPE_CHECKING:
+    from grpo_rl.cluster.sampling import Sampler, SamplingSession
+    from grpo_rl.data.dataset import PromptDataset
+    from grpo_rl.evaluation.response_file import ResponseFile
     from grpo_rl.plan.decisions import Plan
+    from grpo_rl.telemetry.terminal.console import Console
+    from grpo_rl.types import Rollout
 
 _A, _R = "actor_rollout_ref", "actor_rollout_ref.rollout"
 _DATA = (
@@ -44,6 +51,8 @@ SAMPLED_WITH = frozenset(f"{_R}.{key}" for key in ("name", "seed", "dtype", "fp3
 """Keys of the engine that responses depend on; the others are about speed and memory."""
 _PROCESSES = frozenset(f"{EPISODES}environment.{key}" for key in ("num_workers", "max_episodes", "memory_limit_gb", "retries"))
 """Keys of episodes that are about the processes of environments."""
+NO_DATA = "task:arithmetic?num_rows=1"
+"""The data of a plan whose prompts come from elsewhere: it is checked, and never read."""
 ALONE_MEMORY_SHARE = 0.85
 """GPU: share of the memory for an engine that has the device to itself."""
 
@@ -68,19 +77,25 @@ class SamplingPlan:
         return kept | values | {"data.val_max_samples": tree.get("data.val_max_samples")}
 
 
-def add_sampling_options(parser: Arguments, *, n: int, temperature: float) -> None:
-    """Add the options that all commands which sample have in common."""
+def add_sampling_options(parser: Arguments, *, n: int) -> None:
+    """Add the options that all commands which sample for prompts have in common."""
+    parser.add_argument("--data", action="append", metavar="FILE", help="prompts, as data.val_files takes them")
     parser.add_argument("-n", type=counted, default=n, help=f"responses to each prompt ({n})")
-    parser.add_argument("--temperature", type=not_negative, default=temperature, help=f"0 is greedy ({temperature:g})")
-    parser.add_argument("--top-p", type=not_negative, default=1.0, help="sample from the likeliest tokens of this share (1)")
     parser.add_argument("--top-k", type=int, default=-1, help="sample from so many tokens; -1 takes all")
-    parser.add_argument("--max-tokens", type=counted, help="longest response in tokens (as the run has it, else 512)")
-    parser.add_argument("--seed", type=int, help="seed of sampling (as the run has it, else 0)")
     parser.add_argument("--limit", type=counted, help="only the first rows of the data")
+    parser.add_argument("--settings-of", metavar="RUN", help="the run whose data columns, templates and reward are taken")
+    parser.add_argument("--max-tokens", type=counted, help="longest response in tokens (as the run has it, else 512)")
+    add_engine_options(parser)
+
+
+def add_engine_options(parser: Arguments) -> None:
+    """Add the options of sampling from one model."""
+    parser.add_argument("--temperature", type=not_negative, default=1.0, metavar="T", help="0 is greedy (1)")
+    parser.add_argument("--top-p", type=not_negative, default=1.0, metavar="P", help="the likeliest tokens of this share (1)")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of sampling (as the run has it, else 0)")
     parser.add_argument(
         "--engine", choices=("vllm", "hf"), help="vllm, or hf: plain transformers (as the run has it, else vllm)"
     )
-    parser.add_argument("--settings-of", metavar="RUN", help="the run whose data columns, templates and reward are taken")
     add_trust_option(parser)
 
 
@@ -151,11 +166,49 @@ def data_of_run(run: Path, *, trusted: bool = False) -> list[str]:
     return found
 
 
-def source_run(options: argparse.Namespace, targets: Sequence[Target]) -> Path | None:
-    """Return the run that settings are taken from: the one that is named, else the first among the targets."""
-    if options.settings_of is not None:
-        return find_run(options.settings_of)
-    return next((target.run for target in targets if target.run is not None), None)
+def sampled_with(
+    options: argparse.Namespace, targets: Sequence[Target], words: Sequence[str]
+) -> tuple[Path | None, list[str], dict[str, Any]]:
+    """Return the run that settings are taken from (the one that is named, else the first among the targets), data and keys."""
+    run = next((target.run for target in targets if target.run is not None), None)
+    run = run if options.settings_of is None else find_run(options.settings_of)
+    data = options.data or (data_of_run(run, trusted=options.trust_run) if run is not None else [])
+    if not data:
+        raise ConfigError("--data is missing: a file, a folder, task:NAME, ...; runs with data.val_files need none")
+    keys = settings_of_run(run, options.engine, words, trusted=options.trust_run)
+    return run, data, keys | option_keys(options, data)
+
+
+def answer_missing(
+    plan: Plan,
+    sampler: Sampler,
+    session: SamplingSession,
+    prompts: PromptDataset,
+    file: ResponseFile,
+    label: str,
+    console: Console,
+    more: Callable[[Rollout], dict[str, Any]] = lambda rollout: {},
+) -> None:
+    """Answer the prompts that have no answers in the file yet; `more` makes further fields of a line."""
+    from grpo_rl.telemetry.rollouts.rollout_log import record_of
+    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
+    from grpo_rl.trainer.validation import validation_sampling
+
+    values = plan.config.actor_rollout_ref.rollout.val_kwargs
+    there = file.groups(values.n)
+    missing = [row for row in range(len(prompts)) if row not in there]
+    if there and missing:
+        console.info(f"{label}: goes on, {len(there)} of {len(prompts)} prompts are answered already")
+    sampling = validation_sampling(values, training_sampling(plan.config, VALIDATION))
+    parts = [[prompts.prompt(row, f"val-{row}") for row in part] for part in sampler.parts_of(missing, values.n)]
+    with console.progress(label, len(missing) * values.n) as bar:
+        session.phase("gen")
+        for rollouts in sampler.answers(parts, values.n, sampling, bar.advance):
+            session.phase("save")
+            rows = (int(rollout.prompt.uid.removeprefix("val-")) for rollout in rollouts)
+            file.append([record_of(one) | {"row": row} | more(one) for one, row in zip(rollouts, rows, strict=True)])
+            session.phase("gen")
+    file.complete(len(prompts))
 
 
 def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, recipe: Path) -> SamplingPlan:
@@ -182,18 +235,6 @@ def _planned(keys: Mapping[str, Any], typed: set[str], words: Sequence[str], rec
     recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")
     composed = compose([f"recipe={recipe}", *words])
     return SamplingPlan(composed, make_plan(composed))
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the keys of a nested configuration by their dotted names; free mappings are values."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in leaves():
-            found |= flat(value, f"{key}.")
-        else:
-            found[key] = value
-    return found
 
 
 def nested(keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import MARK, unmarked
 from grpo_rl.data.prompts import TOKENIZED_AT_ONCE, truncate
 from grpo_rl.data.row_set import BadRows, RowSet
-from grpo_rl.data.rows import BadRow, Example, difficulty_of, example
+from grpo_rl.data.rows import BadRow, Example, column, difficulty_of, example, prompt_of
 from grpo_rl.types import Prompt
 
 
@@ -100,7 +101,7 @@ class PromptDataset(RowSet[PromptRow]):
             for index in indices[start : start + TOKENIZED_AT_ONCE]:
                 try:
                     where = self._source.where(index)
-                    row = example(self._source.row(index), where, self.config)
+                    row = self._example(self._source.row(index), where)
                     rows.append((index, row, self.renderer.render(row, where)))
                 except BadRow as error:
                     yield index, error
@@ -111,6 +112,9 @@ class PromptDataset(RowSet[PromptRow]):
                     yield index, PromptRow(row, unmarked(text), np.asarray(token_ids, dtype=np.int32))
                 else:
                     yield index, BadRow(f"{self._source.where(index)}: column {self.config.prompt_key!r} has no tokens")
+
+    def _example(self, row: dict[str, Any], where: str) -> Example:
+        return example(row, where, self.config)
 
     def _sizes(self, row: PromptRow) -> tuple[int, int, int]:
         return len(row.token_ids), len(row.token_ids), 0
@@ -124,3 +128,13 @@ class PromptDataset(RowSet[PromptRow]):
     def _count(self, row: PromptRow) -> None:
         super()._count(row)
         self._data_sources.add(row.example.data_source)
+
+
+class BarePromptDataset(PromptDataset):
+    """Rows that need a prompt and nothing else: for sampling without a reward."""
+
+    def _example(self, row: dict[str, Any], where: str) -> Example:
+        key, found = self.config.prompt_key, self.config.data_source or row.get(self.config.reward_fn_key)
+        file = Path(where.rpartition(", ")[0]).stem
+        prompt = prompt_of(column(row, key, where), where, key)
+        return Example(prompt, found if isinstance(found, str) and found else file, None, {})

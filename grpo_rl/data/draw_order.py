@@ -371,7 +371,7 @@ def weight_of_rate(rate: np.ndarray, floor: float) -> np.ndarray:
 
 
 def make_row_order(
-    config: Config, dataset: PromptDataset | TrainingSet, is_retired: Callable[[int], bool] | None = None
+    config: Config, dataset: PromptDataset | TrainingSet[Any], is_retired: Callable[[int], bool] | None = None
 ) -> RowOrder:
     """Return the order in which rows of `dataset` are drawn. Raises ConfigError for a batch larger than the data."""
     data = config.data

@@ -315,25 +315,10 @@ class RowSet(ABC, Generic[Row]):
 # ---- rows that are trained as they stand -----------------------------------------------------------------
 
 
-class TrainingSet(Protocol):
+class TrainingSet(RowSet[Row]):
     """The rows of a training that samples nothing, of any kind."""
 
-    fingerprint: Fingerprint
-    """The fingerprint of the sources, as a checkpoint contains it."""
-    report: RowReport
-
-    def __len__(self) -> int: ...
-
-    @property
-    def part_sizes(self) -> list[int]:
-        """Rows of each source, in their order."""
-
-    def usable(self, row: int) -> bool:
-        """Return whether row `row` can be trained on; the same at any time, as the row alone decides.
-
-        Raises DataError for a row that ends the run.
-        """
-
+    @abstractmethod
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch; what a row makes, one rollout or several, is one group. Raises DataError for one that cannot be used."""
 
@@ -342,8 +327,8 @@ class TrainingSet(Protocol):
 class TrainingRows:
     """The rows that a run learns from, and those on which its loss is measured beside."""
 
-    train: TrainingSet
-    val: TrainingSet | None = None
+    train: TrainingSet[Any]
+    val: TrainingSet[Any] | None = None
 
 
 class Tokens(Protocol):

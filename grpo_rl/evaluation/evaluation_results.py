@@ -155,12 +155,6 @@ def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
     return [f"minus {labels[0]}", *labels[1:]], rows
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join([*lines, *("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)])
-
-
 def estimate_text(found: Estimate) -> str:
     """Return `0.312 [0.281, 0.344]`; without the interval where there is none."""
     return f"{found.mean:.3f}" + ("" if math.isnan(found.low) else f" [{found.low:.3f}, {found.high:.3f}]")
@@ -199,10 +193,8 @@ def _of_source(source: str, models: Sequence[Values], pass_at: float, seed: int)
 
 
 def _line(record: Record) -> _Line:
-    parts = {str(key): float(value) for key, value in (record.get("reward_parts") or {}).items() if _is_number(value)}
+    parts = {
+        str(key): float(value) for key, value in (record.get("reward_parts") or {}).items() if isinstance(value, int | float)
+    }
     reward = record.get("reward")
     return _Line(float(reward) if isinstance(reward, int | float) else 0.0, parts, record.get("failure"))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 import grpo_rl
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -24,16 +24,17 @@ _LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resum
 
 def model_card(run_dir: RunDir, config: Mapping[str, Any], step: int | None, *, has_curve: bool) -> str:
     """Return the card as Markdown with the hub's metadata at its head. `step` is that of the checkpoint, None for the end."""
+    config = flat(config)
     records = [record for record in read_metrics(run_dir.metrics_file) if step is None or record["step"] <= step]
-    base, steps = _at(config, "actor_rollout_ref.model.path"), int(records[-1]["step"]) if records else 0
+    base, steps = config.get("actor_rollout_ref.model.path"), int(records[-1]["step"]) if records else 0
     trained = f"Trained with reinforcement learning by grpo_rl {grpo_rl.__version__}"
     at = f"the checkpoint of step {step}" if step is not None else f"the policy after {steps} steps"
     lines = [
         *_metadata(str(base), config),
         f"# {safe_text(run_dir.name, limit=100)}",
         "",
-        f"{trained}, from `{_code(base)}`: {at}. Objective: `{_code(_at(config, 'algorithm.adv_estimator'))}` advantages, "
-        f"`{_code(_at(config, 'actor_rollout_ref.actor.policy_loss.loss_mode'))}` policy loss.",
+        f"{trained}, from `{_code(base)}`: {at}. Objective: `{_code(config.get('algorithm.adv_estimator'))}` advantages, "
+        f"`{_code(config.get('actor_rollout_ref.actor.policy_loss.loss_mode'))}` policy loss.",
     ]
     lines += ["", "## Data and reward", "", *_data(config)]
     lines += ["", "## Result", "", *_result(records)]
@@ -51,7 +52,7 @@ def _metadata(base: str, config: Mapping[str, Any]) -> list[str]:
         "pipeline_tag": "text-generation",
         "tags": ["grpo_rl", "reinforcement-learning"],
     }
-    estimator = _at(config, "algorithm.adv_estimator")
+    estimator = config.get("algorithm.adv_estimator")
     if isinstance(estimator, str) and ":" not in estimator:
         found["tags"].append(estimator)
     if base.count("/") == 1 and not base.startswith(("/", ".", "~")):
@@ -90,7 +91,7 @@ def _changed(config: Mapping[str, Any]) -> list[str]:
     """Return the keys that differ from the schema's defaults, one per line, without those about one machine's folders."""
     found = []
     for key, leaf in leaves().items():
-        value = _at(config, key, leaf.default)
+        value = config.get(key, leaf.default)
         if value != leaf.default and key not in _LOCAL:
             text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
             text = text.removesuffix("\n").removesuffix("\n...")
@@ -111,17 +112,8 @@ def _repeat(run_dir: RunDir) -> list[str]:
 
 
 def _listed(config: Mapping[str, Any], key: str) -> list[str]:
-    found = _at(config, key, [])
+    found = config.get(key, [])
     return [str(entry) for entry in found] if isinstance(found, list) else [str(found)]
-
-
-def _at(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return default
-        value = value[part]
-    return value
 
 
 def _code(value: Any) -> str:

@@ -87,13 +87,12 @@ class ResponseFile:
         whole = {row: group for row, group in sorted(found.items()) if set(group) == set(range(n))}
         return {row: [group[sample] for sample in range(n)] for row, group in whole.items()}
 
-    @property
-    def num_prompts(self) -> int | None:
-        """The number of prompts of the data, once all of them are answered; None before."""
+    def is_complete(self, n: int) -> bool:
+        """Return whether every prompt has its n responses; how many prompts there are is noted when the last is answered."""
         try:
-            return int(read_json(self._complete)["num_prompts"])
-        except (DataError, ValueError, OverflowError, KeyError, TypeError):
-            return None
+            return bool(read_json(self._complete)["num_prompts"] == len(self.groups(n)))
+        except (DataError, KeyError, TypeError):
+            return False
 
     def complete(self, num_prompts: int) -> None:
         """Note that all prompts are answered, and how many there are."""

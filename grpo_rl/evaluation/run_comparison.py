@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.errors import DataError
 from grpo_rl.evaluation import estimates
 from grpo_rl.evaluation.estimates import Difference
@@ -109,7 +109,7 @@ def read_run(folder: Path) -> ComparedRun:
         raise DataError(f"{folder}: there is no metrics.jsonl with a step in it; give the folder of a run")
     config: dict[str, Any] = {}
     with suppress(DataError):
-        config = _flat(run_config(folder))
+        config = flat(run_config(folder))
     return ComparedRun(folder, config, records)
 
 
@@ -213,14 +213,3 @@ def _by_prompt(group: RunGroup, metric: str, axis: Axis, at: float) -> dict[tupl
         for prompt, value in zip(records, values.values_PN.mean(axis=1), strict=True):
             found.setdefault(prompt, []).append(float(value))
     return {prompt: fmean(values) for prompt, values in found.items() if len(values) == len(group.runs)}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in leaves():
-            found |= _flat(value, f"{key}.")
-        else:
-            found[key] = value
-    return found

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -159,3 +159,15 @@ def siblings(key: str) -> list[str]:
     group = key.rpartition(".")[0]
     names = [name[len(group) + 1 :].split(".")[0] for name in leaves() if name.startswith(group + ".")]
     return list(dict.fromkeys(names))
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a nested configuration by their dotted keys; free mappings are values."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in leaves():
+            found |= flat(value, f"{key}.")
+        else:
+            found[key] = value
+    return found

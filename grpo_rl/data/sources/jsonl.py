@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -131,22 +134,26 @@ def _has_text(file: IO[bytes], start: int, end: int) -> bool:
 def _unpacked(name: str, path: Path, cache_dir: str | None) -> IO[bytes]:
     # Without a name from the beginning: it is gone with the process, however that ends.
     file = tempfile.TemporaryFile(dir=cache_dir)  # noqa: SIM115
-    lines = 0
     try:
-        with gzip.open(path, "rb") as packed:
-            while block := packed.read(2**20):
-                lines += block.count(b"\n")
-                file.write(block)
-    except EOFError as error:
-        raise DataError(f"{name}, line {lines + 1}: the file is cut short: the end of the gzip data is missing") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{name}, line {lines + 1}: not readable gzip data: {first_line(error)}") from error
+        with gzip_errors(name), gzip.open(path, "rb") as packed:
+            shutil.copyfileobj(packed, file, 2**20)
+        file.flush()
     except OSError as error:
         raise DataError(
             f"{name}: no room to unpack it: {error}; name a folder with more in data.cache_dir, or unpack the file yourself"
         ) from error
-    file.flush()
     return file
+
+
+@contextmanager
+def gzip_errors(name: str) -> Iterator[None]:
+    """Raise DataError for what the reader of gzip data refuses in the block."""
+    try:
+        yield
+    except EOFError as error:
+        raise DataError(f"{name}: the file is cut short: the end of the gzip data is missing") from error
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{name}: not readable gzip data: {first_line(error)}") from error
 
 
 def _array(name: str, file: IO[bytes], num_bytes: int) -> RowSource:

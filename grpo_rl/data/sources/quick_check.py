@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.rows import LARGEST_ROW, BadRow, example
-from grpo_rl.data.sources.jsonl import check_head, first_line, is_array, open_json, parse_row
+from grpo_rl.data.sources.jsonl import check_head, first_line, gzip_errors, is_array, open_json, parse_row
 from grpo_rl.data.sources.locate import HUB_PREFIX, TABLE_SUFFIXES, TASK_PREFIXES, data_files, open_source
 from grpo_rl.errors import ConfigError, DataError
 
@@ -27,10 +25,8 @@ FIRST_ROWS = 8
 """Rows that are read of each file, however many files there are."""
 LISTED = 10
 """Bad rows that are named, of all files together."""
-UNPACKED = 16 * 2**20
-"""Bytes of a .gz that are unpacked."""
 LARGEST_ARRAY = 16 * 2**20
-"""Bytes of a JSON array that is read; of a larger one the two ends are looked at."""
+"""Bytes of a JSON array that is read; of a larger one the end is looked at."""
 
 Found = tuple[str, dict[str, Any] | BadRow]
 """A row's place, and the row, or what is wrong with it."""
@@ -109,7 +105,7 @@ def _rows(name: str, path: Path, file: IO[bytes], budget_s: float) -> Iterator[F
         if number >= FIRST_ROWS and time.monotonic() > deadline:
             break
     else:
-        if number == 0:
+        if number == 0 and path.stat().st_size <= LARGEST_ARRAY:
             raise DataError(f"{name}: the file has no rows")
         return
     if not path.name.endswith((*TABLE_SUFFIXES, ".gz", ".json")):
@@ -117,60 +113,37 @@ def _rows(name: str, path: Path, file: IO[bytes], budget_s: float) -> Iterator[F
 
 
 def _json_rows(name: str, path: Path, file: IO[bytes]) -> Iterator[Found]:
-    size, whole = path.stat().st_size, True
-    if path.name.endswith(".gz"):
-        content, whole = _unpacked(name, path)
-        file, size = io.BytesIO(content), len(content)
-    head = file.read(4096)
+    packed = path.name.endswith(".gz")
+    with gzip_errors(name):
+        lines: Any = gzip.open(file) if packed else file  # noqa: SIM115
+        head = lines.read(4096)
+        lines.seek(0)
     check_head(name, head)
-    file.seek(0)
     if not is_array(path, head):
-        yield from _lines(name, file)
-    elif size > LARGEST_ARRAY or not whole:
-        yield _first_element(f"{name}, row 0", file.read(LARGEST_ROW).decode("utf-8", "replace"))
-        file.seek(max(0, size - 4096))
-        if whole and not file.read().rstrip().endswith(b"]"):
-            raise DataError(f"{name}: the JSON array has no end: the file is cut short, or something follows the array")
-    else:
+        yield from _lines(name, lines)
+    elif path.stat().st_size <= LARGEST_ARRAY:
         source = open_json(name, path, None)
         for index in range(len(source)):
             try:
                 yield source.where(index), source.row(index)
             except BadRow as error:
                 yield source.where(index), error
-
-
-def _first_element(where: str, head: str) -> Found:
-    try:
-        row, _ = json.JSONDecoder().raw_decode(head.lstrip()[1:].lstrip())
-    except (ValueError, RecursionError) as error:
-        return where, BadRow(f"{where}: broken JSON: {first_line(error)}")
-    found = f"{where}: expected an object with the row's columns, found {type(row).__name__}"
-    return where, row if isinstance(row, dict) else BadRow(found)
-
-
-def _unpacked(name: str, path: Path) -> tuple[bytes, bool]:
-    """Return the first 16 MiB of a .gz up to the last whole line, and whether that is all. Raises DataError for a broken one."""
-    try:
-        with gzip.open(path, "rb") as packed:
-            content = packed.read(UNPACKED + 1)
-    except EOFError as error:
-        raise DataError(f"{name}: the file is cut short: the end of the gzip data is missing") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{name}: not readable gzip data: {first_line(error)}") from error
-    if len(content) <= UNPACKED:
-        return content, True
-    return content[: content.rfind(b"\n") + 1] or content, False
+    elif not packed:
+        file.seek(max(0, path.stat().st_size - 4096))
+        if not file.read().rstrip().endswith(b"]"):
+            raise DataError(f"{name}: the JSON array has no end: the file is cut short, or something follows the array")
 
 
 def _lines(name: str, file: IO[bytes]) -> Iterator[Found]:
     start = number = 0
-    while line := file.readline(LARGEST_ROW + 1):
+    while True:
+        with gzip_errors(name):
+            line = file.readline(LARGEST_ROW + 1)
         number += 1
         if line.strip():
             yield _line(f"{name}, line {number}", line, start)
         start += len(line)
-        if len(line) > LARGEST_ROW:
+        if not line or len(line) > LARGEST_ROW:
             return
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,23 @@ def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
             raise BadRow(f"{where}: column {column!r} has {len(value)} bytes; expected at most {LARGEST_ROW}")
         row[column] = plain(value)
     return row
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write a .jsonl or .parquet file that is complete or not there at all. Raises DataError for rows without common columns."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if path.suffix == ".jsonl":
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: the rows have no common columns ({first_line(error)}); give a .jsonl") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _batches(path: Path, num_rows: int) -> tuple[Any, Iterator[Any]]:

@@ -18,7 +18,7 @@ from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.row_set import RowSet, batch_of_sequences
+from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
 from grpo_rl.data.rows import BadRow, check_values, column, wrong
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.types import Batch
@@ -269,7 +269,7 @@ def _rewritten(before: str, now: str, what: str) -> str:
 # ---- a whole data set --------------------------------------------------------------------------------
 
 
-class DemonstrationSet(RowSet[Demonstration]):
+class DemonstrationSet(TrainingSet[Demonstration]):
     """The demonstrations of one or several sources, by their row."""
 
     ways_out = (

@@ -19,7 +19,7 @@ from torch import Tensor
 from grpo_rl.config.derived import longest_sequence, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.row_set import RowSet
+from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.data.rows import BadRow, Example, Message, check_messages, check_values, column, finite, prompt_of, wrong
 from grpo_rl.types import Batch, Rollout
 
@@ -143,7 +143,7 @@ def _of_messages(
 # ---- a whole data set --------------------------------------------------------------------------------
 
 
-class PairSet(RowSet[Pair]):
+class PairSet(TrainingSet[Pair]):
     """The pairs of one or several sources, by their row."""
 
     ways_out = (

@@ -23,7 +23,7 @@ import torch
 from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.row_set import RowSet, batch_of_sequences
+from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
 from grpo_rl.data.rows import BadRow, Example, Message, check_values, column, finite, prompt_of, wrong
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
@@ -207,7 +207,7 @@ _FORMATS: tuple[tuple[tuple[str, ...], Callable[[dict[str, Any], str, DataConfig
 # ---- a whole data set --------------------------------------------------------------------------------
 
 
-class RatedStepSet(RowSet[RatedSteps]):
+class RatedStepSet(TrainingSet[RatedSteps]):
     """The rated solutions of one or several sources, by their row."""
 
     ways_out = "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true"

@@ -85,7 +85,7 @@ class ReferenceRows:
             return False
         return all(self._fits(part, data) for part, data in self._sets.items())
 
-    def _fits(self, part: str, data: TrainingSet) -> bool:
+    def _fits(self, part: str, data: TrainingSet[Any]) -> bool:
         """Return whether some of the rows have the tokens that the file has log-probs of."""
         digests_R = self._columns[f"{part}.digests"]
         for row in np.unique(np.linspace(0, len(data) - 1, COMPARED, dtype=np.int64)).tolist():
@@ -111,7 +111,7 @@ def _key(rows: TrainingRows, actor: Actor) -> str:
     return json.dumps({"weights": actor.fingerprint(), "data": data}, sort_keys=True)
 
 
-def _computed(part: str, data: TrainingSet, actor: Actor, batch_size: int, done: Any) -> dict[str, Tensor]:
+def _computed(part: str, data: TrainingSet[Any], actor: Actor, batch_size: int, done: Any) -> dict[str, Tensor]:
     """Return the columns of one part: log-probs back to back, where each row's begin, and a digest of each row's tokens."""
     pieces: list[Tensor] = []
     lengths: list[int] = []

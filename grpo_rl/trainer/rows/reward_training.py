@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class Scored(NamedTuple):
     labels_K: Tensor | None = None
 
 
-def scored_rows(model: TrainedRewardModel, data: TrainingSet, batch_size: int) -> Scored:
+def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> Scored:
     """Return the present scores of all rows, read `batch_size` at a time."""
     parts: list[Scored] = []
     for start in range(0, len(data), batch_size):

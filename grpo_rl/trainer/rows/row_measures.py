@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
+from typing import Any
 
 import torch
 
@@ -41,7 +42,7 @@ def perplexity(loss: float) -> float:
 
 
 def measure(
-    actor: Actor, data: TrainingSet, objective: Objective, batch_size: int, reference: ReferenceRows | None = None
+    actor: Actor, data: TrainingSet[Any], objective: Objective, batch_size: int, reference: ReferenceRows | None = None
 ) -> Metrics:
     """Return the policy loss `pg_loss` of all validation rows, and its averaged statistics, as one batch of them all has them."""
     # The other terms of the objective are no part of how well the rows are learnt.

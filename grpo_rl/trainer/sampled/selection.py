@@ -200,7 +200,9 @@ class Selection:
         )
 
 
-def resume_order(sampler: RowOrder, data: PromptDataset | TrainingSet, state: dict[str, Any], *, allow_change: bool) -> bool:
+def resume_order(
+    sampler: RowOrder, data: PromptDataset | TrainingSet[Any], state: dict[str, Any], *, allow_change: bool
+) -> bool:
     """Let the sampler continue where `state` was taken; return False where the next epoch of other data begins instead.
 
     Raises CheckpointError for data that have changed, unless that is allowed.

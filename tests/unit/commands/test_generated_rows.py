@@ -8,22 +8,27 @@ from pathlib import Path
 import pytest
 from command_folders import rollout
 
-from grpo_rl.commands.generate import _has_ground_truth, _parser, _plain_prompts, _record, _rows, _write
+from grpo_rl.commands.generate import _has_ground_truth, _messages, _parser, _rows
 from grpo_rl.config.schema.tree import Config, DataConfig
+from grpo_rl.data.dataset import BarePromptDataset
+from grpo_rl.data.sources.tables import write_rows
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
 from grpo_rl.data.training_rows.pairs import PairSet
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.telemetry.rollouts.rollout_log import record_of
+
+
+def line(row: int, reward: float, sample: int, text: str) -> dict:
+    one = rollout(row, reward, sample=sample, text=text)
+    return record_of(one) | {"row": row} | _messages(one)
 
 
 def groups() -> list[list[dict]]:
     """Two prompts with four responses each, as lines of the folder of work, read back from JSON."""
     answers = [["2", "2", "3", "4"], ["5", "6", "7", "8"]]
     rewards = [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
-    lines = [
-        [_record(rollout(row, rewards[row][sample], sample=sample, text=answers[row][sample])) for sample in range(4)]
-        for row in range(2)
-    ]
+    lines = [[line(row, rewards[row][sample], sample, answers[row][sample]) for sample in range(4)] for row in range(2)]
     return json.loads(json.dumps(lines))
 
 
@@ -34,7 +39,7 @@ def rows(*words: str) -> list[dict]:
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_good_ones_are_demonstrations(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"good{suffix}"
-    _write(path, rows("--keep", "good"))
+    write_rows(path, rows("--keep", "good"))
     learnt = DemonstrationSet([str(path)], Config(data=DataConfig(responses="rows")), build_tokenizer(128)).checked()
     assert len(learnt) == 1, "the same response twice is one row"
     [row] = rows("--keep", "good")
@@ -44,7 +49,7 @@ def test_good_ones_are_demonstrations(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_pairs_are_the_best_and_the_worst_of_a_prompt(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"pairs{suffix}"
-    _write(path, rows("--keep", "pairs"))
+    write_rows(path, rows("--keep", "pairs"))
     assert len(PairSet([str(path)], Config(data=DataConfig(responses="rows")), build_tokenizer(128)).checked()) == 1
     [row] = rows("--keep", "pairs")
     assert (row["chosen"], row["rejected"], row["chosen_reward"]) == ("2", "3", 1.0)
@@ -54,10 +59,10 @@ def test_all_of_them_are_rows_without_what_is_the_commands_own(tmp_path: Path) -
     found = rows()
     assert len(found) == 8 and {"prompt", "response", "reward", "ground_truth", "finish_reason"} <= found[0].keys()
     assert not {"row", "messages", "advantage"} & found[0].keys()
-    _write(tmp_path / "all.parquet", found)
+    write_rows(tmp_path / "all.parquet", found)
     mixed = [dict(found[0], ground_truth="2"), dict(found[1], ground_truth={"target": 3})]
     with pytest.raises(DataError, match=r"give a \.jsonl"):
-        _write(tmp_path / "mixed.parquet", mixed)
+        write_rows(tmp_path / "mixed.parquet", mixed)
     assert not (tmp_path / "mixed.parquet").exists()
 
 
@@ -65,8 +70,8 @@ def test_rows_with_a_prompt_alone_are_answered_without_a_score(tmp_path: Path) -
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "1+1="}\n{"prompt": [{"role": "user", "content": "2+2="}]}\n{"prompt": "3+3="}\n')
     assert not _has_ground_truth([str(path)], DataConfig()) and _has_ground_truth(["task:arithmetic?num_rows=2"], DataConfig())
-    found = list(_plain_prompts([str(path)], DataConfig(), build_tokenizer(128), limit=2))
-    assert [prompt.text for prompt in found] == ["1+1=", "<|user|>2+2=<|assistant|>"]
-    assert [prompt.uid for prompt in found] == ["row-0", "row-1"] and found[0].data_source == "prompts"
+    found = BarePromptDataset([str(path)], DataConfig(), build_tokenizer(128), max_samples=2).checked()
+    assert [found.prompt(row, "u").text for row in range(len(found))] == ["1+1=", "<|user|>2+2=<|assistant|>"]
+    assert found.prompt(0, "u").data_source == "prompts"
     with pytest.raises(DataError, match=r"more than data\.max_prompt_length=3"):
-        list(_plain_prompts([str(path)], DataConfig(max_prompt_length=3), build_tokenizer(128), limit=None))
+        BarePromptDataset([str(path)], DataConfig(max_prompt_length=3), build_tokenizer(128)).checked()

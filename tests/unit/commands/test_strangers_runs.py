@@ -12,8 +12,9 @@ from command_folders import make_run
 
 import grpo_rl
 from grpo_rl.__main__ import main
-from grpo_rl.commands.sampling_plan import data_of_run, flat, nested, settings_of_run
+from grpo_rl.commands.sampling_plan import data_of_run, nested, settings_of_run
 from grpo_rl.commands.targets import run_config
+from grpo_rl.config.schema.fields import flat
 from grpo_rl.errors import DataError
 from grpo_rl.models import builtin
 from grpo_rl.telemetry.rundir import links_out

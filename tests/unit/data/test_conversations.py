@@ -92,11 +92,6 @@ def test_a_prompt_and_an_answer_are_a_conversation_of_two_turns(tokenizer: Any) 
     assert texts == {"<|user|>1+1<|assistant|>«2<|end|>»"}
 
 
-def test_a_system_prompt_comes_before_a_conversation_that_has_none(tokenizer: Any) -> None:
-    given = {"prompt": "1+1", "response": "2"}
-    assert shown(found(given, tokenizer, system_prompt="short"), tokenizer).startswith("<|system|>short<|user|>1+1")
-
-
 def test_without_a_template_a_text_goes_on_with_the_answer_and_the_end_of_sequence() -> None:
     bare = build_tokenizer(128)
     bare.chat_template = None

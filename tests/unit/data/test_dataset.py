@@ -73,23 +73,11 @@ def test_several_files_and_tasks_are_concatenated_in_order(tmp_path, tokenizer):
     assert data.data_sources == ["arithmetic", "mine"]
 
 
-def test_max_samples_takes_the_first_rows(tmp_path, tokenizer):
-    name = write_jsonl(tmp_path / "a.jsonl", [row(str(i), str(i)) for i in range(5)])
-    assert [load(name, tokenizer, max_samples=2).prompt(i, "u").ground_truth for i in range(2)] == ["0", "1"]
-    assert len(load(name, tokenizer, max_samples=2)) == 2
-
-
 def test_a_plain_string_prompt_is_tokenized_as_it_is(tmp_path, tokenizer):
     data = load(write_jsonl(tmp_path / "a.jsonl", [row(prompt="1+1="), row("2+2=")]), tokenizer)
     assert data.prompt(0, "u").token_ids.tolist() == tokenizer.encode("1+1=")
     assert data.prompt(0, "u").text == "1+1="
     assert data.prompt(1, "u").text == "<|user|>2+2=<|assistant|>"
-
-
-def test_column_names_come_from_the_config(tmp_path, tokenizer):
-    name = write_jsonl(tmp_path / "a.jsonl", [{"q": "1+1=", "source": "mine", "reward_model": {"ground_truth": 2}}])
-    prompt = load(name, tokenizer, prompt_key="q", reward_fn_key="source").prompt(0, "u")
-    assert (prompt.text, prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("1+1=", "mine", 2, {})
 
 
 def test_template_options_reach_the_template_and_ours_are_refused(tmp_path):
@@ -126,13 +114,6 @@ def test_overlong_prompts_are_dropped_and_counted(tmp_path, tokenizer):
     assert "1 of 3 rows dropped as too long" in str(data.report)
 
 
-def test_a_prompt_of_exactly_the_limit_is_kept(tmp_path, tokenizer):
-    name = write_jsonl(tmp_path / "a.jsonl", [row("1")])
-    assert len(load(name, tokenizer, max_prompt_length=3)) == 1
-    with pytest.raises(DataError):
-        load(name, tokenizer, max_prompt_length=2)
-
-
 def test_truncation_error_names_the_file_the_row_and_the_ways_out(tmp_path, tokenizer):
     name = write_jsonl(tmp_path / "a.jsonl", [row("1"), row("1" * 20), row("1" * 30)])
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: the prompt has 22 tokens.*=3; 2 rows are too long .*longest: 32"):
@@ -159,75 +140,6 @@ def test_no_rows_left_after_the_filter_is_an_error(tmp_path, tokenizer):
 
 
 # ---- bad input ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b"", "the file is empty"),
-        ("a.jsonl", b"\n \n", "the file has no rows"),
-        ("a.json", b"[]", "the file has no rows"),
-        ("a.jsonl", b"\xef\xbb\xbf{}", "line 1: the file starts with a byte-order mark"),
-        ("a.jsonl", b'{"a": 1}\n{"a": }\n', r"line 2, column 7: broken JSON"),
-        ("a.json", b'[{"a": 1},\n {"a": }]', r"line 2, column 8: broken JSON"),
-        ("a.jsonl", b'{"a": 1}\n\xff\n', "line 2: byte 0xff is not UTF-8"),
-        ("a.jsonl", b'{"a": NaN}\n', "line 1: broken JSON: NaN is not JSON"),
-        ("a.jsonl", b"[" * 100_000 + b"\n", "line 1: broken JSON"),
-        ("a.jsonl", b'{"a": ' + b"9" * 5000 + b"}\n", "line 1: broken JSON"),
-        ("a.jsonl", b"[1, 2]\n", "line 1: expected an object .* found list"),
-        ("a.json", b'[{"a": 1}, 3]', "row 1: expected an object .* found int"),
-        ("a.parquet", b"PAR1 and then nothing", "not a readable parquet file"),
-        ("a.csv", b"a,b", r"must end in \.parquet, \.jsonl, \.json"),
-    ],
-)
-def test_a_broken_file_is_refused_with_the_place(tmp_path, tokenizer, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        load(str(tmp_path / name), tokenizer)
-
-
-def test_a_parquet_file_cut_short_is_refused(tmp_path, tokenizer):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.Table.from_pylist([row() for _ in range(100)]), path)
-    path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(DataError, match="not a readable parquet file"):
-        load(str(path), tokenizer)
-
-
-def test_a_missing_file_is_refused_with_what_the_folder_has(tmp_path, tokenizer):
-    write_jsonl(tmp_path / "train.jsonl", [row()])
-    with pytest.raises(DataError, match=r"no such file; the folder has train\.jsonl"):
-        load(str(tmp_path / "trian.jsonl"), tokenizer)
-    with pytest.raises(DataError, match="nor the folder"):
-        load(str(tmp_path / "nowhere" / "train.jsonl"), tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompt": None}, r"line 2: column 'prompt' is None \(NoneType\); expected a list of"),
-        ({"prompt": []}, "expected a list of"),
-        ({"prompt": ["hello"]}, r"column 'prompt\[0\]' is 'hello' \(str\); expected a message"),
-        ({"prompt": [{"role": "user", "content": 5}]}, r"column 'prompt\[0\]\.content' is 5 \(int\); expected a string"),
-        ({"prompt": [{"content": "x"}]}, r"column 'prompt\[0\]\.role' is None"),
-        ({"data_source": 3}, r"column 'data_source' is 3 \(int\)"),
-        ({"reward_model": "2"}, "column 'reward_model' is '2'"),
-        ({"reward_model": {"groundtruth": "2"}}, "column 'reward_model' has no ground_truth; it has groundtruth"),
-        ({"extra_info": 7}, "column 'extra_info' is 7"),
-    ],
-)
-def test_a_bad_row_is_refused_with_file_line_column_and_what_was_expected(tmp_path, tokenizer, change, message):
-    name = write_jsonl(tmp_path / "a.jsonl", [row(), row(**change)])
-    with pytest.raises(DataError, match=message) as error:
-        load(name, tokenizer)
-    assert "a.jsonl, line 2" in str(error.value)
-
-
-def test_a_missing_column_is_refused_with_near_names(tmp_path, tokenizer):
-    item = row()
-    item["prompts"] = item.pop("prompt")
-    with pytest.raises(DataError, match=r"no column 'prompt'\. Did you mean 'prompts'\?"):
-        load(write_jsonl(tmp_path / "a.jsonl", [item]), tokenizer)
 
 
 def test_chat_messages_without_a_chat_template_are_refused(tmp_path):
@@ -271,11 +183,6 @@ def test_messages_that_the_template_refuses_are_named(tmp_path):
     tokenizer.chat_template = "{{ raise_exception('only user messages, please') }}"
     with pytest.raises(DataError, match=r"line 1: the tokenizer's chat template refuses the messages: only user messages"):
         load(write_jsonl(tmp_path / "a.jsonl", [row()]), tokenizer)
-
-
-def test_no_files_is_an_error(tokenizer):
-    with pytest.raises(DataError, match="no data files"):
-        load([], tokenizer)
 
 
 # ---- real data ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_rl.data.draw_order import EpochOrder, MixedOrder, PassRateOrder, RowOrder, weight_of_rate
-from grpo_rl.errors import DataError
+from grpo_rl.errors import ConfigError, DataError
 
 
 def rows(batch: list[tuple[int, str]]) -> list[int]:
@@ -165,3 +165,24 @@ def test_what_decides_the_next_rows_is_logged() -> None:
     by_rate.record(7, 0.5)
     by_rate.record(9, 1.0)
     assert by_rate.metrics() == {"data/seen_fraction": 0.04, "data/pass_rate": 0.75}
+
+
+def test_without_shuffling_rows_come_in_order_and_the_rest_of_an_epoch_is_dropped() -> None:
+    sampler = EpochOrder(num_rows=5, batch_size=2, shuffle=False, seed=0)
+    assert sampler.next_batch() == [(0, "e0-r0"), (1, "e0-r1")]
+    assert sampler.next_batch() == [(2, "e0-r2"), (3, "e0-r3")]
+    assert sampler.next_batch() == [(0, "e1-r0"), (1, "e1-r1")]
+    assert sampler.epoch == 1
+
+
+def test_another_batch_size_goes_on_from_the_same_row() -> None:
+    original = EpochOrder(10, 4, False, 5)
+    original.next_batch()
+    restored = EpochOrder(10, 3, False, 5)
+    restored.load_state_dict(original.state_dict())
+    assert rows(restored.next_batch()) == [4, 5, 6]
+
+
+def test_a_batch_larger_than_the_data_is_refused_with_the_largest_possible_one() -> None:
+    with pytest.raises(ConfigError, match=r"train_batch_size=8 .* at most 5"):
+        EpochOrder(5, 8, True, 0)

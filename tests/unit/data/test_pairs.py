@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -266,11 +265,6 @@ def test_pairs_do_not_depend_on_the_order_in_which_rollouts_end(rewards: list[li
     for best, worst in pairs:
         group = rewards[int(best.prompt.uid[1:])]
         assert (best.reward, worst.reward) == (max(group), min(group))
-
-
-def test_no_pairs_make_an_empty_batch() -> None:
-    batch = with_sides(collate([]))
-    assert batch.num_rollouts == 0 and batch.chosen_N is not None and torch.equal(batch.chosen_N, torch.zeros(0).bool())
 
 
 def test_bad_pairs_are_named_with_file_and_line_before_anything_starts(tmp_path: Path) -> None:

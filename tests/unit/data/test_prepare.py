@@ -5,9 +5,7 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from grpo_rl.data.prepare.__main__ import main
-from grpo_rl.data.prepare.formats import countdown, gsm8k, math
-from grpo_rl.rewards.rules.answers import last_boxed
+from grpo_rl.data.prepare import main, math
 
 DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 
@@ -27,22 +25,6 @@ def test_the_original_gsm8k_becomes_verls_file_row_by_row(tmp_path, capsys):
     assert run("gsm8k", original, tmp_path, "--split", "test") == 0
     assert read(tmp_path / "test.parquet") == read(expected)
     assert capsys.readouterr().out.startswith(f"{tmp_path}/test.parquet: 1319 rows of gsm8k, split test, longest prompt ")
-
-
-@pytest.mark.parametrize(
-    ("solution", "expected"),
-    [
-        (r"so \boxed{4}", "4"),
-        (r"first \boxed{1}, then $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
-        (r"\fbox{12}", "12"),
-        (r"thus $\boxed 5$ is it", "5"),
-        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed{unclosed", None),
-        ("no box", None),
-    ],
-)
-def test_the_last_box_is_taken_with_its_braces_balanced(solution, expected):
-    assert last_boxed(solution, bare_end="$") == expected
 
 
 def test_math_comes_from_one_file_per_problem_in_the_order_of_their_numbers(tmp_path):
@@ -87,10 +69,6 @@ def test_countdown_keeps_target_and_numbers(tmp_path):
     assert "numbers [44, 19, 35], create an equation that equals 98" in row["prompt"][0]["content"]
 
 
-def test_commas_leave_the_number_of_gsm8k_and_the_last_mark_counts():
-    assert gsm8k({"question": "q", "answer": "#### 1\n#### 1,234"}, "train", 0)["reward_model"]["ground_truth"] == "1234"
-
-
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
@@ -98,11 +76,11 @@ def test_commas_leave_the_number_of_gsm8k_and_the_last_mark_counts():
         ("gsm8k", '\n{"question": "q", "answer": "one"}\n', "a.jsonl, line 2: the answer does not end with '#### NUMBER'"),
         ("gsm8k", '{"question": 5, "answer": "#### 1"}\n', "line 1: 'question' must be text; found 5"),
         ("gsm8k", '{"question": "q",\n', "a.jsonl, line 1, column 18: broken JSON"),
-        ("gsm8k", "[1]\n", "line 1, record 0: expected an object, found int"),
+        ("gsm8k", "[1]\n", "line 1: expected an object with the row's columns, found list"),
         ("math", '{"problem": "p", "solution": "s"}', "line 1: the solution has no complete \\boxed{...}"),
         ("countdown", '{"target": 1, "nums": [1, 2.5]}', "nums must be a list of whole numbers"),
         ("countdown", '{"target": true, "nums": [1, 2]}', "target must be a whole number; found True"),
-        ("gsm8k", "\n\n", "there are no rows"),
+        ("gsm8k", "\n\n", "the file has no rows"),
         (
             "math",
             '{"data_source": "m", "prompt": [], "reward_model": {}}',
@@ -134,12 +112,6 @@ def test_a_missing_or_unknown_source_is_refused(tmp_path, capsys):
     assert run("gsm8k", tmp_path / "a.csv", tmp_path) == 3
     assert run("gsm9k", tmp_path / "a.csv", tmp_path) == 2
     errors = capsys.readouterr().err
-    assert "there is no such file" in errors and "must end in .jsonl" in errors and "invalid choice: 'gsm9k'" in errors
-
-
-def test_a_target_that_cannot_be_written_leaves_nothing_behind(tmp_path, capsys):
-    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "#### 1"}')
-    (tmp_path / "file").write_text("no folder")
-    assert run("gsm8k", tmp_path / "a.jsonl", tmp_path / "file") == 2
-    assert "cannot be written" in capsys.readouterr().err
-    assert countdown({"target": 1, "nums": [1, 1]}, "val", 7)["extra_info"] == {"split": "val", "index": 7}
+    assert (
+        "there is no such file" in errors and "must end in .parquet, .jsonl" in errors and "invalid choice: 'gsm9k'" in errors
+    )

@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -124,16 +122,6 @@ def test_a_fifo_is_refused_everywhere_and_never_opened(tmp_path: Path, name: str
         open_source(str(tmp_path))
 
 
-def test_the_command_refuses_a_fifo_before_anything_else(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "a.parquet")
-    words = ["recipe=arithmetic/grpo", f"data.train_files={tmp_path}/a.parquet", "trainer.dry_run=true"]
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_rl.main", *words], capture_output=True, text=True, timeout=60, cwd=ROOT, check=False
-    )
-    assert done.returncode == 2
-    assert f"data.train_files={tmp_path}/a.parquet: is a FIFO; give a regular file" in done.stderr
-
-
 def test_a_device_is_refused(tmp_path: Path) -> None:
     (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
     assert check(tmp_path / "zero.jsonl") == [f"{tmp_path}/zero.jsonl: is a device; expected a regular file"]
@@ -150,25 +138,13 @@ def test_a_large_file_takes_a_second_and_its_end_is_looked_at(tmp_path: Path) ->
     assert len(found) == 1 and found[0].startswith(f"{tmp_path}/a.jsonl, the last line, column 7: broken JSON")
 
 
-def test_many_files_share_the_time(tmp_path: Path) -> None:
-    for number in range(200):
-        pq.write_table(TABLE, tmp_path / f"{number:03}.parquet")
-    (tmp_path / "150.parquet").write_bytes(b"PAR1")
-    start = time.process_time()
-    [found] = check(tmp_path)
-    assert time.process_time() - start < 8
-    assert found.startswith(f"{tmp_path}/150.parquet: not a readable parquet file")
-
-
-def test_a_large_array_is_looked_at_from_both_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_large_array_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick_check, "LARGEST_ARRAY", 1000)
     whole = json.dumps([GOOD] * 50).encode()
     (tmp_path / "a.json").write_bytes(whole)
     (tmp_path / "b.json").write_bytes(whole[:-2])
-    (tmp_path / "c.json").write_bytes(b"[3" + whole[1:])
-    found = check(*sorted(tmp_path.iterdir()))
-    assert len(found) == 2
-    assert "b.json: the JSON array has no end" in found[0] and "c.json, row 0: expected an object" in found[1]
+    [found] = check(*sorted(tmp_path.iterdir()))
+    assert "b.json: the JSON array has no end" in found
 
 
 def test_rows_with_a_question_and_an_answer_are_told_the_keys_once(tmp_path: Path) -> None:

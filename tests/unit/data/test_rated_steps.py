@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow
 from grpo_rl.data.tasks.rated_sums import rated_sums, written
 from grpo_rl.data.training_rows.rated_steps import RatedStepSet, rated_batch, rated_row, tokenized_steps
-from grpo_rl.errors import DataError
 from grpo_rl.models import builtin
 from grpo_rl.rewards.models.rendering import Renderer as Scoring
 from grpo_rl.types import Prompt, Rollout
@@ -99,17 +97,6 @@ def test_a_bad_row_says_where_and_what(row, message):
     with pytest.raises(BadRow, match=message) as caught:
         rated_row(row, "steps.jsonl, line 7", DATA)
     assert str(caught.value).startswith("steps.jsonl, line 7: ")
-
-
-def test_all_bad_rows_of_a_file_are_named_with_their_lines(tokenizer, tmp_path):
-    file = tmp_path / "steps.jsonl"
-    rows = [LISTS, {**LISTS, "labels": [True]}, LISTS, {**LISTS, "completions": ["", "b"]}]
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    with pytest.raises(DataError) as caught:
-        RatedStepSet([str(file)], config(), tokenizer).checked()
-    assert "line 2" in str(caught.value) and "line 4" in str(caught.value) and "line 3" not in str(caught.value)
-    found = RatedStepSet([str(file)], config(on_bad_row="skip"), tokenizer).checked()
-    assert len(found) == 2 and found.report.num_bad == 2
 
 
 def test_steps_are_read_where_a_reward_model_scores_the_same_text(tokenizer):

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
-from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows, parts_of, reading
+from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows, reading
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.types import Prompt, Rollout
 
@@ -74,9 +74,3 @@ def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_give_none() -> Non
     [row] = pair_rows([*group, *tied])
     assert (row["chosen"], row["rejected"], row["chosen_reward"], row["rejected_reward"]) == ("2", "3", 1.0, 0.0)
     assert row["prompt"] == [{"role": "user", "content": "0+1="}]
-
-
-def test_prompts_are_sampled_in_parts() -> None:
-    config = Config(data=DataConfig(train_batch_size=64, gen_batch_size=3))
-    assert parts_of(config, 7) == [range(0, 3), range(3, 6), range(6, 7)]
-    assert parts_of(Config(data=DataConfig(train_batch_size=64)), 7) == [range(0, 7)]

@@ -249,20 +249,6 @@ def test_a_bad_row_among_the_checked_ones_is_told_before_the_start(large: Callab
         large({5: "{broken\n"})
 
 
-def test_difficulty_is_read_from_every_row(tmp_path: Path) -> None:
-    name = write(tmp_path / "a.jsonl", [row(number) for number in (1, 3, 2)])
-    data = load(name, curriculum="difficulty", train_batch_size=3)
-    sampler = make_row_order(Config(data=data.config), data, None)
-    assert [number for number, _ in sampler.next_batch()] == [1, 2, 0]
-    rows = [row(0, extra_info={"difficulty": value}) for value in ("hard", 2, 1)]
-    bad = write(tmp_path / "b.jsonl", rows)
-    with pytest.raises(DataError, match=r"line 1: column 'extra_info\.difficulty' is 'hard' \(str\); expected a number"):
-        load(bad, curriculum="difficulty").difficulty()
-    data = load(bad, curriculum="difficulty", on_bad_row="skip", train_batch_size=2)
-    sampler = make_row_order(Config(data=data.config), data, None)
-    assert [number for _ in range(2) for number, _ in sampler.next_batch()] == [2, 1, 2, 1]
-
-
 def test_the_sources_of_a_mixture_are_told_apart_after_rows_were_left_out(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [row(1), "{\n", row(2)])
     second = tmp_path / "b.jsonl.gz"

@@ -32,21 +32,6 @@ def pair(prompt: str, response: str) -> dict[str, str]:
     return {"prompt": prompt, "response": response}
 
 
-def test_all_bad_rows_are_named_with_file_and_line_before_training(tokenizer: Any, tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    rows = [pair("1+1", "2"), pair("1+2", ""), pair("1+3", "4"), {"messages": [{"role": "user", "content": "x"}]}]
-    with pytest.raises(DataError) as caught:
-        load(path, rows, tokenizer)
-    text = str(caught.value)
-    assert f"{path}, line 2: column 'response' is ''" in text and f"{path}, line 4: column 'messages' has no assistant" in text
-    kept = load(path, rows, tokenizer, on_bad_row="skip")
-    assert len(kept) == 2 and kept.report.num_bad == 2
-    assert [tokenizer.decode(kept.row(row).token_ids) for row in range(2)] == [
-        "<|user|>1+1<|assistant|>2<|end|>",
-        "<|user|>1+3<|assistant|>4<|end|>",
-    ]
-
-
 def test_rows_that_are_too_long_are_refused_dropped_or_cut(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     rows = [pair("1+1", "2"), pair("1", "23456789"), pair("123456789", "0")]

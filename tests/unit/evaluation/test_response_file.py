@@ -42,9 +42,8 @@ def test_a_prompt_with_another_number_of_responses_is_not_complete(tmp_path: Pat
     file = ResponseFile(tmp_path / "responses.jsonl")
     file.append(lines(0, n=2))
     assert file.groups(3) == {} and file.groups(1) == {}
-    assert file.num_prompts is None
     file.complete(1)
-    assert file.num_prompts == 1
+    assert file.is_complete(2) and not file.is_complete(3)
 
 
 def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
