@@ -13,7 +13,7 @@ from typing import Any, Literal
 from grpo_rl import gym
 from grpo_rl.data.tasks.reasoning_gym import OWN_OPTIONS
 from grpo_rl.data.tasks.registry import TASKS
-from grpo_rl.rewards.contract.calls import ARGUMENTS
+from grpo_rl.rewards.contract import ARGUMENTS
 from grpo_rl.rewards.registry import REWARDS
 
 FILE = Path(__file__).resolve().parents[1] / "grpo_rl/config/checks/option_tables.py"

@@ -30,8 +30,7 @@ from grpo_rl.data.sources.locate import open_source
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
 from grpo_rl.processes.child import OutputLog, encode
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract.failures import ERROR, TIMEOUT, RewardFailure
-from grpo_rl.rewards.contract.results import Result
+from grpo_rl.rewards.contract import ERROR, TIMEOUT, Result, RewardFailure
 from grpo_rl.rewards.runtime.worker import UNSENDABLE, Reply, Worker, read_answer, spared
 
 SHOWN_ROWS = 20

@@ -11,8 +11,8 @@ from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config, RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract.failures import shortened, summary
-from grpo_rl.rewards.contract.steps import Step
+from grpo_rl.rewards.contract import shortened, summary
+from grpo_rl.rewards.steps import Step
 from grpo_rl.types import GREEDY, Rollout
 
 if TYPE_CHECKING:

@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.code.code_rule import check_code, code_problems
-from grpo_rl.rewards.contract.calls import ARGUMENTS, BATCH_ARGUMENTS, Component, Sample, call
-from grpo_rl.rewards.contract.failures import INVALID, RewardFailure
-from grpo_rl.rewards.contract.results import Result
-from grpo_rl.rewards.contract.steps import NO_STEPS, Decode, Step, read_steps
+from grpo_rl.rewards.contract import ARGUMENTS, BATCH_ARGUMENTS, INVALID, Component, Result, RewardFailure, Sample, call
 from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
-from grpo_rl.rewards.registry import REWARDS, WITHOUT_STEPS
+from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS
 from grpo_rl.rewards.rules.auto import auto, check_data_sources
+from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
     from grpo_rl.types import Rollout
@@ -83,7 +81,7 @@ class RewardFunction:
     @property
     def may_score_steps(self) -> bool:
         """Return whether some component may give the rewards of reasoning steps, as a user's own always may."""
-        return any(component.function not in WITHOUT_STEPS for component in self.components)
+        return any(component.own or component.name in SCORE_STEPS for component in self.components)
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
         """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`.

@@ -9,7 +9,7 @@ from grpo_rl.config.schema.reward import RewardConfig
 from grpo_rl.episode import TRUNCATED, Episode
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.combined import ENVIRONMENT, CombinedRewarder
-from grpo_rl.rewards.contract.failures import summary
+from grpo_rl.rewards.contract import summary
 from grpo_rl.types import GREEDY, Rollout
 
 SOLVED = "solved"

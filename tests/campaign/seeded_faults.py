@@ -257,14 +257,14 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "each number once",
-        "rewards/rules/countdown_rule.py",
+        "rewards/rules/number_rules.py",
         "sorted(used) == sorted(numbers)",
         "set(used) == set(numbers)",
         "unit/rewards",
     ),
     _F(
         "lenient parser",
-        "rewards/rules/countdown_rule.py",
+        "rewards/rules/number_rules.py",
         'text = solution_str[solution_str.rfind("\\n") + 1 :] if last_line else solution_str',
         "text = solution_str",
         "unit/rewards",

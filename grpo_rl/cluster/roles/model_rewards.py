@@ -9,8 +9,8 @@ from grpo_rl.cluster.roles.reward_model_role import prepare
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
 from grpo_rl.rewards.combined import CombinedRewarder, ModelReward
-from grpo_rl.rewards.contract.steps import Decode
 from grpo_rl.rewards.episode_rewards import EpisodeRewarder
+from grpo_rl.rewards.steps import Decode
 
 
 class ModelRewards:

@@ -17,8 +17,8 @@ from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.rewards.combined import REWARD_MODEL, Failure, ModelScore
-from grpo_rl.rewards.contract.steps import Decode
 from grpo_rl.rewards.models.rendering import Renderer, Scorable, tokenizer_for
+from grpo_rl.rewards.steps import Decode
 from grpo_rl.types import Rollout
 from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch
 

@@ -10,7 +10,7 @@ from grpo_rl.config.schema.kinds import AnySeed, Count, Operand
 from grpo_rl.config.schema.kinds import Fraction as Share
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.rules.countdown_rule import evaluate
+from grpo_rl.rewards.rules.expressions import arithmetic_value
 
 Template = Literal["tags", "short"]
 Number = int | Fraction
@@ -137,7 +137,7 @@ def _conversation(row: Row, problem: Solved, template: Template) -> list[dict[st
     shown: str = row["extra_info"]["demonstration"]
     messages = [*row["prompt"], {"role": "assistant", "content": shown}]
     if problem.correction:
-        _, value = evaluate(problem.solution)
+        value, _ = arithmetic_value(problem.solution)
         messages.append({"role": "user", "content": answer_to(value, problem.target, template)})
         messages.append({"role": "assistant", "content": shown.replace(problem.solution, problem.correction)})
     return messages

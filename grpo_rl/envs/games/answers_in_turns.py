@@ -11,8 +11,8 @@ from grpo_rl.data.tasks.countdown import answer_to
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Answer, Game, Rewards
 from grpo_rl.rewards.rules.answers import last_pair
-from grpo_rl.rewards.rules.countdown_rule import NEAR, NoValue, evaluate
-from grpo_rl.rewards.rules.gsm8k import gsm8k_flexible, to_number
+from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value
+from grpo_rl.rewards.rules.number_rules import NEAR, gsm8k_flexible, to_number
 
 MOST_DIGITS = 20
 
@@ -70,8 +70,8 @@ class CountdownInTurns(Game):
         if expression is None:
             return Answer("?" if self._short else "There is no expression between <answer> and </answer>.", malformed=True)
         try:
-            used, value = evaluate(expression.strip())
-        except NoValue:
+            value, used = arithmetic_value(expression)
+        except NotAnExpression:
             said = (
                 "?" if self._short else "That is no expression of whole numbers, + - * / and brackets, or it divides by zero."
             )

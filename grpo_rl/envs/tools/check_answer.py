@@ -8,7 +8,7 @@ from typing import Any
 from grpo_rl.config.schema.kinds import Fraction
 from grpo_rl.envs.contract import Start, ToolResult
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.rules.gsm8k import gsm8k_flexible
+from grpo_rl.rewards.rules.number_rules import gsm8k_flexible
 
 
 class CheckAnswer:

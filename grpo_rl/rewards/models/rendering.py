@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_rl.control_words import ControlWords, unmarked
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.contract.steps import Decode, step_ends
+from grpo_rl.rewards.steps import Decode, step_ends
 from grpo_rl.types import Rollout
 
 

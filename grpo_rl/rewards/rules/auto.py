@@ -1,17 +1,18 @@
-"""The reward that belongs to a row's `data_source`."""
+"""Rules that hand a response to another rule: the one of its `data_source`, and DeepSeek-R1's sum of accuracy and format."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.gym import SOURCE_PREFIX
 from grpo_rl.rewards.math.math_rule import math
-from grpo_rl.rewards.rules.arithmetic_rule import arithmetic
-from grpo_rl.rewards.rules.countdown_rule import countdown
-from grpo_rl.rewards.rules.gsm8k import gsm8k
+from grpo_rl.rewards.rules.form_rules import think_answer
+from grpo_rl.rewards.rules.number_rules import arithmetic, countdown, gsm8k, gsm8k_flexible
 from grpo_rl.rewards.rules.reasoning_gym_rule import reasoning_gym
+from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
 
 MATH_SOURCES = (
     "math",
@@ -67,3 +68,33 @@ def _no_rule(data_sources: list[str]) -> str:
         f"{', '.join(RULES)} and {SOURCE_PREFIX}NAME. Name a reward in reward.functions, or give your own function with "
         f"reward.custom_reward_function.path=my_reward.py (reward.custom_reward_function.name=compute_score)"
     )
+
+
+ACCURACY: dict[str, Callable[..., dict[str, float]]] = {
+    rule.__name__: rule for rule in (math, gsm8k, gsm8k_flexible, countdown, multiple_choice, exact_match)
+}
+
+
+def deepseek_r1(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    accuracy: str = "math",
+    accuracy_weight: Factor = 1.0,
+    format_weight: Factor = 1.0,
+) -> dict[str, float]:
+    """`accuracy_weight * accuracy + format_weight * format`, both 0 or 1; each of them, unweighted, and `acc` are
+    parts.
+
+    `accuracy` names the rule that decides whether the answer is right: math, gsm8k, gsm8k_flexible, countdown,
+    multiple_choice or exact_match. The format is `<think>...</think><answer>...</answer>`, once and in order.
+    Raises ValueError for another rule, and what that rule raises.
+    """
+    if accuracy not in ACCURACY:
+        raise ValueError(f"accuracy is {accuracy!r}; it is one of {', '.join(ACCURACY)}")
+    graded = ACCURACY[accuracy](data_source, solution_str, ground_truth, extra_info)
+    right = graded["acc"]
+    form = think_answer(data_source, solution_str, ground_truth, extra_info)
+    parts = {"score": accuracy_weight * right + format_weight * form, "acc": right, "accuracy": right, "format": form}
+    return parts | {key: graded[key] for key in ("answer", "refused") if key in graded}

@@ -48,7 +48,7 @@ def arithmetic_value(text: str) -> tuple[Fraction, list[int]]:
 
     if not ARITHMETIC.fullmatch(text):
         raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
-    return follow(_tree(text)), [int(digits) for digits in INTEGERS.findall(text)]
+    return follow(_tree(" ".join(text.split()))), [int(digits) for digits in INTEGERS.findall(text)]
 
 
 def formula(

@@ -13,7 +13,7 @@ from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.processes.child import KILL_S, START_S, OutputLog
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract.failures import RewardFailure, summary
+from grpo_rl.rewards.contract import RewardFailure, summary
 from grpo_rl.rewards.runtime.worker import Job, Outcome, Reply, Worker, request_for, spared
 from grpo_rl.types import GREEDY, Rollout
 

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from grpo_rl.config.schema.reward import RewardConfig
 from grpo_rl.processes.child import Child, OutputLog, encode
 from grpo_rl.rewards.compose import place, sample_of
-from grpo_rl.rewards.contract.calls import Component
-from grpo_rl.rewards.contract.failures import ERROR, INVALID, KINDS, TIMEOUT, RewardFailure
-from grpo_rl.rewards.contract.results import Result, read_result
+from grpo_rl.rewards.contract import ERROR, INVALID, KINDS, TIMEOUT, Component, Result, RewardFailure, read_result
 
 if TYPE_CHECKING:  # types imports torch, which trying a function out does without
     from grpo_rl.types import Rollout

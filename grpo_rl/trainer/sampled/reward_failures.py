@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from grpo_rl.protocols import Rewarder
-from grpo_rl.rewards.contract.failures import summary
+from grpo_rl.rewards.contract import summary
 from grpo_rl.types import GREEDY, Metrics, Rollout
 
 BASELINE_FAILED = "baseline_failed"

@@ -19,7 +19,7 @@ from grpo_rl.envs.tools.calculator import Calculator
 from grpo_rl.envs.tools.python_interpreter import PythonInterpreter
 from grpo_rl.envs.tools.retrieval import Search, index_of, passages_of
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.rules.exact import exact_match
+from grpo_rl.rewards.rules.text_rules import exact_match
 
 START = Start(uid="row", data_source="test", messages=())
 

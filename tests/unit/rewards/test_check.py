@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from grpo_rl.rewards.check import gold_response, main, percentile, read_rows, solve
-from grpo_rl.rewards.rules.countdown_rule import evaluate
+from grpo_rl.rewards.rules.expressions import arithmetic_value
 from grpo_rl.rewards.runtime.worker import Worker
 
 
@@ -179,7 +179,7 @@ def test_a_right_response_is_made_where_the_ground_truth_tells_one():
 
 
 def test_a_countdown_is_solved_with_each_number_once():
-    used, value = evaluate(solve([3, 3, 8, 8], 24))
+    value, used = arithmetic_value(solve([3, 3, 8, 8], 24))
     assert (sorted(used), value) == ([3, 3, 8, 8], 24)
     assert solve([1, 1], 5) is None
 

@@ -16,11 +16,10 @@ from machine_lacks import needs_sandbox
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.code.cases import read_tests, same_output, same_value
+from grpo_rl.rewards.code.cases import decode, read_tests, same_output, same_value
 from grpo_rl.rewards.code.code_rule import check_code, code, code_problems, last_program
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.sandbox.candidate import encode
-from grpo_rl.rewards.sandbox.returned_values import decode
 from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Outcome, Sandbox, SandboxUnavailable, unavailable
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"

@@ -6,8 +6,7 @@ import pytest
 from grpo_rl.config.schema.tree import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract.calls import Component
-from grpo_rl.rewards.contract.failures import RewardFailure
+from grpo_rl.rewards.contract import Component, RewardFailure
 from grpo_rl.types import Prompt, Rollout
 
 

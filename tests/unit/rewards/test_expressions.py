@@ -13,6 +13,9 @@ from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value,
         ("-5 + 2", -3, [5, 2]),
         ("1/3", Fraction(1, 3), [1, 3]),
         ("2*(3+4)*5", 70, [2, 3, 4, 5]),
+        ("2-3-4\n", -5, [2, 3, 4]),
+        ("12/4/3", 1, [12, 4, 3]),
+        ("-(2-5)*\n+1", 3, [2, 5, 1]),
     ],
 )
 def test_arithmetic_is_worked_out_exactly(text, value, numbers):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.rewards.math.algebra import equivalent
+from grpo_rl.rewards.math.math_rule import equivalent
 from grpo_rl.rewards.registry import REWARDS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

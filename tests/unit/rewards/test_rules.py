@@ -6,10 +6,9 @@ import pytest
 
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.registry import REWARDS
-from grpo_rl.rewards.rules.arithmetic_rule import arithmetic
 from grpo_rl.rewards.rules.auto import auto, check_data_sources
-from grpo_rl.rewards.rules.format import think_answer
-from grpo_rl.rewards.rules.gsm8k import gsm8k, gsm8k_flexible
+from grpo_rl.rewards.rules.form_rules import think_answer
+from grpo_rl.rewards.rules.number_rules import arithmetic, gsm8k, gsm8k_flexible
 
 SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
 

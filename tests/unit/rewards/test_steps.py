@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract.calls import Component
-from grpo_rl.rewards.contract.steps import BLOCK, read_steps, step_ends
-from grpo_rl.rewards.rules.arithmetic_rule import arithmetic_process
+from grpo_rl.rewards.contract import Component
+from grpo_rl.rewards.rules.number_rules import arithmetic_process
+from grpo_rl.rewards.steps import BLOCK, read_steps, step_ends
 from grpo_rl.types import Prompt, Rollout
 
 END = 0

@@ -1,17 +1,14 @@
 """Countdown, multiple choice, exact match, tags, penalties and DeepSeek-R1's sum."""
 
-from fractions import Fraction
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_rl.rewards.rules.choice import multiple_choice
-from grpo_rl.rewards.rules.countdown_rule import NoValue, countdown, evaluate
-from grpo_rl.rewards.rules.deepseek_r1 import deepseek_r1
-from grpo_rl.rewards.rules.exact import exact_match
-from grpo_rl.rewards.rules.format import tags
-from grpo_rl.rewards.rules.penalties import language_consistency, length, repetition
+from grpo_rl.rewards.rules.auto import deepseek_r1
+from grpo_rl.rewards.rules.form_rules import language_consistency, length, repetition, tags
+from grpo_rl.rewards.rules.number_rules import countdown
+from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
 
 COUNTDOWN = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "countdown" / "test.parquet"
 TASK = {"numbers": [44, 19, 35], "target": 98}
@@ -68,22 +65,6 @@ def test_countdown_reads_its_task_as_text_too_and_names_one_that_is_none():
     assert countdown("countdown", "<answer>1+2</answer>", '{"nums": [1, 2], "target": 3}')["score"] == 1
     with pytest.raises(ValueError, match="has 'numbers' and 'target'; this one is '98'"):
         countdown("countdown", "<answer>1</answer>", "98")
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("2+3*4", 14), ("(2+3)*4", 20), ("2-3-4", -5), ("12/4/3", 1), ("1/3+1/6", Fraction(1, 2)), ("-(2-5)", 3), ("2*-3", -6)],
-)
-def test_expressions_have_their_exact_value_by_precedence_from_the_left(text, value):
-    assert evaluate(text)[1] == value
-
-
-@pytest.mark.parametrize(
-    "text", ["", "1+", "*1", "1/0", "()", "1 2", "1.5", "a", "1e3", "(" * 51 + "1" + ")" * 51, "1" * 13, "1+" * 100 + "1"]
-)
-def test_what_is_no_bounded_expression_has_no_value(text):
-    with pytest.raises(NoValue):
-        evaluate(text)
 
 
 def test_real_countdown_rows_are_graded():

@@ -12,7 +12,7 @@ from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.registry import needs_of
-from grpo_rl.rewards.contract.failures import summary
+from grpo_rl.rewards.contract import summary
 from grpo_rl.trainer.sampled.advantage import Advantage, with_baselines
 from grpo_rl.trainer.sampled.reward_failures import failure_metrics, scored, with_reward
 from grpo_rl.trainer.sampled.trained_tokens import penalize_overlong

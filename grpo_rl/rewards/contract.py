@@ -1,0 +1,218 @@
+"""What a reward function is called with, what it may return, and the three kinds of failure."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from grpo_rl.config.secrets import redact
+from grpo_rl.errors import RewardError, raised_in
+
+if TYPE_CHECKING:  # types imports torch, which a reward process does without
+    import asyncio
+
+
+TIMEOUT = "reward_timeout"
+"""The failure of a call that took longer than `reward.timeout_s`."""
+ERROR = "reward_error"
+"""The failure of a function that raised, or whose process died."""
+INVALID = "reward_invalid"
+"""The failure of a value that is no reward: not a finite number, or a list of the wrong length."""
+KINDS = (TIMEOUT, ERROR, INVALID)
+CALLED = "; it is called as "
+"""The words in a cause before the interface of a user's function."""
+SHOWN_CAUSES = 3
+LONGEST_CAUSE = 2000
+"""Characters of a cause that are kept: an exception's text may hold a whole response."""
+
+
+class RewardFailure(RewardError):
+    """An error: one response could not be scored; `kind` is one of `KINDS`."""
+
+    def __init__(self, kind: str, cause: str) -> None:
+        assert kind in KINDS
+        self.kind, self.cause = kind, shortened(cause)
+        super().__init__(self.cause)
+
+    def at(self, place: str) -> RewardFailure:
+        """The same failure with the function and the rollout before its cause."""
+        return RewardFailure(self.kind, f"{place}: {self.cause}")
+
+
+def shortened(cause: str) -> str:
+    """The cause without secrets, and with its middle left out where it is too long to keep."""
+    cause = redact(cause)
+    half = LONGEST_CAUSE // 2
+    return cause if len(cause) <= LONGEST_CAUSE else f"{cause[:half]} ... {cause[-half:]}"
+
+
+def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
+    """`3 of 64 rewards failed (2 reward_timeout, 1 reward_error), first: ...` of failures (kind, cause).
+
+    The first cause of each kind comes first; interfaces of users' functions come last, each once.
+    """
+    counts = Counter(kind for kind, _ in failures)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    of_each_kind: dict[str, str] = {}
+    for kind, cause in failures:
+        of_each_kind.setdefault(kind, cause)
+    causes = list(dict.fromkeys([*of_each_kind.values(), *(cause for _, cause in failures)]))[:SHOWN_CAUSES]
+    parts = [cause.partition(CALLED) for cause in causes]
+    interfaces = dict.fromkeys(called + interface for _, called, interface in parts)
+    shown = "; ".join(cause for cause, _, _ in parts) + "".join(interfaces)
+    return f"{len(failures)} of {total} rewards failed ({kinds}), first: {shown}"
+
+
+LONGEST_SHOWN = 200
+
+
+class Result(NamedTuple):
+    """One function's view of one response."""
+
+    score: float
+    values: dict[str, float]
+    """Further numbers of the dict, by their key."""
+    steps: Any
+    """The value under `steps`, unread; None where there is none."""
+
+    def plain(self) -> dict[str, Any]:
+        """A dict that `read_result` reads as the same result."""
+        steps = {} if self.steps is None else {"steps": self.steps}
+        return {**self.values, **steps, "score": self.score}
+
+
+def read_result(value: Any) -> Result:
+    """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, where there is none."""
+    if not isinstance(value, Mapping):
+        return Result(_number(value, "score"), {}, None)
+    if "score" not in value:
+        raise RewardFailure(INVALID, f"the dict has no 'score', it has {', '.join(map(str, value)) or 'nothing'}")
+    numbers = {
+        str(key): _number(number, str(key))
+        for key, number in value.items()
+        if key not in ("score", "steps") and isinstance(number, Real)  # text is for the user's own logs
+    }
+    return Result(_number(value["score"], "score"), numbers, value.get("steps"))
+
+
+def _number(value: Any, key: str) -> float:
+    if not isinstance(value, Real):
+        raise RewardFailure(INVALID, f"{key} is {_shown(value)} ({type(value).__name__}), not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardFailure(INVALID, f"{key} is {number}, not a finite number")
+    return number
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+RETURNED = "a finite number or a dict with 'score'"
+
+
+class Sample(NamedTuple):
+    """The arguments of a reward function for one response."""
+
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One summand of the reward."""
+
+    name: str
+    factor: float
+    function: Callable[..., Any]
+    batched: bool = False
+    """True where the function takes lists, one entry per response, and returns a list."""
+    own: bool = False
+    """True for a user's function: it is called to score only, as a call may cost something."""
+
+    @property
+    def interface(self) -> str:
+        """Return the end of a failure's cause: how a user's function is called, and what it returns; "" for one of ours."""
+        if not self.own:
+            return ""
+        arguments, returned = (BATCH_ARGUMENTS, f"a list of {RETURNED}") if self.batched else (ARGUMENTS, RETURNED)
+        return f"{CALLED}function({', '.join(f'{name}=...' for name in arguments)}) and returns {returned}"
+
+
+def call(component: Component, sample: Sample) -> Result:
+    """The result for one response. Raises RewardFailure for whatever the function does but return a reward."""
+    if component.batched:
+        [result] = call_batch(component, [sample])
+        if isinstance(result, RewardFailure):
+            raise result
+        return result
+    return _read(_returned(component, dict(zip(ARGUMENTS, sample, strict=True))))
+
+
+def call_batch(component: Component, samples: Sequence[Sample]) -> list[Result | RewardFailure]:
+    """The results of one call for all responses. Raises RewardFailure where the call itself fails, which no response survives."""
+    columns = [list(column) for column in zip(*samples, strict=True)]
+    returned = _returned(component, dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
+    if hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple):
+        raise RewardFailure(
+            INVALID, f"a batched function returns a list of {len(samples)}, and this is a {type(returned).__name__}"
+        )
+    if len(returned) != len(samples):
+        raise RewardFailure(INVALID, f"it returned {len(returned)} results for {len(samples)} responses")
+    return [_read_or_failure(value) for value in returned]
+
+
+def _returned(component: Component, arguments: dict[str, Any]) -> Any:
+    try:
+        returned = component.function(**arguments)
+        return _event_loop().run_until_complete(_awaited(returned)) if inspect.isawaitable(returned) else returned
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code: whatever it raises is reported with its place
+        cause = f"{type(error).__name__}: {error}{raised_in(error)}"
+        raise RewardFailure(ERROR, cause + component.interface) from error
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """One loop for all calls, so that a function may keep its connections."""
+    import asyncio  # a sixth of a reward process's start, for functions that are async
+
+    return asyncio.new_event_loop()
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _read_or_failure(value: Any) -> Result | RewardFailure:
+    try:
+        return _read(value)
+    except RewardFailure as failure:
+        return failure
+
+
+def _read(value: Any) -> Result:
+    """Read a value as `read_result` does. Even that may fail: a dict or a number may be of the user's own class."""
+    try:
+        return read_result(value)
+    except RewardFailure:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RewardFailure(
+            INVALID, f"a {type(value).__name__} that cannot be read: {type(error).__name__}: {error}"
+        ) from error

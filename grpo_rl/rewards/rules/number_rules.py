@@ -1,0 +1,136 @@
+"""Rules for answers that are numbers: arithmetic, GSM8K, and countdown's expressions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from grpo_rl.config.schema.kinds import Factor
+from grpo_rl.rewards.rules.answers import last_pair
+from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value
+
+MAX_EXACT_DIGITS = 15
+"""Integers of so many digits are exact as floats, which the parts of a reward are."""
+
+
+def arithmetic(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """`score` 1 when the response is the answer and nothing else, spaces around it aside; 0 otherwise.
+
+    `answer` is the number that was given, where the response is one.
+    """
+    given = solution_str.strip()
+    score = float(given == ground_truth)
+    result = {"score": score, "acc": score}
+    digits = given.removeprefix("-")
+    if digits.isascii() and digits.isdigit() and len(digits) <= MAX_EXACT_DIGITS:
+        result["answer"] = float(given)
+    return result
+
+
+def arithmetic_process(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what `arithmetic` gives, and each written character as a step: 1 where the answer has the same one there, else 0.
+
+    `digits` is the share of places, of the answer or the response, whichever is longer, that agree.
+    """
+    result: dict[str, Any] = dict(arithmetic(data_source, solution_str, ground_truth, extra_info))
+    given = solution_str.strip()
+    start = solution_str.index(given)
+    right = [float(character == ground_truth[place : place + 1]) for place, character in enumerate(given)]
+    result["digits"] = sum(right) / max(len(given), len(ground_truth))
+    result["steps"] = [(start + place + 1, reward) for place, reward in enumerate(right)]
+    return result
+
+
+WINDOW = 300
+"""Characters at the end of a response in which the answer is looked for, as verl does."""
+MAX_LENGTH = 64
+"""Digits of an answer; a longer run of digits is none."""
+IN_A_NUMBER = "-$0123456789,."
+
+# One pass each: no part of a pattern can match what its neighbour matches.
+MARKED = re.compile(r"####[ \t]*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?)")
+NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, float]:
+    """`score` 1 when the last number after `####` in the last 300 characters equals the ground truth; 0 otherwise.
+
+    Commas, `$` and a trailing dot do not matter, and 18.0 is 18. `answer` is the number, where there is one.
+    """
+    marked = MARKED.findall(solution_str, max(0, len(solution_str) - WINDOW))
+    return _graded(marked, ground_truth)
+
+
+def gsm8k_flexible(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, float]:
+    """`score` 1 when the last number in the last 300 characters equals the ground truth, marked or not; 0 otherwise."""
+    start = max(0, len(solution_str) - WINDOW)
+    # Never begin inside a number.
+    while start > 0 and solution_str[start] in IN_A_NUMBER and solution_str[start - 1] in IN_A_NUMBER:
+        start -= 1
+    return _graded(NUMBER.findall(solution_str, start), ground_truth)
+
+
+def _graded(candidates: list[str], ground_truth: str) -> dict[str, float]:
+    answer = to_number(candidates[-1]) if candidates else None
+    if answer is None:
+        return {"score": 0.0, "acc": 0.0}
+    gold = to_number(str(ground_truth).strip())
+    score = float(answer == gold)
+    return {"score": score, "acc": score, "answer": float(answer)}
+
+
+def to_number(text: str) -> Decimal | None:
+    """The exact value of `1,000`, `$18` or `18.50`; None for anything else."""
+    text = text.removesuffix(".")
+    if len(text) > MAX_LENGTH or not NUMBER.fullmatch(text):
+        return None
+    return Decimal(text.replace(",", "").replace("$", ""))
+
+
+NEAR = Fraction(1, 100_000)
+
+
+def countdown(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    score: Factor = 1.0,
+    format_score: Factor = 0.1,
+    last_line: bool = True,
+) -> dict[str, float]:
+    """`score` for the right expression, `format_score` for any other between `<answer>` tags, 0 without them.
+
+    The last pair of tags counts, in the last line only unless `last_line` is off, as TinyZero does. Right is an expression of
+    `+ - * /`, brackets and each given number exactly once, whose exact value is within 1e-5 of the target. `acc` is 1 for a
+    right one, `answered` where there are tags. `ground_truth` has `numbers` (or `nums`) and `target`; raises ValueError else.
+    """
+    numbers, target = _task(ground_truth)
+    text = solution_str[solution_str.rfind("\n") + 1 :] if last_line else solution_str
+    answer = last_pair(text)
+    if answer is None:
+        return {"score": 0.0, "acc": 0.0, "answered": 0.0}
+    try:
+        value, used = arithmetic_value(answer)
+        right = sorted(used) == sorted(numbers) and abs(value - target) < NEAR
+    except NotAnExpression:
+        right = False
+    return {"score": score if right else format_score, "acc": float(right), "answered": 1.0}
+
+
+def _task(ground_truth: Any) -> tuple[list[int], Fraction]:
+    task = json.loads(ground_truth) if isinstance(ground_truth, str) and ground_truth[:1] == "{" else ground_truth
+    numbers = task.get("numbers", task.get("nums")) if isinstance(task, Mapping) else None
+    if numbers is None or "target" not in task:
+        raise ValueError(f"the ground truth of countdown has 'numbers' and 'target'; this one is {str(ground_truth)[:100]!r}")
+    return [int(number) for number in numbers], Fraction(str(task["target"]))
