@@ -453,7 +453,7 @@ def check_actor(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         yield Row("actor: memory against the plan", "not possible", "needs a GPU, whose allocator counts")
         return
     if peak:
-        from grpo_rl.plan.named_machine.step_time import TRAINING
+        from grpo_rl.plan.cost import TRAINING
 
         planned_s = flops / (TRAINING * peak * 1e12)
         yield Row("actor: seconds of an update against the plan", "measured", f"{seconds:.2f} s, planned {planned_s:.2f} s")
@@ -468,7 +468,7 @@ def planned_update(path: Path, sizes: Sizes) -> int:
     from grpo_rl.config.derived import Machine
     from grpo_rl.config.schema.tree import Config
     from grpo_rl.plan.decisions import decide
-    from grpo_rl.plan.gpu_memory import CONTEXT, gpu_phases
+    from grpo_rl.plan.memory import CONTEXT, gpu_phases
     from grpo_rl.plan.model_folder import model_size
 
     parts = Config().actor_rollout_ref

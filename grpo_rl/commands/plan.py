@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
+from math import log
+from pathlib import Path
 
 from grpo_rl import main as training
 from grpo_rl.arguments import Arguments
+from grpo_rl.errors import DataError
 
 DRY = "trainer.dry_run=true"
 
@@ -13,14 +17,34 @@ DRY = "trainer.dry_run=true"
 def main(argv: Sequence[str]) -> int:
     """Print the plan of the run that the words describe, and return the code that the run's own refusal would end with."""
     options, settings = _parser().read_with_settings(argv)
-    del options
-    return training.main([*(word for word in settings if not word.startswith("trainer.dry_run=")), DRY])
+    measured = [] if options.lengths is None else words_of_lengths(options.lengths)
+    return training.main([*(word for word in settings if not word.startswith("trainer.dry_run=")), *measured, DRY])
+
+
+def words_of_lengths(run: Path) -> list[str]:
+    """Return the words that plan with the response lengths of a run's log. Raises DataError where it has none."""
+    from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+
+    records = (record for _, path in step_files(run / "rollouts") for record in read_rollouts(path))
+    lengths = [length for record in records if isinstance(length := record.get("response_length"), int)]
+    if not lengths:
+        raise DataError(f"--lengths {run}: has no log of rollouts whose lengths could be taken")
+    spread = statistics.pstdev([log(max(1, length)) for length in lengths])
+    return [
+        f"trainer.mean_response_length={max(1, round(statistics.fmean(lengths)))}",
+        f"trainer.response_length_spread={min(spread, 5.0):.4f}",
+    ]
 
 
 def _parser() -> Arguments:
-    return Arguments(
+    parser = Arguments(
         "plan",
-        "Check a configuration whole and print its plan: roles and devices, passes, sizes, objective, memory. Nothing starts.\n"
+        "Check a configuration whole and print its plan: roles and devices, passes, sizes, objective, memory; for a machine that\n"
+        "machine= names also the time of a step and how to divide its GPUs. Nothing starts.\n"
         "The words are those of training: recipe=NAME, key=value, ~key.",
-        "grpo-rl plan recipe=arithmetic/grpo trainer.total_training_steps=20",
+        "grpo-rl plan recipe=gsm8k/qwen2.5-7b machine=8xH100-80GB trainer.mean_response_length=300",
     )
+    parser.add_argument(
+        "--lengths", type=Path, metavar="RUN", help="take mean and spread of the responses' lengths from this run's log"
+    )
+    return parser

@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.plan.named_machine.devices import planned_machine, refused
+from grpo_rl.plan.devices import planned_machine, refused
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 RANKS_PER_CORE = 8

@@ -1,28 +1,206 @@
-"""Estimates of the memory that each role will need, from the model's sizes; nothing is loaded."""
+"""The memory of a run: of each role at the peak of its passes, of all that share a GPU phase by phase, and whether a machine has it.
+
+Nothing is loaded: everything follows from the sizes of the model and of the largest micro-batch. The bytes of tensors in each
+region of a pass were found by tracking the real model code on tensors without storage (`scripts/track_memory.py`), and are held to
+it by `tests/unit/test_plan_tracked_memory.py`. What lies outside of tensors is assumed, and each assumption stands below with that
+word. No GPU has confirmed the sums.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, replace
 
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
 from grpo_rl.plan.model_folder import ModelSize, model_size, policy_settings
-from grpo_rl.plan.rank_memory import Load, frozen_bytes, peak, resident
 from grpo_rl.rollout.engine import EngineSpec
 
 GIB = 2**30
+GRADIENT = 4
+"""Bytes of a gradient in a shard: float32."""
+CONTEXT = int(0.6 * GIB)
+"""Assumed: what CUDA and its libraries take in each process, before any tensor."""
+NCCL_BUFFERS = int(0.4 * GIB)
+"""Assumed: NCCL's buffers in a process of a group of several ranks."""
+GRAPHS = int(0.8 * GIB)
+"""Assumed: CUDA graphs and their pool, which a sleeping engine keeps."""
+SLACK = 1.1
+"""Assumed: memory that torch's allocator holds for tensors of other sizes, as a factor of what tensors take."""
+HOST_OF_RANK = int(3 * GIB)
+"""Assumed: host memory of a process with torch and CUDA, before any model."""
+HOST_OF_RUN = int(8 * GIB)
+"""Assumed: the controller, Ray's processes and its store, and reward processes."""
+ENGINE_WORK = int(0.5 * GIB)
+"""Assumed: tensors of an engine's passes beside its logits and the widest tensors of a layer."""
+TIGHT = 0.9
+"""The share of the memory from which on a phase is called tight."""
 BESIDE_WORKERS, WORKER, VLLM_WORKER = 830 * 2**20, 180 * 2**20, 550 * 2**20
 """Bytes that processes of a run on a CPU have beside their tensors, by the anonymous and shared part of their PSS in a run of
 arithmetic/grpo: controller (383 MiB), Ray's own (304) and what workers are copies of (139) together; a worker; one with vLLM."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MODEL_ROLES: tuple[RoleName, ...] = ("actor", "reference", "critic", "reward_model")
+
+
+# ---- one rank: tensors in each region of a pass ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One micro-batch of one rank, and what lies on the rank's GPU beside it."""
+
+    ranks: int
+    """Ranks that hold one copy of the model together."""
+    tokens: int
+    """Tokens that run through the body."""
+    trained: int
+    """Tokens that run through the LM head."""
+    width: int
+    """Bytes of a number that the layers compute with."""
+    trains: bool
+    checkpointing: bool = True
+    chunk: int = 2048
+    """Trained tokens whose logits are there at once."""
+    logits: int = 3
+    """Float32 tensors of [chunk, vocabulary] that are there at once in the head."""
+    has_head: bool = True
+    """False for a critic or a reward model, whose head is one number wide."""
+    moments: int = 8
+    """Bytes of the optimizer's moments for each parameter, where they lie on the GPU."""
+    in_host_memory: bool = False
+    """Weights, gradients and moments lie in host memory all the time."""
+    offloads_inputs: bool = False
+    """The layers' inputs wait for the backward pass in host memory."""
+    shared_keys: int = 0
+    """Keys that are copied so that responses share a prompt's."""
+    adapters: int = 0
+    """Parameters of LoRA adapters, which alone are trained; 0 where all parameters are."""
+    half_base: bool = False
+    """The blocks under adapters rest in bfloat16, in which they compute; without, in float32."""
+    ref_head: bool = False
+    """A reference's LM head lies there whole, for an exact KL."""
+
+
+def frozen_bytes(size: ModelSize, load: Load) -> int:
+    """Return the bytes of the whole model under adapters, all ranks together: embedding and head are float32 in any case."""
+    ends = size.vocab * size.hidden * (1 if size.tied else 2)
+    return ends * 4 + (size.num_params - ends) * (2 if load.half_base else 4)
+
+
+def resident(size: ModelSize, load: Load) -> int:
+    """Return the bytes of a rank's shards while it works: float32 weights and, where it trains, gradients and moments.
+
+    This is where kinds of training that hold other parameters than these add what they hold.
+    """
+    state = 4 + (GRADIENT + load.moments if load.trains else load.moments)
+    held = frozen_bytes(size, load) + load.adapters * state if load.adapters else size.num_params * state
+    whole_head = load.ref_head * 4 * size.vocab * size.hidden
+    return (0 if load.in_host_memory else held // load.ranks) + whole_head
+
+
+def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int:
+    """Return the bytes of what a rank keeps between phases of its weights, and of the optimizer's moments."""
+    if load.in_host_memory:
+        return resident(size, load)
+    held = frozen_bytes(size, load) + load.adapters * 4 if load.adapters else size.num_params * 4
+    trained = (load.adapters or size.num_params) if load.trains else 0
+    return (held * weights + trained * load.moments * moments) // load.ranks + load.ref_head * 4 * size.vocab * size.hidden
+
+
+def regions(size: ModelSize, load: Load) -> dict[str, int]:
+    """Return the peak bytes of each region of the pass, in the order in which the pass goes through them.
+
+    With several ranks FSDP gathers a unit into one flat buffer and copies it out of that: both live until the next unit is
+    gathered. With one rank all layers stay as they were computed with, but for frozen ones that rest in that type
+    (`fsdp.shard`). The root unit is embedding, norm and head in float32.
+    """
+    if not load.has_head:
+        size = replace(size, num_params=size.num_params - (0 if size.tied else size.vocab * size.hidden), tied=True)
+    alone = load.ranks == 1
+    keeps = alone and not load.half_base
+    state = resident(size, load)
+    root, layer = 4 * size.root_params, load.width * size.layer_params
+    hidden = load.tokens * size.hidden
+    stream, exact = hidden * load.width, hidden * 4
+    unsharded = root + (size.layers * layer if keeps else 2 * layer)
+    waiting = 2 if load.offloads_inputs else size.layers
+    kept = waiting * (stream if load.checkpointing else _kept(size, load)) if load.trains else 2 * stream
+    one_layer = exact + _forward(size, load)
+    first = root + layer + one_layer if alone else 2 * root + 2 * layer + exact + stream
+    found = {
+        "gather": state + max(first, root + (1 if alone else 2) * layer + one_layer),
+        "layers, forward": state + unsharded + kept + one_layer,
+        "head": state + unsharded - (0 if keeps else layer) + (kept + 2 * exact if load.trains else 0) + _head(size, load),
+    }
+    if load.trains:
+        full = not load.adapters
+        head = 4 * size.vocab * size.hidden * (load.has_head and full)
+        reduced = 4 * (size.layer_params if full else load.adapters // size.layers)
+        found["layers, backward"] = state + unsharded + head + reduced + kept + _backward(size, load)
+        found["root, backward"] = state + ((3 * root if alone else 2 * root + reduced) if full else root) + exact
+    return found
+
+
+def peak(size: ModelSize, load: Load) -> int:
+    """Return the largest of the regions."""
+    return max(regions(size, load).values())
+
+
+def _head(size: ModelSize, load: Load) -> int:
+    """Return the bytes of the LM head's tensors: hidden states in float32, logits, and gradients of the weight.
+
+    Each chunk's gradient of the weight is added to that of the chunks before into a third tensor of its size.
+    """
+    states = (2 if load.trains else 1) * load.trained * size.hidden * 4
+    if not load.has_head:
+        return states
+    logits = load.logits * min(load.chunk, load.trained) * size.vocab * 4
+    weight = 4 * size.vocab * size.hidden
+    if not load.trains or load.adapters:
+        return states + logits
+    return states + max(3 * weight, logits + weight) if load.trained > load.chunk else states + max(logits, weight)
+
+
+def _forward(size: ModelSize, load: Load) -> int:
+    """Return the bytes of one layer's tensors in a forward pass, at their largest: in the MLP."""
+    if size.experts:
+        mlp = size.experts_per_token * (3 * size.hidden + 2 * size.expert_intermediate)
+    else:
+        mlp = 3 * size.intermediate
+    return load.tokens * load.width * (mlp + 2 * size.hidden)
+
+
+def _backward(size: ModelSize, load: Load) -> int:
+    """Return the bytes of one layer's tensors in its backward pass, which the MLP's part of it has the most of."""
+    queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    if size.experts:
+        mlp = size.experts_per_token * (5 * size.hidden + 5 * size.expert_intermediate)
+        gradients = size.experts * size.hidden * size.expert_intermediate
+    else:
+        mlp, gradients = 6 * size.intermediate, size.hidden * size.intermediate
+    recomputed = load.tokens * (load.width * (mlp + 3 * size.hidden + 2 * queries + 2 * keys) + 3 * 4 * size.hidden)
+    if not load.checkpointing:
+        recomputed = load.tokens * load.width * 2 * (mlp // 6)
+    return recomputed + load.width * gradients * (not load.adapters) + load.shared_keys * keys * (2 * load.width + 4)
+
+
+def _kept(size: ModelSize, load: Load) -> int:
+    """Return the bytes that one layer keeps for its backward pass where it is not recomputed."""
+    queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+    if size.experts:
+        mlp = size.experts_per_token * (3 * size.hidden + 4 * size.expert_intermediate)
+    else:
+        mlp = 4 * size.intermediate
+    return load.tokens * (load.width * (mlp + 4 * size.hidden + 2 * queries + 2 * keys) + 2 * 4 * size.hidden)
+
+
+# ---- each role: its largest micro-batch -------------------------------------------------------------------------------
 
 
 def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     """Return what each role that starts needs on one device: of tensors, at the peak of its passes."""
-    names: tuple[RoleName, ...] = ("actor", "reference", "critic", "reward_model")
-    roles = [_need(plan, name, own) for name in names if (own := size_of_role(plan, size, name)) is not None]
+    roles = [_need(plan, name, own) for name in _MODEL_ROLES if (own := size_of_role(plan, size, name)) is not None]
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
@@ -56,7 +234,7 @@ def trains(plan: Plan, name: RoleName) -> bool:
 def _need(plan: Plan, name: RoleName, size: ModelSize) -> RoleMemory:
     """Return the need of one role that runs model passes, by the regions of its largest pass."""
     load = load_of(plan, size, name)
-    shards = dataclasses.replace(load, in_host_memory=False, ref_head=False)
+    shards = replace(load, in_host_memory=False, ref_head=False)
     state, passing = resident(size, shards), peak(size, load) - resident(size, load)
     where = " in host memory" if load.in_host_memory else ""
     scores = name == "reward_model" and plan.config.reward.reward_model.param_offload and not trains(plan, name)
@@ -193,3 +371,217 @@ def _width(dtype: str, machine: Machine) -> int:
 def gib(num_bytes: int) -> str:
     """Return a size for people: `0.3 GiB`, `12 MiB`."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+# ---- one GPU: its processes phase by phase ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPhase:
+    """A phase of a step on one GPU: what all processes there take together."""
+
+    name: str
+    num_bytes: int
+    engine_share: float = 0.0
+    """The share of the whole GPU that the engine takes besides."""
+
+    @property
+    def least_gpu(self) -> int:
+        """Return the memory of the smallest GPU on which it fits."""
+        return int(self.num_bytes / (1 - self.engine_share))
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A set of ranks on the GPU: the bytes that it keeps between phases, and those at its peak."""
+
+    role: RoleName
+    phase: str
+    """The phase of the step that is its largest."""
+    rest: int
+    peak: int
+
+
+def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
+    """Return the phases of a step on a GPU of the actor's pool; none on CPUs, and without an actor."""
+    if plan.machine.device != "cuda" or plan.role("actor") is None:
+        return ()
+    residents = residents_of(plan, size)
+    resting = sum(one.rest for one in residents)
+    phases = []
+    asleep = 0.0
+    if plan.engine is not None and plan.colocated:
+        weights = size.num_params * plan.engine_width // plan.engine.tensor_parallel_size
+        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
+        cache = plan.engine.kv_cache_memory_bytes
+        if cache is None:
+            awake = plan.engine.gpu_memory_utilization
+            share = 0.0 if plan.engine.sleep_mode else awake
+            phases.append(GpuPhase("sampling", resting, awake))
+        else:
+            # A cache of a fixed size: nothing of the engine's is a share of the GPU.
+            engine, share = weights + cache + CONTEXT + GRAPHS, 0.0
+            asleep = asleep or engine
+            phases.append(GpuPhase("sampling", resting + engine))
+        bucket = 2 * plan.engine.bucket_bytes + size.vocab * size.hidden * (4 + plan.engine_width)
+        sync = resting + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
+        phases.append(GpuPhase("weight transfer", sync, share))
+    else:
+        share = 0.0
+    for one in residents:
+        phases.append(GpuPhase(one.phase, int(resting - one.rest + one.peak + asleep), share))
+    return tuple(phases)
+
+
+def residents_of(plan: Plan, size: ModelSize) -> list[Resident]:
+    """Return the sets of ranks that share a GPU of the actor's pool."""
+    return [one for name in _MODEL_ROLES if (one := _resident(plan, size, name)) is not None]
+
+
+def _resident(plan: Plan, size: ModelSize, name: RoleName) -> Resident | None:
+    """Return what the ranks of a role take on one GPU of the actor's pool; None where there are none."""
+    role, own = plan.role(name), size_of_role(plan, size, name)
+    if role is None or own is None or role.pool != "actor":
+        return None
+    load = load_of(plan, own, name)
+    weights_away, moments_away = offloads(plan, name)
+    rest = at_rest(own, load, weights=not weights_away, moments=not moments_away)
+    process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
+    phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
+    return Resident(name, phase, int(rest * SLACK) + process, int(peak(own, load) * SLACK) + process)
+
+
+def offloads(plan: Plan, name: RoleName) -> tuple[bool, bool]:
+    """Return whether a role's weights, and its optimizer's moments, lie in host memory between phases."""
+    parts, critic, scorer = plan.config.actor_rollout_ref, plan.config.critic.fsdp, plan.config.reward.reward_model
+    actor, ref = parts.actor.fsdp_config, parts.ref.fsdp_config
+    return {
+        "actor": (actor.param_offload, actor.optimizer_offload),
+        "reference": (ref.param_offload, True),
+        "critic": (critic.param_offload, critic.optimizer_offload),
+        "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
+        "rollout": (False, False),
+    }[name]
+
+
+# ---- does it fit? -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One need for memory, beside what is there for it."""
+
+    what: str
+    needed: int
+    there: int
+
+    @property
+    def share(self) -> float:
+        """Return the need as a share of what is there."""
+        return self.needed / max(self.there, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """All needs of a run on its machine."""
+
+    needs: tuple[Need, ...]
+    cache_tokens: int
+    """Tokens whose keys and values one replica of the engine holds; 0 without an engine."""
+    cache_sequences: float
+    """Sequences of full length that these are."""
+
+    @property
+    def fits(self) -> bool:
+        """Return whether every need finds its memory."""
+        return all(need.needed <= need.there for need in self.needs)
+
+    @property
+    def tightest(self) -> Need:
+        """Return the need with the largest share of what is there."""
+        return max(self.needs, key=lambda need: need.share)
+
+
+def fit_of(plan: Plan, size: ModelSize) -> Fit | None:
+    """Return how a run fits its machine; None where the GPUs' memory was not looked up, and for runs without GPUs."""
+    total = plan.machine.gpu_memory
+    if plan.machine.device != "cuda" or not total or plan.role("actor") is None:
+        return None
+    needs = [Need(phase.name, phase.num_bytes, int(total * (1 - phase.engine_share))) for phase in gpu_phases(plan, size)]
+    tokens = 0
+    if plan.engine is not None:
+        need, room = engine_need(plan, size), int(total * plan.engine.gpu_memory_utilization)
+        needs.append(Need("engine, in its share", need + plan.engine.max_model_len * token_bytes(plan, size), room))
+        tokens = max(0, room - need) // token_bytes(plan, size)
+    if plan.machine.host_memory:
+        needs.append(Need("host memory of a machine", host_need(plan, size), plan.machine.host_memory))
+    return Fit(tuple(needs), tokens, tokens / plan.engine.max_model_len if plan.engine is not None else 0.0)
+
+
+def token_bytes(plan: Plan, size: ModelSize) -> int:
+    """Return the bytes of one token's keys and values on one GPU of an engine. Heads that do not suffice for all are copied."""
+    assert plan.engine is not None
+    parallel = min(plan.engine.tensor_parallel_size, size.kv_heads)
+    return -(-size.kv_bytes_per_token(plan.engine_width) // parallel)
+
+
+def engine_need(plan: Plan, size: ModelSize) -> int:
+    """Return what an engine takes on each of its GPUs besides keys and values: weights, graphs, and the tensors of a pass.
+
+    Logits are float32, twice: as they are and as log-probs, of all sequences that sample at once (vLLM 0.32, its sampler).
+    """
+    engine = plan.engine
+    assert engine is not None
+    parallel = engine.tensor_parallel_size
+    weights = size.num_params * plan.engine_width // parallel
+    wide = max(2 * size.intermediate // parallel, size.experts and 3 * size.expert_intermediate * size.experts_per_token)
+    layer = engine.max_num_batched_tokens * plan.engine_width * (wide + 2 * size.hidden)
+    logits = 2 * 4 * engine.max_num_seqs * size.vocab
+    return weights + layer + logits + ENGINE_WORK + (0 if engine.enforce_eager else GRAPHS)
+
+
+def host_need(plan: Plan, size: ModelSize) -> int:
+    """Return the host memory that one machine needs: its processes, what is kept off the GPUs, and a checkpoint being copied."""
+    nodes = max(1, plan.config.trainer.nnodes)
+    config, total = plan.config, HOST_OF_RUN
+    for name in _MODEL_ROLES:
+        role, own = plan.role(name), size_of_role(plan, size, name)
+        if role is None or own is None:
+            continue
+        ranks, load = -(-role.num_workers // nodes), load_of(plan, own, name)
+        weights, moments = offloads(plan, name)
+        kept = 4 * weights + 8 * (moments and trains(plan, name))
+        if load.in_host_memory:
+            kept = 16 if trains(plan, name) else 4
+        if trains(plan, name) and config.trainer.save_freq > 0:
+            kept += 12
+        inputs = own.layers * load.tokens * own.hidden * load.width if load.offloads_inputs else 0
+        total += ranks * (HOST_OF_RANK + own.num_params * kept // load.ranks + inputs)
+    if plan.engine is not None:
+        total += HOST_OF_RANK * -(-plan.num_replicas * plan.engine.tensor_parallel_size // nodes)
+    return total
+
+
+def table(plan: Plan, size: ModelSize, fit: Fit) -> list[str]:
+    """Return the lines of a table: each role at rest and at its peak, each phase of the step, and the host."""
+    there = plan.machine.gpu_memory
+    lines = [f"{'on one GPU of ' + gib(there):<32}{'at rest':>12}{'peak':>12}"]
+    for one in residents_of(plan, size):
+        role = one.role.replace("_", " ")
+        named = role if role in one.phase else f"{role}, {one.phase}"
+        lines.append(f"{named:<32}{gib(one.rest):>12}{gib(one.peak):>12}")
+    if plan.engine is not None:
+        share = int(there * plan.engine.gpu_memory_utilization)
+        lines.append(f"{'rollout, asleep and sampling':<32}{gib(_asleep(plan)):>12}{gib(share):>12}")
+    lines.append(f"{'':<32}{'needs':>12}{'there':>12}{'used':>7}")
+    for need in fit.needs:
+        mark = "  does not fit" if need.needed > need.there else "  tight" if need.share > TIGHT else ""
+        lines.append(f"{need.what:<32}{gib(need.needed):>12}{gib(need.there):>12}{need.share:>7.0%}{mark}")
+    return lines
+
+
+def _asleep(plan: Plan) -> int:
+    assert plan.engine is not None
+    if not plan.colocated or not plan.engine.sleep_mode:
+        return int(plan.machine.gpu_memory * plan.engine.gpu_memory_utilization)
+    return CONTEXT + GRAPHS

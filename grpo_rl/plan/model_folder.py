@@ -16,8 +16,8 @@ from grpo_rl.config.derived import Machine, critic_has_own_model
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import PREFIX, get_builtin
+from grpo_rl.plan.known_models import known_settings
 from grpo_rl.plan.model_families import refusals
-from grpo_rl.plan.named_machine.known_models import known_settings
 
 _PATH = "actor_rollout_ref.model.path"
 _OVERRIDE = "actor_rollout_ref.model.override_config"

@@ -12,6 +12,7 @@ from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config.checks import idle_keys
 from grpo_rl.config.checks.input_rules import INSTALL, missing_loggers
 from grpo_rl.config.compose import Composed
+from grpo_rl.config.convert import show
 from grpo_rl.config.derived import (
     ONE_STEP_OFF,
     MicroBatchRule,
@@ -24,14 +25,14 @@ from grpo_rl.config.derived import (
 )
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.machine_memory import machine_memory
-from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
+from grpo_rl.plan.cost import assumptions, step_time
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import multiplies_bfloat16
-from grpo_rl.plan.memory import adapter_params, gib, host_bytes
-from grpo_rl.plan.named_machine import machine_page
-from grpo_rl.plan.named_machine.fit import fit_of
+from grpo_rl.plan.memory import TIGHT, Fit, adapter_params, fit_of, gib, gpu_phases, host_bytes, table
 from grpo_rl.plan.paradigm import components
+from grpo_rl.plan.pools import HEAD, divisions
+from grpo_rl.plan.proposal import MOST_MACHINES, Proposal, propose
 from grpo_rl.registry import shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
@@ -40,12 +41,16 @@ WIDTH = 100
 _LABEL = 13
 
 Rows = Iterator[tuple[str, str]]
+TABLE = "|"
+"""The label of a line that stays as it is: a row of a table, or a word to paste."""
 
 
 def describe(composed: Composed, plan: Plan) -> str:
     """Return all sections of the plan, each line at most `WIDTH` columns wide."""
     config = plan.config
-    instead = machine_page.instead_of(plan)
+    judged = fit_of(plan, plan.model) if plan.model is not None else None
+    instead = propose(plan, plan.model) if plan.model is not None and judged is not None and not judged.fits else None
+    timed = instead.plan if instead else plan
     sections = {
         _title(composed): _setting(config, plan),
         "roles": _roles(config, plan),
@@ -53,10 +58,9 @@ def describe(composed: Composed, plan: Plan) -> str:
         "paradigm": components(config, plan) if plan.trains and plan.role("actor") else iter(()),
         "objective": (_objective if plan.role("actor") else _scoring)(config, plan) if plan.trains else iter(()),
         "memory, estimated" + (_in_all(plan) if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
-        f"fit on {plan.machine.name or 'this machine'}": machine_page.fit(plan, instead),
-        f"time of a step{' with these keys' if instead else ''}, estimated and not measured": machine_page.time(
-            instead.plan if instead else plan
-        ),
+        f"fit on {plan.machine.name or 'this machine'}": _fit(plan, judged, instead),
+        f"time of a step{' with these keys' if instead else ''}, estimated and not measured": _time(timed),
+        "schedules on these GPUs, each in its best division, estimated": _schedules(timed),
         "notes": chain(_notes(config, plan), (("", note) for note in _without_meaning(composed, plan))),
     }
     lines = []
@@ -69,7 +73,7 @@ def describe(composed: Composed, plan: Plan) -> str:
 
 def _row(label: str, text: str) -> list[str]:
     """Wrap one entry; without a label it is an item of a list."""
-    if label == machine_page.TABLE:
+    if label == TABLE:
         return [f"  {text}".rstrip()]
     start = f"  {label + ' ':<{_LABEL}}" if label else "  - "
     return textwrap.wrap(
@@ -451,8 +455,62 @@ def _memory(plan: Plan) -> Rows:
         yield "unknown", "the sizes of this model are known only when its weights are read"
     for need in plan.memory:
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
-    if plan.model is not None and fit_of(plan, plan.model) is None:
-        yield from gpu_memory.lines(plan, plan.model)
+    phases = gpu_phases(plan, plan.model) if plan.model is not None and fit_of(plan, plan.model) is None else ()
+    if phases:  # the GPUs' memory is not known here
+        shown = [
+            f"{one.name} {gib(one.num_bytes)}" + (f" + {one.engine_share:.0%}" if one.engine_share else "") for one in phases
+        ]
+        tight = max(phases, key=lambda one: one.least_gpu)
+        verdict = f"needs a GPU of {gib(tight.least_gpu)} or more, for the {tight.name}"
+        yield "together", f"{verdict}; {', '.join(shown)} (estimated, not run)"
+
+
+def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
+    """Yield whether the run fits its GPUs and its host, and what makes it fit where it does not."""
+    if judged is None or plan.model is None:
+        return
+    tight = judged.tightest
+    state = "yes, tightly" if judged.fits and tight.share > TIGHT else "yes" if judged.fits else "no"
+    yield "fits", f"{state}: {tight.what} takes {gib(tight.needed)} of {gib(tight.there)} (estimated, not run)"
+    for line in table(plan, plan.model, judged):
+        yield TABLE, line
+    if plan.engine is not None:
+        yield "cache", f"{judged.cache_tokens:,} tokens for each engine, {judged.cache_sequences:.3g} sequences of full length"
+    if judged.fits:
+        return
+    if instead is None:
+        yield "instead", f"no configuration was found that fits, on up to {MOST_MACHINES} machines"
+        return
+    used = instead.fit.tightest
+    yield "instead", f"this fits ({used.what} takes {used.share:.0%} of its memory); add to the command:"
+    for word in instead.words():
+        yield TABLE, word
+
+
+def _time(plan: Plan) -> Rows:
+    """Yield the seconds of each phase of a step on a named machine."""
+    judged = fit_of(plan, plan.model) if plan.model is not None else None
+    found = step_time(plan, plan.model) if plan.model is not None and judged is not None and judged.fits else None
+    if found is None:
+        return
+    for name, seconds in found.phases.items():
+        yield TABLE, f"{name:<30}{seconds:>10,.1f} s"
+    yield TABLE, f"{'a step':<30}{found.total:>10,.1f} s, {found.tokens_per_gpu:,.0f} tokens a second and GPU"
+    yield "limit", f"{found.limit}; the engines' slots are {found.filled:.0%} full while they sample"
+    yield "assumed", assumptions(plan)
+
+
+def _schedules(plan: Plan) -> Rows:
+    """Yield how many GPUs should sample and how many train under each schedule, and the keys of the fastest division."""
+    found = divisions(plan, plan.model) if plan.model is not None else []
+    if not found:
+        return
+    yield TABLE, HEAD
+    for division in found:
+        yield TABLE, division.line()
+    fastest = min(found, key=lambda division: division.time.total)
+    words = " ".join(f"{key}={show(value)}" for key, value in fastest.changes.items())
+    yield "fastest", f"{fastest.schedule}: {words}"
 
 
 def _notes(config: Config, plan: Plan) -> Rows:

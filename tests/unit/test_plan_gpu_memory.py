@@ -16,11 +16,9 @@ from torch.utils._pytree import tree_flatten
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, max_num_seqs
 from grpo_rl.models.forward import _chunked_head
-from grpo_rl.plan import gpu_memory
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.memory import GIB, adapter_params, load_of, memory_by_role
+from grpo_rl.plan.memory import GIB, GpuPhase, adapter_params, gpu_phases, load_of, memory_by_role, resident
 from grpo_rl.plan.model_folder import model_size
-from grpo_rl.plan.rank_memory import resident
 from grpo_rl.plan.text import describe
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -47,9 +45,9 @@ def plan_of(tmp_path: Path, size: str, *words: str, machine: Machine = GPUS, **m
     return dataclasses.replace(plan, text=describe(composed, plan))
 
 
-def phases_of(plan: Plan) -> dict[str, gpu_memory.GpuPhase]:
+def phases_of(plan: Plan) -> dict[str, GpuPhase]:
     assert plan.model is not None
-    return {phase.name: phase for phase in gpu_memory.gpu_phases(plan, plan.model)}
+    return {phase.name: phase for phase in gpu_phases(plan, plan.model)}
 
 
 def test_adapters_need_neither_a_second_model_nor_moments_of_the_first(tmp_path) -> None:

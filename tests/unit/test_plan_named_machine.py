@@ -10,13 +10,12 @@ from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.load import load_lm
 from grpo_rl.models.lora import add_adapters, is_adapter
+from grpo_rl.plan.devices import DEVICES, named
+from grpo_rl.plan.known_models import known_names, known_settings
 from grpo_rl.plan.machine import probe_machine
 from grpo_rl.plan.make import make_plan
-from grpo_rl.plan.memory import adapter_params, load_of
+from grpo_rl.plan.memory import adapter_params, frozen_bytes, load_of
 from grpo_rl.plan.model_folder import ModelSize, model_size
-from grpo_rl.plan.named_machine.devices import DEVICES, named
-from grpo_rl.plan.named_machine.known_models import known_names, known_settings
-from grpo_rl.plan.rank_memory import frozen_bytes
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -131,7 +130,8 @@ def test_what_depends_on_the_device_is_judged_on_the_machine_that_is_named() -> 
     assert "it has 2" in refused(dry, "machine=2x8xH100-80GB", "trainer.nnodes=3")
     assert "must divide" in refused(dry, "machine=8xH100-80GB", f"{R}.tensor_model_parallel_size=3")
     assert "can only be planned" in refused("machine=8xH100-80GB")
-    assert "describes the machine" in refused(dry, "trainer.machine_host_gib=8")
+    for key in ("machine_host_gib=8", "mean_response_length=100", "response_length_spread=0.5"):
+        assert f"trainer.{key}: describes a run on the machine" in refused(dry, f"trainer.{key}")
     long = ["data.max_response_length=40000", f"{A}.ppo_max_token_len_per_gpu=65536"]
     assert "positions" in refused(dry, "machine=8xH100-80GB", *long)
 

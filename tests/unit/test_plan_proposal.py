@@ -9,9 +9,8 @@ import pytest
 from grpo_rl.config.compose import compose
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
-from grpo_rl.plan.named_machine.fit import Fit, fit_of
-from grpo_rl.plan.named_machine.proposal import propose
-from grpo_rl.plan.named_machine.step_time import StepTime, step_time
+from grpo_rl.plan.memory import Fit, fit_of
+from grpo_rl.plan.proposal import propose
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 BASE = ["recipe=gsm8k/qwen2.5-7b", "trainer.dry_run=true"]
@@ -112,45 +111,3 @@ def test_a_folders_own_sizes_are_read_and_it_needs_no_weights(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     plan = planned(f"{M}.path={tmp_path}", "machine=8xH100-80GB")
     assert plan.model is not None and plan.model.layers == 4 and judged(plan).fits
-
-
-# ---- time ----------------------------------------------------------------------------------------------
-
-
-def timed(*words: str) -> StepTime:
-    plan = planned(*words)
-    assert plan.model is not None
-    found = step_time(plan, plan.model)
-    assert found is not None
-    return found
-
-
-def test_the_update_takes_its_flops_at_a_third_of_the_peak() -> None:
-    found = timed("machine=8xH100-80GB", f"{A}.use_prefix_grouper=false")
-    # 8,192 rollouts of 256 + 512 tokens; 6 FLOPs a parameter without the embedding, attention over 768 tokens besides.
-    flops = 8192 * 768 * 3 * (2 * (7_615_616_512 - 152064 * 3584) + 2 * 28 * 28 * 128 * 768)
-    assert found.phases["update"] == pytest.approx(flops / 8 / (989e12 * 0.33), rel=0.03)
-    assert found.tokens == 8192 * 768
-
-
-def test_the_estimate_moves_as_machines_and_work_do() -> None:
-    base = timed("machine=8xH100-80GB").phases
-    slow = timed("machine=8xA100-80GB").phases
-    assert slow["update"] / base["update"] == pytest.approx(989 / 312, rel=0.1)
-    assert slow["sampling"] > base["sampling"] and slow["reference"] > base["reference"]
-    assert timed("machine=2x8xH100-80GB").phases["update"] < 0.6 * base["update"]
-    assert timed("machine=8xH100-80GB", f"{A}.ppo_epochs=2").phases["update"] == pytest.approx(2 * base["update"], rel=0.05)
-    offload = [f"{A}.fsdp_config.param_offload=true", f"{A}.fsdp_config.optimizer_offload=true"]
-    assert timed("machine=8xH100-80GB", *offload).phases["switch and offload"] > base["switch and offload"]
-    assert "reference" not in timed("machine=8xH100-80GB", f"{A}.use_kl_loss=false").phases
-
-
-def test_a_mixture_decodes_and_trains_by_the_experts_that_it_takes() -> None:
-    words = ["machine=4x8xH100-80GB", f"{A}.fsdp_config.offload_policy=true", f"{R}.tensor_model_parallel_size=4"]
-    moe, dense = (timed(f"{M}.path={path}", *words) for path in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-32B"))
-    assert moe.phases["update"] < 0.5 * dense.phases["update"] and moe.phases["sampling"] < dense.phases["sampling"]
-
-
-def test_the_page_says_that_times_are_estimates_and_on_what_they_stand() -> None:
-    page = " ".join(planned("machine=8xH100-80GB").render().split())
-    assert "estimated and not measured" in page and "33% in training (torchtitan)" in page and "NVIDIA H100 data sheet" in page

@@ -12,11 +12,10 @@ import pytest
 
 from grpo_rl.config.compose import compose
 from grpo_rl.plan.decisions import RoleName, decide
+from grpo_rl.plan.known_models import known_settings
 from grpo_rl.plan.machine import probe_machine
-from grpo_rl.plan.memory import load_of
+from grpo_rl.plan.memory import Load, load_of, peak, regions, resident
 from grpo_rl.plan.model_folder import ModelSize, model_size, with_shared_prompts
-from grpo_rl.plan.named_machine.known_models import known_settings
-from grpo_rl.plan.rank_memory import Load, peak, regions, resident
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import track_memory

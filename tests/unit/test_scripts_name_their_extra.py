@@ -21,7 +21,6 @@ runpy.run_path({script!r}, run_name="__main__")
 @pytest.mark.parametrize(
     ("script", "argv", "modules", "extra"),
     [
-        ("simulate_cluster.py", ["--sources"], ["simpy"], "setup.sh simulate"),
         ("fuzz_parsers.py", ["jsonl", "--seconds", "1"], ["atheris"], "setup.sh dev data fuzz"),
         ("build_docs.py", [], ["mkdocs.commands.build", "mkdocs.config"], "setup.sh docs"),
     ],

@@ -14,6 +14,8 @@ from grpo_rl.config.schema.kinds import (
     Devices,
     Gib,
     Illness,
+    Length,
+    LogSpread,
     MinorShare,
     Nodes,
     Pairs,
@@ -133,6 +135,11 @@ class TrainerConfig:
     n_gpus_per_node, and several set nnodes, unless they are given. Devices: docs/machines.md."""
     machine_host_gib: Gib | None = None
     """Host memory of each such machine; null: what is usual beside these GPUs."""
+    mean_response_length: Length | None = None
+    """Mean tokens of a response, for the time of a step on such a machine; null: half of data.max_response_length.
+    `grpo-rl plan --lengths RUN` takes it, and the spread, from a run's log."""
+    response_length_spread: LogSpread | None = None
+    """Standard deviation of the logarithm of the responses' lengths; null: 0.8; 0: all are equally long."""
     start_timeout_s: Seconds = 600.0
     """Longest time for workers to start (loading the model and the engine), and for what is slow once: a step of an engine that
     compiles kernels, the first copy into page-locked memory."""

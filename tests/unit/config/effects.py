@@ -220,7 +220,7 @@ READ: dict[str, Reader] = {
         for name in (
             "project_name", "experiment_name", "default_local_dir", "logger", "total_epochs", "total_training_steps", "seed",
             "val_only", "save_freq", "resume_mode", "resume_from_path", "export_at_end", "save_rollouts", "rollout_data_format", "dry_run",
-            "machine", "machine_host_gib",
+            "machine", "machine_host_gib", "mean_response_length", "response_length_spread",
             "log_token_groups", "page_freq",
             "start_timeout_s", "step_timeout_s", "recover", "heartbeat_s", "collective_timeout_s", "grace_s", "on_nonfinite",
             "on_out_of_memory", "stop_on",

@@ -13,8 +13,8 @@ from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, longest_sequence
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, decide
+from grpo_rl.plan.memory import Fit, engine_need, fit_of, token_bytes
 from grpo_rl.plan.model_folder import ModelSize
-from grpo_rl.plan.named_machine.fit import Fit, engine_need, fit_of, token_bytes
 
 A, R, REF, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
 MOST_MACHINES = 64
@@ -90,7 +90,7 @@ def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> Proposal |
             config = changed(plan.config, attempt)
             tried = decide(config, machine)
         fit = fit_of(tried, size)
-        if fit is None or not fit.fits or _refused(plan, config, machine):
+        if fit is None or not fit.fits or refuses(plan, config, machine):
             continue
         found = Proposal(attempt, dataclasses.replace(tried, model=size), fit)
         if plan.engine is None or fit.cache_sequences >= ENOUGH:
@@ -100,7 +100,7 @@ def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> Proposal |
     return roomy
 
 
-def _refused(plan: Plan, config: Config, machine: Machine) -> bool:
+def refuses(plan: Plan, config: Config, machine: Machine) -> bool:
     """Return whether the rules between keys refuse a changed configuration for something that they allow as it is."""
     before = set(check(plan.config, plan.machine))
     return bool(set(check(config, machine)) - before)

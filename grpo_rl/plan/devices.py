@@ -129,8 +129,9 @@ def refused(config: Config, machine: Machine) -> Iterator[str]:
     """Yield what a named machine cannot do, or what is asked of one in a run that is more than a plan."""
     trainer = config.trainer
     if trainer.machine is None:
-        if trainer.machine_host_gib is not None:
-            yield f"trainer.machine_host_gib={trainer.machine_host_gib:g}: describes the machine of trainer.machine, which is not set"
+        for key in ("machine_host_gib", "mean_response_length", "response_length_spread"):
+            if (value := getattr(trainer, key)) is not None:
+                yield f"trainer.{key}={value:g}: describes a run on the machine of trainer.machine, which is not set; leave it out"
         return
     if not trainer.dry_run:
         yield f"{KEY}={trainer.machine}: a machine that is named can only be planned for; set trainer.dry_run=true, or leave it out"

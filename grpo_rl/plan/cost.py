@@ -1,0 +1,352 @@
+"""The seconds of a training step on a machine that is not here: what its devices compute and move, and what waits for what.
+
+An upper bound on speed, and not a measurement. Each phase takes the longer of its computing and its moving, at the share of what the
+device can do that stands below with its source; the page prints the shares. Sampling is continuous batching in the fluid limit: a
+replica has so many slots, an ended response gives its slot to the next one, and what is left when none is waiting is the tail of the
+longest responses. Rewards, saving and preemption of requests whose cache does not fit are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from grpo_rl.config import derived
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.devices import DEVICES, Device, named
+from grpo_rl.plan.memory import fit_of, size_of_role
+from grpo_rl.plan.model_folder import ModelSize
+
+TRAINING = 0.33
+"""Share of the FLOP/s that training reaches: torchtitan, docs/performance.md, Llama 3.1 8B by FSDP on 8 and on 128 H100 without
+torch.compile."""
+DECODING = 0.77
+"""Share of the memory bandwidth that decoding reaches: johnmusgrave.com/p/vllm-throughput-latency-sweep-on, vLLM 0.23, Llama 3.1 8B,
+one request at a time on an A100."""
+COMPUTING = 0.5
+"""Share of the FLOP/s that prefill and passes without gradients reach: assumed."""
+LINK = 0.8
+"""Share of a link's bandwidth that gathers and copies reach: assumed."""
+MEAN_SHARE = 0.5
+"""Mean length of prompts and responses as a share of the longest, where none is given: assumed."""
+SPREAD = 0.8
+"""Standard deviation of the logarithm of a response's length, where none is given: assumed."""
+DECODE_OVERHEAD_S = 0.003
+"""Seconds of each decoding step for scheduling, sampling and launching: assumed."""
+ALL_REDUCE_S = 15e-6
+"""Seconds of an all-reduce between the GPUs of an engine, two in each layer of a decoding step: assumed."""
+SWITCH_S = 3.0
+"""Seconds in which an engine sleeps and wakes: assumed."""
+FIXED_S = 1.0
+"""Seconds of an update, and of a transfer of weights, beside what they compute and move: assumed."""
+CONTROLLER_S = 6.0 / (16_384 * 4096)
+"""Seconds of the controller, one process, for each token of responses: the bar of scripts/bench_controller.py."""
+EMPTY = 0.3
+"""The share of filled slots below which it is the longest responses that decide how long sampling takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """The lengths of responses: lognormal, cut at the longest, with this mean after the cut."""
+
+    mean: float
+    spread: float
+    """Standard deviation of the logarithm; 0 makes all lengths equal."""
+    longest: int
+
+    @staticmethod
+    def of(config: Config) -> Lengths:
+        """Return the lengths that a configuration gives, or those that are assumed."""
+        trainer, longest = config.trainer, config.data.max_response_length
+        mean = trainer.mean_response_length or MEAN_SHARE * longest
+        spread = SPREAD if trainer.response_length_spread is None else trainer.response_length_spread
+        return Lengths(min(float(mean), float(longest)), spread, longest)
+
+    def alive(self, tokens_K: np.ndarray) -> np.ndarray:
+        """Return the share of responses that are longer than so many tokens."""
+        if self.spread < 1e-3 or self.mean > 0.99 * self.longest:
+            return (tokens_K < self.mean).astype(float)
+        return _survival(tokens_K, self._location, self.spread) * (tokens_K < self.longest)
+
+    @property
+    def age(self) -> float:
+        """Return the mean tokens of the responses that are being sampled while ended ones are replaced: E[l²] / 2 E[l]."""
+        tokens_K = np.linspace(0, self.longest, 1025)
+        alive_K = self.alive(tokens_K)
+        return float((tokens_K * alive_K).sum() / alive_K.sum())
+
+    def longest_of(self, number: float) -> float:
+        """Return the median of the longest of so many responses."""
+        tokens_K = np.linspace(0, self.longest, 1025)
+        return float(tokens_K[np.searchsorted(-number * self.alive(tokens_K), -math.log(2))].clip(max=self.longest))
+
+    @property
+    def _location(self) -> float:
+        """Return the mean of the logarithm, found by halving: the mean length is the integral of the survival function."""
+        return _location(self.mean, self.spread, self.longest)
+
+
+@cache
+def _location(mean: float, spread: float, longest: int) -> float:
+    tokens_K = np.linspace(0, longest, 1025)
+    low, high = 0.0, math.log(longest) + 6 * spread
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.trapezoid(_survival(tokens_K, middle, spread), tokens_K) < mean else (low, middle)
+    return low
+
+
+def _survival(tokens_K: np.ndarray, location: float, spread: float) -> np.ndarray:
+    scores_K = (np.log(np.maximum(tokens_K, 1e-9)) - location) / (spread * math.sqrt(2))
+    return np.array([0.5 * math.erfc(score) for score in scores_K])
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One engine on its GPUs, and the seconds that it needs."""
+
+    size: ModelSize
+    width: int
+    """Bytes of a weight, and of a number in the cache."""
+    flops: float
+    bandwidth: float
+    """Bytes a second of its GPUs' memory, and `flops` operations a second, at the shares that are reached."""
+    overhead_s: float
+    slots: float
+    """The requests that it samples at once, at most."""
+    prompt: float
+    """Mean tokens of a prompt."""
+    group: int
+    """Responses to each prompt, which is read once for them."""
+
+    def step_s(self, sequences: np.ndarray | float, context: np.ndarray | float) -> np.ndarray:
+        """Return the seconds of a decoding step of so many sequences that hold so many tokens together.
+
+        It reads the weights (of experts those that its sequences take) and every sequence's keys and values, and computes two
+        operations for each weight and sequence: the longer of both counts (the roofline of Pope et al. 2022, arXiv 2211.05102).
+        """
+        read = np.minimum(self.size.num_params, self.size.active_params * np.asarray(sequences)) * self.width
+        cache_read = np.asarray(context) * self.size.kv_bytes_per_token(self.width)
+        computing = 2 * self.size.active_params * np.asarray(sequences) / self.flops
+        return np.maximum((read + cache_read) / self.bandwidth, computing) + self.overhead_s
+
+    def reading_s(self, tokens: float) -> float:
+        """Return the seconds of reading so many tokens of prompts."""
+        return 2 * self.size.active_params * tokens / self.flops
+
+    def batch_s(self, lengths: Lengths, requests: float) -> tuple[float, float]:
+        """Return the seconds in which a batch is sampled to its last response, and how full the slots are meanwhile.
+
+        `begun[k]` responses begin in interval k: as many as slots are free, while requests wait. Of those, the share that
+        is longer than the time since is still there.
+        """
+        slots = min(self.slots, requests)
+        # A long queue keeps the slots full, at one pace: only its last rounds are followed.
+        followed = min(requests, 8 * slots)
+        full_steps = (requests - followed) * lengths.mean / slots
+        horizon = followed * lengths.mean / slots + lengths.longest
+        width = max(1.0, lengths.mean / 16, horizon / 400)
+        # Middles of the intervals: a response that begins with an interval is on average half an interval old in it.
+        ages_K = (np.arange(int(lengths.longest / width) + 1) + 0.5) * width
+        alive_K = lengths.alive(ages_K)
+        begun, seconds, filled, tokens, waiting = np.zeros(len(alive_K)), 0.0, 0.0, 0.0, followed
+        while True:
+            there = float(begun @ alive_K)
+            now = min(waiting, max(0.0, slots - there))
+            waiting -= now
+            begun[0] += now
+            present_K = begun * alive_K
+            there = float(present_K.sum())
+            if waiting <= 0 and there < math.log(2):
+                break
+            seconds += width * float(self.step_s(there, present_K @ (self.prompt + ages_K)))
+            filled, tokens = filled + there * width, tokens + width
+            begun = np.concatenate([[0.0], begun[:-1]])
+        seconds += full_steps * self.pace_s(lengths, slots) + self.reading_s(requests / self.group * self.prompt)
+        return seconds, (filled + full_steps * slots) / max(tokens + full_steps, 1e-9) / self.slots
+
+    def pace_s(self, lengths: Lengths, sequences: float) -> float:
+        """Return the seconds of a decoding step while ended responses are replaced at once."""
+        return float(self.step_s(sequences, sequences * (self.prompt + lengths.age)))
+
+    def steady_s(self, lengths: Lengths, requests: float, in_flight: float, *, reads_again: bool) -> tuple[float, float]:
+        """Return the seconds for each batch of a replica that always has the requests of several, and how full its slots are.
+
+        New weights make it read again what is unfinished, each prompt once for its group.
+        """
+        busy = min(self.slots, in_flight)
+        seconds = requests * lengths.mean / busy * self.pace_s(lengths, busy)
+        again = busy * lengths.age + busy / self.group * self.prompt if reads_again else 0.0
+        return seconds + self.reading_s(requests / self.group * self.prompt + again), busy / self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of each phase of a step, and of the whole."""
+
+    phases: dict[str, float]
+    total: float
+    """Less than the phases together where sampling and training overlap."""
+    filled: float
+    """How full the engines' slots are while they sample."""
+    limit: str
+    """What to make faster: the part that is at work for the largest share of the step."""
+    tokens: float
+    """Tokens of prompts and responses in one step."""
+    gpus: int
+
+    @property
+    def tokens_per_gpu(self) -> float:
+        """Return the tokens that each GPU gets through in a second."""
+        return self.tokens / self.total / self.gpus
+
+    @property
+    def training(self) -> float:
+        """Return the seconds of all passes of the trained side."""
+        return sum(seconds for name, seconds in self.phases.items() if name not in _NOT_TRAINING)
+
+
+_NOT_TRAINING = ("sampling", "weight transfer", "switch and offload")
+
+
+def step_time(plan: Plan, size: ModelSize) -> StepTime | None:
+    """Return the estimate for a run on a named machine; None for others, for machines without bfloat16 and where nothing samples."""
+    if not plan.machine.name or plan.machine.device != "cuda" or plan.engine is None or plan.role("actor") is None:
+        return None
+    device, config = named(plan.machine.name).device, plan.config
+    if not device.tflops:
+        return None
+    lengths, rollouts, n = Lengths.of(config), plan.sizes.rollouts_per_step, config.actor_rollout_ref.rollout.n
+    prompt = MEAN_SHARE * config.data.max_prompt_length
+    groups = rollouts / n if plan.passes.update.shares_prompts else rollouts
+    tokens = groups * prompt + rollouts * lengths.mean
+    phases = _training(plan, size, device, tokens, lengths, prompt)
+    replica = _replica(plan, size, device, lengths, prompt)
+    requests, staleness = rollouts / plan.num_replicas, derived.max_staleness(config)
+    controller = rollouts * lengths.mean * CONTROLLER_S
+    tail = 0.0
+    if plan.overlaps and config.trainer.schedule != derived.ONE_STEP_OFF and staleness:
+        reads_again = not config.trainer.asynchronous.keep_cache
+        sampling, filled = replica.steady_s(lengths, requests, requests * (staleness + 1), reads_again=reads_again)
+        # No token may be older than the bound: the longest response of a batch ends within so many steps.
+        tail = lengths.longest_of(rollouts) * replica.pace_s(lengths, filled * replica.slots) / (staleness + 1)
+    else:
+        sampling, filled = replica.batch_s(lengths, requests)
+    phases["sampling"] = max(sampling, controller)
+    links = _links(plan, device)
+    phases["weight transfer"] = size.num_params * plan.engine_width / (links * 1e9 * LINK) + FIXED_S
+    phases["switch and offload"] = SWITCH_S * (plan.colocated and plan.engine.sleep_mode) + _copies(plan, size, device)
+    phases = {name: phases[name] for name in ("sampling", *phases) if phases[name] > 0}
+    training = sum(seconds for name, seconds in phases.items() if name not in _NOT_TRAINING)
+    total = sum(phases.values())
+    if plan.overlaps and staleness:
+        total -= phases["sampling"] + training - max(phases["sampling"], training, tail)
+    parts = {"sampling": sampling, "training": training, "controller": controller, "long responses": tail}
+    parts["weight transfer"] = phases["weight transfer"]
+    limit = max(parts, key=lambda name: parts[name])
+    limit = "long responses" if limit == "sampling" and filled < EMPTY else limit
+    apart = 0 if plan.colocated else plan.num_replicas * plan.engine.tensor_parallel_size
+    return StepTime(phases, total, filled, limit, tokens, plan.world_size + apart)
+
+
+def _links(plan: Plan, device: Device) -> float:
+    """Return the GB/s between GPUs that work together: those of one machine, or of several."""
+    apart = not plan.colocated and plan.machine.nodes > 1
+    return min(device.link_gbs, device.nic_gbs) if plan.config.trainer.nnodes > 1 or apart else device.link_gbs
+
+
+def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prompt: float) -> Replica:
+    engine = plan.engine
+    assert engine is not None
+    parallel = engine.tensor_parallel_size
+    fit = fit_of(plan, size)
+    fitting = max(1.0, fit.cache_tokens / (prompt + lengths.age)) if fit is not None else math.inf
+    return Replica(
+        size,
+        plan.engine_width,
+        device.tflops * 1e12 * COMPUTING * parallel,
+        device.memory_gbs * 1e9 * DECODING * parallel,
+        DECODE_OVERHEAD_S + (2 * size.layers * ALL_REDUCE_S if parallel > 1 else 0.0),
+        min(engine.max_num_seqs, fitting),
+        prompt,
+        plan.config.actor_rollout_ref.rollout.n,
+    )
+
+
+def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, lengths: Lengths, prompt: float) -> dict[str, float]:
+    """Return the seconds of each pass of the trained side."""
+    ranks, context, link = plan.world_size, prompt + lengths.mean, _links(plan, device)
+    mini_batches = plan.sizes.mini_batches
+    passes = plan.sizes.updates_per_step / max(1, mini_batches)
+    longest = prompt + lengths.longest_of(plan.sizes.rollouts_per_step)
+
+    def of(own: ModelSize, most: int | None, times: float = 1.0, *, training: bool) -> float:
+        # A sequence is computed by one rank, or by those that share it: the busiest has at least the longest of each mini-batch.
+        alone = longest / plan.passes.update.sequence_ranks * (mini_batches if training else 1)
+        busiest = times * max(tokens / ranks, alone)
+        return _pass(own, device, busiest, context, ranks, most, link, training=training)
+
+    def moments(own: ModelSize, updates: int) -> float:
+        # Weight, gradient and two moments are read and all but the gradient written, in float32.
+        return updates * 28 * own.num_params / ranks / (device.memory_gbs * 1e9 * DECODING) + FIXED_S
+
+    phases: dict[str, float] = {}
+    if plan.passes.old_logprobs == "actor":
+        phases["old log-probs"] = of(size, plan.passes.old.max_tokens, training=False)
+    if plan.role("reference") or plan.base_reference:
+        phases["reference"] = of(size, plan.passes.reference.max_tokens, training=False)
+    critic = size_of_role(plan, size, "critic")
+    if critic is not None:
+        most, epochs = plan.passes.critic.max_tokens, plan.sizes.critic_epochs
+        phases["critic's values"] = of(critic, most, training=False)
+        phases["critic's update"] = of(critic, most, epochs, training=True) + moments(
+            critic, plan.sizes.critic_updates_per_step
+        )
+    update = of(size, plan.passes.update.max_tokens, passes, training=True)
+    phases["update"] = update + moments(size, plan.sizes.updates_per_step)
+    return phases
+
+
+def _pass(
+    size: ModelSize, device: Device, tokens: float, context: float, ranks: int, most: int | None, link: float, *, training: bool
+) -> float:
+    """Return the seconds of a pass of the busiest rank: the longer of computing and of gathering weights for each micro-batch.
+
+    6 operations a parameter and token with gradients and 2 without, attention besides (PaLM, arXiv 2204.02311, appendix B). Weights
+    travel as bfloat16 for the forward pass and the backward pass, and gradients as float32.
+    """
+    attention = 2 * size.layers * size.heads * size.head_dim * context
+    flops = (2 * size.active_params + attention) * (3 if training else 1)
+    computing = tokens * flops / (device.tflops * 1e12 * (TRAINING if training else COMPUTING))
+    micro_batches = max(1.0, tokens / (most or context))
+    moved = size.num_params * (2 + 2 + 4 if training else 2) * (ranks - 1) / ranks
+    return max(computing, micro_batches * moved / (link * 1e9 * LINK))
+
+
+def _copies(plan: Plan, size: ModelSize, device: Device) -> float:
+    """Return the seconds in which weights and moments go to host memory and back, once for each phase that reads them."""
+    fsdp = plan.config.actor_rollout_ref.actor.fsdp_config
+    passes = 1 + plan.recomputes_old_logprobs
+    moved = 8 * fsdp.param_offload * passes + 16 * fsdp.optimizer_offload
+    if plan.role("reference") and plan.config.actor_rollout_ref.ref.fsdp_config.param_offload:
+        moved += 4
+    if fsdp.offload_policy:
+        moved += 8 * plan.sizes.updates_per_step
+    return moved * size.num_params / plan.world_size / (device.pcie_gbs * 1e9 * LINK)
+
+
+def assumptions(plan: Plan) -> str:
+    """Return the assumptions of the estimate, for people."""
+    device, lengths = named(plan.machine.name).device, Lengths.of(plan.config)
+    name = next(name for name, other in DEVICES.items() if other is device)
+    given = plan.config.trainer.mean_response_length is not None
+    mean = f"responses of {lengths.mean:,.0f} tokens on average" + ("" if given else f" ({MEAN_SHARE:.0%} of the longest)")
+    return (
+        f"{mean} and {lengths.longest:,} at most, the logarithm's spread {lengths.spread:g}; {name} at {device.tflops:g} TFLOP/s, "
+        f"{device.memory_gbs:g} GB/s ({device.source}); of these {TRAINING:.0%} in training (torchtitan), {COMPUTING:.0%} in passes "
+        f"without gradients, {DECODING:.0%} of the bandwidth in decoding, {LINK:.0%} of the links; without rewards, saving and validation"
+    )
