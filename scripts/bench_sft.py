@@ -119,7 +119,7 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
     from grpo_rl.trainer.rows.offline import OfflineSchedule
-    from grpo_rl.trainer.schedule import Context, Output, Roles
+    from grpo_rl.trainer.schedule import Context, Output
 
     rows = make_rows(folder / f"{kind}.jsonl", BATCH * (steps + 2), ragged=kind == "ragged")
     composed = compose(
@@ -143,15 +143,13 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
         inputs = read_inputs(plan, run_dir, console, stack)
         cluster = Cluster(inputs.plan, str(folder / size), "", run_dir.logs, console)
         stack.callback(cluster.shutdown)
-        started = start_roles(cluster, inputs.plan, inputs.tokenizer)
+        roles, _ = start_roles(cluster, inputs.plan, inputs.tokenizer)
         bare = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn")))
         bare_pid = bare.submit(start_loop, str(folder / size), MICRO_BATCH).result()
         sinks = Sinks(run_dir, plan.config.trainer, composed.resolved)
         stack.callback(sinks.close)
         output = Output(run_dir, console, sinks, RolloutLog(run_dir))
-        context = Context(
-            plan.config, Roles(started.actor), None, None, output, steps + 1, rows=inputs.rows, objective=plan.objective
-        )
+        context = Context(plan.config, roles, None, None, output, steps + 1, rows=inputs.rows, objective=plan.objective)
         schedule = Watched(context, OfflineSchedule)
         actor = next(pid for name, pid in cluster.pids().items() if "actor" in name)
         measured = []

@@ -200,7 +200,7 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
-    from grpo_rl.trainer.schedule import Context, Output, Roles
+    from grpo_rl.trainer.schedule import Context, Output
     from grpo_rl.trainer.sync import SyncSchedule
 
     ragged, prompt_tokens, _ = CASES[case]
@@ -229,13 +229,10 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
         plan = decide(config, machine, num_train_rows=len(train))
         cluster = Cluster(plan, str(model), "", run_dir.logs, console)
         stack.callback(cluster.shutdown)
-        started = start_roles(cluster, plan, tokenizer)
-        rollout = started.rollout
-        rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward)
+        roles, _ = start_roles(cluster, plan, tokenizer)
+        rollout = roles.rollout
+        roles.rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward)
         sinks = Sinks(run_dir, config.trainer, composed.resolved)
-        roles = Roles(
-            actor=started.actor, rollout=rollout, rewarder=rewarder, reference=started.reference, critic=started.critic
-        )
         context = Context(config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), steps)
         schedule = SyncSchedule(context)
         slot = cluster.pool("actor").slots()

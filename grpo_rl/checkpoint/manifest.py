@@ -1,4 +1,8 @@
-"""A checkpoint's manifest: its files with size and SHA-256, and the check that they are still the ones written."""
+"""A checkpoint's manifest: its files with size and SHA-256, and the check that they are the ones written, and can be read.
+
+Digests find damage after the commit. That a file was wrong when it was written, or was changed together with the manifest, is
+found by reading: the JSON files are objects, every rank's files are there, and tensors are finite and in the safetensors format.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,31 @@ import hashlib
 import json
 import re
 import stat
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+
 from grpo_rl.checkpoint import files
-from grpo_rl.checkpoint.content import check_content
 from grpo_rl.checkpoint.files import Entry, Files
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.run_files import parsed, read_bytes
 
 MANIFEST = "manifest.json"
 STATE = "trainer.json"
+"""The controller's part."""
+TRAINING = "training.json"
+"""The file beside ranks' files that says how many ranks wrote them."""
 FORMAT = 1
 _MOST_BYTES = 64 << 20
 """A manifest has some hundred bytes per file; nothing larger is read into memory."""
+_MOST_JSON_BYTES = 1 << 30
+"""The largest JSON file that is read: a trainer's state of a hundred million rows' pass rates stays below."""
+_RANK_FILE = re.compile(r"(weights|optimizer|rng)_rank(0|[1-9][0-9]{0,8})\.safetensors")
 _NAME = re.compile(r"step_(0|[1-9][0-9]{0,11})")
 
 
@@ -98,7 +111,18 @@ def verify(folder: Path, entry_of: Callable[[Path], Entry] = files.entry_of) -> 
         raise CheckpointError(f"{folder}: {extra[0]} is in it and not in its {MANIFEST}; move what does not belong there")
     if STATE not in manifest.files:
         raise CheckpointError(f"{folder}: {STATE} is missing")
-    return Checkpoint(folder, manifest.step, check_content(folder, manifest.files.keys(), STATE, manifest.step))
+    state = _read_object(folder, STATE)
+    if state.get("step", manifest.step) != manifest.step:
+        raise CheckpointError(f"{folder}: {STATE} is of step {state['step']!r}, the checkpoint of step {manifest.step}")
+    of_ranks: dict[str, set[str]] = defaultdict(set)
+    for name in manifest.files:
+        place, _, own = name.rpartition("/")
+        if _RANK_FILE.fullmatch(own):
+            of_ranks[place].add(own)
+            _check_tensors(folder, name)
+    for place, found in of_ranks.items():
+        _check_ranks(folder / place, found)
+    return Checkpoint(folder, manifest.step, state)
 
 
 def unknown_files(folder: Path, manifest: Manifest) -> list[str]:
@@ -119,6 +143,53 @@ def _inside(folder: Path, name: str) -> Path:
         if path.is_symlink():
             raise CheckpointError(f"{folder}: {name!r} is a link, which is outside the folder")
     return path
+
+
+def _read_object(folder: Path, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises CheckpointError for anything else."""
+    try:
+        content = json.loads(read_bytes(folder / name, _MOST_JSON_BYTES).decode("utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__} where an object belongs")
+        return content
+    # UnicodeDecodeError and JSONDecodeError are ValueErrors; nesting without end is a RecursionError.
+    except (DataError, ValueError, RecursionError) as error:
+        reason = "its nesting is too deep" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"{folder}: {name} cannot be used: {reason}") from error
+
+
+def _check_ranks(folder: Path, found: Collection[str]) -> None:
+    """Raise CheckpointError unless the folder holds each kind of file of every rank that wrote it, and no other."""
+    if not (folder / TRAINING).is_file():
+        raise CheckpointError(f"{folder}: {TRAINING} is missing")
+    training = _read_object(folder, TRAINING)
+    for name, least in (("world_size", 1), ("num_optimizer_steps", 0)):
+        if not isinstance(training.get(name), int) or training[name] < least:
+            raise CheckpointError(f"{folder}: {TRAINING} cannot be used: its field {name} is {training.get(name)!r}")
+    kinds = ("weights",) if training.get("frozen") else ("weights", "optimizer", "rng")
+    world_size = training["world_size"]
+    # A number of ranks that is far too large is not counted to its end.
+    expected = {f"{kind}_rank{rank}.safetensors" for kind in kinds for rank in range(min(world_size, len(found) + 1))}
+    if missing := expected - set(found):
+        raise CheckpointError(f"{folder}: {min(missing)} is missing: {world_size} ranks wrote the checkpoint")
+    if extra := set(found) - expected:
+        raise CheckpointError(f"{folder}: {min(extra)} is of a rank beyond the {world_size} that wrote it")
+
+
+def _check_tensors(folder: Path, name: str) -> None:
+    """Raise CheckpointError for a file that is not in the safetensors format, or has a value that is not finite."""
+    try:
+        with safe_open(folder / name, framework="pt") as file:
+            layout = json.loads((file.metadata() or {}).get("layout", "null"))
+            keys = list(file.keys())
+            if not isinstance(layout, dict) or sorted(layout) != sorted(keys):
+                raise CheckpointError(f"{folder}: {name} cannot be used: its layout does not list its tensors")
+            for key in keys:
+                tensor = file.get_tensor(key)
+                if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                    raise CheckpointError(f"{folder}: {name} cannot be used: {key} has values that are not finite")
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{folder}: {name} cannot be used: it is no safetensors file ({error})") from error
 
 
 def _seal(content: dict[str, Any]) -> str:

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 
 from grpo_rl.checkpoint.files import Files, flush, write_file
 from grpo_rl.checkpoint.host_memory import HostMemory
+from grpo_rl.checkpoint.manifest import TRAINING
 from grpo_rl.checkpoint.tensors import Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.sharded_load import is_first_replica, local_of, rows_of
 
-TRAINING = "training.json"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 

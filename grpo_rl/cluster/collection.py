@@ -76,12 +76,12 @@ def collect(
             recoveries = Recoveries(plan.config.trainer, console.warn, status.count_restart)
             cluster = Cluster(plan.collection, folder, scorer, run_dir.logs, console, recoveries)
             stack.callback(cluster.shutdown)
-            started = start_roles(cluster, plan.collection, inputs.tokenizer)
+            roles, scorers = start_roles(cluster, plan.collection, inputs.tokenizer)
             status.update(workers=cluster.pids())
-            assert started.rollout is not None, "a collection samples"
-            rewarder = inputs.models.beside(inputs.rules, started.scorers)
+            assert roles.rollout is not None, "a collection samples"
+            rewarder = inputs.models.beside(inputs.rules, scorers)
             stack.callback(rewarder.close)
-            collection.run(started.rollout, rewarder, console, phase)
+            collection.run(roles.rollout, rewarder, console, phase)
         metrics = files.summary()
         collection.check(metrics)
         console.info(collection.report(metrics))

@@ -50,13 +50,8 @@ if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.cluster.inputs import Inputs
     from grpo_rl.cluster.processes.worker_group import WorkerFailed
     from grpo_rl.cluster.recovery.supervisor import Recoveries
-    from grpo_rl.cluster.start_roles import Cluster, StartedRoles
     from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.plan.first_look import RewardTrial
-    from grpo_rl.protocols import Rewarder
-    from grpo_rl.rewards.runtime.runner import RewardRunner
-    from grpo_rl.telemetry.metrics.sinks import Sinks
-    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
 
@@ -159,7 +154,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     rows = None
     if plan.collection is not None:
         folders = partial(model_folders, launch, connection)
-        rows, collected = collect(plan, run_dir, console, launch.status, phase_of(launch), folders)
+        rows, collected = collect(plan, run_dir, console, launch.status, phase_of(launch.status, launch.stop), folders)
     session = Session(
         connection, code, rows, collected, Recoveries(plan.config.trainer, console.warn, launch.status.count_restart)
     )
@@ -217,8 +212,10 @@ def _train_from(launch: Launch, session: Session, stack: ExitStack) -> None:
     """Start the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
     from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.processes.placement import raylets
+    from grpo_rl.cluster.run_instruments import RunInstruments
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.telemetry.metrics.sinks import Sinks
+    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.trainer.run import Run
     from grpo_rl.trainer.schedule import Context, Output
 
@@ -229,23 +226,35 @@ def _train_from(launch: Launch, session: Session, stack: ExitStack) -> None:
     smaller = session.smaller_passes if plan.passes.splits else None
     cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, session.recoveries, smaller)
     stack.callback(cluster.shutdown)
-    started = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
-    show_trial(trial, console)
+    roles, scorers = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
+    roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info)
+    for sight in trial.sights() if trial is not None else ():
+        (console.warn if sight.advice else console.info)(sight.as_line())
     launch.status.update(workers=cluster.pids(), tokenizer=cluster.model_path)
     connection.watch_nodes(raylets(cluster.places()))
-    rewarder = inputs.models.beside(inputs.rules, started.scorers) if plan.reward.scores else None
-    if rewarder is not None:
-        stack.callback(rewarder.close)
+    if plan.reward.scores:
+        roles.rewarder = inputs.models.beside(inputs.rules, scorers)
+        stack.callback(roles.rewarder.close)
     sinks = Sinks(run_dir, config.trainer, launch.composed.resolved, console.warn, console.info)
     stack.callback(sinks.close)
-    timeline = stack.enter_context(closing(_timeline(run_dir, console, inputs.rules)))
+    timeline = stack.enter_context(closing(Timeline(run_dir.timeline_file, console.warn)))
+    if inputs.rules is not None:
+        inputs.rules.on_busy = partial(timeline.ended, "reward", "scoring")
+    rollouts = RolloutLog(
+        run_dir,
+        config.trainer.rollout_data_format,
+        beside=True,
+        token_groups=config.trainer.log_token_groups,
+        written=sinks.written,
+    )
+    stack.callback(rollouts.close)  # before the cluster ends, whose store has the tokens
 
     context = Context(
         config,
-        roles_of(launch, cluster, started, rewarder),
+        roles,
         inputs.train_data,
         inputs.val_data,
-        Output(run_dir, console, sinks, rollout_log(launch, stack, sinks), launch.status, launch.stop, timeline, launch.page),
+        Output(run_dir, console, sinks, rollouts, launch.status, launch.stop, timeline, launch.page),
         plan.sizes.total_steps or 0,
         objective=plan.objective,
         rows=inputs.rows,
@@ -261,16 +270,7 @@ def _train_from(launch: Launch, session: Session, stack: ExitStack) -> None:
         (role, since), session.lost = session.lost, None
         session.recoveries.recovered(role, role, time.monotonic() - since, f"the run goes on after step {training.step}")
     training.fit()
-    leave_results(launch, context.roles, timeline, training.step)
-
-
-def roles_of(launch: Launch, cluster: Cluster, started: StartedRoles, rewarder: Rewarder | None) -> Roles:
-    """Return the roles as the schedule drives them, with the instruments of their processes."""
-    from grpo_rl.cluster.run_instruments import RunInstruments
-
-    roles = started.as_roles(rewarder, cluster.supervisor.recoveries.metrics)
-    roles.instruments = RunInstruments(cluster.plan, cluster.worker_groups, launch.run_dir.path, launch.console.info)
-    return roles
+    leave_results(launch, roles, timeline, training.step)
 
 
 def first_look(launch: Launch, inputs: Inputs) -> RewardTrial | None:
@@ -283,36 +283,6 @@ def first_look(launch: Launch, inputs: Inputs) -> RewardTrial | None:
         if sight.advice:
             launch.console.warn(sight.as_line())
     return None if inputs.rules is None else RewardTrial(prompts, inputs.rules, inputs.tokenizer)
-
-
-def show_trial(trial: RewardTrial | None, console: Console) -> None:
-    """Show what the reward gives right answers and empty ones, as a warning where that is the same."""
-    for sight in trial.sights() if trial is not None else ():
-        (console.warn if sight.advice else console.info)(sight.as_line())
-
-
-def rollout_log(launch: Launch, stack: ExitStack, sinks: Sinks) -> RolloutLog:
-    """Return the log that is written beside the steps. It is closed before the cluster ends, whose store has the tokens."""
-    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
-
-    trainer = launch.plan.config.trainer
-    log = RolloutLog(
-        launch.run_dir,
-        trainer.rollout_data_format,
-        beside=True,
-        token_groups=trainer.log_token_groups,
-        written=sinks.written,
-    )
-    stack.callback(log.close)
-    return log
-
-
-def _timeline(run_dir: RunDir, console: Console, rules: RewardRunner | None) -> Timeline:
-    """Return the run's timeline, in which the reward processes record when they have something to score."""
-    timeline = Timeline(run_dir.timeline_file, console.warn)
-    if rules is not None:
-        rules.on_busy = partial(timeline.ended, "reward", "scoring")
-    return timeline
 
 
 def newest_best(run_dir: RunDir) -> Path | None:
@@ -335,12 +305,7 @@ def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
     return ready(policy), ready(scorer)
 
 
-def phase_of(launch: Launch) -> Callable[[str], None]:
-    """Return what a phase before training calls as it begins: it shows in the status, and a signal may end the run there."""
-    return phase_of_stop(launch.status, launch.stop)
-
-
-def phase_of_stop(status: Status, stop: Stop) -> Callable[[str], None]:
+def phase_of(status: Status, stop: Stop) -> Callable[[str], None]:
     """Return what is called as a phase begins that belongs to no training step."""
 
     def begins(name: str) -> None:

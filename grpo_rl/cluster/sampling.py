@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.cluster.inputs import read_inputs
-from grpo_rl.cluster.launch import await_ray, ends_the_run, phase_of_stop, reported
+from grpo_rl.cluster.launch import await_ray, ends_the_run, phase_of, reported
 from grpo_rl.cluster.processes.forks import modules_for
 from grpo_rl.cluster.processes.placement import raylets
 from grpo_rl.cluster.recovery.supervisor import Recoveries
@@ -90,7 +90,7 @@ class SamplingSession:
     def __init__(self, connection: Connection, run_dir: RunDir, console: Console, status: Status, stop: Stop) -> None:
         self._connection, self._run_dir, self._console = connection, run_dir, console
         self._status, self.stop = status, stop
-        self.phase = phase_of_stop(status, stop)
+        self.phase = phase_of(status, stop)
         """A function to call as a phase begins: `gen` may be left by a signal, `save` may not."""
 
     @contextmanager
@@ -105,15 +105,15 @@ class SamplingSession:
             recoveries = Recoveries(plan.config.trainer, self._console.warn, self._status.count_restart)
             cluster = Cluster(inputs.plan, folder, scorer, logs, self._console, recoveries)
             stack.callback(cluster.shutdown)
-            started = start_roles(cluster, inputs.plan, inputs.tokenizer, inputs.episodes)
+            roles, scorers = start_roles(cluster, inputs.plan, inputs.tokenizer, inputs.episodes)
             self._status.update(workers=cluster.pids())
             self._connection.watch_nodes(raylets(cluster.places()))
-            assert started.rollout is not None, "a plan that samples has engines"
+            assert roles.rollout is not None, "a plan that samples has engines"
             rewarder = None
             if plan.reward.scores:
-                rewarder = inputs.models.beside(inputs.rules, started.scorers)
+                rewarder = inputs.models.beside(inputs.rules, scorers)
                 stack.callback(rewarder.close)
-            yield Sampler(inputs.plan, inputs.tokenizer, inputs.val_data, started.rollout, rewarder, self._console.warn)
+            yield Sampler(inputs.plan, inputs.tokenizer, inputs.val_data, roles.rollout, rewarder, self._console.warn)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +22,7 @@ from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
-from grpo_rl.cluster.roles.critic_role import CriticRole, critic_factory, critic_spec, make_critic
+from grpo_rl.cluster.roles.critic_role import critic_factory, critic_spec, make_critic
 from grpo_rl.cluster.roles.reference_role import (
     BaseReferenceRole,
     MovingReferenceRole,
@@ -31,7 +32,6 @@ from grpo_rl.cluster.roles.reference_role import (
 from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.trained_reward_model_role import (
-    TrainedRewardModelRole,
     make_trained_reward_model,
     trained_reward_model_factory,
     trained_reward_model_spec,
@@ -42,17 +42,17 @@ from grpo_rl.config.relative_paths import function_files
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.plan.decisions import Plan, RoleName
-from grpo_rl.protocols import Rewarder
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.schedule import Roles
-from grpo_rl.types import Metrics
 from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """The environment of trainer.deterministic: cuBLAS keeps to one workspace, without which torch refuses its products, and NCCL to
 one way of adding up, where it would choose by message size and topology."""
+Started = tuple[WorkerGroup, list[ray.ObjectRef], str]
+"""A worker group that is being built, the answers that say when it is, and what a terminal calls that."""
 
 
 class Cluster:
@@ -171,7 +171,12 @@ class Cluster:
             for i in range(size)
         ]
 
-    def build(self, starts: Sequence[tuple[WorkerGroup, list[ray.ObjectRef], str]], began: float | None = None) -> None:
+    def start_ranks(self, worker_group: WorkerGroup, factory: Callable[..., Any], spec: Any) -> Started:
+        """Start building ranks from this spec."""
+        refs = worker_group.start_build(factory, [(spec, rank) for rank in self.ranks(worker_group)])
+        return worker_group, refs, f"starting the {worker_group.role.replace('_', ' ')}"
+
+    def build(self, starts: Sequence[Started], began: float | None = None) -> None:
         """Wait until all workers are made. One progress line per role has the time since `began`: they start side by side."""
         for worker_group, refs, title in starts:
             with self.console.progress(title, since=began):
@@ -218,35 +223,16 @@ class Cluster:
             pool.release()
 
 
-@dataclass(frozen=True, slots=True)
-class StartedRoles:
-    """The roles of a run, ready to work; None for each that the plan does not start."""
+def start_roles(
+    cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeSetup | None = None
+) -> tuple[Roles, WorkerGroup | None]:
+    """Start the roles of the plan; return them, and the processes of a reward model. With `episodes` the rollout role plays these.
 
-    rollout: ReplicaPool | EpisodePool | None
-    actor: ActorRole | None
-    reference: ReferenceRole | None
-    critic: CriticRole | None
-    scorers: WorkerGroup | None
-    """The reward model's processes."""
-    reward_model: TrainedRewardModelRole | None
-    """The reward model where the run trains it, over the same processes."""
-
-    def as_roles(self, rewarder: Rewarder | None, recoveries: Callable[[], Metrics]) -> Roles:
-        """Return the roles as a schedule drives them."""
-        return Roles(self.actor, self.rollout, rewarder, self.reference, self.critic, self.reward_model, recoveries)
-
-
-Ranked = tuple[WorkerGroup, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]
-"""A worker group of ranks, its factory, and the factory's arguments before and after the rank."""
-
-
-def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeSetup | None = None) -> StartedRoles:
-    """Start the roles of the plan and return them; with `episodes` the rollout role plays these. `plan` has the number of steps, which the data decides.
-
-    Processes start beside each other, for none touches a GPU before something is built in it. What is built in them comes up
-    beside each other, too, except for engines on the GPUs of others: vLLM sizes its cache by what is free on the
-    device, and takes every change meanwhile for its own (`gpu_worker.determine_available_memory`). So engines are built
-    alone, give their memory back where they can, and ranks come after.
+    `plan` has the number of steps, which the data decides. Processes start beside each other, for none touches a GPU before
+    something is built in it. What is built in them comes up beside each other, too, except for engines on the GPUs of others: vLLM
+    sizes its cache by what is free on the device, and takes every change meanwhile for its own
+    (`gpu_worker.determine_available_memory`). So engines are built alone, give their memory back where they can, and ranks come
+    after.
     """
     engine_spec = None if plan.engine is None else replace(plan.engine, model_path=cluster.model_path)
     for planned in plan.pools:
@@ -259,85 +245,60 @@ def start_roles(cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeS
     actors, references = cluster.start("actor"), cluster.start("reference")
     critics, scorers = cluster.start("critic"), cluster.start("reward_model")
 
-    starts: list[tuple[WorkerGroup, list[ray.ObjectRef], str]] = []
+    starts: list[Started] = []
     if engines is not None and engine_spec is not None:
+        timeout_s = plan.config.trainer.start_timeout_s
         with cluster.console.progress("starting processes"):
-            engines.where(plan.config.trainer.start_timeout_s)
+            engines.where(timeout_s)
         refs = engines.start_build(rollout_factory, [(engine_spec, *_timeouts(plan))] * len(engines))
         starts.append((engines, refs, "starting the rollout engine"))
         if plan.engines_share_gpus:
             cluster.build(starts, began)
             starts = []
             if engine_spec.sleep_mode:
-                refs = [worker.call("sleep") for worker in engines.workers]
-                wait_all(engines.workers, refs, plan.config.trainer.start_timeout_s, "rollout.sleep")
-    ranked = _ranked(cluster, plan, engine_spec, actors, references, critics, scorers)
-    starts += [(entry[0], _begin(cluster, *entry), f"starting the {entry[0].role.replace('_', ' ')}") for entry in ranked]
-    cluster.build(starts, began)
-    rollout: ReplicaPool | EpisodePool | None = _make_pool(cluster, engines, actors, engine_spec)
-    if episodes is not None and environments is not None and isinstance(rollout, ReplicaPool) and engine_spec is not None:
-        # It loads parts of transformers that a controller without episodes does without.
-        from grpo_rl.rollout.model_info import stop_token_ids
-
-        stop_ids = frozenset(stop_token_ids(engine_spec))
-        rollout = episodes.pool(rollout, environments, tokenizer, stop_ids, engine_spec.max_model_len)
-    actor = None if actors is None else make_actor(plan, actors, tokenizer)
-    return StartedRoles(
-        rollout=rollout,
-        actor=actor,
-        reference=make_reference(plan, references, actor),
-        critic=None if critics is None else make_critic(plan, critics),
-        scorers=scorers,
-        reward_model=make_trained_reward_model(plan, scorers, tokenizer) if scorers and plan.trains_reward_model else None,
-    )
-
-
-def _ranked(
-    cluster: Cluster,
-    plan: Plan,
-    engine_spec: EngineSpec | None,
-    actors: WorkerGroup | None,
-    references: WorkerGroup | None,
-    critics: WorkerGroup | None,
-    scorers: WorkerGroup | None,
-) -> list[Ranked]:
-    """Return the worker groups of ranks that the plan has, with what is built in them."""
-    spec = actor_spec(plan, cluster.model_path, None if engine_spec is None else sender_spec(engine_spec))
-    ranked: list[Ranked] = []
+                wait_all(engines.workers, [worker.call("sleep") for worker in engines.workers], timeout_s, "rollout.sleep")
+    spec = actor_spec(plan, cluster.model_path, engine_spec)
     if actors is not None:
-        ranked.append((actors, actor_factory, (spec,), ()))
+        starts.append(cluster.start_ranks(actors, actor_factory, spec))
     if references is not None:
         fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
-        policy = replace(
-            spec.policy,
-            dtype=fsdp.dtype,
-            train=False,
-            sequence_ranks=plan.passes.reference.sequence_ranks,
-            shard_ranks=fsdp.fsdp_size,
-            in_host_memory=fsdp.offload_policy,
-            forward_prefetch=fsdp.forward_prefetch,
-            compiled=fsdp.use_torch_compile,
-        )
-        ranked.append((references, reference_factory, (policy,), (fsdp.param_offload,)))
+        frozen = replace(spec.policy.sharded_as(fsdp, plan.passes.reference.sequence_ranks), train=False)
+        starts.append(cluster.start_ranks(references, partial(reference_factory, offload=fsdp.param_offload), frozen))
     if critics is not None:
-        ranked.append((critics, critic_factory, (critic_spec(plan, spec.policy),), ()))
+        starts.append(cluster.start_ranks(critics, critic_factory, critic_spec(plan, spec.policy)))
     if scorers is not None and plan.trains_reward_model:
         trained = trained_reward_model_spec(plan, cluster.reward_model_path)
-        ranked.append((scorers, trained_reward_model_factory, (trained,), ()))
+        starts.append(cluster.start_ranks(scorers, trained_reward_model_factory, trained))
     elif scorers is not None:
-        frozen = reward_model_spec(plan.config.reward.reward_model, cluster.reward_model_path)
-        ranked.append((scorers, reward_model_factory, (frozen,), ()))
-    return ranked
+        scorer = reward_model_spec(plan.config.reward.reward_model, cluster.reward_model_path)
+        starts.append(cluster.start_ranks(scorers, reward_model_factory, scorer))
+    cluster.build(starts, began)
+
+    rollout: ReplicaPool | EpisodePool | None = None
+    if engines is not None and engine_spec is not None:
+        rollout = pool = _make_pool(cluster, engines, actors, engine_spec)
+        if episodes is not None and environments is not None:
+            # It loads parts of transformers that a controller without episodes does without.
+            from grpo_rl.rollout.model_info import stop_token_ids
+
+            stop_ids = frozenset(stop_token_ids(engine_spec))
+            rollout = episodes.pool(pool, environments, tokenizer, stop_ids, engine_spec.max_model_len)
+    actor = None if actors is None else make_actor(plan, actors, tokenizer)
+    trains_scorer = scorers is not None and plan.trains_reward_model
+    roles = Roles(
+        actor=actor,
+        rollout=rollout,
+        reference=make_reference(plan, references, actor),
+        critic=None if critics is None else make_critic(plan, critics),
+        reward_model=make_trained_reward_model(plan, scorers, tokenizer) if trains_scorer and scorers else None,
+        recoveries=cluster.supervisor.recoveries.metrics,
+    )
+    return roles, scorers
 
 
-def _make_pool(
-    cluster: Cluster, engines: WorkerGroup | None, actors: WorkerGroup | None, spec: EngineSpec | None
-) -> ReplicaPool | None:
-    """Return the rollout role over its engines; None without engines. Their weights come from the actors, if any."""
-    if engines is None or spec is None:
-        return None
-    start_timeout_s = cluster.config.trainer.start_timeout_s
-    transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size, start_timeout_s)
+def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec) -> ReplicaPool:
+    """Return the rollout role over its engines. Their weights come from the actors, if any."""
+    transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size, cluster.config.trainer.start_timeout_s)
 
     def build_engine(worker: Worker) -> ray.ObjectRef:
         return worker.actor.build.remote(rollout_factory, spec, *_timeouts(cluster.plan))
@@ -389,30 +350,27 @@ def make_reference(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRol
     return (MovingReferenceRole if moves else ReferenceRole)(worker_group, **options)
 
 
-def actor_spec(plan: Plan, model_path: str, sender: SenderSpec | None = None) -> ActorSpec:
-    """Return what every actor rank is built from."""
-    config = plan.config
-    actor = config.actor_rollout_ref.actor
+def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) -> ActorSpec:
+    """Return what every actor rank is built from; its weights go to this engine, where there is one."""
+    config, actor = plan.config, plan.config.actor_rollout_ref.actor
+    sender = SenderSpec()
+    if engine is not None:
+        sender = SenderSpec(engine.weight_backend, engine.bucket_bytes, engine.dtype, engine.verify_checksum)
+    policy = PolicySpec(
+        model=replace(config.actor_rollout_ref.model, path=model_path),
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        dtype=actor.fsdp_config.dtype,
+        train=True,
+        share_prompts=actor.use_prefix_grouper is not False,
+        seed=config.trainer.seed,
+    )
     return ActorSpec(
-        policy=PolicySpec(
-            model=replace(config.actor_rollout_ref.model, path=model_path),
-            temperature=config.actor_rollout_ref.rollout.temperature,
-            dtype=actor.fsdp_config.dtype,
-            reshard_after_forward=actor.fsdp_config.reshard_after_forward,
-            train=True,
-            share_prompts=actor.use_prefix_grouper is not False,
-            seed=config.trainer.seed,
-            sequence_ranks=actor.ulysses_sequence_parallel_size,
-            shard_ranks=actor.fsdp_config.fsdp_size,
-            in_host_memory=actor.fsdp_config.offload_policy,
-            forward_prefetch=actor.fsdp_config.forward_prefetch,
-            compiled=actor.fsdp_config.use_torch_compile,
-        ),
+        policy=policy.sharded_as(actor.fsdp_config, actor.ulysses_sequence_parallel_size),
         objective=plan.objective,
         optim=actor.optim,
         total_optimizer_steps=plan.sizes.actor_updates,
         seed=config.trainer.seed,
-        sender=sender or SenderSpec(),
+        sender=sender,
         param_offload=actor.fsdp_config.param_offload,
         optimizer_offload=actor.fsdp_config.optimizer_offload,
         old_from_engine=plan.passes.old_logprobs == "engine",
@@ -426,18 +384,6 @@ def _timeouts(plan: Plan) -> tuple[float, float]:
     return plan.config.trainer.start_timeout_s, plan.config.trainer.step_timeout_s
 
 
-def sender_spec(engine: EngineSpec) -> SenderSpec:
-    """Return the actor's side of the engines' weight updates."""
-    return SenderSpec(engine.weight_backend, engine.bucket_bytes, engine.dtype, engine.verify_checksum)
-
-
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """Return the function that turns response tokens into the text that a reward function sees."""
     return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True)
-
-
-def _begin(
-    cluster: Cluster, worker_group: WorkerGroup, factory: Callable[..., Any], before: tuple[Any, ...], after: tuple[Any, ...]
-) -> list[ray.ObjectRef]:
-    """Start building the ranks of a worker group."""
-    return worker_group.start_build(factory, [(*before, rank, *after) for rank in cluster.ranks(worker_group)])

@@ -74,16 +74,7 @@ def ensure(name: str, warm: Path, machine: Machine, log_dir: Path, console: Cons
     try:
         worker_group = cluster.start("actor")
         assert worker_group is not None, "a plan that trains has an actor"
-        actor_args = actor_spec(plan, cluster.model_path)
-        cluster.build(
-            [
-                (
-                    worker_group,
-                    worker_group.start_build(actor_factory, [(actor_args, rank) for rank in cluster.ranks(worker_group)]),
-                    "starting the warm start",
-                )
-            ]
-        )
+        cluster.build([cluster.start_ranks(worker_group, actor_factory, actor_spec(plan, cluster.model_path))])
         actor = make_actor(plan, worker_group, tokenizer)
         learnt = task_demonstrations(spec.task, tokenizer)
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:

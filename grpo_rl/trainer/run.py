@@ -235,8 +235,11 @@ class Run:
             place = _read_last(self.load_state_dict, checkpoint.state)
             said = "is missing" if isinstance(error, KeyError) else f"cannot be read: {type(error).__name__}: {error}"
             raise CheckpointError(f"{checkpoint.folder}: {STATE} cannot be used: its field {place} {said}") from error
-        for role in self.roles.with_state():
-            role.load(checkpoint.folder)
+        try:
+            for role in self.roles.with_state():
+                role.load(checkpoint.folder)
+        except NOT_LOADABLE as error:
+            raise CheckpointError(f"{checkpoint.folder} cannot be used: {type(error).__name__}: {error}") from error
         self.output.sinks.truncate_after(self.step)
         logged = read_metrics(self.output.run_dir.metrics_file)
         self.alarms.resume(logged)

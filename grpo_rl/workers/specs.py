@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
+from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig, RewardModelTrainConfig
 from grpo_rl.models.load import POLICY_KEY
 from grpo_rl.rollout.engine import WeightBackend
@@ -63,6 +64,19 @@ class PolicySpec:
     """The setting that named the model's folder, for error messages."""
     seed: int = 0
     """The seed of the first values of adapters, where there are any."""
+
+    def sharded_as(self, fsdp: FsdpConfig | RefFsdpConfig, sequence_ranks: int) -> PolicySpec:
+        """Return the spec with the types and the layout of a role's section for FSDP."""
+        return replace(
+            self,
+            dtype=fsdp.dtype,
+            reshard_after_forward=getattr(fsdp, "reshard_after_forward", self.reshard_after_forward),
+            sequence_ranks=sequence_ranks,
+            shard_ranks=fsdp.fsdp_size,
+            in_host_memory=fsdp.offload_policy,
+            forward_prefetch=fsdp.forward_prefetch,
+            compiled=fsdp.use_torch_compile,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,7 +354,7 @@ FAULTS: list[Fault] = [
         "late save",
         "trainer/run.py",
         "saves = trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq))",
-        "saves = trainer.save_freq > 0 and (full or is_due(self.step, trainer.save_freq))",
+        "saves = trainer.save_freq > 0 and is_due(self.step, trainer.save_freq)",
         "unit/trainer",
     ),
     # ---- workers

@@ -90,20 +90,9 @@ def critic_spec(plan: Plan, actor: PolicySpec) -> CriticSpec:
     )
     if own is not None:
         model = replace(model, path=own, override_config={})
+    policy = actor.sharded_as(critic.fsdp, critic.ulysses_sequence_parallel_size)
     return CriticSpec(
-        model=replace(
-            actor,
-            model=model,
-            dtype=critic.fsdp.dtype,
-            reshard_after_forward=critic.fsdp.reshard_after_forward,
-            train=True,
-            sequence_ranks=critic.ulysses_sequence_parallel_size,
-            shard_ranks=critic.fsdp.fsdp_size,
-            in_host_memory=critic.fsdp.offload_policy,
-            forward_prefetch=critic.fsdp.forward_prefetch,
-            compiled=critic.fsdp.use_torch_compile,
-            path_key=actor.path_key if own is None else "critic.model.path",
-        ),
+        model=replace(policy, model=model, train=True, path_key=actor.path_key if own is None else "critic.model.path"),
         optim=critic.optim,
         total_optimizer_steps=plan.sizes.critic_updates,
         seed=plan.config.trainer.seed,
