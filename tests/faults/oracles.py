@@ -37,6 +37,7 @@ class Training:
     name: str
     words: Sequence[str]
     faults: str = ""
+    program: Sequence[str] = ("-m", "grpo_rl.main")
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     sessions: list[dict[str, Any]] = field(default_factory=list)
 
@@ -50,7 +51,7 @@ class Training:
 
     def start(self) -> Training:
         """Start the command in a process of its own."""
-        command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={self.folder / 'runs'}"]
+        command = [sys.executable, *self.program, f"trainer.default_local_dir={self.folder / 'runs'}"]
         command += [f"trainer.experiment_name={self.name}", "trainer.logger=[console]", *self.words]
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 REPLICA = "rollout.step:kill9@step=2,worker=rollout1,n=3,once"
 ACTOR = "actor.update.mid_backward:kill9@step=2,once"
+ACTOR_LATER = "actor.update.mid_backward:kill9@step=3,once"
 IN_TRAINING = "driver.phase:kill9@step=3,phase=update_actor,once"
 IN_WAITING = "driver.phase:kill9@step=5,phase=wait_for_rollouts,once"
 SLOWLY = "driver.phase:delay=20@step=6,phase=update_actor,once"
@@ -27,6 +28,32 @@ def words_of(run_words: list[str], schedule: str, *more: str) -> list[str]:
     gone = ("trainer.total_training_steps=", "trainer.recover")
     kept = [word for word in run_words if not word.startswith(gone)]
     return [*kept, f"trainer.schedule={schedule}", f"trainer.total_training_steps={STEPS_OF_STORY}", *more]
+
+
+SAVES_ITS_OWN_EVERY_STEP = "from grpo_rl.trainer import saving; saving.OWN_EVERY_S = 0.0; saving.OWN_SHARE = 1e9; "
+OUT_OF_MEMORY = "actor.update.forward:oom@step=4,once"
+
+
+def test_a_training_without_checkpoints_that_loses_ranks_goes_back_to_its_own_and_trains_each_prompt_once(
+    training: Any, run_words: list[str]
+) -> None:
+    words = [word for word in words_of(run_words, "one_step_off") if not word.startswith("trainer.save_freq=")]
+    program = ("-c", SAVES_ITS_OWN_EVERY_STEP + "import sys; from grpo_rl.main import main; sys.exit(main(sys.argv[1:]))")
+    more = [
+        "trainer.on_out_of_memory=split",
+        "actor_rollout_ref.actor.checkpoint.async_save=false",
+        "trainer.export_at_end=true",
+    ]
+    run = training("alone", [*words, *more], ";".join([ACTOR_LATER, OUT_OF_MEMORY]), program)
+    assert run.start().wait(END_S) == 0, run.describe()
+    assert [fault["fault"] for fault in run.fired()] == [ACTOR_LATER, OUT_OF_MEMORY]
+    said = " ".join((run.folder / "alone.out").read_text().split())
+    assert "the run goes back to step 2, the newest checkpoint" in said and "back to step 3, the newest" in said
+    assert run.status["restarts"] == {"actor0": 2} and not (run.path / "recovery").exists()
+    assert list((run.path / "checkpoints").iterdir()) == [] and (run.path / "model" / "model.safetensors").exists()
+    oracles.assert_each_sample_once(run.path, STEPS_OF_STORY, BATCH_SIZE, SAMPLES, 1)
+    rows = {int(row["step"]): row for row in read_metrics(run.path / "metrics.jsonl")}
+    assert [step for step, row in sorted(rows.items()) if "recovery/actor_restarts" in row] == [3, 4]
 
 
 @pytest.mark.campaign

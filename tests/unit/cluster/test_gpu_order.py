@@ -151,7 +151,9 @@ class FakeCluster(start_roles.Cluster):
 
     def __init__(self, plan: Plan, log: Log) -> None:
         supervisor = SimpleNamespace(
-            recoveries=SimpleNamespace(restarts=True, metrics=dict), monitor=SimpleNamespace(watch=lambda *_: None), closed=False
+            recoveries=SimpleNamespace(restarts=True, metrics=dict),
+            monitor=SimpleNamespace(watch=lambda *_: None),
+            closed=False,
         )
         console: Any = SimpleNamespace(progress=lambda *_, **__: contextlib.nullcontext(), warn=log.append)
         super().__init__(plan, "model", "", Path(), console)
