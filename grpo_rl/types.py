@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grpo_rl.columns import Array, Column, Fetch, RemoteColumn, TextView, View, consecutive, read_columns, values
 from grpo_rl.episode import Episode
-from grpo_rl.tokens import Array, Held, Stretch, decode_text
 
 Metrics = dict[str, float]
 Versions = tuple[tuple[int, int], ...]
@@ -39,16 +38,16 @@ class _ComparesArrays:
             return NotImplemented
         names = [f.name for f in dataclasses.fields(self) if f.compare]  # type: ignore[arg-type]
         pairs = ((getattr(self, name), getattr(other, name)) for name in names)
-        return all(np.array_equal(a, b) if isinstance(a, np.ndarray | Stretch) else a == b for a, b in pairs)
+        return all(np.array_equal(a, b) if isinstance(a, np.ndarray | View) else a == b for a, b in pairs)
 
 
 def _as_array(record: object, name: str, dtype: type[np.int32] | type[np.float32]) -> None:
     """Make a field an array of this type: any sequence of numbers may be given, an array of the type is not copied.
 
-    A stretch stays one: its values are not read.
+    A view stays one: its values are not read.
     """
     value = getattr(record, name)
-    if not isinstance(value, Stretch):
+    if not isinstance(value, View):
         object.__setattr__(record, name, np.asarray(value, dtype=dtype))
 
 
@@ -155,15 +154,14 @@ class Rollout(_ComparesArrays):
     prompt: Prompt
     sample_index: int
     response_ids: Array
-    """int32 [tokens]. From a rollout pool it is a stretch of a block, which is read where something asks for values."""
+    """int32 [tokens]. From a rollout pool it is a view of a block, which is read where something asks for values."""
     rollout_logprobs: Array
     """float32 [tokens], likewise."""
     finish_reason: FinishReason
     versions: Versions
     """The version of the weights that each token was sampled with, as runs of equal versions."""
-    text: str = ""
-    """The response decoded without special tokens, as a reward function sees it. With `text_at` it is read from there
-    each time, and not kept."""
+    text: str | TextView = ""
+    """The response decoded without special tokens, as a reward function sees it; `str(rollout.text)` decodes that of a view."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
@@ -184,24 +182,14 @@ class Rollout(_ComparesArrays):
     """Tokens of the prompt that the engine did not have to compute; None where it does not report that."""
     masked: bool = False
     """True where the rollout is compared with its group and none of its tokens is trained."""
-    text_at: Stretch | None = field(default=None, compare=False)
-    """The place of the text in a rollout process's block."""
 
     def __post_init__(self) -> None:
         _as_array(self, "response_ids", np.int32)
         _as_array(self, "rollout_logprobs", np.float32)
-        if self.text_at is not None:
-            del self.text
-
-    def __getattr__(self, name: str) -> Any:
-        # Python calls this for names that are not set, as the text is where it lies in a block.
-        if name == "text":
-            return decode_text(self.text_at) if self.text_at is not None else ""
-        raise AttributeError(name)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Start and length, in the response, of each stretch of sampled tokens: all of it, but for an episode."""
+        """Start and length, in the response, of each run of sampled tokens: all of it, but for an episode."""
         if self.episode is None:
             return ((0, len(self.response_ids)),) if len(self.response_ids) else ()
         return self.episode.spans
@@ -214,7 +202,7 @@ class Rollout(_ComparesArrays):
     def same_response(self, other: Rollout) -> bool:
         """Return whether both have the same response tokens; where they lie in the same place, they are not read."""
         mine, theirs = self.response_ids, other.response_ids
-        if mine is theirs or (isinstance(mine, Stretch) and mine.same_place(theirs)):
+        if mine is theirs or (isinstance(mine, View) and mine.same_place(theirs)):
             return True
         return np.array_equal(mine, theirs)
 
@@ -257,9 +245,8 @@ class Batch:
     tokens only, in that order; columns `_K` run over reasoning steps; a column `_M` holds `support_counts_T` entries for
     each trained token. Columns that a run does not need stay None.
 
-    With `held`, `token_ids_S` and `rollout_logprobs_T` are tensors on the device `meta`: they have lengths and no values,
-    and reading them is an error. The values lie where `held` says; `data/collate.py` and the ranks read them. So is
-    `positions_T` as long as whole responses are trained.
+    A column is a tensor, or a `RemoteColumn` whose values lie with the processes that made them: `values` reads one, and
+    `local` all of a batch's. Ranks have only tensors.
     """
 
     prompt_lengths_N: Tensor
@@ -267,26 +254,23 @@ class Batch:
     """The number of tokens after each prompt, trained or not."""
     group_N: Tensor
     """Index of the prompt group of each rollout; equal numbers belong to one prompt."""
-    token_ids_S: Tensor
+    token_ids_S: Column
     rewards_N: Tensor
-    rollout_logprobs_T: Tensor | None = None
+    rollout_logprobs_T: Column | None = None
     """Those that the engine reported; None for tokens that no engine sampled, such as demonstrations."""
-    positions_T: Tensor = None  # type: ignore[assignment]
-    """Positions of the trained tokens in `token_ids_S`, ascending.
-
-    Left out together with `trained_lengths_N`: all of every response.
-    """
+    positions_T: Tensor | None = None
+    """Positions of the trained tokens in `token_ids_S`, ascending. None: all of every response."""
     trained_lengths_N: Tensor = None  # type: ignore[assignment]
-    """The number of trained tokens of each rollout."""
-    old_logprobs_T: Tensor | None = None
-    ref_logprobs_T: Tensor | None = None
-    support_counts_T: Tensor | None = None
+    """The number of trained tokens of each rollout; left out together with `positions_T`."""
+    old_logprobs_T: Column | None = None
+    ref_logprobs_T: Column | None = None
+    support_counts_T: Column | None = None
     """The number of tokens the engine could sample from, where top_p, top_k or min_p leave some out."""
-    support_ids_M: Tensor | None = None
+    support_ids_M: Column | None = None
     """The ids of those tokens, int32; every log-prob of the batch is normalised over them."""
-    ref_hidden_TD: Tensor | None = None
+    ref_hidden_TD: Column | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
-    values_T: Tensor | None = None
+    values_T: Column | None = None
     """The critic's value of the state before each token, as it was before the update."""
     returns_T: Tensor | None = None
     """The targets of the critic."""
@@ -309,7 +293,7 @@ class Batch:
     weights_T: Tensor | None = None
     """Weights of the policy loss, where the rollouts are corrected."""
     selected_T: Tensor | None = None
-    """Tokens of a mini-batch that the policy loss treats otherwise, only for losses that choose some."""
+    """The clipped tokens of a mini-batch, only for losses that choose them."""
     chosen_N: Tensor | None = None
     """The side of each rollout in its pair, True for the preferred one, only for losses over pairs.
 
@@ -325,31 +309,15 @@ class Batch:
     """A number for each rollout whose tokens the log shows, and -1 for all others: the ranks keep what an update saw of these."""
     experts_S: Tensor | None = None
     """The experts [S, layers, top_k] of each token in an earlier pass, only where that pass's routing is replayed."""
-    held: Held | None = None
-    """The places of ids, log-probs and supports, rollout by rollout, where the batch has none of their values."""
-    elsewhere: Mapping[str, Any] | None = None
-    """The places of columns that ranks worked out and left in the store, by the columns' names, which are on `meta` here."""
 
     def __post_init__(self) -> None:
-        if (self.positions_T is None) != (self.trained_lengths_N is None):
-            raise ValueError("positions_T and trained_lengths_N come together")
-        if self.positions_T is None:
+        assert self.positions_T is None or self.trained_lengths_N is not None
+        if self.trained_lengths_N is None:
             self.trained_lengths_N = self.response_lengths_N
-            num_trained = int(self.response_lengths_N.sum())
-            elsewhere = self.held is not None
-            self.positions_T = torch.empty(num_trained, device="meta") if elsewhere else self.response_positions()
 
-    def __reduce__(self) -> tuple[Callable[..., Batch], tuple[dict[str, Any]]]:
-        """Pickle the columns that are there; positions that are whole responses follow from the lengths."""
-        columns = {column.name: getattr(self, column.name) for column in dataclasses.fields(self)}
-        if self.trains_whole_responses or torch.equal(self.positions_T, self.response_positions()):
-            columns["positions_T"] = columns["trained_lengths_N"] = None
-        return _batch_of, ({name: value for name, value in columns.items() if value is not None},)
-
-    @property
-    def trains_whole_responses(self) -> bool:
-        """Return whether `positions_T` has no values because it would have all positions after the prompts."""
-        return self.positions_T.is_meta
+    def positions(self) -> Tensor:
+        """Return the flat positions of the trained tokens."""
+        return self.response_positions() if self.positions_T is None else self.positions_T
 
     def response_positions(self) -> Tensor:
         """Return the flat positions of all tokens after the prompts, trained or not."""
@@ -362,7 +330,7 @@ class Batch:
 
     @property
     def num_trained_tokens(self) -> int:
-        return len(self.positions_T)
+        return int(self.trained_lengths_N.sum())
 
     @property
     def sequence_lengths_N(self) -> Tensor:
@@ -372,27 +340,36 @@ class Batch:
         """Return the denominators for all the averaging modes."""
         return Counts.of(self.trained_lengths_N, self.group_N)
 
+    def local(self, fetch: Fetch) -> Batch:
+        """Return the batch with the values of its remote columns, all of them fetched at once.
+
+        Raises ValueError for a response whose support does not fit its tokens.
+        """
+        read = read_columns({column.name: getattr(self, column.name) for column in dataclasses.fields(self)}, fetch)
+        batch = self.replace(**read)
+        if "support_ids_M" in read:
+            check_support(batch)
+        return batch
+
     def select(self, index_K: Tensor | list[int]) -> Batch:
         """Return the rollouts at `index_K`, in that order, with all their columns."""
-        assert self.elsewhere is None, "columns that lie elsewhere are cut where they are read"
         index_K = torch.as_tensor(index_K, dtype=torch.long)
         columns: dict[str, Any] = {name: _at(getattr(self, name), index_K) for name in _columns_with("_N", "_NP")}
         lengths = {"_S": self.sequence_lengths_N, "_T": self.trained_lengths_N, "_TD": self.trained_lengths_N}
         if self.num_steps_N is not None:
             lengths["_K"] = self.num_steps_N
-        if self.support_counts_T is not None:
+        if isinstance(self.support_counts_T, Tensor):
             lengths["_M"] = _segment_sums(self.support_counts_T, self.trained_lengths_N)
+        elif self.support_counts_T is not None:
+            lengths["_M"] = self.trained_lengths_N  # not read: the ids are remote, too
         for suffix, lengths_N in lengths.items():
             for name in _columns_with(suffix):
-                column = getattr(self, name)
-                columns[name] = None if column is None else segments_at(column, lengths_N, index_K)
-        if not self.trains_whole_responses:
+                columns[name] = segments_at(getattr(self, name), lengths_N, index_K)
+        if self.positions_T is not None:
             # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
             starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
             moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
             columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
-        if self.held is not None:
-            columns["held"] = self.held.select(index_K.tolist())
         return Batch(**columns)
 
     def keep(self, trained_T: Tensor) -> Batch:
@@ -402,22 +379,31 @@ class Batch:
         out are context from then on, and leave every count. Columns over reasoning steps are dropped: they number
         tokens that may be gone.
         """
-        assert self.elsewhere is None, "columns that lie elsewhere are of all tokens"
-        if self.trains_whole_responses:
-            return self.replace(positions_T=self.response_positions()).keep(trained_T)
+        trained_lengths_N = _segment_sums(trained_T, self.trained_lengths_N)
+        kept_N = trained_lengths_N > 0
+        by_rollout = bool((trained_lengths_N[kept_N] == self.trained_lengths_N[kept_N]).all())
         token_index = trained_T.nonzero()[:, 0]
-        columns = {name: _at(getattr(self, name), token_index) for name in _columns_with("_T", "_TD")}
-        if self.support_counts_T is not None:
-            columns["support_ids_M"] = _at(self.support_ids_M, segment_index(self.support_counts_T, token_index))
+        columns: dict[str, Any] = {}
+        for name in _columns_with("_T", "_TD"):
+            column = getattr(self, name)
+            if isinstance(column, RemoteColumn) and by_rollout:
+                columns[name] = column.keep(kept_N.numpy())
+            else:
+                columns[name] = None if column is None else values(column)[token_index]
+        if isinstance(self.support_ids_M, RemoteColumn) and by_rollout:
+            columns["support_ids_M"] = self.support_ids_M.keep(kept_N.numpy())
+        elif self.support_counts_T is not None and self.support_ids_M is not None:
+            of_tokens = segment_index(values(self.support_counts_T).long(), token_index)
+            columns["support_ids_M"] = values(self.support_ids_M)[of_tokens]
         return self.replace(
-            **columns,
-            trained_lengths_N=_segment_sums(trained_T, self.trained_lengths_N),
+            **columns | {"positions_T": self.positions()[token_index]},
+            trained_lengths_N=trained_lengths_N,
             num_steps_N=None,
             step_ends_K=None,
             step_rewards_K=None,
         )
 
-    def replace(self, **columns: Tensor | Held | Mapping[str, Any] | None) -> Batch:
+    def replace(self, **columns: Column | None) -> Batch:
         """Return the same batch with some columns exchanged."""
         return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
 
@@ -427,13 +413,15 @@ class Batch:
             return self.advantages_T
         return self.advantages_N.repeat_interleave(self.trained_lengths_N)
 
+    def zero_advantage(self) -> Tensor | None:
+        """Return which rollouts have no advantage but 0; None for a batch without advantages."""
+        if self.advantages_N is not None or self.advantages_T is None:
+            return None if self.advantages_N is None else self.advantages_N == 0
+        return _segment_sums(self.advantages_T != 0, self.trained_lengths_N) == 0
+
     def token_index(self, index_K: Tensor | list[int]) -> Tensor:
         """Return where the trained tokens of the rollouts at `index_K` are on the axis T."""
         return segment_index(self.trained_lengths_N, torch.as_tensor(index_K, dtype=torch.long))
-
-
-def _batch_of(columns: dict[str, Any]) -> Batch:
-    return Batch(**columns)
 
 
 def segment_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
@@ -443,23 +431,36 @@ def segment_index(lengths_N: Tensor, index_K: Tensor) -> Tensor:
 
 
 def _consecutive(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
-    """Return start, start + 1, ... of each segment, one segment after the other."""
-    within = torch.arange(int(lengths_N.sum())) - torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, lengths_N)
-    return torch.repeat_interleave(starts_N, lengths_N) + within
+    return torch.from_numpy(consecutive(starts_N.numpy(), lengths_N.numpy()))
 
 
-def segments_at(column: Tensor, lengths_N: Tensor, index_K: Tensor) -> Tensor:
+def segments_at(column: Any, lengths_N: Tensor, index_K: Tensor) -> Any:
     """Return the segments `index_K` of a column that is cut into `lengths_N`, one after the other.
 
     They are copied whole: an index for every token would cost more.
     """
-    size_K = lengths_N[index_K]
-    if not len(index_K):
-        return column[:0]
-    if column.is_meta:
-        return column.new_empty(int(size_K.sum()), *column.shape[1:])
-    begin_K = (lengths_N.cumsum(0) - lengths_N)[index_K]
+    if isinstance(column, RemoteColumn):
+        return column.select(index_K.numpy())
+    if column is None or not len(index_K):
+        return None if column is None else column[:0]
+    begin_K, size_K = (lengths_N.cumsum(0) - lengths_N)[index_K], lengths_N[index_K]
     return torch.cat([column.narrow(0, *piece) for piece in zip(begin_K.tolist(), size_K.tolist(), strict=True)])
+
+
+def check_support(batch: Batch) -> None:
+    """Raise ValueError unless a batch that is here has one support for each trained token, with that token in it."""
+    assert isinstance(batch.token_ids_S, Tensor)
+    counts_T, ids_M = batch.support_counts_T, batch.support_ids_M
+    assert isinstance(counts_T, Tensor) and isinstance(ids_M, Tensor)
+    num_tokens, num_ids = batch.num_trained_tokens, int(counts_T.sum())
+    if len(counts_T) != num_tokens or num_ids != len(ids_M):
+        raise ValueError(
+            f"{num_tokens} tokens were sampled from {len(counts_T)} sets of {num_ids} tokens, with {len(ids_M)} ids"
+        )
+    token_M = torch.repeat_interleave(counts_T.long())
+    own_M = ids_M == batch.token_ids_S[batch.positions()][token_M]
+    if len(token_M[own_M].unique()) < num_tokens:
+        raise ValueError("a token is not among those it was sampled from")
 
 
 def _segment_sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:

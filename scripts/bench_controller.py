@@ -3,16 +3,10 @@
     python scripts/bench_controller.py --rollouts 2048 --tokens 1024 --ranks 8
 
 There is no model. Ray, the pool of replicas, the schedule and the roles are the real ones; replicas answer with random
-tokens, rewards are random numbers, and ranks put their shares together and do nothing with them. Everything runs on one
+tokens, rewards are random numbers, and ranks put their shards together and do nothing with them. Everything runs on one
 machine, so wall-clock times contain the work of all processes; the controller's own is its processor time, in all its
 threads. Memory is counted per response token: the largest resident size of the controller in a step beyond that before
 it, and what Ray's object store holds when the ranks are called.
-
-For the same figures of another version, such as the one before tokens stayed in the store, take its files and this
-script, which runs on them as it is:
-
-    git worktree add ../before '3c3db07^'
-    PYTHONPATH=../before python scripts/bench_controller.py --rollouts 2048 --tokens 1024 --ranks 8
 """
 
 from __future__ import annotations
@@ -72,21 +66,14 @@ class Replica:
 
 
 class PretendedRank:
-    """A rank that has its share, and computes nothing."""
+    """A rank that has its shard, and computes nothing."""
 
-    def logprobs(self, share: Any, micro_batches: Sequence[Sequence[int]], *wanted: Any) -> Any:
-        import torch
+    def logprobs(self, shard: Any, micro_batches: Sequence[Sequence[int]], *_: Any) -> Any:
+        num_tokens = int(sum(shard.trained_lengths_N[list(rows)].sum() for rows in micro_batches))
+        return True, {"logprobs_T": np.zeros(num_tokens, dtype=np.float32)}
 
-        column_T = torch.zeros(int(sum(share.trained_lengths_N[list(rows)].sum() for rows in micro_batches)))
-        return {"logprobs_T": column_T} if wanted else column_T
-
-    def left_logprobs(self, share: Any, micro_batches: Sequence[Sequence[int]], *_: Any) -> Any:
-        from grpo_rl.workers.sharded_policy import left_columns
-
-        return left_columns(self.logprobs(share, micro_batches, False))
-
-    def update(self, share: Any, update: Any) -> list[dict[str, float]]:
-        assert len(share.token_ids_S) == int(share.sequence_lengths_N.sum())
+    def update(self, shard: Any, update: Any) -> list[dict[str, float]]:
+        assert len(shard.token_ids_S) == int(shard.sequence_lengths_N.sum())
         return [{"sum/entropy": 0.0, "same/grad_norm": 1.0} for _ in update.steps]
 
 
@@ -164,7 +151,6 @@ def main() -> None:
     )
     parser.add_argument("--mini-batches", type=int, default=1, help="with more than one, ranks compute old log-probs")
     parser.add_argument("--reference", action="store_true", help="the ranks compute reference log-probs, too")
-    parser.add_argument("--read-logprobs", action="store_true", help="the controller reads them, as for a KL in the reward")
     parser.add_argument("--steps", type=int, default=3, help="measured ones, after one that warms everything up")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="functions of the controller to list")
     options = parser.parse_args()
@@ -255,11 +241,10 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
         forward_rule=rule,
         old_logprobs="none" if options.mini_batches == 1 else "actor",
         objective=Objective.from_config(actor),
-        leaves_logprobs=not options.read_logprobs,
     )
     reference = None
     if options.reference:
-        reference = ReferenceRole(ranks, rule=rule, want_hidden=False, leaves_logprobs=not options.read_logprobs)
+        reference = ReferenceRole(ranks, rule=rule, want_hidden=False)
     settings = PoolOptions(max_num_seqs=256, sleeps=False, verify_checksum=False, step_timeout_s=600.0)
     pool = ReplicaPool(Replicas(replicas), Transfer("object_store", ranks, replicas, 1, START_S), settings)
     train: Any = Prompts(2 * num_prompts, options.prompt_tokens)

@@ -137,7 +137,7 @@ class Turns:
             (found,) = unpack(*pack([completion]))
             report = found.report
             yield Rollout(
-                prompt, sample, found.response_ids, found.logprobs, report.finish_reason, report.versions, text_at=found.text
+                prompt, sample, found.response_ids, found.logprobs, report.finish_reason, report.versions, text=found.text
             )
             if time.monotonic() >= until:
                 return

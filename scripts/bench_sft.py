@@ -189,7 +189,7 @@ class Watched:
                 (ends_N - batch.sequence_lengths_N).tolist(),
                 batch.token_ids_S.split(batch.sequence_lengths_N.tolist()),
             )
-            places = batch.positions_T.split(batch.trained_lengths_N.tolist())
+            places = batch.positions().split(batch.trained_lengths_N.tolist())
             self.rows = [
                 (row.tolist(), (place - start).tolist()) for row, place, start in zip(ids, places, starts, strict=True)
             ]

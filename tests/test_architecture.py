@@ -18,7 +18,7 @@ PACKAGE = ROOT / "grpo_rl"
 
 FLOORS = {
     "types": 0,
-    "tokens": 0,
+    "columns": 0,
     "control_words": 0,
     "episode": 0,
     "registry": 0,
@@ -56,8 +56,8 @@ FLOORS = {
 NEIGHBOURS = {
     # What a child prints is written down with secrets hidden.
     ("processes", "config"),
-    # A rollout holds arrays, or their places in a block of tokens.
-    ("types", "tokens"),
+    # A rollout holds arrays, or views of blocks of them.
+    ("types", "columns"),
     # A rollout of several turns contains their record.
     ("types", "episode"),
     # What the plan decides is carried out by the cluster.

@@ -126,15 +126,12 @@ class Objective:
         """Return whether the rollouts have to come in pairs, with `chosen_N`, whose two sides stay in one micro-batch."""
         return "pairs" in self._loss_needs
 
-    def silent_N(self, advantages_T: Tensor, trained_lengths_N: Tensor) -> Tensor:
-        """Return which rollouts add nothing to the gradient: their advantages are all 0, and no other term reads them."""
+    @property
+    def skips_zero_advantage(self) -> bool:
+        """Return whether a rollout whose advantages are all 0 adds nothing to the gradient: no other term reads it."""
         if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef:
-            return torch.zeros(len(trained_lengths_N), dtype=torch.bool)
-        if not _is_silent(self.loss_mode, self.loss_options):
-            return torch.zeros(len(trained_lengths_N), dtype=torch.bool)
-        before = torch.cat([torch.zeros(1, dtype=torch.long), (advantages_T != 0).cumsum(0)])
-        ends_N = trained_lengths_N.cumsum(0)
-        return before[ends_N] == before[ends_N - trained_lengths_N]
+            return False
+        return _needs_advantage(self.loss_mode, self.loss_options)
 
     @property
     def _has_entropy(self) -> bool:
@@ -145,9 +142,9 @@ class Objective:
         return needs_of(POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
 
     def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
-        """Return which trained tokens of a whole mini-batch the loss treats otherwise. Only where `needs_selection`."""
+        """Return which trained tokens of a whole mini-batch the loss clips. Only where `needs_selection`."""
         selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
-        assert selection is not None, f"{self.loss_mode} treats all tokens alike"
+        assert selection is not None, f"{self.loss_mode} chooses no tokens"
         return selection(advantages_T, old_logprobs_T, generator, **own_options(selection, dict(self.loss_options)))
 
     def __call__(
@@ -236,7 +233,7 @@ class Objective:
 
 
 @functools.cache
-def _is_silent(loss_mode: str, options: Options) -> bool:
+def _needs_advantage(loss_mode: str, options: Options) -> bool:
     return silent_without_advantage(POLICY_LOSSES.get(loss_mode), dict(options))
 
 

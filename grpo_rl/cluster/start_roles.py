@@ -330,7 +330,6 @@ def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRo
         old_logprobs=plan.passes.old_logprobs,
         objective=plan.objective,
         tokenizer=tokenizer,
-        leaves_logprobs=plan.passes.leaves_logprobs,
     )
 
 
@@ -340,7 +339,6 @@ def make_reference(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRol
     options: dict[str, Any] = {
         "rule": passes.reference,
         "want_hidden": plan.objective.needs_full_kl,
-        "leaves_logprobs": passes.leaves_logprobs,
     }
     if plan.base_reference is not None and actor is not None:
         return BaseReferenceRole(actor, **options)

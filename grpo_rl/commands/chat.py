@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
 def _by(sampler: Sampler) -> Answer:
     def answer(prompt: Prompt, sampling: Sampling) -> tuple[str, str]:
         [rollout] = sampler.rollout.generate([prompt], 1, sampling)
-        return rollout.text, rollout.finish_reason
+        return str(rollout.text), rollout.finish_reason
 
     return answer
 

@@ -107,7 +107,7 @@ def _scored(path: Path, rows: Sequence[dict[str, Any]], config: Config, logs: Pa
             submit(rollout)
         for rollout in scored(runner, rollouts, console.warn):
             # Nothing is known of tokens here.
-            record = record_of(rollout) | {"response_length": len(rollout.text), "finish_reason": None}
+            record = record_of(rollout) | {"response_length": len(str(rollout.text)), "finish_reason": None}
             groups[(rollout.prompt.uid, rollout.prompt.text)].append(record)
     return dict(groups)
 

@@ -46,7 +46,7 @@ def split_over_ranks(
     unit comes first, and goes where its mini-batches have the least work so far; a tie between ranks is broken by all
     their work, then by their number of sequences, then by rank.
 
-    With `prompts`, whole groups are dealt like that; where this leaves ranks uneven, groups are cut in halves, quarters
+    With `prompts`, whole groups are assigned like that; where this leaves ranks uneven, groups are cut in halves, quarters
     and so on, as long as the slowest rank gets less work by it, the prompts that are then computed twice included.
     """
     chosen: list[list[int]] = [[] for _ in lengths]
@@ -54,21 +54,21 @@ def split_over_ranks(
         for index in indices:
             chosen[index].append(number)
     if prompts is None or units is not None:
-        return _dealt(_longest_first(lengths, units), lengths, num_ranks, chosen, len(mini_batches), prompts)[0]
+        return _assigned(_longest_first(lengths, units), lengths, num_ranks, chosen, len(mini_batches), prompts)[0]
     whole = _longest_first(lengths, prompts.group_N)
-    best, parts = _dealt(whole, lengths, num_ranks, chosen, len(mini_batches), prompts), 1
+    best, parts = _assigned(whole, lengths, num_ranks, chosen, len(mini_batches), prompts), 1
     while best[1] > UNEVEN * best[2] and parts < max(map(len, whole)):
         parts *= 2
         cut = [piece for group in whole for piece in _pieces(group, lengths, parts)]
         cut.sort(key=lambda piece: (-max(lengths[i] for i in piece), -sum(lengths[i] for i in piece), piece[0]))
-        trial = _dealt(cut, lengths, num_ranks, chosen, len(mini_batches), prompts)
+        trial = _assigned(cut, lengths, num_ranks, chosen, len(mini_batches), prompts)
         if trial[1] >= best[1]:
             break
         best = trial
     return best[0]
 
 
-def _dealt(
+def _assigned(
     units: Sequence[Sequence[int]],
     lengths: Sequence[int],
     num_ranks: int,
@@ -77,17 +77,17 @@ def _dealt(
     prompts: Prompts | None,
 ) -> tuple[list[list[int]], int, float]:
     """Return each rank's indices, the work of the slowest rank summed over the mini-batches, and what it would be if even."""
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    shards: list[list[int]] = [[] for _ in range(num_ranks)]
     if all(mine == chosen[0] for mine in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
         queue = [(0, 0, rank) for rank in range(num_ranks)]
         for unit in units:
             total, size, rank = queue[0]
             heapq.heapreplace(queue, (total + sum(_costs(unit, lengths, prompts)), size + len(unit), rank))
-            shares[rank] += unit
+            shards[rank] += unit
         times = len(chosen[0]) if chosen else 1
         work = [total for total, _, _ in queue]
-        return shares, times * max(work), times * sum(work) / num_ranks
+        return shards, times * max(work), times * sum(work) / num_ranks
     loads = np.zeros((max(1, num_mini_batches), num_ranks), dtype=np.int64)
     totals, sizes = np.zeros(num_ranks, dtype=np.int64), np.zeros(num_ranks, dtype=np.int64)
     for unit in units:
@@ -100,8 +100,8 @@ def _dealt(
             loads[chosen[index], rank] += cost
         totals[rank] += sum(costs)
         sizes[rank] += len(unit)
-        shares[rank] += unit
-    return shares, int(loads.max(1).sum()), float(loads.sum() / num_ranks)
+        shards[rank] += unit
+    return shards, int(loads.max(1).sum()), float(loads.sum() / num_ranks)
 
 
 def _costs(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None) -> list[int]:
@@ -130,13 +130,13 @@ def plan_micro_batches(
     max_rollouts: int | None = None,
     units: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
-    """Return indices per rank and micro-batch: `split_over_ranks`, and each share cut by `cut_shares`."""
-    shares = split_over_ranks(lengths, num_ranks, units=units)
-    return cut_shares(shares, lengths, max_tokens=max_tokens, max_rollouts=max_rollouts, units=units)
+    """Return indices per rank and micro-batch: `split_over_ranks`, and each shard cut by `cut_shards`."""
+    shards = split_over_ranks(lengths, num_ranks, units=units)
+    return cut_shards(shards, lengths, max_tokens=max_tokens, max_rollouts=max_rollouts, units=units)
 
 
-def cut_shares(
-    shares: Sequence[Sequence[int]],
+def cut_shards(
+    shards: Sequence[Sequence[int]],
     lengths: Sequence[int],
     *,
     max_tokens: int | None = None,
@@ -144,7 +144,7 @@ def cut_shares(
     units: Sequence[int] | None = None,
     prompts: Prompts | None = None,
 ) -> list[list[list[int]]]:
-    """Return each rank's share cut into micro-batches; every rank gets the same number of them, some maybe empty.
+    """Return each rank's shard cut into micro-batches; every rank gets the same number of them, some maybe empty.
 
     Each micro-batch holds at most `max_tokens` tokens or `max_rollouts` rollouts, whichever is given. Units of similar
     length come together, so that attention pads little. With `prompts`, groups come together instead, and a prompt's
@@ -159,10 +159,10 @@ def cut_shares(
     limit = max_tokens if max_rollouts is None else max_rollouts
     assert limit is not None
     cut = []
-    for share in shares:
-        in_order = _longest_first(lengths, units, share)
+    for shard in shards:
+        in_order = _longest_first(lengths, units, shard)
         if prompts is not None and units is None:
-            groups = _longest_first(lengths, prompts.group_N, share)
+            groups = _longest_first(lengths, prompts.group_N, shard)
             in_order = [[index] for group in groups for index in sorted(group, key=lambda index: -lengths[index])]
         if max_rollouts is None:
             sizes = [_tokens(unit, lengths, prompts) for unit in in_order]
@@ -183,9 +183,9 @@ def cut_shares(
     return [micro_batches + [[] for _ in range(passes - len(micro_batches))] for micro_batches in cut]
 
 
-def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, share: Sequence[int] | None = None) -> list[list[int]]:
-    """Return the units among the sequences of `share` (None: all), the one with the longest sequences first."""
-    indices = range(len(lengths)) if share is None else share
+def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: Sequence[int] | None = None) -> list[list[int]]:
+    """Return the units among the sequences of `shard` (None: all), the one with the longest sequences first."""
+    indices = range(len(lengths)) if shard is None else shard
     if units is None:
         return [[index] for index in sorted(sorted(indices), key=lambda index: -lengths[index])]
     members: dict[int, list[int]] = {}

@@ -348,13 +348,15 @@ def batch_of_sequences(rows: Sequence[Tokens], prompt_lengths: Sequence[int], re
     lengths_N = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
     prompt_lengths_N = torch.tensor(prompt_lengths, dtype=torch.long)
     starts = (lengths_N.cumsum(0) - lengths_N).tolist()
+    trained_lengths_N = torch.tensor([len(row.positions) for row in rows], dtype=torch.long)
+    if not torch.equal(trained_lengths_N, lengths_N - prompt_lengths_N):
+        positions = [row.positions + start for row, start in zip(rows, starts, strict=True)]
+        columns |= {"positions_T": torch.from_numpy(np.concatenate(positions)), "trained_lengths_N": trained_lengths_N}
     return Batch(
         prompt_lengths_N=prompt_lengths_N,
         response_lengths_N=lengths_N - prompt_lengths_N,
         group_N=torch.arange(len(rows)),
         token_ids_S=torch.from_numpy(np.concatenate([row.token_ids for row in rows]).astype(np.int64)),
         rewards_N=torch.full((len(rows),), rewards),
-        positions_T=torch.from_numpy(np.concatenate([row.positions + start for row, start in zip(rows, starts, strict=True)])),
-        trained_lengths_N=torch.tensor([len(row.positions) for row in rows], dtype=torch.long),
         **columns,
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from grpo_rl.columns import TextView, View, encode_text
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.contract import Message
 from grpo_rl.episode import Ending, Episode, PlayedTurn
-from grpo_rl.tokens import Stretch, TokenBlock, encode_text
 from grpo_rl.types import FinishReason, Prompt, Rollout, Sampling, Support, Versions, extended
 
 
@@ -122,28 +122,28 @@ class Playing:
             if self.supports:
                 self.supports.pop()
         text = encode_text("\n\n".join(self.texts))
-        block = TokenBlock(
-            token_ids=_joined(self.pieces, np.int32),
-            logprobs=_joined(self.logprobs, np.float32),
-            support_counts=_joined([counts for counts, _ in self.supports], np.int32),
-            support_ids=_joined([ids for _, ids in self.supports], np.int32),
-            text=np.frombuffer(text, dtype=np.uint8),
-        )
+        block = {
+            "token_ids": _joined(self.pieces, np.int32),
+            "logprobs": _joined(self.logprobs, np.float32),
+            "support_counts": _joined([counts for counts, _ in self.supports], np.int32),
+            "support_ids": _joined([ids for _, ids in self.supports], np.int32),
+            "text": np.frombuffer(text, dtype=np.uint8),
+        }
         support = None
         if self.supports:
-            counts = Stretch(block, "support_counts", 0, self.length)
-            support = Support(counts, Stretch(block, "support_ids", 0, len(block.support_ids)))
-        finite = bool(np.isfinite(block.logprobs).all())
+            counts = View(block, "support_counts", 0, self.length)
+            support = Support(counts, View(block, "support_ids", 0, len(block["support_ids"])))
+        finite = bool(np.isfinite(block["logprobs"]).all())
         kind, cause = failure if failure is not None else (None, None)
         return Rollout(
             prompt=self.prompt if len(self.turns) else row_prompt,
             sample_index=self.sample,
-            response_ids=Stretch(block, "token_ids", 0, self.length),
-            rollout_logprobs=Stretch(block, "logprobs", 0, self.length, finite=finite),
+            response_ids=View(block, "token_ids", 0, self.length),
+            rollout_logprobs=View(block, "logprobs", 0, self.length, finite=finite),
             finish_reason="length" if ended == "tokens" else "stop",
             versions=self.versions,
             support=support,
-            text_at=Stretch(block, "text", 0, len(text)),
+            text=TextView(block, "text", 0, len(text)),
             episode=Episode(
                 turns=tuple(self.turns),
                 messages=tuple(self.messages),

@@ -76,8 +76,6 @@ class Passes:
     critic: MicroBatchRule
     splits: bool
     """True where a pass that runs out of memory is cut smaller and repeated."""
-    leaves_logprobs: bool
-    """True where old and reference log-probs stay in the store: nothing in the controller reads them or drops some of them."""
     replays_routing: bool = False
     """True where tokens take the experts in an update that they took in the actor's pass for old log-probs."""
 
@@ -444,15 +442,8 @@ def _passes(config: Config, objective: Objective) -> Passes:
         reference=derived.logprob_rule(config, "ref"),
         critic=derived.critic_rule(config),
         splits=config.trainer.on_out_of_memory == "split",
-        leaves_logprobs=not old_readers and not config.algorithm.mask_truncated and not _masks_episodes(config),
         replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
     )
-
-
-def _masks_episodes(config: Config) -> bool:
-    """Return whether truncated episodes may be compared and not trained."""
-    rules = config.actor_rollout_ref.rollout.multi_turn.truncation
-    return derived.plays_episodes(config) and "mask" in (rules.turns, rules.tokens, rules.time)
 
 
 def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:

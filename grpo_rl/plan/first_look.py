@@ -154,7 +154,7 @@ class RewardTrial:
         one = worse[0][0]
         text = (
             f"in {len(worse)} of {len(pairs)} rows the right answer gets no more than an empty one ({rights} and {nones}), for "
-            f"instance {_short(one.text)!r} to {_short(one.prompt.text)!r}"
+            f"instance {_short(str(one.text))!r} to {_short(one.prompt.text)!r}"
         )
         return Sight(
             "reward", text, "check reward.functions and the form of answer that they want: python -m grpo_rl check-reward"

@@ -164,7 +164,7 @@ def sample_of(rollout: Rollout) -> Sample:
     if episode is not None:
         turns = {"num_turns": len(episode.turns), "messages": list(episode.messages), "ended": episode.ended}
         extra_info = extra_info | turns | {"turn_rewards": [turn.reward for turn in episode.turns]}
-    return Sample(prompt.data_source, rollout.text, prompt.ground_truth, extra_info)
+    return Sample(prompt.data_source, str(rollout.text), prompt.ground_truth, extra_info)
 
 
 def place(name: str, rollout: Rollout) -> str:

@@ -44,13 +44,14 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
         raise ValueError(f"steps is {steps!r} ({type(steps).__name__}), not a list of (end, reward)")
     ends: list[int] = []
     rewards: list[float] = []
+    num_characters = len(str(rollout.text))
     for number, step in enumerate(steps):
         end, reward = _pair(number, step)
         before = ends[-1] if ends else 0
-        if not before < end <= len(rollout.text):
+        if not before < end <= num_characters:
             raise ValueError(
                 f"step {number} ends at character {end}; it must be after {before}, where the one before ends, "
-                f"and at most {len(rollout.text)}, the length of the response"
+                f"and at most {num_characters}, the length of the response"
             )
         ends.append(end)
         rewards.append(factor * reward)

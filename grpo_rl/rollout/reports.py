@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from grpo_rl.tokens import Source, Stretch, TokenBlock, encode_text
+from grpo_rl.columns import Block, RemoteBlock, TextView, View, encode_text
 from grpo_rl.types import Completion, FinishReason, Support, Versions
 
 
@@ -29,7 +29,7 @@ class Report:
     """Tokens of the prompt that the engine did not have to compute; None where it does not report that."""
 
 
-def pack(completions: Sequence[Completion]) -> tuple[list[Report], TokenBlock]:
+def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
     """Return a report of each completion, and their tokens back to back in the same order.
 
     Raises ValueError for a completion whose tokens and log-probs differ in number.
@@ -52,13 +52,13 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], TokenBlock]:
         for one, text in zip(completions, texts, strict=True)
     ]
     supports = [one.support for one in completions if one.support is not None]
-    return reports, TokenBlock(
-        token_ids=_joined([one.response_ids for one in completions], np.int32),
-        logprobs=_joined([one.logprobs for one in completions], np.float32),
-        support_counts=_joined([np.asarray(support.counts) for support in supports], np.int32),
-        support_ids=_joined([np.asarray(support.token_ids) for support in supports], np.int32),
-        text=np.frombuffer(b"".join(texts), dtype=np.uint8),
-    )
+    return reports, {
+        "token_ids": _joined([one.response_ids for one in completions], np.int32),
+        "logprobs": _joined([one.logprobs for one in completions], np.float32),
+        "support_counts": _joined([np.asarray(support.counts) for support in supports], np.int32),
+        "support_ids": _joined([np.asarray(support.token_ids) for support in supports], np.int32),
+        "text": np.frombuffer(b"".join(texts), dtype=np.uint8),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +66,28 @@ class Reported:
     """A report with the places of its tokens and its text."""
 
     report: Report
-    response_ids: Stretch
-    logprobs: Stretch
-    text: Stretch
+    response_ids: View
+    logprobs: View
+    text: TextView
     support: Support | None
 
 
-def unpack(reports: Sequence[Report], source: Source) -> Iterator[Reported]:
-    """Yield each report with its stretches of the block that came with all of them. Nothing of the block is read."""
+def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Reported]:
+    """Yield each report with its views of the block that came with all of them. Nothing of the block is read."""
     start = counts = ids = text = 0
     for report in reports:
         support = None
         if report.support_size is not None:
             support = Support(
-                Stretch(source, "support_counts", counts, report.num_tokens),
-                Stretch(source, "support_ids", ids, report.support_size),
+                View(block, "support_counts", counts, report.num_tokens),
+                View(block, "support_ids", ids, report.support_size),
             )
             counts, ids = counts + report.num_tokens, ids + report.support_size
         yield Reported(
             report,
-            Stretch(source, "token_ids", start, report.num_tokens),
-            Stretch(source, "logprobs", start, report.num_tokens, report.finite),
-            Stretch(source, "text", text, report.text_bytes),
+            View(block, "token_ids", start, report.num_tokens),
+            View(block, "logprobs", start, report.num_tokens, report.finite),
+            TextView(block, "text", text, report.text_bytes),
             support,
         )
         start, text = start + report.num_tokens, text + report.text_bytes

@@ -119,13 +119,9 @@ def pair_metrics(pairs: Sequence[tuple[Rollout, Rollout]], num_groups: int) -> M
 
 def _sampled_from(batch: Batch) -> Metrics:
     """Return the mean number of tokens that could be sampled, where some were left out."""
-    if batch.held is not None and batch.held.support_ids is not None:
-        num_tokens, num_ids = batch.num_trained_tokens, sum(map(len, batch.held.support_ids))
-    elif batch.support_counts_T is not None:
-        num_tokens, num_ids = len(batch.support_counts_T), int(batch.support_counts_T.sum())
-    else:
+    if batch.support_ids_M is None or not batch.num_trained_tokens:
         return {}
-    return {"rollout/support_mean": num_ids / num_tokens} if num_tokens else {}
+    return {"rollout/support_mean": len(batch.support_ids_M) / batch.num_trained_tokens}
 
 
 def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], batch: Batch | None) -> list[float | None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_rl.algos.correction import mismatch_shares
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
+from grpo_rl.columns import Column, values
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load, lora
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
@@ -23,7 +24,7 @@ from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights.buckets import WeightBucket
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.router_watch import RouterWatch
-from grpo_rl.workers.sharded_policy import build_policy, left_columns, reference_columns, sequences_of
+from grpo_rl.workers.sharded_policy import as_block, build_policy, reference_columns, sequences_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows, Update
 from grpo_rl.workers.trained_rank import TrainedRank
 
@@ -52,33 +53,23 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def build(self) -> PolicyModel:
         return build_policy(self.spec.policy, self.rank, self.device)
 
-    def logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
-        """Return the current policy's log-probs of the micro-batches' trained tokens."""
-        logprobs_T = self.per_token(share, micro_batches)
+    def logprobs(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
+        """Return the current policy's log-probs of the micro-batches' trained tokens, as `as_block` does."""
+        logprobs_T = self.per_token(shard, micro_batches)
         if self.routers is not None:
-            self.routers.keep_choices(share, micro_batches)
-        return logprobs_T
+            self.routers.keep_choices(shard, micro_batches)
+        return as_block({"logprobs_T": logprobs_T})
 
-    def left_logprobs(self, share: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
-        """Return whether all of `logprobs` are finite, and the column, to be left in the store."""
-        return left_columns({"logprobs_T": self.logprobs(share, micro_batches)})
-
-    def reference_logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, Tensor]:
+    def reference_logprobs(self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
         """Return what a reference returns, by the base model under the adapters."""
         self.memory.load_weights()
         self.model.eval()
         wanted = {"share_prompts": self.spec.policy.share_prompts, "want_hidden": want_hidden}
         with lora.adapters_off(self.model):
-            columns = reference_columns(self.model, share, micro_batches, self.device, **wanted)
+            columns = reference_columns(self.model, shard, micro_batches, self.device, **wanted)
         self.model.train()
         self.memory.release()
-        return columns
-
-    def left_reference_logprobs(
-        self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool
-    ) -> tuple[bool, dict[str, Any]]:
-        """Return whether all of `reference_logprobs` are finite, and its columns, to be left in the store."""
-        return left_columns(self.reference_logprobs(share, micro_batches, want_hidden))
+        return as_block(columns)
 
     def weight_sums(self) -> dict[str, int]:
         """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
@@ -88,7 +79,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
         self._shown = {}
         if self.routers is not None and self.routers.replays:
-            rows = [some for step in update.steps for some in (*step.micro_batches, *step.silent)]
+            rows = [some for step in update.steps for some in (*step.micro_batches, *step.zero_advantage)]
             if rows and not self.routers.has_choices_of(share):
                 # A rank that took another's place after the pass for old log-probs: its weights are still those of that pass.
                 self.logprobs(share, rows)
@@ -132,7 +123,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is
         # the first with these weights, its own log-probs are those of the sampling policy.
         own = batch.old_logprobs_T is None or self.spec.old_from_engine
-        trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else batch.old_logprobs_T
+        trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else _here(batch.old_logprobs_T)
         assert trainer_logprobs_T is not None
         return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own or self.spec.measures_engine)
 
@@ -153,7 +144,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         sequences = self._sequences(batch)
         ref_hidden_TD = None
         if objective.needs_full_kl:
-            ref_hidden_TD = torch.zeros(len(sequences.target_T), self._hidden_size) if batch is None else batch.ref_hidden_TD
+            ref_hidden_TD = (
+                torch.zeros(len(sequences.target_T), self._hidden_size) if batch is None else _here(batch.ref_hidden_TD)
+            )
             assert ref_hidden_TD is not None
             ref_hidden_TD = ref_hidden_TD.to(self.device)
         outputs: TokenOutputs = self.model(
@@ -244,7 +237,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
 def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, shares: bool) -> dict[str, Tensor]:
     """Return how far the engine's log-probs are from the trainer's; with `shares`, in all its measures."""
-    rollout_T = batch.rollout_logprobs_T
+    rollout_T = _here(batch.rollout_logprobs_T)
     if rollout_T is None or not len(rollout_T):
         return {}
     difference_T = (trainer_logprobs_T - rollout_T).abs().double()
@@ -260,5 +253,9 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
     return stats
 
 
-def _to(tensor: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
+def _here(column: Column | None) -> Tensor | None:
+    return None if column is None else values(column)
+
+
+def _to(column: Column | None, device: torch.device) -> Tensor | None:
+    return None if column is None else values(column).to(device)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import token_mean
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.algos.segments import Segments
+from grpo_rl.columns import values
 from grpo_rl.models.heads import ValueModel
 from grpo_rl.types import Batch
-from grpo_rl.workers.sharded_policy import build_sharded, sequences_of
+from grpo_rl.workers.sharded_policy import as_block, build_sharded, sequences_of
 from grpo_rl.workers.specs import CriticSpec, OptimizerStep, Rows
 from grpo_rl.workers.trained_rank import TrainedRank
 
@@ -24,9 +26,9 @@ class CriticWorker(TrainedRank[CriticSpec, ValueModel]):
     def build(self) -> ValueModel:
         return build_sharded(self.spec.model, self.rank, self.device, ValueModel)
 
-    def values(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
-        """Return the value of the state before each trained token of the micro-batches."""
-        return self.per_token(share, micro_batches)
+    def values(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
+        """Return the value of the state before each trained token of the micro-batches, as `as_block` does."""
+        return as_block({"values_T": self.per_token(shard, micro_batches)})
 
     def measure(self, batch: Batch | None) -> Tensor:
         values_T: Tensor = self.model(sequences_of(batch, self.device, share_prompts=self.spec.model.share_prompts))
@@ -38,7 +40,7 @@ class CriticWorker(TrainedRank[CriticSpec, ValueModel]):
         if batch is None:
             return values_T.sum() * 0.0, {}
         assert batch.values_T is not None and batch.returns_T is not None
-        old_values_T, returns_T = batch.values_T.to(self.device), batch.returns_T.to(self.device)
+        old_values_T, returns_T = values(batch.values_T).to(self.device), batch.returns_T.to(self.device)
         losses_T, stats = value_loss(values_T, old_values_T, returns_T, cliprange_value=self.spec.cliprange_value)
         loss = token_mean(losses_T, Segments(batch.trained_lengths_N.to(self.device)), step.counts)
         return loss, {"share/vf_loss": loss.detach()} | {f"sum/{name}": value_T.sum() for name, value_T in stats.items()}

@@ -19,7 +19,6 @@ from grpo_rl.errors import OutOfMemory
 PHASES = {
     "update": "update",
     "logprobs": "logprobs",
-    "left_logprobs": "logprobs",
     "values": "values",
     "scores": "scores",
     "begin_weight_sync": "weight_sync",
@@ -35,7 +34,7 @@ PHASES = {
     "begin_save": "save",
 }
 """The phase that each method belongs to. Methods that are not here are not measured."""
-PROFILED = frozenset({"update", "logprobs", "left_logprobs", "values", "scores"})
+PROFILED = frozenset({"update", "logprobs", "values", "scores"})
 """The methods of which a trace is made: those that run a model."""
 GIB = 2**30
 

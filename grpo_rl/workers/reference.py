@@ -16,7 +16,7 @@ from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import build_policy, join_set, left_columns, reference_columns
+from grpo_rl.workers.sharded_policy import as_block, build_policy, join_set, reference_columns
 from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 
@@ -32,14 +32,14 @@ class ReferenceWorker:
         self.memory = DeviceMemory(self.policy, self.device, param_offload=offload, in_host_memory=spec.in_host_memory)
         self.memory.release()
 
-    def logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, Tensor]:
-        """Return the micro-batches' log-probs of trained tokens, and with `want_hidden` their last hidden states."""
+    def logprobs(self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
+        """Return the micro-batches' log-probs of trained tokens, with `want_hidden` their last hidden states, as `as_block` does."""
         fault_point("reference.logprobs")
         self.memory.load_weights()
         wanted = {"share_prompts": self.share_prompts, "want_hidden": want_hidden}
-        columns = reference_columns(self.policy, share, micro_batches, self.device, **wanted)
+        columns = reference_columns(self.policy, shard, micro_batches, self.device, **wanted)
         self.memory.release()
-        return columns
+        return as_block(columns)
 
     def vacate(self) -> None:
         """Move everything to host memory, so that an engine can be built on this device."""
@@ -48,10 +48,6 @@ class ReferenceWorker:
     def occupy(self) -> None:
         """Bring back what belongs on the device."""
         self.memory.occupy()
-
-    def left_logprobs(self, share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
-        """Return whether all of `logprobs` are finite, and its columns, to be left in the store."""
-        return left_columns(self.logprobs(share, micro_batches, want_hidden))
 
     # ---- iterated training: new weights, which are part of checkpoints. No collectives -----------------------
 

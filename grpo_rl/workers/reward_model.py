@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,13 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
+from grpo_rl.columns import values
 from grpo_rl.models import fsdp
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import compute_dtype, fill, join_set
+from grpo_rl.workers.sharded_policy import as_block, compute_dtype, fill, join_set
 from grpo_rl.workers.specs import OptimizerStep, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
 from grpo_rl.workers.trained_rank import TrainedRank
 
@@ -75,17 +77,17 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
         self.memory.release()
         return columns
 
-    def position_scores(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
-        """Return the score at each trained token of the micro-batches."""
-        return self.per_token(share, micro_batches)
+    def position_scores(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
+        """Return the score at each trained token of the micro-batches, as `as_block` does."""
+        return as_block({"scores_T": self.per_token(shard, micro_batches)})
 
     def measure(self, batch: Batch | None) -> Tensor:
         if batch is None:
             at_T: Tensor = self.model(_sequences(_DUMMY, self.device))[:0]
             return at_T
-        ids_S, lengths_N = batch.token_ids_S, batch.sequence_lengths_N
+        ids_S, lengths_N = values(batch.token_ids_S), batch.sequence_lengths_N
         group_N = batch.group_N if self.spec.share_prompts else None
-        sequences = Sequences.scored(ids_S, lengths_N, batch.positions_T, batch.trained_lengths_N, self.device, group_N)
+        sequences = Sequences.scored(ids_S, lengths_N, batch.positions(), batch.trained_lengths_N, self.device, group_N)
         scores_T: Tensor = self.model(sequences)
         return scores_T
 

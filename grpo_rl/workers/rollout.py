@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from grpo_rl.columns import Block
 from grpo_rl.errors import ClusterError
 from grpo_rl.faults import fault_point
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.reports import Report, pack
 from grpo_rl.rollout.weights.buckets import WeightBucket
-from grpo_rl.tokens import TokenBlock
 from grpo_rl.types import Completion, Metrics, Request
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ class RolloutWorker:
             ended, self._ended = self._ended, []
         return [replace(one, text=self._decode(one.response_ids)) for one in ended]
 
-    def report(self, timeout_s: float, longest_batch_s: float = 0.0, enough: int = 1) -> tuple[list[Report], TokenBlock]:
+    def report(self, timeout_s: float, longest_batch_s: float = 0.0, enough: int = 1) -> tuple[list[Report], Block]:
         """Return what `poll` returns, as two objects: reports, which the controller reads, and the tokens of all of them.
 
         The tokens stay in the object store, where the ranks that train on them fetch them.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_rl.columns import values
 from grpo_rl.models.moe.routing import Routing, balance_loss, choice_dtype, nothing_given, router_metrics
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch, Counts, segment_index
@@ -58,11 +59,11 @@ class RouterWatch:
             if rows:
                 choices[segment_index(share.sequence_lengths_N, torch.tensor(rows))] = next(noted)
         self._noted = []
-        self.choices, self._of_ids = choices, share.token_ids_S
+        self.choices, self._of_ids = choices, values(share.token_ids_S)
 
     def has_choices_of(self, share: Batch) -> bool:
         """Return whether the choices that are kept are of this share's tokens."""
-        return self._of_ids is not None and torch.equal(self._of_ids, share.token_ids_S)
+        return self._of_ids is not None and torch.equal(self._of_ids, values(share.token_ids_S))
 
     # ---- a step --------------------------------------------------------------------------------------
 
@@ -75,7 +76,7 @@ class RouterWatch:
         if not self.coefficient:
             return
         counts_LE = self._counted
-        for rows in (*step.micro_batches, *step.silent):
+        for rows in (*step.micro_batches, *step.zero_advantage):
             micro_batch = batch.select(list(rows)) if rows else None
             if micro_batch is not None and micro_batch.experts_S is not None:
                 counts_LE += self._replayed_counts(micro_batch)
@@ -87,7 +88,7 @@ class RouterWatch:
     def _replayed_counts(self, batch: Batch) -> Tensor:
         """Return the counts [layers, experts] of the given experts, at the tokens before the trained ones."""
         assert batch.experts_S is not None
-        read_TLK = batch.experts_S[batch.positions_T - 1].long()
+        read_TLK = batch.experts_S[batch.positions() - 1].long()
         numbered = read_TLK + torch.arange(self.routing.num_layers)[:, None] * self.routing.num_experts
         flat = torch.bincount(numbered.flatten(), minlength=self.routing.num_layers * self.routing.num_experts)
         return flat.view(self.routing.num_layers, self.routing.num_experts).double().to(self._device)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_rl.columns import values
 from grpo_rl.models import attention, fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel
 from grpo_rl.models.linear import Precision
@@ -220,13 +221,13 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
         zero = torch.zeros(1, dtype=torch.long)
         return Sequences.of(torch.zeros(2, dtype=torch.long), zero + 2, nothing, zero, device)
     return Sequences.of(
-        batch.token_ids_S,
+        values(batch.token_ids_S),
         batch.sequence_lengths_N,
-        batch.positions_T,
+        batch.positions(),
         batch.trained_lengths_N,
         device,
-        batch.support_counts_T,
-        batch.support_ids_M,
+        None if batch.support_counts_T is None else values(batch.support_counts_T),
+        None if batch.support_ids_M is None else values(batch.support_ids_M),
         batch.group_N if share_prompts else None,
         batch.experts_S,
     )
@@ -257,8 +258,8 @@ def reference_columns(
     return columns | {"hidden_TD": torch.cat(hidden)} if want_hidden else columns
 
 
-def left_columns(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:
-    """Return whether all numbers of columns on the CPU are finite, and the columns as Ray's object store takes them.
+def as_block(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:
+    """Return whether all numbers of columns on the CPU are finite, and the columns as a block for Ray's object store.
 
     Arrays of float32 are read where they lie; numpy has no type for bfloat16, so such columns stay tensors.
     """

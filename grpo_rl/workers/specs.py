@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
+from grpo_rl.columns import Column, Fetch, read_columns
 from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig, RewardModelTrainConfig
 from grpo_rl.models.load import POLICY_KEY
@@ -115,7 +116,7 @@ class ActorSpec:
 
 
 Rows = tuple[int, ...]
-"""The rollouts of one micro-batch, as rows of the rank's share of the batch; empty where a rank only keeps step."""
+"""The rollouts of one micro-batch, as rows of the rank's shard of the batch; empty where a rank only keeps step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,29 +125,33 @@ class OptimizerStep:
 
     counts: Counts
     micro_batches: tuple[Rows, ...]
-    silent: tuple[Rows, ...] = ()
-    """Micro-batches of rollouts that add nothing to the gradient: forward passes for the statistics only."""
+    zero_advantage: tuple[Rows, ...] = ()
+    """Micro-batches of zero-advantage rollouts, which add nothing to the gradient: forward passes for the statistics only."""
     entropy_coeff: float | None = None
     """Weight of the entropy bonus, where it is steered from step to step."""
     selected_T: Tensor | None = None
-    """The tokens that the loss of this step treats otherwise: a bool for each trained token of the rank's share."""
+    """The clipped tokens of this step: a bool for each trained token of the rank's shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The parts of an update on its share of the batch that a rank does not have yet."""
+    """The parts of an update on its shard of the batch that a rank does not have yet."""
 
-    columns: dict[str, Tensor]
-    """Columns of the share that were made after it was stored, by their names in `Batch`."""
+    columns: dict[str, Column]
+    """Columns of the shard that were made after it was stored, by their names in `Batch`."""
     trained_T: Tensor | None
-    """The mask of the share's trained tokens that the update trains; None: all. The columns cover these only."""
+    """The mask of the shard's trained tokens that the update trains; None: all. The columns cover these only."""
     steps: tuple[OptimizerStep, ...]
     per_rollout: dict[str, Tensor] = field(default_factory=dict)
     """Columns over the trained tokens of which all tokens of a rollout have the same value: that of each rollout."""
 
-    def complete(self, share: Batch) -> Batch:
+    def local(self, fetch: Fetch) -> Update:
+        """Return the update with the values of its remote columns, all of them fetched at once."""
+        return replace(self, columns={**self.columns, **read_columns(self.columns, fetch)})
+
+    def complete(self, shard: Batch) -> Batch:
         """Return the batch that the steps train on."""
-        batch = share if self.trained_T is None else share.keep(self.trained_T)
+        batch = shard if self.trained_T is None else shard.keep(self.trained_T)
         spread = {name: values.repeat_interleave(batch.trained_lengths_N) for name, values in self.per_rollout.items()}
         return batch.replace(**self.columns, **spread)
 

@@ -129,7 +129,7 @@ class TrainedRank(ABC, Generic[S, M]):
                 stats[key] = max(stats.get(key, -math.inf), part) if key.startswith("max/") else stats[key] + part
 
         # These passes come first: the last one of the step is the one that reduces gradients.
-        for rows in step.silent:
+        for rows in step.zero_advantage:
             with torch.no_grad():
                 loss, micro_stats = self.loss(batch.select(list(rows)) if rows else None, step)
             total_loss += float(loss)

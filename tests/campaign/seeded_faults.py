@@ -388,7 +388,7 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "statistics of the last step alone",
-        "cluster/roles/dealing.py",
+        "cluster/roles/dispatch.py",
         'max(values) if prefix == "max" else math.fsum(values) / len(values)',
         'max(values) if prefix == "max" else values[-1]',
         "unit/cluster",

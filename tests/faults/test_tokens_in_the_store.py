@@ -17,11 +17,11 @@ from test_recovery_replicas import Actor
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.dealing import Dealt, deal
+from grpo_rl.cluster.processes.worker_host import StoredBlock
+from grpo_rl.cluster.roles.dispatch import Dispatched, dispatch
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
-from grpo_rl.cluster.roles.shares import StoredBlock
+from grpo_rl.columns import View
 from grpo_rl.data.collate import collate
-from grpo_rl.tokens import Stretch
 from grpo_rl.types import Prompt, Rollout, Sampling
 
 NUM_TOKENS = 40_000
@@ -45,16 +45,16 @@ class Scene:
             rollout.reward = 0.0
         return rollouts
 
-    def expected(self, dealt: Dealt) -> list[int]:
+    def expected(self, dispatched: Dispatched) -> list[int]:
         """What each reader's share comes to, worked out from the prompts."""
         sums = []
-        for share in dealt.shares:
+        for share in dispatched.shards:
             ids = [np.concatenate([(index, 1), tiny_roles.bulk_ids(index, NUM_TOKENS)]) for index in share]
             sums.append(tiny_roles.checksum(np.concatenate(ids)))
         return sums
 
-    def read(self, dealt: Dealt) -> list[int]:
-        return self.readers.call_each("read", [(stored,) for stored in dealt.stored])
+    def read(self, dispatched: Dispatched) -> list[int]:
+        return self.readers.call_each("read", [(stored,) for stored in dispatched.stored])
 
 
 def stored_bytes() -> int:
@@ -67,8 +67,8 @@ def stored_bytes() -> int:
 def blocks(rollouts: list[Rollout]) -> list[StoredBlock]:
     found = {}
     for rollout in rollouts:
-        assert isinstance(rollout.response_ids, Stretch) and isinstance(rollout.response_ids.source, StoredBlock)
-        found[id(rollout.response_ids.source)] = rollout.response_ids.source
+        assert isinstance(rollout.response_ids, View) and isinstance(rollout.response_ids.block, StoredBlock)
+        found[id(rollout.response_ids.block)] = rollout.response_ids.block
     return list(found.values())
 
 
@@ -85,8 +85,8 @@ def test_a_replica_that_dies_after_its_report_takes_no_token_along(scene: Scene)
         pid = worker.pid
         worker.kill("the test ends it")
         until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 10.0, "the process is gone")
-    dealt = deal(scene.readers, collate(rollouts))
-    assert scene.read(dealt) == scene.expected(dealt)
+    dispatched = dispatch(scene.readers, collate(rollouts))
+    assert scene.read(dispatched) == scene.expected(dispatched)
     until(lambda: bool(scene.pool.replicas.ready()) or bool(scene.pool.replicas.serving), START_S, "a replica is there again")
     again = scene.sample("after", 2)
     assert again[1].response_ids.tolist() == tiny_roles.bulk_ids(1, NUM_TOKENS).tolist()
@@ -94,8 +94,8 @@ def test_a_replica_that_dies_after_its_report_takes_no_token_along(scene: Scene)
 
 def test_the_controller_fetches_no_block(scene: Scene) -> None:
     rollouts = scene.sample("read")
-    dealt = deal(scene.readers, collate(rollouts))
-    assert scene.read(dealt) == scene.expected(dealt)
+    dispatched = dispatch(scene.readers, collate(rollouts))
+    assert scene.read(dispatched) == scene.expected(dispatched)
     assert [block._block for block in blocks(rollouts)] == [None] * len(blocks(rollouts))
     # One view of shared memory serves all that is read here.
     assert rollouts[2].response_ids.tolist() == tiny_roles.bulk_ids(2, NUM_TOKENS).tolist()
@@ -106,8 +106,8 @@ def test_the_controller_fetches_no_block(scene: Scene) -> None:
 def test_the_blocks_are_freed_when_the_step_is_over(scene: Scene) -> None:
     def one_step(tag: str) -> int:
         rollouts = scene.sample(tag, 12)
-        dealt = deal(scene.readers, collate(rollouts))
-        assert scene.read(dealt) == scene.expected(dealt)
+        dispatched = dispatch(scene.readers, collate(rollouts))
+        assert scene.read(dispatched) == scene.expected(dispatched)
         rollouts[0].response_ids.tolist()  # reading here must not keep it either
         return stored_bytes()
 
@@ -123,11 +123,11 @@ def test_the_blocks_are_freed_when_the_step_is_over(scene: Scene) -> None:
 
 def test_nothing_refers_to_a_block_any_more_although_a_reader_still_has_the_share(scene: Scene) -> None:
     rollouts = scene.sample("kept", 4)
-    dealt = deal(scene.readers, collate(rollouts))
-    scene.read(dealt)
+    dispatched = dispatch(scene.readers, collate(rollouts))
+    scene.read(dispatched)
     refs = {block.ref.hex().encode() for block in blocks(rollouts)}
     assert refs <= referred_to()
-    del rollouts, dealt
+    del rollouts, dispatched
     gc.collect()
     until(lambda: not refs & referred_to(), 20.0, "the last reference is gone")
 

@@ -30,7 +30,7 @@ from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
 from grpo_rl.workers.device_memory import in_host_memory
 from grpo_rl.workers.reward_model import RewardModelWorker, TrainedRewardModelWorker
-from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec, TrainedRewardModelSpec
+from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec, TrainedRewardModelSpec, Update
 
 VOCAB = 64
 DEADLINE_S = 120.0
@@ -313,7 +313,9 @@ class RankProcesses(WorkerGroup):
         return self.call_each(method, [args] * len(self))
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._send(method, arguments)
+        return self._send(method, [[_here(value) for value in some] for some in arguments])
+
+    call_for_two = call_each
 
     def shutdown(self) -> None:
         for process in self.processes:
@@ -331,6 +333,11 @@ class RankProcesses(WorkerGroup):
             if kind is not None:
                 raise kind(answer)
         return [answer for _, answer in answers]
+
+
+def _here(value: Any) -> Any:
+    """A batch or an update as a rank gets it: what other ranks answered is here."""
+    return value.local(lambda _: ()) if isinstance(value, Batch | Update) else value
 
 
 def _serve(pipe: Connection) -> None:

@@ -32,6 +32,8 @@ class Phases(RankProcesses):
             return [answer for answer, _ in answers]
         return super().call_each(method, arguments)
 
+    call_for_two = call_each
+
 
 def spec_of(path: Path, dtype: str | None = None, **offload: bool) -> ActorSpec:
     model = ModelConfig(path=str(path), enable_gradient_checkpointing=True)

@@ -347,9 +347,9 @@ def test_a_shared_prompt_runs_through_the_body_once_per_micro_batch(ranks, model
 
 def without_signal(batch: Batch, groups: list[int]) -> Batch:
     """The batch in which all rollouts of these groups have the advantage 0."""
-    silent_N = torch.isin(batch.group_N, torch.tensor(groups))
-    silent_T = silent_N.repeat_interleave(batch.trained_lengths_N)
-    return batch.replace(advantages_T=batch.advantages_T.masked_fill(silent_T, 0.0))
+    zero_N = torch.isin(batch.group_N, torch.tensor(groups))
+    zero_T = zero_N.repeat_interleave(batch.trained_lengths_N)
+    return batch.replace(advantages_T=batch.advantages_T.masked_fill(zero_T, 0.0))
 
 
 @pytest.mark.parametrize("layout", ["1 rank, 12 micro-batches", "2 ranks, by tokens, recomputed, in chunks"])
@@ -360,7 +360,7 @@ def test_rollouts_without_advantage_need_no_backward_pass(ranks, models, layout,
     batches = [without_signal(make_batch(1), groups), make_batch(2)]
     skipping = train(ranks, models[True], laid_out, objective, batches)
     with monkeypatch.context() as patched:
-        patched.setattr(Objective, "silent_N", lambda self, _, lengths_N: torch.zeros(len(lengths_N), dtype=torch.bool))
+        patched.setattr(Objective, "skips_zero_advantage", False)
         whole = train(ranks, models[True], laid_out, objective, batches)
     largest = max(float(gradient.abs().max()) for gradient in whole.gradients[1].values())
     for ours, theirs in zip(skipping.gradients, whole.gradients, strict=True):

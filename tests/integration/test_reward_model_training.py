@@ -89,7 +89,7 @@ BATCHES = {"bradley_terry": pairs, "steps": steps}
 def plain_loss(model: torch.nn.Module, batch: Batch, loss: str) -> Tensor:
     """The loss by transformers alone, one sequence after the other."""
     at, scores, ends = 0, [], (batch.sequence_lengths_N.cumsum(0) - batch.sequence_lengths_N).tolist()
-    positions = batch.positions_T.split(batch.trained_lengths_N.tolist())
+    positions = batch.positions().split(batch.trained_lengths_N.tolist())
     for length, start, own in zip(batch.sequence_lengths_N.tolist(), ends, positions, strict=True):
         ids = batch.token_ids_S[at : at + length][None].long()
         at += length

@@ -84,7 +84,7 @@ def with_supports(batch: Batch) -> Batch:
     counts_T = torch.randint(1, 6, (batch.num_trained_tokens,), generator=generator)
     ids = [
         torch.cat([token[None], (token + 1 + torch.arange(int(count) - 1)) % 60])
-        for token, count in zip(batch.token_ids_S[batch.positions_T], counts_T, strict=True)
+        for token, count in zip(batch.token_ids_S[batch.positions()], counts_T, strict=True)
     ]
     return batch.replace(support_counts_T=counts_T.int(), support_ids_M=torch.cat(ids).int())
 

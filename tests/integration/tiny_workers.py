@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_rl.columns import Block
 from grpo_rl.errors import CheckpointError, ConfigError
 from grpo_rl.rollout.reports import Report, pack
-from grpo_rl.tokens import TokenBlock
 from grpo_rl.types import Completion, Request
 
 
@@ -91,7 +91,7 @@ class TinyEngine:
         versions, text = ((self.version, len(ids)),), " ".join(map(str, ids))
         return [Completion(request.request_id, ids, [-0.5] * len(ids), "stop", versions, text=text)]
 
-    def report(self, timeout_s: float, *_: float) -> tuple[list[Report], TokenBlock]:
+    def report(self, timeout_s: float, *_: float) -> tuple[list[Report], Block]:
         return pack(self.poll(timeout_s))
 
     def done(self) -> int:

@@ -26,7 +26,7 @@ _KEYS = {
     "rollout": "actor_rollout_ref.rollout.max_num_seqs, gpu_memory_utilization (GPU) or kv_cache_gib (CPU)",
     "reward_model": "reward.reward_model.max_token_len_per_gpu, param_offload",
 }
-_MAY_SPLIT = ("update", "logprobs", "left_logprobs", "reference_logprobs", "left_reference_logprobs", "values")
+_MAY_SPLIT = ("update", "logprobs", "reference_logprobs", "values")
 
 
 def out_of_memory(error: Exception) -> OutOfMemory | None:

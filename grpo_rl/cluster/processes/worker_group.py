@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from grpo_rl import faults
 from grpo_rl.cluster.processes.out_of_memory import at_least, halved, what_to_do
 from grpo_rl.cluster.processes.placement import Place, Slot
-from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored
+from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored, StoredBlock
 from grpo_rl.cluster.session.run_watcher import is_tracker, remove_segments
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import (
@@ -216,12 +216,10 @@ class WorkerGroup:
             for worker in self.workers:
                 worker.excused = False
 
-    def call_for_two(self, method: str, arguments: Arguments) -> list[tuple[Any, ray.ObjectRef]]:
-        """Call a method that returns a pair on every rank; return the first values, and references to the second ones.
-
-        The second ones were not fetched.
-        """
-        return self._firsts([w.call_for_two(method, *a) for w, a in zip(self.workers, arguments, strict=True)], method)
+    def call_for_two(self, method: str, arguments: Arguments) -> list[tuple[Any, StoredBlock]]:
+        """Call a method that returns a pair on every rank; return the first values, and the second ones, which were not fetched."""
+        pairs = [w.call_for_two(method, *a) for w, a in zip(self.workers, arguments, strict=True)]
+        return [(first, StoredBlock(second)) for first, second in self._firsts(pairs, method)]
 
     def parts(self, method: str) -> list[ray.ObjectRef]:
         """Return each rank's result as a reference to an object that is in the store, and was not fetched."""

@@ -9,8 +9,7 @@ import subprocess
 import sys
 import time
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, util
 from pathlib import Path
@@ -55,12 +54,22 @@ class Stored:
     """The value's key, different for every value."""
 
 
-class InPieces(ABC):
-    """A value that names objects of the store, and is put together in the process that uses it: an argument, or stored itself."""
+class StoredBlock:
+    """A block in Ray's object store. It is freed with the last view of it, on whichever process that is."""
 
-    @abstractmethod
-    def whole(self, fetch: Callable[[Any], Any]) -> Any:
-        """Return the value that the worker gets; `fetch` returns the values of a list of references."""
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+        self._block: Mapping[str, Any] | None = None
+
+    def read(self) -> Mapping[str, Any]:
+        """Return the block, whose arrays are views of shared memory. It stays mapped as long as this object is there."""
+        if self._block is None:
+            self._block = _get(self.ref)
+        return self._block
+
+    def __reduce__(self) -> tuple[Callable[..., StoredBlock], tuple[Any]]:
+        """Pickle the reference alone, even where the block has been read."""
+        return StoredBlock, (self.ref,)
 
 
 class WorkerHost:
@@ -133,15 +142,12 @@ class WorkerHost:
 
     def _value(self, argument: Any) -> Any:
         """Return what the argument stands for; the last stored value stays, until another takes its place."""
-        if isinstance(argument, InPieces):
-            return argument.whole(_get)
         if not isinstance(argument, Stored):
-            return argument
+            return _local(argument)
         if self._fetched[0] != argument.key:
-            # The old one goes first: two shares of a batch need not fit beside each other.
+            # The old one goes first: two shards of a batch need not fit beside each other.
             self._fetched = ("", None)
-            value = _get(argument.ref)
-            self._fetched = (argument.key, value.whole(_get) if isinstance(value, InPieces) else value)
+            self._fetched = (argument.key, _local(_get(argument.ref)))
         return self._fetched[1]
 
     def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:
@@ -160,6 +166,12 @@ def _get(ref: Any) -> Any:
 
     # The call that carries the value has a deadline of its own, which comes first.
     return ray.get(ref, timeout=FETCH_S)
+
+
+def _local(value: Any) -> Any:
+    """Return a batch or an update with the values of its remote columns, any other value as it is."""
+    local = getattr(value, "local", None)
+    return value if local is None else local(lambda blocks: _get([block.ref for block in blocks]))
 
 
 def _guard(

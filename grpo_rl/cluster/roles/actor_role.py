@@ -18,10 +18,10 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, merge, write_file
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call, with_columns_left
+from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch, mini_batches, update_call
+from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
-from grpo_rl.data.collate import with_rollout_logprobs
 from grpo_rl.types import Batch, Metrics
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _READ = (
     "group_tokens_N",
     "shown_N",
 )
-"""The columns that an update reads beside those of the ranks' shares. Where the engine's log-probs are the old ones, the
+"""The columns that an update reads beside those of the ranks' shards. Where the engine's log-probs are the old ones, the
 ranks have them."""
 
 
@@ -56,11 +56,8 @@ class ActorRole:
         old_logprobs: OldLogprobs,
         objective: Objective,
         tokenizer: Any = None,
-        leaves_logprobs: bool = False,
     ) -> None:
         self.worker_group = worker_group
-        self.leaves_logprobs = leaves_logprobs
-        """True where old log-probs stay in the store: nothing reads them but the ranks."""
         self.config = config
         self.objective = objective
         self.train_rule = train_rule
@@ -75,7 +72,7 @@ class ActorRole:
         self.num_shuffles = 0
         self.version = 0
         """The version of the weights: the number of batches they were trained on."""
-        self._dealt: Dealt | None = None
+        self._dispatched: Dispatched | None = None
         """The batch of this step, once the ranks have it."""
 
     def old_logprobs(self, batch: Batch) -> Batch:
@@ -86,21 +83,14 @@ class ActorRole:
         if self.old_from == "none":
             return batch
         if self.old_from == "engine":
-            # For what the controller computes with them. The ranks have the engine's log-probs, and send none here.
-            batch = with_rollout_logprobs(batch)
             return batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
-        dealt = self.dealt(batch)
-        if self.leaves_logprobs:
-            found = with_columns_left(self.worker_group, self.forward_rule, batch, dealt, {"old_logprobs_T": "logprobs_T"})
-            if found is not None:
-                return found
-        return batch.replace(old_logprobs_T=per_token(self.worker_group, self.forward_rule, "logprobs", dealt))
+        names = {"old_logprobs_T": "logprobs_T"}
+        return batch.replace(**computed(self.worker_group, self.forward_rule, "logprobs", self.dispatched(batch), names))
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token of a batch that is not trained on."""
-        return per_token(
-            self.worker_group, self.forward_rule, "logprobs", deal(self.worker_group, batch, rule=self.forward_rule)
-        )
+        dispatched = dispatch(self.worker_group, batch, rule=self.forward_rule)
+        return computed(self.worker_group, self.forward_rule, "logprobs", dispatched, {"": "logprobs_T"})[""].read()
 
     def fingerprint(self) -> str:
         """Return a digest of the present weights, the same however many ranks hold them: of the sums of each one's shards."""
@@ -112,21 +102,25 @@ class ActorRole:
     def update(self, batch: Batch) -> Metrics:
         """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         coefficient = None if self.entropy is None else self.entropy.value
-        dealt, chosen = self.dealt(batch), self._mini_batches(batch)
+        dispatched, chosen = self.dispatched(batch), self._mini_batches(batch)
         if self.config.shuffle:
             self.num_shuffles += self.config.ppo_epochs
         if self.objective.needs_group_tokens:
             # A group lies in one mini-batch as a whole, so its tokens there are its tokens in the batch.
             batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
         names = [name for name in _READ if name != "old_logprobs_T" or self.old_from != "engine"]
-        silent_N = None
-        if batch.advantages_T is not None:
-            silent_N = self.objective.silent_N(batch.advantages_T, batch.trained_lengths_N)
-        selected = self._selected(batch, chosen)
-        call = update_call(dealt, batch, chosen, names, entropy_coeff=coefficient, selected=selected, silent_N=silent_N)
+        call = update_call(
+            dispatched,
+            batch,
+            chosen,
+            names,
+            entropy_coeff=coefficient,
+            selected=self._selected(batch, chosen),
+            zero_advantage_N=batch.zero_advantage() if self.objective.skips_zero_advantage else None,
+        )
         results = self.worker_group.call_in_passes("update", self.train_rule, call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
-        self._dealt = None
+        self._dispatched = None
         self.version += 1
         metrics = combine_stats(results, call.counts)
         if self.entropy is not None and coefficient is not None:
@@ -186,13 +180,13 @@ class ActorRole:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
-    def dealt(self, batch: Batch) -> Dealt:
-        """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
-        if self._dealt is None or not self._dealt.holds(batch):
+    def dispatched(self, batch: Batch) -> Dispatched:
+        """Return the batch as the ranks have it, so that every mini-batch of the update is even over them."""
+        if self._dispatched is None or not self._dispatched.holds(batch):
             # The two sides of a pair are compared in one micro-batch.
             units = batch.group_N.tolist() if self.objective.needs_pairs else None
-            self._dealt = deal(self.worker_group, batch, self._mini_batches(batch), units, rule=self.train_rule)
-        return self._dealt
+            self._dispatched = dispatch(self.worker_group, batch, self._mini_batches(batch), units, rule=self.train_rule)
+        return self._dispatched
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:
         """Return the rollouts of each optimizer step: `ppo_mini_batch_size` whole prompt groups, for every epoch."""
@@ -203,18 +197,18 @@ class ActorRole:
         return mini_batches(batch, self.config.ppo_mini_batch_size, seeds)
 
     def _selected(self, batch: Batch, chosen: Sequence[Sequence[int]]) -> list[Tensor] | None:
-        """Return, for each mini-batch, which of the batch's tokens its loss treats otherwise; else None."""
+        """Return, for each mini-batch, the clipped ones among the batch's tokens; None for losses without."""
         if not self.objective.needs_selection:
             return None
         advantages_T = batch.token_advantages()
         assert advantages_T is not None and batch.old_logprobs_T is not None
-        selected = []
+        old_logprobs_T, selected = values(batch.old_logprobs_T), []
         for number, indices in enumerate(chosen):
             seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
             generator = torch.Generator().manual_seed(seed)
             index_T = batch.token_index(list(indices))
             selected_T = torch.zeros(batch.num_trained_tokens, dtype=torch.bool)
-            selected_T[index_T] = self.objective.select(advantages_T[index_T], batch.old_logprobs_T[index_T], generator)
+            selected_T[index_T] = self.objective.select(advantages_T[index_T], old_logprobs_T[index_T], generator)
             selected.append(selected_T)
         return selected
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.dealing import Dealt, combine_stats, deal, mini_batches, per_token, update_call
+from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch, mini_batches, update_call
 from grpo_rl.cluster.roles.saved_role import SavedRole
+from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers.specs import CriticSpec, PolicySpec
@@ -33,27 +34,29 @@ class CriticRole(SavedRole):
         self.rule = rule
         self.mini_batch_size = mini_batch_size
         self.epochs = epochs
-        self._dealt: Dealt | None = None
+        self._dispatched: Dispatched | None = None
         """The batch of this step, once the ranks have it."""
 
     def values(self, batch: Batch) -> Batch:
         """Return the batch with `values_T`."""
-        return batch.replace(values_T=per_token(self.worker_group, self.rule, "values", self._deal(batch)))
+        return batch.replace(
+            **computed(self.worker_group, self.rule, "values", self._dispatch(batch), {"values_T": "values_T"})
+        )
 
     def update(self, batch: Batch) -> Metrics:
         """Take `epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         assert batch.values_T is not None and batch.returns_T is not None
-        call = update_call(self._deal(batch), batch, self._mini_batches(batch), ("values_T", "returns_T"))
+        call = update_call(self._dispatch(batch), batch, self._mini_batches(batch), ("values_T", "returns_T"))
         results = self.worker_group.call_in_passes("update", self.rule, call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
-        self._dealt = None
-        return combine_stats(results, call.counts, role="critic") | _fit(batch.values_T, batch.returns_T)
+        self._dispatched = None
+        return combine_stats(results, call.counts, role="critic") | _fit(values(batch.values_T), batch.returns_T)
 
-    def _deal(self, batch: Batch) -> Dealt:
-        """Return the batch as the ranks have it, dealt so that every mini-batch of the update is even over them."""
-        if self._dealt is None or not self._dealt.holds(batch):
-            self._dealt = deal(self.worker_group, batch, self._mini_batches(batch), rule=self.rule)
-        return self._dealt
+    def _dispatch(self, batch: Batch) -> Dispatched:
+        """Return the batch as the ranks have it, so that every mini-batch of the update is even over them."""
+        if self._dispatched is None or not self._dispatched.holds(batch):
+            self._dispatched = dispatch(self.worker_group, batch, self._mini_batches(batch), rule=self.rule)
+        return self._dispatched
 
     def _mini_batches(self, batch: Batch) -> list[list[int]]:
         return mini_batches(batch, self.mini_batch_size, [None] * self.epochs)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.actor_role import ActorRole
-from grpo_rl.cluster.roles.dealing import Dealt, deal, forward, gather, with_columns_left
+from grpo_rl.cluster.roles.dispatch import Dispatched, computed, dispatch
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.types import Batch
@@ -17,7 +17,7 @@ class ReferenceRole:
     """The `protocols.Reference` whose work is done by forward-only ranks."""
 
     method: ClassVar[str] = "logprobs"
-    """The method of a rank that computes it; another one with `left_` before its name leaves the result in the store."""
+    """The method of a rank that computes it."""
 
     def __init__(
         self,
@@ -25,36 +25,24 @@ class ReferenceRole:
         *,
         rule: MicroBatchRule,
         want_hidden: bool,
-        leaves_logprobs: bool = False,
     ) -> None:
         self.worker_group = worker_group
-        self.leaves_logprobs = leaves_logprobs
-        """True where the columns stay in the store: nothing reads them but the actor's ranks."""
         self.rule = rule
         self.want_hidden = want_hidden
 
     def logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
-        dealt = self._dealt(batch)
-        if self.leaves_logprobs:
-            keys = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
-            found = with_columns_left(
-                self.worker_group, self.rule, batch, dealt, keys, self.want_hidden, method=f"left_{self.method}"
-            )
-            if found is not None:
-                return found
-        order, columns = forward(self.worker_group, self.rule, self.method, dealt, self.want_hidden)
-        batch = batch.replace(ref_logprobs_T=gather(batch, order, [c["logprobs_T"] for c in columns]))
-        if self.want_hidden:
-            batch = batch.replace(ref_hidden_TD=gather(batch, order, [c["hidden_TD"] for c in columns]))
-        return batch
+        names = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
+        return batch.replace(
+            **computed(self.worker_group, self.rule, self.method, self._dispatched(batch), names, self.want_hidden)
+        )
 
-    def _dealt(self, batch: Batch) -> Dealt:
-        return deal(self.worker_group, batch, rule=self.rule)
+    def _dispatched(self, batch: Batch) -> Dispatched:
+        return dispatch(self.worker_group, batch, rule=self.rule)
 
 
 class BaseReferenceRole(ReferenceRole):
-    """The reference that is the base model under the actor's adapters: its ranks compute it, on the shares that they have."""
+    """The reference that is the base model under the actor's adapters: its ranks compute it, on the shards that they have."""
 
     method = "reference_logprobs"
 
@@ -62,8 +50,8 @@ class BaseReferenceRole(ReferenceRole):
         super().__init__(actor.worker_group, **options)
         self.actor = actor
 
-    def _dealt(self, batch: Batch) -> Dealt:
-        return self.actor.dealt(batch)
+    def _dispatched(self, batch: Batch) -> Dispatched:
+        return self.actor.dispatched(batch)
 
 
 class MovingReferenceRole(SavedRole, ReferenceRole):

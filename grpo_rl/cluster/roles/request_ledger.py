@@ -47,13 +47,13 @@ class Ledger(Generic[W]):
         self.waiting.extendleft(reversed(unfinished.values()))
         return len(unfinished)
 
-    def shares(self, capacity: int, refill_below: int | None = None) -> dict[W, list[Request]]:
+    def dispatch(self, capacity: int, refill_below: int | None = None) -> dict[W, list[Request]]:
         """Take waiting requests for the replicas with the fewest in flight, up to `capacity` each; they are in flight then.
 
         Replicas with `refill_below` or more get none now, so that each is sent many at a time. A request of a conversation goes
         where that was before, as long as there is room: that replica's prefix cache has what came before.
         """
-        shares: dict[W, list[Request]] = {}
+        given: dict[W, list[Request]] = {}
         below = capacity if refill_below is None else refill_below
         hungry = [worker for worker, mine in self.in_flight.items() if len(mine) < below]
         while self.waiting and hungry:
@@ -68,8 +68,8 @@ class Ledger(Generic[W]):
                 if len(self._homes) > HOMES:
                     self._homes.popitem(last=False)
             self.in_flight[worker][request.request_id] = request
-            shares.setdefault(worker, []).append(request)
-        return shares
+            given.setdefault(worker, []).append(request)
+        return given
 
     def _home(self, request: Request, capacity: int) -> W | None:
         """Return the replica that has the conversation of a request, where it has room; None otherwise."""

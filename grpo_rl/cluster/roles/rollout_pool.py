@@ -11,11 +11,10 @@ from typing import Any
 import ray
 
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, fetch, settle
-from grpo_rl.cluster.processes.worker_host import track_apart
+from grpo_rl.cluster.processes.worker_host import StoredBlock, track_apart
 from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.request_ledger import Ledger
-from grpo_rl.cluster.roles.shares import StoredBlock
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
 from grpo_rl.rollout.reports import Report, Reported, unpack
@@ -365,8 +364,8 @@ class ReplicaPool:
         capacity = int(self.options.max_num_seqs * QUEUE_AHEAD)
         # Half of what a replica has in advance is sent at once: a call costs the controller about as much as 30 requests.
         refill_below = capacity - (capacity - self.options.max_num_seqs) // 2
-        shares = self._ledger.shares(capacity, refill_below)
-        calls = {worker: worker.call("submit", share) for worker, share in shares.items()}
+        given = self._ledger.dispatch(capacity, refill_below)
+        calls = {worker: worker.call("submit", requests) for worker, requests in given.items()}
         settle(list(calls), list(calls.values()), self.options.step_timeout_s, "rollout.submit", self.replicas.failed)
 
     def _hand_over(self, request_id: str) -> Rollout:
@@ -381,7 +380,7 @@ class ReplicaPool:
             finish_reason=ended.report.finish_reason,
             versions=ended.report.versions,
             support=ended.support,
-            text_at=ended.text,
+            text=ended.text,
             cached_tokens=ended.report.cached_tokens,
         )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.dealing import combine_stats, deal, per_token, update_call
+from grpo_rl.cluster.roles.dispatch import combine_stats, computed, dispatch, update_call
 from grpo_rl.cluster.roles.reward_model_role import reward_model_spec
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from grpo_rl.plan.decisions import Plan
 
 _READ = ("chosen_N", "margins_N", "labels_T")
-"""The columns that the losses read beside those of a share."""
+"""The columns that the losses read beside those of a shard."""
 
 
 class TrainedRewardModelRole(SavedRole):
@@ -48,15 +48,15 @@ class TrainedRewardModelRole(SavedRole):
         everything = [list(range(batch.num_rollouts))]
         # The two sides of a pair are compared in one micro-batch.
         units = batch.group_N.tolist() if self.pairs else None
-        dealt = deal(self.worker_group, batch, everything, units, rule=self.rule)
-        call = update_call(dealt, batch, everything, _READ)
+        dispatched = dispatch(self.worker_group, batch, everything, units, rule=self.rule)
+        call = update_call(dispatched, batch, everything, _READ)
         results = self.worker_group.call_in_passes("update", self.rule, call.lengths, call.arguments)
         return combine_stats(results, call.counts, role="reward_model")
 
     def scores(self, batch: Batch) -> Tensor:
         """Return the score of each rollout of pairs, or that at each labelled position, in the batch's order."""
-        dealt = deal(self.worker_group, self._scored(batch), rule=self.rule)
-        return per_token(self.worker_group, self.rule, "position_scores", dealt)
+        dispatched = dispatch(self.worker_group, self._scored(batch), rule=self.rule)
+        return computed(self.worker_group, self.rule, "position_scores", dispatched, {"": "scores_T"})[""].read()
 
     def _scored(self, batch: Batch) -> Batch:
         """Return the batch whose trained tokens are those with a score: of pairs the last one of every response."""

@@ -60,11 +60,11 @@ def answer_rows(rollouts: Sequence[Rollout], min_reward: float) -> Rows:
 
     Prompt and response are the texts that the model read and wrote, as in the log of rollouts, whose columns these are.
     """
-    kept = [r for r in rollouts if r.reward is not None and r.reward >= min_reward and r.text.strip()]
+    kept = [r for r in rollouts if r.reward is not None and r.reward >= min_reward and str(r.text).strip()]
     return [
         {
             "prompt": rollout.prompt.text,
-            "response": rollout.text,
+            "response": str(rollout.text),
             "reward": rollout.reward,
             "data_source": rollout.prompt.data_source,
             "ground_truth": rollout.prompt.ground_truth,
@@ -83,8 +83,8 @@ def pair_rows(rollouts: Sequence[Rollout]) -> Rows:
     return [
         {
             "prompt": best.prompt.text if best.prompt.messages is None else list(best.prompt.messages),
-            "chosen": best.text,
-            "rejected": worst.text,
+            "chosen": str(best.text),
+            "rejected": str(worst.text),
             "chosen_reward": best.reward,
             "rejected_reward": worst.reward,
             "data_source": best.prompt.data_source,
@@ -92,7 +92,7 @@ def pair_rows(rollouts: Sequence[Rollout]) -> Rows:
             "uid": best.prompt.uid,
         }
         for best, worst in pairs_of_groups(rollouts)
-        if best.text.strip() and worst.text.strip() and best.text != worst.text
+        if str(best.text).strip() and str(worst.text).strip() and best.text != worst.text
     ]
 
 

@@ -87,7 +87,7 @@ def _ground_truth(rollout: Rollout) -> str:
 
 FIELDS: dict[str, Callable[[Rollout], str]] = {
     "prompt": lambda rollout: request_text(rollout.prompt),
-    "response": lambda rollout: rollout.text,
+    "response": lambda rollout: str(rollout.text),
     "ground_truth": _ground_truth,
 }
 

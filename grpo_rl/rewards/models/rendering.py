@@ -38,7 +38,7 @@ class Renderer:
         self.separator = separator
 
     def __call__(self, rollout: Rollout) -> Scorable:
-        ends = None if self.separator is None else split_steps(rollout.text, self.separator)
+        ends = None if self.separator is None else split_steps(str(rollout.text), self.separator)
         step_tokens = None if ends is None else tuple(step_ends(rollout.response_ids.tolist(), self.decode, ends))
         if self.tokenizer is None:
             prompt_ids: Sequence[int] = rollout.prompt.token_ids.tolist()
@@ -63,7 +63,7 @@ class Renderer:
 
     def _response_ids(self, rollout: Rollout) -> tuple[list[int], list[int]]:
         """Tokens of the response, and the character at which each of them begins."""
-        text = self._words.marked(rollout.text)
+        text = self._words.marked(str(rollout.text))
         encoded = self._words.encode(text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = list(encoded["input_ids"])
         starts = [len(unmarked(text[:start])) for start, _ in encoded["offset_mapping"]]

@@ -185,7 +185,7 @@ def spared(
 
 def _missing(reply: Reply, timeout_s: float, rollout: Rollout) -> RewardFailure:
     if reply.timed_out:
-        cause = f"took longer than reward.timeout_s={timeout_s:g} (response of {len(rollout.text)} characters)"
+        cause = f"took longer than reward.timeout_s={timeout_s:g} (response of {len(str(rollout.text))} characters)"
         return RewardFailure(TIMEOUT, cause)
     return RewardFailure(ERROR, str(reply.ended))
 

@@ -232,7 +232,7 @@ def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any
     }
     return {
         "prompt": rollout.prompt.text,
-        "response": rollout.text,
+        "response": str(rollout.text),
         "ground_truth": rollout.prompt.ground_truth,
         "data_source": rollout.prompt.data_source,
         "reward": rollout.reward,

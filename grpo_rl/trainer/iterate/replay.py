@@ -46,7 +46,7 @@ class LabelledPair:
         sides = chosen.prompt.token_ids, chosen.response_ids, rejected.response_ids
         prompt_ids, chosen_ids, rejected_ids = (np.array(ids, np.int32) for ids in sides)
         pair = Pair(prompt_ids, chosen_ids, rejected_ids)
-        return cls(pair, iteration, number, (chosen.reward, rejected.reward), (chosen.text, rejected.text))
+        return cls(pair, iteration, number, (chosen.reward, rejected.reward), (str(chosen.text), str(rejected.text)))
 
     def record(self) -> dict[str, Any]:
         """Return the pair as a row of the file."""

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from grpo_rl.checkpoint.files import flush, rename, write_file
+from grpo_rl.columns import values
 from grpo_rl.data.row_set import TrainingRows, TrainingSet
 from grpo_rl.errors import DataError
 from grpo_rl.faults import fault_point
@@ -144,8 +145,8 @@ def _computed(part: str, data: TrainingSet[Any], actor: Actor, batch_size: int, 
 def _digests(batch: Batch) -> list[int]:
     """Return a number for each group's tokens, and for which of them are trained: the rows of a batch are its groups, in order."""
     marks_S = torch.zeros(len(batch.token_ids_S), dtype=torch.int64)
-    marks_S[batch.positions_T] = 1
-    columns_S = torch.stack([batch.token_ids_S.long(), marks_S], dim=1)
+    marks_S[batch.positions()] = 1
+    columns_S = torch.stack([values(batch.token_ids_S).long(), marks_S], dim=1)
     found = []
     per_group: dict[int, Any] = {}
     for group, tokens in zip(batch.group_N.tolist(), columns_S.split(batch.sequence_lengths_N.tolist()), strict=True):

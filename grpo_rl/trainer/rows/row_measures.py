@@ -13,6 +13,7 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
+from grpo_rl.columns import values
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
@@ -71,7 +72,7 @@ def loss_input(batch: Batch, policy_logprobs_T: torch.Tensor) -> LossInput:
         policy_logprobs_T,
         advantages_T,
         Segments(batch.trained_lengths_N),
-        ref_logprobs_T=batch.ref_logprobs_T,
+        ref_logprobs_T=None if batch.ref_logprobs_T is None else values(batch.ref_logprobs_T),
         group_N=batch.group_N,
         chosen_N=batch.chosen_N,
         group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N),

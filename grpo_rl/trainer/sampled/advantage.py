@@ -13,9 +13,9 @@ from grpo_rl.algos.advantages.contract import OutcomeInput, RolloutAdvantages, c
 from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
 from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
 from grpo_rl.algos.segments import Segments
+from grpo_rl.columns import RemoteColumn, values
 from grpo_rl.config.function_options import ESTIMATOR, chosen_options
 from grpo_rl.config.schema.tree import AlgorithmConfig
-from grpo_rl.data.collate import with_rollout_logprobs
 from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.registry import needs_of, options_of
 from grpo_rl.trainer.sampled.reward_failures import BASELINE_FAILED
@@ -87,7 +87,7 @@ class Advantage:
         """Return each token's KL from sampling policy to reference, whose mean per response steers the controller."""
         assert batch.old_logprobs_T is not None and batch.ref_logprobs_T is not None
         options = self.config.kl_penalty_options
-        kl_T = kl_estimate(batch.old_logprobs_T, batch.ref_logprobs_T, self.config.kl_penalty, options=options)
+        kl_T = kl_estimate(values(batch.old_logprobs_T), values(batch.ref_logprobs_T), self.config.kl_penalty, options=options)
         mean = float(Segments(batch.trained_lengths_N).mean(kl_T).mean())
         metrics["actor/reward_kl_penalty"] = mean
         metrics["actor/reward_kl_penalty_coeff"] = self.kl_controller.value
@@ -101,18 +101,18 @@ def check_finite(batch: Batch) -> None:
     An update with them would be left out as not finite at best, and nothing would say that the reference or the engine is
     broken.
     """
-    if batch.held is not None and not batch.held.finite:
-        batch = with_rollout_logprobs(batch)
-    engine_T = batch.rollout_logprobs_T
     columns = {
-        # Those that lie elsewhere, on `meta` here, were looked at where they were made.
-        "the engine's log-probs": engine_T,
+        "the engine's log-probs": batch.rollout_logprobs_T,
         "the reference's log-probs": batch.ref_logprobs_T,
         "the old log-probs": batch.old_logprobs_T,
     }
-    for name, column_T in columns.items():
+    for name, column in columns.items():
+        # A remote column was looked at where it was made.
+        if column is None or (isinstance(column, RemoteColumn) and column.finite):
+            continue
+        column_T = values(column)
         # A sum is finite where all its numbers are, unless they are beyond any log-prob; it needs no memory.
-        if column_T is None or column_T.is_meta or bool(torch.isfinite(column_T.sum())):
+        if bool(torch.isfinite(column_T.sum())):
             continue
         bad_T = ~torch.isfinite(column_T)
         if not bool(bad_T.any()):
@@ -147,7 +147,7 @@ def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: 
         "step_ends_K": _step_ends(batch),
         "step_rewards_K": batch.step_rewards_K,
         "reward_parts_NP": batch.reward_parts_NP,
-        "values_T": batch.values_T,
+        "values_T": None if batch.values_T is None else values(batch.values_T),
     }
     ends_K = columns["step_ends_K"]
     if places_turns and ends_K is not None and batch.step_rewards_K is not None:
@@ -168,9 +168,9 @@ def _advantage_metrics(batch: Batch) -> Metrics:
     else:
         assert batch.advantages_T is not None
         sums_N = Segments(lengths_N).sum(batch.advantages_T.abs())
-    silent_N = sums_N == 0
+    zero_advantage_N = sums_N == 0
     num_groups = batch.group_N.unique().numel()
-    live_groups = batch.group_N[~silent_N].unique().numel()
+    live_groups = batch.group_N[~zero_advantage_N].unique().numel()
     return {
         "advantage/zero_group_fraction": 1.0 - live_groups / max(1, num_groups),
         "advantage/abs_mean": float(sums_N.double().sum()) / max(1, batch.num_trained_tokens),

@@ -27,7 +27,7 @@ def token_values(
     found = {}
     for number in trained.shown_N[trained.shown_N >= 0].tolist():
         tokens = slice(int(ends_N[number] - lengths_N[number]), int(ends_N[number]))
-        if trained.trains_whole_responses:
+        if trained.positions_T is None:
             places = torch.arange(int(lengths_N[number]))
         else:
             places = trained.positions_T[tokens] - response_starts_N[number]

@@ -9,8 +9,8 @@ import torch
 from grpo_rl.algos.correction import RolloutCorrection, correct
 from grpo_rl.algos.segments import Segments
 from grpo_rl.algos.shaping import overlong_penalty
+from grpo_rl.columns import values
 from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig
-from grpo_rl.data.collate import with_rollout_logprobs
 from grpo_rl.types import Batch, Metrics, Rollout
 
 
@@ -60,15 +60,14 @@ class TrainedTokens:
         if masks:
             metrics["rollout/masked_fraction"] = float((~whole_N).double().mean())
         before = batch.num_trained_tokens
-        if batch.old_logprobs_T is not None and self.correction.active:
-            batch = with_rollout_logprobs(batch)
         if masks:
             batch = batch.keep(Segments(batch.trained_lengths_N).broadcast(whole_N))
         if batch.old_logprobs_T is not None and self.correction.active:
             assert batch.rollout_logprobs_T is not None, "these responses were sampled"
             # A response that was masked is in no mean of the correction.
             segments = Segments(batch.trained_lengths_N[whole_N])
-            found = correct(self.correction, batch.old_logprobs_T, batch.rollout_logprobs_T, segments)
+            old_T, engine_T = values(batch.old_logprobs_T), values(batch.rollout_logprobs_T)
+            found = correct(self.correction, old_T, engine_T, segments)
             metrics |= {f"rollout_corr/{name}": value for name, value in found.metrics.items()}
             batch = batch.replace(weights_T=found.weights_T)
             if found.trained_T is not None:

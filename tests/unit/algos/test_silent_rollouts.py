@@ -10,6 +10,7 @@ from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.trial import silent_without_advantage
 from grpo_rl.registry import needs
+from grpo_rl.types import Batch
 
 # sft trains every token alike, dro and kl_cov have terms of the ratio without the advantage, the others compare pairs.
 NEVER_SILENT = {"sft", "dro", "kl_cov", "dpo", "dpo_hinge", "ipo", "simpo"}
@@ -37,7 +38,9 @@ def test_a_loss_with_a_term_far_from_the_old_policy_is_not_silent():
 
 
 def test_only_rollouts_whose_advantages_are_all_0_are_silent():
-    assert Objective().silent_N(ADVANTAGES_T, LENGTHS_N).tolist() == [True, False, True, True]
+    batch = Batch(LENGTHS_N, LENGTHS_N, LENGTHS_N, LENGTHS_N, LENGTHS_N, advantages_T=ADVANTAGES_T)
+    assert batch.zero_advantage().tolist() == [True, False, True, True]
+    assert Objective().skips_zero_advantage
 
 
 @pytest.mark.parametrize(
@@ -52,4 +55,4 @@ def test_only_rollouts_whose_advantages_are_all_0_are_silent():
     ids=["entropy", "adaptive entropy", "kl", "kl_cov", "sft"],
 )
 def test_other_terms_read_every_rollout(objective):
-    assert not objective.silent_N(ADVANTAGES_T, LENGTHS_N).any()
+    assert not objective.skips_zero_advantage

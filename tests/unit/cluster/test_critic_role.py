@@ -44,8 +44,10 @@ class Ranks(WorkerGroup):
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return [getattr(self, method)(*args) for args in arguments]
 
-    def values(self, share: Batch, micro_batches: Sequence[Rows]) -> torch.Tensor:
-        return torch.cat([-share.select(list(rows)).rollout_logprobs_T for rows in micro_batches])
+    call_for_two = call_each
+
+    def values(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, torch.Tensor]]:
+        return True, {"values_T": torch.cat([-shard.select(list(rows)).rollout_logprobs_T for rows in micro_batches])}
 
     def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
         batch = update.complete(share)
@@ -77,7 +79,7 @@ def critic(ranks: Ranks, size: int = 1, epochs: int = 1) -> CriticRole:
 def test_values_of_all_ranks_come_back_in_the_batchs_order():
     batch = make_batch()
     out = critic(Ranks(2)).values(batch)
-    assert torch.equal(out.values_T, -batch.rollout_logprobs_T)
+    assert torch.equal(out.values_T.read(), -batch.rollout_logprobs_T)
 
 
 def test_an_update_makes_mini_batches_of_whole_groups_in_every_pass_with_global_counts():

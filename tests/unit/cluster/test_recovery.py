@@ -39,7 +39,7 @@ def test_every_request_is_answered_once_whatever_comes_late_twice_or_never(data)
     counted: list[str] = []
     newest = 0
     while ledger.open:
-        asked += [(worker, r.request_id) for worker, share in ledger.shares(3).items() for r in share]
+        asked += [(worker, r.request_id) for worker, share in ledger.dispatch(3).items() for r in share]
         event = data.draw(st.sampled_from(["answer", "answer", "lose", "join"])) if newest < 6 else "answer"
         if event == "join" or not ledger.in_flight:
             newest += 1
@@ -62,7 +62,10 @@ def test_what_a_lost_one_was_at_is_asked_first_and_in_its_order():
     ledger: Ledger[str] = Ledger(requests(5))
     ledger.join("a")
     ledger.join("b")
-    assert {w: [r.request_id for r in share] for w, share in ledger.shares(2).items()} == {"a": ["r0", "r2"], "b": ["r1", "r3"]}
+    assert {w: [r.request_id for r in share] for w, share in ledger.dispatch(2).items()} == {
+        "a": ["r0", "r2"],
+        "b": ["r1", "r3"],
+    }
     assert ledger.leave("a") == 2
     assert [r.request_id for r in ledger.waiting] == ["r0", "r2", "r4"]
     assert not ledger.answered("a", "r0"), "a late answer of one that was given up"
@@ -72,12 +75,12 @@ def test_what_a_lost_one_was_at_is_asked_first_and_in_its_order():
 def test_requests_are_added_and_forgotten_while_others_are_under_way():
     ledger: Ledger[str] = Ledger(requests(2))
     ledger.join("a")
-    assert not ledger.begun and [r.request_id for r in ledger.shares(2)["a"]] == ["r0", "r1"]
+    assert not ledger.begun and [r.request_id for r in ledger.dispatch(2)["a"]] == ["r0", "r1"]
     ledger.add([Request(f"late{i}", (1,), Sampling(max_tokens=1)) for i in range(3)])
-    assert ledger.begun and ledger.shares(2) == {}
+    assert ledger.begun and ledger.dispatch(2) == {}
     ledger.forget(["r1", "late0"])
     assert not ledger.answered("a", "r1"), "its answer counts no more"
-    assert [r.request_id for r in ledger.shares(9)["a"]] == ["late1", "late2"]
+    assert [r.request_id for r in ledger.dispatch(9)["a"]] == ["late1", "late2"]
     assert all(ledger.answered("a", name) for name in ("r0", "late1", "late2")) and not ledger.open
 
 
@@ -207,7 +210,7 @@ def test_the_turns_of_a_conversation_go_where_it_was_as_long_as_there_is_room():
     ledger: Ledger[str] = Ledger([turn(0, "a"), turn(0, "b"), turn(0, "c")])
     for worker in ("x", "y"):
         ledger.join(worker)
-    first = {one.conversation: worker for worker, some in ledger.shares(4).items() for one in some}
+    first = {one.conversation: worker for worker, some in ledger.dispatch(4).items() for one in some}
     assert sorted(first.values()) in (["x", "x", "y"], ["x", "y", "y"])
     for conversation, worker in first.items():
         assert ledger.answered(worker, f"{conversation}/0")
@@ -215,10 +218,10 @@ def test_the_turns_of_a_conversation_go_where_it_was_as_long_as_there_is_room():
     home = first["b"]
     other = "y" if home == "x" else "x"
     ledger.add([turn(1, "b"), turn(2, "b"), turn(3, "b")])
-    shares = ledger.shares(2)
+    shares = ledger.dispatch(2)
     assert [one.request_id for one in shares[home]] == ["b/1", "b/2"] and [one.request_id for one in shares[other]] == ["b/3"]
     # Conversations of a replica that is gone go on elsewhere.
     ledger.leave(home)
     ledger.leave(other)
     ledger.join("z")
-    assert {one.request_id for one in ledger.shares(9)["z"]} == {"b/1", "b/2", "b/3"}
+    assert {one.request_id for one in ledger.dispatch(9)["z"]} == {"b/1", "b/2", "b/3"}

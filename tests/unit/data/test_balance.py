@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_rl.data.balance import LINEAR_COST, UNEVEN, Prompts, cut_shares, plan_micro_batches, split_over_ranks
+from grpo_rl.data.balance import LINEAR_COST, UNEVEN, Prompts, cut_shards, plan_micro_batches, split_over_ranks
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 ranks = st.integers(1, 5)
@@ -224,7 +224,7 @@ def test_a_single_group_is_cut_over_the_ranks():
 def test_a_prompt_counts_once_in_a_micro_batch_and_groups_come_together(groups, extra):
     lengths_N, prompts = sequences(groups)
     limit = max(lengths_N) + extra
-    ((*micro_batches,),) = cut_shares([list(range(len(lengths_N)))], lengths_N, max_tokens=limit, prompts=prompts)
+    ((*micro_batches,),) = cut_shards([list(range(len(lengths_N)))], lengths_N, max_tokens=limit, prompts=prompts)
     assert sorted(index for rows in micro_batches for index in rows) == list(range(len(lengths_N)))
     computed = 0
     for rows in micro_batches:
@@ -239,6 +239,6 @@ def test_a_prompt_counts_once_in_a_micro_batch_and_groups_come_together(groups, 
 
 def test_pairs_that_share_a_prompt_fit_into_a_smaller_micro_batch():
     prompts, pairs = Prompts([0, 0, 1, 1], [8, 8, 8, 8]), [0, 0, 1, 1]
-    assert cut_shares([[0, 1, 2, 3]], [10] * 4, max_tokens=12, units=pairs, prompts=prompts) == [[[0, 1], [2, 3]]]
+    assert cut_shards([[0, 1, 2, 3]], [10] * 4, max_tokens=12, units=pairs, prompts=prompts) == [[[0, 1], [2, 3]]]
     with pytest.raises(ValueError, match="20 tokens that stay together"):
-        cut_shares([[0, 1, 2, 3]], [10] * 4, max_tokens=12, units=pairs)
+        cut_shards([[0, 1, 2, 3]], [10] * 4, max_tokens=12, units=pairs)

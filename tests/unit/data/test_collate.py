@@ -69,7 +69,11 @@ def test_what_the_tokens_were_sampled_from_becomes_sizes_and_ids():
 
 @pytest.mark.parametrize(
     ("sets", "message"),
-    [([[5, 9]], "2 tokens and 1 sets"), ([[5], [5]], "not among those it was sampled from"), (None, "some do not")],
+    [
+        ([[5, 9]], "3 tokens were sampled from 2 sets"),
+        ([[5], [5]], "not among those it was sampled from"),
+        (None, "some do not"),
+    ],
 )
 def test_a_support_that_does_not_fit_the_tokens_is_refused(sets, message):
     one, other = rollout("a", [1], [5, 6], 0.0), rollout("a", [1], [7], 0.0)

@@ -125,11 +125,11 @@ def test_a_batch_scores_the_ends_of_the_labelled_steps(tokenizer):
     batch = rated_batch(rows)
     assert batch.trained_lengths_N.tolist() == [2, 1] and batch.labels_T.tolist() == [1.0, 0.0, 1.0]
     length = len(rows[0].token_ids)
-    assert batch.positions_T.tolist() == [*rows[0].positions.tolist(), length + rows[1].positions[0]]
+    assert batch.positions().tolist() == [*rows[0].positions.tolist(), length + rows[1].positions[0]]
     swapped = batch.select([1, 0])
     assert swapped.labels_T.tolist() == [1.0, 1.0, 0.0]
-    ends = swapped.token_ids_S[swapped.positions_T]
-    assert torch.equal(ends, batch.token_ids_S[batch.positions_T][[2, 0, 1]])
+    ends = swapped.token_ids_S[swapped.positions()]
+    assert torch.equal(ends, batch.token_ids_S[batch.positions()][[2, 0, 1]])
 
 
 def test_the_embedded_task_ends_with_its_first_wrong_step():

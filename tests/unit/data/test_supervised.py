@@ -64,12 +64,12 @@ def test_a_batch_trains_the_assistants_tokens_and_reads_the_others() -> None:
     batch = supervised_batch([several, Demonstration(np.array([4, 3], dtype=np.int32), np.array([1]))])
     assert batch.prompt_lengths_N.tolist() == [1, 1] and batch.response_lengths_N.tolist() == [4, 1]
     assert batch.token_ids_S.tolist() == [5, 6, 7, 8, 9, 4, 3]
-    assert batch.positions_T.tolist() == [1, 2, 4, 6] and batch.trained_lengths_N.tolist() == [3, 1]
+    assert batch.positions().tolist() == [1, 2, 4, 6] and batch.trained_lengths_N.tolist() == [3, 1]
     assert batch.group_N.tolist() == [0, 1] and batch.num_trained_tokens == 4
     assert batch.advantages_T is None and batch.rollout_logprobs_T is None and batch.old_logprobs_T is None
     assert batch.counts().num_tokens == 4
     other = batch.select([1, 0])
-    assert other.token_ids_S.tolist() == [4, 3, 5, 6, 7, 8, 9] and other.positions_T.tolist() == [1, 3, 4, 6]
+    assert other.token_ids_S.tolist() == [4, 3, 5, 6, 7, 8, 9] and other.positions().tolist() == [1, 3, 4, 6]
 
 
 def test_a_folder_of_rollouts_is_data(tokenizer: Any, tmp_path: Path) -> None:

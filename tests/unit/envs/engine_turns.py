@@ -67,7 +67,7 @@ class EngineTurns:
                     reported.report.finish_reason,
                     reported.report.versions,
                     support=reported.support,
-                    text_at=reported.text,
+                    text=reported.text,
                 )
             if not self.engine.num_unfinished or (until is not None and time.monotonic() > until):
                 return

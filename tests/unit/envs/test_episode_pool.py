@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +13,8 @@ import pytest
 import torch
 from engine_turns import EngineTurns
 
-from grpo_rl.cluster.roles.shares import Share
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.collate import collate, with_tokens
+from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import ENVIRONMENTS, Named
@@ -150,11 +148,11 @@ def test_only_sampled_tokens_are_trained(make, tokenizer: Any) -> None:
     rollouts = pool.generate(prompts(tokenizer), 4, SAMPLING)
     for rollout in rollouts:
         rollout.reward, rollout.steps = 1.0, tuple((turn.end - 1, turn.reward) for turn in rollout.episode.turns if turn.reward)
-    batch = with_tokens(collate(rollouts))
+    batch = collate(rollouts)
     sampled = np.concatenate([turns.record[f"{r.prompt.uid}/{r.sample_index}#0/turn-{n}/0"][1].response_ids for r in rollouts for n in range(len(r.spans))])  # fmt: skip
     logprobs = np.concatenate([turns.record[f"{r.prompt.uid}/{r.sample_index}#0/turn-{n}/0"][1].logprobs for r in rollouts for n in range(len(r.spans))])  # fmt: skip
     assert batch.num_trained_tokens == len(sampled) < int(batch.response_lengths_N.sum())
-    np.testing.assert_array_equal(batch.token_ids_S[batch.positions_T].numpy(), sampled)
+    np.testing.assert_array_equal(batch.token_ids_S[batch.positions()].numpy(), sampled)
     np.testing.assert_array_equal(batch.rollout_logprobs_T.numpy(), logprobs)
     ends = batch.step_ends_K + (batch.trained_lengths_N.cumsum(0) - batch.trained_lengths_N).repeat_interleave(
         batch.num_steps_N
@@ -169,7 +167,7 @@ def test_the_trainer_finds_the_engines_logprobs_on_whole_contexts(make, tokenize
     rollouts = make("Echo", turns=4)[0].generate(prompts(tokenizer), 4, SAMPLING)
     for rollout in rollouts:
         rollout.reward = 0.0
-    batch = with_tokens(collate(rollouts))
+    batch = collate(rollouts)
     policy = PolicyModel(load_lm(str(folder), load_config(str(folder))), temperature=1.0)
     with torch.no_grad():
         for share_prompts in (False, True):
@@ -178,25 +176,13 @@ def test_the_trainer_finds_the_engines_logprobs_on_whole_contexts(make, tokenize
     assert max(len(rollout.spans) for rollout in rollouts) == 4
     # The context matters: with other tokens between the turns they are other numbers.
     is_trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
-    is_trained_S[batch.positions_T] = True
+    is_trained_S[batch.positions()] = True
     context = (~is_trained_S[batch.response_positions()]).nonzero()[:, 0]
     ids = batch.token_ids_S.clone()
     ids[batch.response_positions()[context]] = 7
     with torch.no_grad():
         other_T = policy(sequences_of(batch.replace(token_ids_S=ids), torch.device("cpu"), share_prompts=False)).logprobs_T
     assert float((other_T - batch.rollout_logprobs_T).abs().max()) > 1e-2
-
-
-def test_what_a_rank_is_sent_is_the_same_batch(make, tokenizer: Any) -> None:
-    rollouts = make("Echo")[0].generate(prompts(tokenizer), 2, SAMPLING)
-    for rollout in rollouts:
-        rollout.reward = 0.0
-    batch = collate(rollouts)
-    share = pickle.loads(pickle.dumps(Share.of(batch.select([3, 0]))))
-    sent, here = share.whole(lambda refs: []), with_tokens(batch.select([3, 0]))
-    assert sent.token_ids_S.tolist() == here.token_ids_S.tolist()
-    assert sent.positions_T.tolist() == here.positions_T.tolist()
-    assert sent.rollout_logprobs_T.tolist() == here.rollout_logprobs_T.tolist()
 
 
 def test_episodes_of_a_killed_process_begin_anew_and_end_as_they_would_have(make, tokenizer: Any, tmp_path: Path) -> None:

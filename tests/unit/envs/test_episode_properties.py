@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scripted import ScriptedEngine, ScriptedEnvironments, answered
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.collate import collate, with_tokens
+from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
@@ -96,12 +96,12 @@ def test_the_trained_tokens_are_the_engines_record(families, family: str, role: 
         )
         assert rollout.episode.ended in ("done", "turns", "tokens")
         assert rollout.episode.counts["calls"] == len(records)
-    batch = with_tokens(collate(rollouts))
-    assert batch.token_ids_S[batch.positions_T].tolist() == sampled
+    batch = collate(rollouts)
+    assert batch.token_ids_S[batch.positions()].tolist() == sampled
     np.testing.assert_array_equal(batch.rollout_logprobs_T.numpy(), np.array(logprobs, np.float32))
     if support:
         assert batch.support_ids_M.tolist() == supports
     # A choice of rollouts keeps them too.
-    chosen = with_tokens(collate(rollouts).select([4, 1]))
+    chosen = collate(rollouts).select([4, 1])
     starts = np.cumsum([0, *(sum(length for _, length in r.spans) for r in rollouts)])
-    assert chosen.token_ids_S[chosen.positions_T].tolist() == sampled[starts[4] : starts[5]] + sampled[starts[1] : starts[2]]
+    assert chosen.token_ids_S[chosen.positions()].tolist() == sampled[starts[4] : starts[5]] + sampled[starts[1] : starts[2]]

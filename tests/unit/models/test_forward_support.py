@@ -34,7 +34,7 @@ def sequences(sets: list[list[int]]) -> Sequences:
     return Sequences.of(
         batch.token_ids_S,
         batch.sequence_lengths_N,
-        batch.positions_T,
+        batch.positions(),
         batch.trained_lengths_N,
         torch.device("cpu"),
         torch.tensor([len(each) for each in sets]),

@@ -148,7 +148,7 @@ def test_replay_takes_the_old_experts_with_the_routers_new_weights(folder: Path)
     assert policy.routing is not None and policy.routing.last is not None
     routed = policy.routing.last
     assert float(routed.changed_L.sum()) > 0 and float((logprobs_T.detach() - free_T).abs().max()) > 1e-3
-    noted_TLK = choices[sharing()[0].positions_T - 1].long()
+    noted_TLK = choices[sharing()[0].positions() - 1].long()
     for layer in range(2):
         counts_E = torch.bincount(noted_TLK[:, layer].flatten(), minlength=6)
         assert routed.counts_LE[layer].tolist() == counts_E.tolist()

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from grpo_rl.columns import Block, View
 from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.errors import DataError
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, first_and_last, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.tokens import Stretch, TokenBlock
 from grpo_rl.types import Prompt, Rollout
 
 
@@ -80,15 +80,14 @@ class SlowBlock:
     def __init__(self) -> None:
         self.may_come = threading.Event()
 
-    def read(self) -> TokenBlock:
+    def read(self) -> Block:
         assert self.may_come.wait(30.0)
-        nothing = np.empty(0, dtype=np.int32)
-        return TokenBlock(np.array([4, 5], np.int32), np.array([-0.5, -1.5], np.float32), nothing, nothing)
+        return {"logprobs": np.array([-0.5, -1.5], np.float32)}
 
 
 def slow_rollout(block: SlowBlock) -> Rollout:
     rollout = make_rollout()
-    rollout.rollout_logprobs = Stretch(block, "logprobs", 0, 2)
+    rollout.rollout_logprobs = View(block, "logprobs", 0, 2)
     return rollout
 
 

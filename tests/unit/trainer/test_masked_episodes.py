@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_rl.config.schema.tree import AlgorithmConfig
-from grpo_rl.data.collate import collate, with_tokens
+from grpo_rl.data.collate import collate
 from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.telemetry.rollouts.rollout_log import token_record
 from grpo_rl.trainer.sampled.advantage import Advantage
@@ -37,7 +37,7 @@ def episode(sample: int, reward: float, *, masked: bool = False) -> Rollout:
 
 
 def test_a_masked_episode_counts_in_its_group_and_none_of_its_tokens_is_trained() -> None:
-    batch = with_tokens(collate([episode(0, 1.0), episode(1, 0.0, masked=True), episode(2, 0.0)]))
+    batch = collate([episode(0, 1.0), episode(1, 0.0, masked=True), episode(2, 0.0)])
     batch, _ = Advantage(AlgorithmConfig(norm_adv_by_std_in_grpo=False))(batch)
     assert batch.token_advantages().tolist() == pytest.approx([*[2 / 3] * 4, *[-1 / 3] * 8])
     trained, metrics = TrainedTokens(AlgorithmConfig())(batch)
@@ -49,7 +49,7 @@ def test_a_masked_episode_counts_in_its_group_and_none_of_its_tokens_is_trained(
 
 def test_values_of_tokens_lie_at_the_places_of_the_turns_that_are_trained() -> None:
     rollouts = [episode(0, 1.0), episode(1, 0.0, masked=True), episode(2, 0.0)]
-    batch, _ = Advantage(AlgorithmConfig(norm_adv_by_std_in_grpo=False))(with_tokens(collate(rollouts)))
+    batch, _ = Advantage(AlgorithmConfig(norm_adv_by_std_in_grpo=False))(collate(rollouts))
     trained, _ = TrainedTokens(AlgorithmConfig())(batch)
     advantages_T = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5, 0.5])
     trained = trained.replace(shown_N=torch.tensor([0, 1, 2]), advantages_T=advantages_T, advantages_N=None)
@@ -62,7 +62,7 @@ def test_values_of_tokens_lie_at_the_places_of_the_turns_that_are_trained() -> N
 
 
 def test_without_masks_nothing_is_left_out() -> None:
-    batch = with_tokens(collate([episode(0, 1.0), episode(1, 0.0)]))
+    batch = collate([episode(0, 1.0), episode(1, 0.0)])
     assert batch.masked_N is None
     batch, _ = Advantage(AlgorithmConfig())(batch)
     trained, metrics = TrainedTokens(AlgorithmConfig())(batch)

@@ -37,7 +37,7 @@ class Policy:
 
     def logprobs(self, batch: Batch) -> Tensor:
         self.asked += batch.num_rollouts
-        return -batch.token_ids_S[batch.positions_T].float() - len(self.weights) / 100
+        return -batch.token_ids_S[batch.positions()].float() - len(self.weights) / 100
 
 
 def pairs(folder: Path, rows: list[dict[str, Any]], **options: Any) -> PairSet:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_rl.columns import Block, RemoteColumn, values
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, TrainerConfig
-from grpo_rl.data.collate import with_rollout_logprobs
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.models.builtin import build_tokenizer
@@ -25,7 +25,6 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.tokens import TokenBlock
 from grpo_rl.trainer.run import Run
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
@@ -87,7 +86,7 @@ class Policy:
         self.trained.append(batch)
         self.seen: dict[int, torch.Tensor] = {}
         if batch.shown_N is not None:
-            logprobs = with_rollout_logprobs(batch).rollout_logprobs_T
+            logprobs = values(batch.rollout_logprobs_T)
             parts = (logprobs + math.log(1.5)).split(batch.trained_lengths_N.tolist())
             self.seen = {number: part for number, part in enumerate(parts) if batch.shown_N[number] >= 0}
         self.version += 1
@@ -222,9 +221,9 @@ class FarPolicy(Policy):
     def __init__(self) -> None:
         super().__init__()
         self.reads = 0
-        self.blocks: list[TokenBlock] = []
+        self.blocks: list[Block] = []
 
-    def read(self) -> TokenBlock:
+    def read(self) -> Block:
         self.reads += 1
         return self.blocks[-1]
 
@@ -239,7 +238,7 @@ class FarPolicy(Policy):
         return made
 
     def old_logprobs(self, batch: Batch) -> Batch:
-        assert batch.held is not None and batch.token_ids_S.is_meta
+        assert isinstance(batch.token_ids_S, RemoteColumn)
         self.calls.append("old")
         return batch
 

@@ -1,4 +1,4 @@
-"""Dealing a batch to ranks and putting their answers together again, over a worker group that runs in this process."""
+"""Dispatching a batch to ranks and putting their answers together again, over a worker group that runs in this process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.actor_role import ActorRole
-from grpo_rl.cluster.roles.dealing import combine_stats, deal, forward, gather, per_token
+from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch
 from grpo_rl.cluster.roles.reference_role import ReferenceRole
+from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.plan.decisions import OldLogprobs
@@ -59,10 +60,16 @@ class Ranks(WorkerGroup):
         self.asked.append((method, arguments))
         return [self.answer(*args) for args in arguments]
 
+    call_for_two = call_each
 
-def echo(share: Batch, micro_batches: Sequence[Rows], *_: Any) -> torch.Tensor:
+
+def echo(shard: Batch, micro_batches: Sequence[Rows], *_: Any) -> tuple[bool, dict[str, torch.Tensor]]:
     """A rank whose log-probs are the rollout's own, negated."""
-    return torch.cat([-share.select(list(rows)).rollout_logprobs_T for rows in micro_batches])
+    return True, {"logprobs_T": torch.cat([-shard.select(list(rows)).rollout_logprobs_T for rows in micro_batches])}
+
+
+def logprobs(ranks: Ranks, rule: MicroBatchRule, dispatched: Dispatched) -> torch.Tensor:
+    return computed(ranks, rule, "logprobs", dispatched, {"": "logprobs_T"})[""].read()
 
 
 def actor(ranks: Ranks, old_logprobs: OldLogprobs = "none", **config: Any) -> ActorRole:
@@ -72,7 +79,7 @@ def actor(ranks: Ranks, old_logprobs: OldLogprobs = "none", **config: Any) -> Ac
     return ActorRole(ranks, settings, train_rule=rule, forward_rule=rule, old_logprobs=old_logprobs, objective=objective)
 
 
-def empty_stats(share: Batch, update: Update) -> list[dict[str, float]]:
+def empty_stats(shard: Batch, update: Update) -> list[dict[str, float]]:
     return [{} for _ in update.steps]
 
 
@@ -101,48 +108,41 @@ def test_answers_of_all_ranks_come_back_in_the_batchs_order(lengths, num_ranks, 
     batch = make_batch(lengths)
     rule = MicroBatchRule(12, None) if by_tokens else MicroBatchRule(None, 3)
     ranks = Ranks(num_ranks, echo)
-    assert torch.equal(per_token(ranks, rule, "logprobs", deal(ranks, batch)), -batch.rollout_logprobs_T)
+    assert torch.equal(logprobs(ranks, rule, dispatch(ranks, batch)), -batch.rollout_logprobs_T)
     assert len(ranks.sent) == 1
 
 
 @given(rollouts, st.integers(1, 3), st.integers(2, 3))
-def test_ranks_that_compute_a_pass_together_get_one_share_and_answer_once(lengths, num_groups, together):
+def test_ranks_that_compute_a_pass_together_get_one_shard_and_answer_once(lengths, num_groups, together):
     batch = make_batch(lengths)
     rule = MicroBatchRule(None, 3, sequence_ranks=together)
     ranks = Ranks(num_groups * together, echo)
-    dealt = deal(ranks, batch, rule=rule)
-    assert len(dealt.shares) == num_groups
-    assert torch.equal(per_token(ranks, rule, "logprobs", dealt), -batch.rollout_logprobs_T)
+    dispatched = dispatch(ranks, batch, rule=rule)
+    assert len(dispatched.shards) == num_groups
+    assert torch.equal(logprobs(ranks, rule, dispatched), -batch.rollout_logprobs_T)
     ((_, asked),) = ranks.asked
     for first in range(0, len(ranks), together):
         assert all(arguments == asked[first] for arguments in asked[first : first + together])
 
 
-def test_rows_of_a_matrix_are_gathered_alike():
-    batch = make_batch([(1, 2), (1, 1), (2, 0), (1, 3)])
-    hidden = torch.stack([batch.rollout_logprobs_T, 10 * batch.rollout_logprobs_T], 1)
-    parts = [hidden[3:6], hidden[[2, 0, 1]]]
-    assert torch.equal(gather(batch, torch.tensor([3, 1, 0, 2]), parts), hidden)
-
-
 def test_a_rank_without_rollouts_is_asked_for_an_empty_pass():
     batch = make_batch([(2, 3)])
     ranks = Ranks(3, echo)
-    forward(ranks, MicroBatchRule(None, 4), "logprobs", deal(ranks, batch))
+    logprobs(ranks, MicroBatchRule(None, 4), dispatch(ranks, batch))
     assert [rows for _, rows in ranks.asked[0][1]] == [[(0,)], [()], [()]]
 
 
 def test_the_reference_fills_both_columns_for_the_full_kl():
     batch = make_batch([(1, 2), (3, 1), (1, 4)])
 
-    def answer(share: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> dict[str, torch.Tensor]:
+    def answer(shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, torch.Tensor]]:
         assert want_hidden
-        logprobs_T = echo(share, micro_batches)
-        return {"logprobs_T": logprobs_T, "hidden_TD": logprobs_T[:, None].expand(-1, 5)}
+        _, block = echo(shard, micro_batches)
+        return True, block | {"hidden_TD": block["logprobs_T"][:, None].expand(-1, 5)}
 
     out = ReferenceRole(Ranks(2, answer), rule=MicroBatchRule(None, 1), want_hidden=True).logprobs(batch)
-    assert torch.equal(out.ref_logprobs_T, -batch.rollout_logprobs_T)
-    assert torch.equal(out.ref_hidden_TD, -batch.rollout_logprobs_T[:, None].expand(-1, 5))
+    assert torch.equal(values(out.ref_logprobs_T), -batch.rollout_logprobs_T)
+    assert torch.equal(values(out.ref_hidden_TD), -batch.rollout_logprobs_T[:, None].expand(-1, 5))
 
 
 # ---- old log-probs ----------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_old_logprobs_are_left_out_where_the_plan_has_none():
 def test_old_logprobs_are_computed_where_the_plan_says_so():
     batch = make_batch([(1, 2), (2, 1)], groups=[0, 1])
     out = actor(Ranks(2, echo), "actor", ppo_mini_batch_size=2).old_logprobs(batch)
-    assert torch.equal(out.old_logprobs_T, -batch.rollout_logprobs_T)
+    assert torch.equal(values(out.old_logprobs_T), -batch.rollout_logprobs_T)
 
 
 # ---- mini-batches -----------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def run_update(batch: Batch, num_ranks: int = 2, times: int = 1, **config: Any) 
     for _ in range(times):
         group.update(batch)
     return [
-        [[Step.of(step, update.complete(share)) for step in update.steps] for share, update in arguments]
+        [[Step.of(step, update.complete(shard)) for step in update.steps] for shard, update in arguments]
         for _, arguments in ranks.asked
     ]
 
@@ -208,7 +208,7 @@ def test_without_shuffling_every_epoch_is_the_same():
     assert groups_of(steps, INTERLEAVED) == [[0, 1, 2], [3, 4]] * 2
 
 
-def test_shuffling_deals_groups_anew_in_every_epoch_and_by_the_seed_alone():
+def test_shuffling_orders_groups_anew_in_every_epoch_and_by_the_seed_alone():
     settings = {"ppo_mini_batch_size": 1, "ppo_epochs": 3, "shuffle": True}
     first, again = (run_update(INTERLEAVED, times=2, **settings) for _ in range(2))
     orders = [groups_of(steps, INTERLEAVED) for steps in first]
@@ -294,12 +294,12 @@ def test_with_bypass_the_engines_logprobs_are_the_old_ones():
 
 def test_statistics_of_ranks_and_steps_are_combined_by_their_prefixes():
     rank0 = [
-        {"sum/clipped": 3.0, "share/loss": 0.25, "max/ratio": 1.5, "same/lr": 0.1},
-        {"sum/clipped": 0.0, "share/loss": 1.0},
+        {"sum/clipped": 3.0, "shard/loss": 0.25, "max/ratio": 1.5, "same/lr": 0.1},
+        {"sum/clipped": 0.0, "shard/loss": 1.0},
     ]
     rank1 = [
-        {"sum/clipped": 1.0, "share/loss": 0.5, "max/ratio": 1.25, "same/lr": 0.1},
-        {"sum/clipped": 5.0, "share/loss": -2.0},
+        {"sum/clipped": 1.0, "shard/loss": 0.5, "max/ratio": 1.25, "same/lr": 0.1},
+        {"sum/clipped": 5.0, "shard/loss": -2.0},
     ]
     rank1[1] |= {"max/ratio": 3.0, "same/lr": 0.3}
     metrics = combine_stats([rank0, rank1], [Counts(8, 2, 1), Counts(10, 2, 1)])
@@ -356,7 +356,7 @@ def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_pa
             """Saving and loading is the ranks' own affair; this one says that it wrote something."""
             return [{"weights": (1, "digest")}]
 
-    def answer(share: Batch, update: Update) -> list[dict[str, float]]:
+    def answer(shard: Batch, update: Update) -> list[dict[str, float]]:
         sent.extend(step.entropy_coeff for step in update.steps)
         return [{"sum/entropy": next(entropies) * 4}]
 
@@ -385,44 +385,44 @@ def test_a_fixed_weight_of_the_entropy_bonus_does_not_travel():
 
 
 def test_token_ids_go_to_a_rank_once_per_step_and_later_calls_carry_new_columns_only():
-    def answer(share: Batch, *rest: Any) -> Any:
-        return empty_stats(share, *rest) if isinstance(rest[0], Update) else echo(share, *rest)
+    def answer(shard: Batch, *rest: Any) -> Any:
+        return empty_stats(shard, *rest) if isinstance(rest[0], Update) else echo(shard, *rest)
 
     ranks = Ranks(2, answer)
     group = actor(ranks, old_logprobs="actor", ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
     batch = group.old_logprobs(INTERLEAVED)
     batch = with_advantages(batch).keep(batch.rollout_logprobs_T % 3 != 0)
     group.update(batch)
-    [shares] = ranks.sent
-    assert sorted(torch.cat([share.token_ids_S for share in shares]).tolist()) == INTERLEAVED.token_ids_S.tolist()
+    [shards] = ranks.sent
+    assert sorted(torch.cat([shard.token_ids_S for shard in shards]).tolist()) == INTERLEAVED.token_ids_S.tolist()
     assert [method for method, _ in ranks.asked] == ["logprobs", "update"]
     for _, arguments in ranks.asked:
-        assert all(args[0] is share for args, share in zip(arguments, shares, strict=True))
-    for share, update in ranks.asked[1][1]:
+        assert all(args[0] is shard for args, shard in zip(arguments, shards, strict=True))
+    for shard, update in ranks.asked[1][1]:
         assert set(update.columns) == {"advantages_T", "old_logprobs_T"}
-        assert len(update.columns["advantages_T"]) == int(update.trained_T.sum()) < share.num_trained_tokens
-        complete = update.complete(share)
+        assert len(update.columns["advantages_T"]) == int(update.trained_T.sum()) < shard.num_trained_tokens
+        complete = update.complete(shard)
         assert torch.equal(complete.rollout_logprobs_T % 3 != 0, torch.ones(complete.num_trained_tokens, dtype=torch.bool))
     group.update(with_advantages(INTERLEAVED))
     assert len(ranks.sent) == 2, "another step is another batch"
 
 
 def test_rollouts_without_a_trained_token_are_not_passed_through_the_model():
-    batch = INTERLEAVED.keep(INTERLEAVED.token_ids_S[INTERLEAVED.positions_T] > 20)
+    batch = INTERLEAVED.keep(INTERLEAVED.token_ids_S[INTERLEAVED.positions()] > 20)
     [steps] = run_update(batch, ppo_mini_batch_size=5)
     trained = torch.cat([part.trained_lengths_N for part in gathered(steps, 0)])
     assert int(trained.min()) > 0 and len(trained) == int((batch.trained_lengths_N > 0).sum()) < 15
 
 
 @pytest.mark.parametrize("rule", [MicroBatchRule(None, 1), MicroBatchRule(None, 4), MicroBatchRule(30, None)])
-def test_rollouts_that_stay_together_share_a_micro_batch_whatever_the_rule(rule):
+def test_rollouts_that_stay_together_shard_a_micro_batch_whatever_the_rule(rule):
     units = [n // 3 for n in range(15)]
     ranks = Ranks(2, empty_stats)
-    dealt = deal(ranks, INTERLEAVED, units=units)
-    assert sorted(dealt.lengths(range(15))) == sorted(
+    dispatched = dispatch(ranks, INTERLEAVED, units=units)
+    assert sorted(dispatched.lengths(range(15))) == sorted(
         int(INTERLEAVED.sequence_lengths_N[3 * unit : 3 * unit + 3].sum()) for unit in range(5)
     )
-    planned = dealt.micro_batches(range(15), rule)
-    together = [{share[row] for row in rows} for share, rank in zip(dealt.shares, planned, strict=True) for rows in rank]
+    planned = dispatched.micro_batches(range(15), rule)
+    together = [{shard[row] for row in rows} for shard, rank in zip(dispatched.shards, planned, strict=True) for rows in rank]
     for unit in range(5):
         assert sum({3 * unit, 3 * unit + 1, 3 * unit + 2} <= rows for rows in together) == 1
