@@ -50,7 +50,7 @@ class Episode:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Start and length, in the response, of each stretch of sampled tokens, ascending."""
+        """Start and length, in the response, of each run of sampled tokens, ascending."""
         return tuple((turn.start, turn.length) for turn in self.turns if turn.length)
 
     @property

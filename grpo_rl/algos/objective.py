@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,9 @@ from torch import Tensor
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import RolloutCorrection, correct
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
+from grpo_rl.algos.losses.contract import scales_with_advantage
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
-from grpo_rl.algos.trial import has_ratio, silent_without_advantage
+from grpo_rl.algos.trial import has_ratio
 from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.errors import ConfigError
@@ -131,7 +131,7 @@ class Objective:
         """Return whether a rollout whose advantages are all 0 adds nothing to the gradient: no other term reads it."""
         if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef:
             return False
-        return _needs_advantage(self.loss_mode, self.loss_options)
+        return scales_with_advantage(POLICY_LOSSES.get(self.loss_mode))
 
     @property
     def _has_entropy(self) -> bool:
@@ -230,11 +230,6 @@ class Objective:
         average = shown(AGGREGATIONS.get(self.loss_agg_mode), self.agg_options)
         lines.append(f"avg  = {average}, counted over the whole mini-batch  [{self.loss_agg_mode}]")
         return "\n".join([total, *lines])
-
-
-@functools.cache
-def _needs_advantage(loss_mode: str, options: Options) -> bool:
-    return silent_without_advantage(POLICY_LOSSES.get(loss_mode), dict(options))
 
 
 def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:

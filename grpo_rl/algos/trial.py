@@ -8,12 +8,10 @@ are there in the small batch; recorders note which of them a function reads, and
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import os
 import sys
-import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -225,35 +223,6 @@ def has_ratio(function: Callable[..., Any], options: Options) -> bool:
     return not outcomes[0].same(outcomes[1], last=1)
 
 
-def silent_without_advantage(function: Callable[..., Any], options: Options) -> bool:
-    """Return whether responses of advantage 0 get no gradient from this loss, whatever their ratios.
-
-    Found out on the small batch, in which two of seven responses have advantage 0: with ratios of 1, as they are there,
-    and far beyond every clip range, and with all tokens chosen or none. A loss that reads the policy's entropy, or pairs,
-    is taken to be none of these.
-    """
-    if needs_of(function) & {"entropy", "pairs"}:
-        return False
-    plain = loss_input()
-    silent_T = torch.isin(torch.arange(len(LENGTHS_N)), torch.tensor([1, 4])).repeat_interleave(LENGTHS_N)
-    for factor in (0.0, 1.0, 12.0):
-        for chosen in (False, True):
-            policy_T = plain.policy_logprobs_T.detach().clone().requires_grad_()
-            inputs = replace(
-                plain,
-                policy_logprobs_T=policy_T,
-                advantages_T=plain.advantages_T.masked_fill(silent_T, 0.0),
-                old_logprobs_T=policy_T.detach() + factor * (plain.old_T() - plain.policy_logprobs_T).detach(),
-                selected_T=torch.full_like(silent_T, chosen),
-            )
-            loss_T = function(inputs, **own_options(function, options))[0]
-            weighted = (loss_T * torch.linspace(0.5, 2.0, len(loss_T), dtype=torch.float64)).sum()
-            (gradient_T,) = torch.autograd.grad(weighted, policy_T, allow_unused=True)
-            if gradient_T is not None and bool((gradient_T[silent_T] != 0).any()):
-                return False
-    return True
-
-
 @unheard()
 def run_average(function: Callable[..., Any], options: Options) -> Outcome:
     """Return the average of the small batch's log-probs."""
@@ -300,7 +269,7 @@ KINDS: dict[str, Kind] = {
 def check(kind: Kind, name: str, options: Options, run: Callable[[Any, Options], Outcome]) -> None:
     """Raise ConfigError, with all problems, when a function does not keep to its interface with these options.
 
-    That is: it cannot be called as it will be, needs what nothing supplies, has an option that it never reads, fails,
+    That is: it cannot be called as it will be, needs what nothing supplies, fails,
     returns something else, or reads a column that it does not declare.
     """
     function = kind.registry.get(name)
@@ -312,7 +281,6 @@ def check(kind: Kind, name: str, options: Options, run: Callable[[Any, Options],
         f"{what} needs {need!r}, which nothing supplies; it can need {', '.join(kind.needs)}"
         for need in wanted - set(kind.needs)
     ]
-    problems += [f"{what} has an option {option}, and never reads it" for option in _never_read(function)]
     if problems:
         raise ConfigError(problems)
     try:
@@ -390,22 +358,6 @@ def _words(function: Callable[..., Any], name: str) -> tuple[Any, ...]:
         if owner is not None and name in (hints := typing.get_type_hints(inspect.unwrap(owner))):
             return typing.get_args(hints[name])
     return ()
-
-
-def _never_read(function: Callable[..., Any]) -> list[str]:
-    """Return the options that the text of a function does not mention; none where its text is not to be had."""
-    plain = inspect.unwrap(function)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(plain)))
-    except (OSError, TypeError, SyntaxError):
-        return []
-    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-    # A function that passes all of its local names on, by locals() or eval, shows nothing about single ones.
-    return (
-        []
-        if read & {"locals", "vars", "eval", "exec"}
-        else [name for name in own_options(plain, options_of(plain)) if name not in read]
-    )
 
 
 def _gradient(x_T: Tensor, inputs: LossInput) -> Tensor:

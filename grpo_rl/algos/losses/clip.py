@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from grpo_rl.algos.losses.contract import MAX_SEQUENCE_LOG_RATIO, POLICY_LOSSES, LossInput, TokenLoss, clipped
+from grpo_rl.algos.losses.contract import MAX_SEQUENCE_LOG_RATIO, POLICY_LOSSES, LossInput, TokenLoss, by_advantage, clipped
 from grpo_rl.config.schema.kinds import Ratio, RatioAboveOne
 
 
 @POLICY_LOSSES.register("vanilla")
+@by_advantage
 def vanilla(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, clip_c: RatioAboveOne = 3.0) -> TokenLoss:
     """PPO's clipped loss per token, with separate bounds and dual clip.
 
@@ -28,6 +29,7 @@ def vanilla(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2,
 
 
 @POLICY_LOSSES.register("gspo")
+@by_advantage
 def gspo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """GSPO's clipped loss: the sequence's ratio, clipped as a whole, on each of its tokens.
 
@@ -44,6 +46,7 @@ def gspo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) ->
 
 
 @POLICY_LOSSES.register("gspo_token")
+@by_advantage
 def gspo_token(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """GSPO's loss with a gradient through each token alone, for advantages that differ within a response.
 
@@ -63,6 +66,7 @@ def gspo_token(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0
 
 
 @POLICY_LOSSES.register("geo_mean")
+@by_advantage
 def geo_mean(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """GMPO's loss: the geometric mean of the clipped ratios of a response, on each of its tokens.
 

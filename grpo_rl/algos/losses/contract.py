@@ -46,7 +46,7 @@ class LossInput:
     weights_T: Tensor | None = None
     """Constant factors of the policy loss, which the objective applies after the loss."""
     selected_T: Tensor | None = None
-    """The tokens that the loss treats otherwise, chosen once for a whole mini-batch: see `selected_by`."""
+    """The tokens that the loss clips or penalises, chosen once for a whole mini-batch: see `selected_by`."""
     group_N: Tensor | None = None
     """The group of each response: equal numbers belong to one prompt."""
     chosen_N: Tensor | None = None
@@ -116,8 +116,19 @@ def selected_by(selection: Selection) -> Callable[[F], F]:
 
 
 def selection_of(loss: Callable[..., Any]) -> Selection | None:
-    """Return the function that chooses the tokens which the loss treats otherwise; None where it treats all alike."""
+    """Return the function that chooses the loss's clipped tokens; None for a loss that chooses none."""
     return getattr(loss, "selection", None)
+
+
+def by_advantage(loss: F) -> F:
+    """Declare that a loss gives no gradient to a response whose advantages are all 0, which then needs no backward pass."""
+    loss.by_advantage = True  # type: ignore[attr-defined]
+    return loss
+
+
+def scales_with_advantage(loss: Callable[..., Any]) -> bool:
+    """Return whether the loss declares `by_advantage`."""
+    return getattr(loss, "by_advantage", False)
 
 
 def clipped(log_ratio_T: Tensor, advantages_T: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, clipped, selected_by
+from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, by_advantage, clipped, selected_by
 from grpo_rl.config.schema.kinds import Coefficient, Factor, Fraction, Ratio
 
 
@@ -63,6 +63,7 @@ def largest(
 
 @POLICY_LOSSES.register("clip_cov")
 @selected_by(between_bounds)
+@by_advantage
 def clip_cov(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """PPO's clipped loss, without the chosen tokens.
 

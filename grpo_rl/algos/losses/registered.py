@@ -2,7 +2,7 @@
 
 A loss takes a `LossInput` and its own options as keywords with defaults, computes in float64, because log-probs of -30
 and more leave a float32 ratio few digits, and returns a `TokenLoss`. Register one with `@POLICY_LOSSES.register("name")`,
-and say with `@needs(...)` what it asks of the run. Importing this module makes all of them known.
+and say with `@needs(...)` what it asks of the run, with `@by_advantage` that advantage 0 means no gradient. Importing this module makes all of them known.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from grpo_rl.algos.losses.contract import (
     PolicyLoss,
     Selection,
     TokenLoss,
+    by_advantage,
     selected_by,
     selection_of,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "PolicyLoss",
     "Selection",
     "TokenLoss",
+    "by_advantage",
     "clip",
     "covariance",
     "needs",

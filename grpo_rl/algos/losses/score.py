@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss
+from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, by_advantage
 from grpo_rl.config.schema.kinds import Coefficient, Positive, Ratio
 
 
 @POLICY_LOSSES.register("reinforce", "gpg")
+@by_advantage
 def reinforce(inputs: LossInput) -> TokenLoss:
     """The score-function loss per token. With A = 1 it is supervised cross-entropy.
 
@@ -39,6 +40,7 @@ def sft(inputs: LossInput) -> TokenLoss:
 
 
 @POLICY_LOSSES.register("cispo")
+@by_advantage
 def cispo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
     """REINFORCE weighted by the clipped ratio as a constant: no token loses its gradient.
 
@@ -58,6 +60,7 @@ def cispo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -
 
 
 @POLICY_LOSSES.register("sapo")
+@by_advantage
 def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05) -> TokenLoss:
     """A soft gate in place of the clip: the gradient fades as the ratio leaves 1.
 
@@ -77,6 +80,7 @@ def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
 
 
 @POLICY_LOSSES.register("dppo_tv")
+@by_advantage
 def dppo_tv(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
     """REINFORCE weighted by the ratio, without the tokens whose probability has moved far in the paying direction.
 
@@ -93,6 +97,7 @@ def dppo_tv(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2,
 
 
 @POLICY_LOSSES.register("dppo_kl")
+@by_advantage
 def dppo_kl(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
     """The loss of `dppo_tv` with a bound on the divergence between "this token" and "another one".
 

@@ -117,10 +117,6 @@ def test_the_plan_says_what_an_own_function_needs_and_does_not_read(tmp_path: Pa
         ("def mine(inputs): return inputs.policy_logprobs_T", r"returns a tensor of shape \(192,\), not TokenLoss"),
         ("def mine(inputs): return TokenLoss(inputs.policy_logprobs_T.sum())", "as loss_T of 192 trained tokens"),
         (
-            "def mine(inputs, *, size: float = 1.0): return TokenLoss(inputs.policy_logprobs_T)",
-            "has an option size, and never reads it",
-        ),
-        (
             "@needs('refs')\ndef mine(inputs): return TokenLoss(inputs.policy_logprobs_T)",
             "needs 'refs', which nothing supplies",
         ),
