@@ -475,8 +475,8 @@ FAULTS: list[Fault] = [
     _F(
         "lost version",
         "cluster/roles/actor_role.py",
-        "        self._dealt = None\n        self.version += 1\n",
-        "        self._dealt = None\n",
+        "        self._dispatched = None\n        self.version += 1\n",
+        "        self._dispatched = None\n",
         "unit/cluster unit/trainer",
     ),
     _F(
