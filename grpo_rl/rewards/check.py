@@ -30,8 +30,8 @@ from grpo_rl.data.sources.locate import open_source
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
 from grpo_rl.processes.child import OutputLog, encode
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract import ERROR, TIMEOUT, Result, RewardFailure
-from grpo_rl.rewards.runtime.worker import UNSENDABLE, Reply, Worker, read_answer, spared
+from grpo_rl.rewards.contract import ERROR, TIMEOUT, RewardFailure, RewardResult
+from grpo_rl.rewards.runtime.worker import UNSENDABLE, Reply, RewardProcess, read_answer, spared
 
 SHOWN_ROWS = 20
 SHOWN_CHARACTERS = 40
@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Outcome:
+class TriedRow:
     """The result of one call."""
 
     row: Row
@@ -91,11 +91,11 @@ class Trial:
         self._config = config
         self._data_sources = data_sources
         self._name = RewardFunction.from_config(config).components[0].name
-        self._worker: Worker | None = None
+        self._worker: RewardProcess | None = None
         self._seconds: dict[int, float] = {}
         self.log = OutputLog()
 
-    def outcomes(self, rows: Sequence[Row]) -> list[Outcome]:
+    def outcomes(self, rows: Sequence[Row]) -> list[TriedRow]:
         """Return what the function gives for these rows: one, or all of those that a function of lists is called with.
 
         Raises RewardError where no process starts.
@@ -110,7 +110,7 @@ class Trial:
         if self._worker is not None:
             self._worker.child.kill()
 
-    def _call(self, rows: Sequence[Row]) -> list[Result | RewardFailure]:
+    def _call(self, rows: Sequence[Row]) -> list[RewardResult | RewardFailure]:
         samples = [(row.data_source, row.response, row.ground_truth, row.extra_info) for row in rows]
         try:
             body = encode({"functions": [self._name], "calls": [samples], "timed": True})
@@ -130,18 +130,18 @@ class Trial:
         given = answer.get("answers") if isinstance(answer, dict) else None
         return [read_answer(one) for one in (given if isinstance(given, list) else [answer] * len(rows))]
 
-    def _ready(self) -> Worker:
+    def _ready(self) -> RewardProcess:
         if self._worker is None or not self._worker.child.alive:
-            self._worker = Worker(self._config, self._data_sources, self.log)
+            self._worker = RewardProcess(self._config, self._data_sources, self.log)
             if trouble := self._worker.child.wait_until_ready():
                 raise RewardError(f"the process of the reward function cannot start: {trouble}")
         return self._worker
 
-    def _outcome(self, row: Row, found: Result | RewardFailure) -> Outcome:
+    def _outcome(self, row: Row, found: RewardResult | RewardFailure) -> TriedRow:
         seconds = self._seconds.get(row.place, 0.0)
         if isinstance(found, RewardFailure):
-            return Outcome(row, seconds, failure=f"{found.kind}: {found.cause}")
-        return Outcome(row, seconds, found.score, found.values)
+            return TriedRow(row, seconds, failure=f"{found.kind}: {found.cause}")
+        return TriedRow(row, seconds, found.score, found.values)
 
 
 # ---- rows and their right responses --------------------------------------------------------------------
@@ -217,7 +217,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def show(outcomes: Sequence[Outcome], unmade: int, console: Console) -> None:
+def show(outcomes: Sequence[TriedRow], unmade: int, console: Console) -> None:
     """The table of rows, the timings and the failures. Model text is shown without its control characters."""
     table = Table("row", "response", "score", "parts")
     for outcome in outcomes[:SHOWN_ROWS]:
@@ -250,7 +250,7 @@ def show(outcomes: Sequence[Outcome], unmade: int, console: Console) -> None:
         console.print(f"  and {len(failed) - SHOWN_FAILURES} more")
 
 
-def show_strange(outcomes: Sequence[Outcome], console: Console) -> None:
+def show_strange(outcomes: Sequence[TriedRow], console: Console) -> None:
     """Say what the strange responses to the first row are worth, and which of them failed."""
     for name, outcome in zip(STRANGE, outcomes, strict=False):
         if outcome.failure is not None:
@@ -304,8 +304,8 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         console.print(Text(str(error), style="red"))
         return FAILED
     usable = [row for row in rows if row.response is not None]
-    outcomes: list[Outcome] = []
-    strange: list[Outcome] = []
+    outcomes: list[TriedRow] = []
+    strange: list[TriedRow] = []
     printed = ""
     trial = Trial(config, [row.data_source for row in usable])
     interrupted = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -104,29 +104,40 @@ class CombinedRewarder:
                 if rollout.failure is not None:
                     continue
                 if isinstance(result, Failure):
-                    self._fail(rollout, model, result)
+                    place = f"{model.name} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
+                    fail(rollout, result.kind, shortened(f"{place}: {result.detail}"), self.config)
                 else:
                     _add(rollout, model, result)
-        self._stop_if_due(scored)
+        stop_where_due(scored, self.config)
         return scored
-
-    def _fail(self, rollout: Rollout, model: ModelReward, failure: Failure) -> None:
-        place = f"{model.name} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
-        rollout.failure, rollout.failure_cause = failure.kind, shortened(f"{place}: {failure.detail}")
-        rollout.reward = self.config.failure_value if self.config.on_failure == "value" else None
-        rollout.reward_parts, rollout.steps = {}, None
-
-    def _stop_if_due(self, rollouts: Sequence[Rollout]) -> None:
-        failures = [(r.failure, r.failure_cause or "") for r in rollouts if r.failure is not None]
-        if failures and self.config.on_failure == "stop":
-            raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
-        if failures and all(rollout.failure is not None for rollout in rollouts if rollout.sample_index != GREEDY):
-            raise RewardError(f"no response has a reward: {summary(failures, len(rollouts))}")
 
     def close(self) -> None:
         """Stop the models; the rules are closed by the code that made them."""
         for model in self.models:
             model.close()
+
+
+def fail(rollout: Rollout, kind: str, cause: str | None, config: RewardConfig) -> None:
+    """Make a rollout one without a score: its reward is chosen by `reward.on_failure`."""
+    rollout.failure, rollout.failure_cause = kind, cause
+    rollout.reward = config.failure_value if config.on_failure == "value" else None
+    rollout.reward_parts, rollout.steps = {}, None
+
+
+def has_failed(rollout: Rollout) -> bool:
+    """Return whether the rollout has no score."""
+    return rollout.failure is not None
+
+
+def stop_where_due(
+    rollouts: Sequence[Rollout], config: RewardConfig, failed: Callable[[Rollout], bool] = has_failed, what: str = "response"
+) -> None:
+    """Raise RewardError, with counts by kind and the first causes, where one has `failed` and the run shall stop, or all sampled ones have."""
+    failures = [(rollout.failure or "", rollout.failure_cause or "") for rollout in rollouts if failed(rollout)]
+    if failures and config.on_failure == "stop":
+        raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
+    if failures and all(failed(rollout) for rollout in rollouts if rollout.sample_index != GREEDY):
+        raise RewardError(f"no {what} has a reward: {summary(failures, len(rollouts))}")
 
 
 def _set_aside(rollouts: Sequence[Rollout]) -> None:

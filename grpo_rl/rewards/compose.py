@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.code.code_rule import check_code, code_problems
-from grpo_rl.rewards.contract import ARGUMENTS, BATCH_ARGUMENTS, INVALID, Component, Result, RewardFailure, Sample, call
+from grpo_rl.rewards.contract import ARGUMENTS, BATCH_ARGUMENTS, INVALID, Component, RewardFailure, RewardResult, Sample, call
 from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
 from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS
 from grpo_rl.rewards.rules.auto import auto, check_data_sources
@@ -26,7 +26,7 @@ LIFTED = ("acc", "answer")
 """Keys of a result that also appear in the parts without the component's name, for validation."""
 
 
-class Scored(NamedTuple):
+class AssembledReward(NamedTuple):
     """A rollout's reward with its parts."""
 
     reward: float
@@ -93,12 +93,12 @@ class RewardFunction:
         if any(component.function is auto for component in self.components):
             check_data_sources(data_sources)
 
-    def score(self, rollout: Rollout) -> Scored:
+    def score(self, rollout: Rollout) -> AssembledReward:
         """The reward, its parts and, where they are read, its steps, computed in this process and without a deadline.
 
         Raises RewardFailure as `assemble` does.
         """
-        outcomes: list[Result | RewardFailure] = []
+        outcomes: list[RewardResult | RewardFailure] = []
         for component in self._as_called():
             try:
                 outcomes.append(call(component, sample_of(rollout)))
@@ -106,7 +106,7 @@ class RewardFunction:
                 raise failure.at(place(component.name, rollout)) from failure.__cause__
         return self.assemble(rollout, outcomes)
 
-    def assemble(self, rollout: Rollout, outcomes: Sequence[Result | RewardFailure]) -> Scored:
+    def assemble(self, rollout: Rollout, outcomes: Sequence[RewardResult | RewardFailure]) -> AssembledReward:
         """Return what the results are worth together: those of functions of one response, then those of functions of lists.
 
         Parts are each component's score by name, further numbers of a dict as `name/key`. `acc` and `answer` of the first component
@@ -121,7 +121,7 @@ class RewardFunction:
         steps: dict[str, tuple[Step, ...]] = {}
         for component in self.components:
             result = found[component.name]
-            assert isinstance(result, Result)
+            assert isinstance(result, RewardResult)
             reward += component.factor * result.score
             parts[component.name] = result.score
             for key, number in result.values.items():
@@ -135,7 +135,7 @@ class RewardFunction:
                     raise RewardFailure(INVALID, f"{place(component.name, rollout)}: {error}") from error
         if not math.isfinite(reward):
             raise RewardFailure(INVALID, f"{place(' + '.join(parts), rollout)}: the sum is {reward}, not a finite number")
-        return Scored(reward, parts, None if self.decode is None else self._only_steps(steps, rollout))
+        return AssembledReward(reward, parts, None if self.decode is None else self._only_steps(steps, rollout))
 
     def _as_called(self) -> list[Component]:
         return sorted(self.components, key=lambda component: component.batched)

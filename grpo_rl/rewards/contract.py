@@ -72,7 +72,7 @@ def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
 LONGEST_SHOWN = 200
 
 
-class Result(NamedTuple):
+class RewardResult(NamedTuple):
     """One function's view of one response."""
 
     score: float
@@ -87,10 +87,10 @@ class Result(NamedTuple):
         return {**self.values, **steps, "score": self.score}
 
 
-def read_result(value: Any) -> Result:
+def read_result(value: Any) -> RewardResult:
     """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, where there is none."""
     if not isinstance(value, Mapping):
-        return Result(_number(value, "score"), {}, None)
+        return RewardResult(_number(value, "score"), {}, None)
     if "score" not in value:
         raise RewardFailure(INVALID, f"the dict has no 'score', it has {', '.join(map(str, value)) or 'nothing'}")
     numbers = {
@@ -98,7 +98,7 @@ def read_result(value: Any) -> Result:
         for key, number in value.items()
         if key not in ("score", "steps") and isinstance(number, Real)  # text is for the user's own logs
     }
-    return Result(_number(value["score"], "score"), numbers, value.get("steps"))
+    return RewardResult(_number(value["score"], "score"), numbers, value.get("steps"))
 
 
 def _number(value: Any, key: str) -> float:
@@ -153,7 +153,7 @@ class Component:
         return f"{CALLED}function({', '.join(f'{name}=...' for name in arguments)}) and returns {returned}"
 
 
-def call(component: Component, sample: Sample) -> Result:
+def call(component: Component, sample: Sample) -> RewardResult:
     """The result for one response. Raises RewardFailure for whatever the function does but return a reward."""
     if component.batched:
         [result] = call_batch(component, [sample])
@@ -163,7 +163,7 @@ def call(component: Component, sample: Sample) -> Result:
     return _read(_returned(component, dict(zip(ARGUMENTS, sample, strict=True))))
 
 
-def call_batch(component: Component, samples: Sequence[Sample]) -> list[Result | RewardFailure]:
+def call_batch(component: Component, samples: Sequence[Sample]) -> list[RewardResult | RewardFailure]:
     """The results of one call for all responses. Raises RewardFailure where the call itself fails, which no response survives."""
     columns = [list(column) for column in zip(*samples, strict=True)]
     returned = _returned(component, dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
@@ -199,14 +199,14 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _read_or_failure(value: Any) -> Result | RewardFailure:
+def _read_or_failure(value: Any) -> RewardResult | RewardFailure:
     try:
         return _read(value)
     except RewardFailure as failure:
         return failure
 
 
-def _read(value: Any) -> Result:
+def _read(value: Any) -> RewardResult:
     """Read a value as `read_result` does. Even that may fail: a dict or a number may be of the user's own class."""
     try:
         return read_result(value)

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from grpo_rl.config.schema.multi_turn import MultiTurnConfig
 from grpo_rl.config.schema.reward import RewardConfig
 from grpo_rl.episode import TRUNCATED, Episode
-from grpo_rl.errors import RewardError
-from grpo_rl.rewards.combined import ENVIRONMENT, CombinedRewarder
-from grpo_rl.rewards.contract import summary
-from grpo_rl.types import GREEDY, Rollout
+from grpo_rl.rewards.combined import ENVIRONMENT, CombinedRewarder, fail, stop_where_due
+from grpo_rl.types import Rollout
 
 SOLVED = "solved"
 """The number of an environment's `info` that is the part `acc` of the reward: 1 where the episode reached its goal."""
@@ -47,11 +45,7 @@ class EpisodeRewarder:
         for rollout in scored:
             if rollout.episode is not None:
                 self._score(rollout, rollout.episode)
-        failures = [(one.failure or "", one.failure_cause or "") for one in scored if _environment_failed(one)]
-        if failures and self.reward.on_failure == "stop":
-            raise RewardError(f"{summary(failures, len(scored))} (reward.on_failure=stop)")
-        if failures and all(_environment_failed(one) for one in scored if one.sample_index != GREEDY):
-            raise RewardError(f"no episode has a reward: {summary(failures, len(scored))}")
+        stop_where_due(scored, self.reward, _environment_failed, "episode")
         return scored
 
     def close(self) -> None:
@@ -60,9 +54,7 @@ class EpisodeRewarder:
 
     def _score(self, rollout: Rollout, episode: Episode) -> None:
         if episode.failure is not None:
-            rollout.failure, rollout.failure_cause = episode.failure, episode.failure_cause
-            rollout.reward = self.reward.failure_value if self.reward.on_failure == "value" else None
-            rollout.reward_parts = {}
+            fail(rollout, episode.failure, episode.failure_cause, self.reward)
         if rollout.failure is not None:
             rollout.steps = _at_the_end(episode, rollout.reward)
             return

@@ -11,7 +11,7 @@ from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.types import Metrics, Rollout
 
 
-class Scored(Protocol):
+class ScoredResponse(Protocol):
     """The parts of a scored response that its value is made of: a rollout has them, and a line of its log."""
 
     @property
@@ -73,7 +73,7 @@ def _of_source(groups: list[list[Rollout]], n: int) -> Metrics:
     }
 
 
-def value_of(rollout: Scored) -> float:
+def value_of(rollout: ScoredResponse) -> float:
     """The accuracy of a scored rollout where its reward gives one, else the reward."""
     if rollout.failure is not None:
         return 0.0
@@ -81,7 +81,7 @@ def value_of(rollout: Scored) -> float:
     return rollout.reward_parts.get("acc", rollout.reward)
 
 
-def majority(group: Sequence[Scored]) -> float:
+def majority(group: Sequence[ScoredResponse]) -> float:
     """The value of the answer with the most votes; the mean over answers that tie."""
     voters = [rollout for rollout in group if "answer" in rollout.reward_parts] or list(group)
     ballots: dict[float, list[float]] = defaultdict(list)

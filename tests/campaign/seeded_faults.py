@@ -524,9 +524,9 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "failed rewards pass",
-        "rewards/runtime/runner.py",
-        'if failures and self._config.on_failure == "stop":',
-        'if failures and self._config.on_failure == "never":',
+        "rewards/combined.py",
+        'if failures and config.on_failure == "stop":',
+        'if failures and config.on_failure == "never":',
         "unit/rewards",
     ),
     _F(

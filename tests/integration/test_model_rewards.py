@@ -28,7 +28,7 @@ from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import ModelScore
 from grpo_rl.rewards.models.judge import JudgeSetup
-from grpo_rl.rewards.models.rendering import Renderer, split_steps
+from grpo_rl.rewards.models.rendering import ScorableRenderer, split_steps
 from grpo_rl.types import Prompt, Rollout
 from grpo_rl.workers.specs import RewardModelSpec
 
@@ -86,7 +86,7 @@ def test_scores_do_not_depend_on_ranks_and_passes(
         ranks[size].build(RewardModelSpec(str(folders["scorer"]), "float32"))
         ranks[size].call_timeout_s = DEADLINE_S
         worker_group = RewardModelRole(
-            ranks[size], Renderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=44
+            ranks[size], ScorableRenderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=44
         )
         results = worker_group.score(items)
         worker_group.close()

@@ -17,7 +17,7 @@ from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.rewards.combined import REWARD_MODEL, Failure, ModelScore
-from grpo_rl.rewards.models.rendering import Renderer, Scorable, tokenizer_for
+from grpo_rl.rewards.models.rendering import Scorable, ScorableRenderer, tokenizer_for
 from grpo_rl.rewards.steps import Decode
 from grpo_rl.types import Rollout
 from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch
@@ -59,7 +59,7 @@ class RewardModelRole:
     def __init__(
         self,
         worker_group: Ranks,
-        renderer: Renderer,
+        renderer: ScorableRenderer,
         *,
         weight: float,
         pass_tokens: int,
@@ -215,7 +215,7 @@ class RewardModelSetup:
     """The facts about the reward model that are read before any process starts."""
 
     config: RewardModelConfig
-    renderer: Renderer
+    renderer: ScorableRenderer
     max_length: int
     vocab_size: int | None
 
@@ -255,7 +255,9 @@ def prepare(config: Config, folder: str, tokenizer: Any, decode: Decode, *, trai
         )
     # A shell hands on backslash and n where a line break was meant, and so does Hydra.
     separator = None if own.step_separator is None else own.step_separator.replace("\\n", "\n")
-    return RewardModelSetup(own, Renderer(decode, rendered_by, separator), limit, getattr(model_config, "vocab_size", None))
+    return RewardModelSetup(
+        own, ScorableRenderer(decode, rendered_by, separator), limit, getattr(model_config, "vocab_size", None)
+    )
 
 
 def reward_model_spec(config: RewardModelConfig, path: str) -> RewardModelSpec:

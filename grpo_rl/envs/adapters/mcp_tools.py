@@ -20,7 +20,7 @@ Command = tuple[tuple[str, ...], tuple[tuple[str, str], ...]]
 """A server's command line, and the environment variables that it has beside a few of this process (PATH, HOME)."""
 
 
-class Connection:
+class McpConnection:
     """A running server. One task opens and closes it, because the library's scopes must be left by the task that entered them."""
 
     def __init__(self, command: Command) -> None:
@@ -79,7 +79,7 @@ class ToolServerError(RuntimeError):
     """An error: the server of a tool is not there."""
 
 
-_SHARED: dict[tuple[asyncio.AbstractEventLoop, Command], Connection] = {}
+_SHARED: dict[tuple[asyncio.AbstractEventLoop, Command], McpConnection] = {}
 
 
 class McpTool:
@@ -101,7 +101,7 @@ class McpTool:
             raise ConfigError("tool mcp: command is empty; expected a program and its words, such as [python, server.py]")
         self._command: Command = (words, tuple(sorted((str(k), str(v)) for k, v in (variables or {}).items())))
         self._tool, self._shared = tool, shared
-        self._own: Connection | None = None
+        self._own: McpConnection | None = None
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -133,14 +133,14 @@ class McpTool:
             await self._own.close()
             self._own = None
 
-    def _connection(self) -> Connection:
+    def _connection(self) -> McpConnection:
         if not self._shared:
             if self._own is None or self._own.ended:
-                self._own = Connection(self._command)
+                self._own = McpConnection(self._command)
             return self._own
         key = (asyncio.get_running_loop(), self._command)
         if key not in _SHARED or _SHARED[key].ended:
-            _SHARED[key] = Connection(self._command)
+            _SHARED[key] = McpConnection(self._command)
         return _SHARED[key]
 
 
@@ -168,7 +168,7 @@ def schemas(command: Command) -> dict[str, dict[str, Any]]:
 
 
 async def _listed(command: Command) -> dict[str, dict[str, Any]]:
-    connection = Connection(command)
+    connection = McpConnection(command)
     try:
         client = await connection.client()
         listed = await asyncio.wait_for(client.list_tools(), START_S)

@@ -6,7 +6,7 @@ import asyncio
 
 from grpo_rl.config.schema.kinds import Fraction, Turns
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Answer, Game, Rewards
+from grpo_rl.envs.games.game import Game, MoveResult, Rewards
 from grpo_rl.gym import SOURCE_PREFIX
 from grpo_rl.rewards.rules.reasoning_gym_rule import reasoning_gym
 
@@ -27,12 +27,12 @@ class ReasoningGymInTurns(Game):
             raise ValueError("extra_info has no gym")
         self._row = start
 
-    async def move(self, text: str) -> Answer:
+    async def move(self, text: str) -> MoveResult:
         row = self._row
         # Some scorers take long on some answers: the other episodes of the process do not wait for them.
         found = await asyncio.to_thread(reasoning_gym, row.data_source, text, row.ground_truth, dict(row.extra_info))
         if found["acc"]:
-            return Answer(solved=True)
+            return MoveResult(solved=True)
         score = min(1.0, max(0.0, found["score"]))
         shown = f" It scores {score:.2f} of 1." if self._show_score else ""
-        return Answer(f"That is not the right answer.{shown} Try again.", progress=score, malformed=bool(found["refused"]))
+        return MoveResult(f"That is not the right answer.{shown} Try again.", progress=score, malformed=bool(found["refused"]))

@@ -9,7 +9,7 @@ from grpo_rl.config.schema.kinds import Fraction as Share
 from grpo_rl.config.schema.kinds import Turns
 from grpo_rl.data.tasks.countdown import answer_to
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Answer, Game, Rewards
+from grpo_rl.envs.games.game import Game, MoveResult, Rewards
 from grpo_rl.rewards.rules.answers import last_pair
 from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value
 from grpo_rl.rewards.rules.number_rules import NEAR, gsm8k_flexible, to_number
@@ -32,20 +32,20 @@ class ArithmeticInTurns(Game):
     def begin(self, start: Start) -> None:
         self._result = int(start.ground_truth)
 
-    async def move(self, text: str) -> Answer:
+    async def move(self, text: str) -> MoveResult:
         given, (higher, lower, malformed) = text.strip(), self._words
         digits = given.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS):
-            return Answer(malformed, malformed=True)
+            return MoveResult(malformed, malformed=True)
         value = int(given)
         if value == self._result:
-            return Answer(solved=True)
+            return MoveResult(solved=True)
         pairs = zip(reversed(digits), reversed(str(abs(self._result))), strict=False)
         alike = sum(one == other for one, other in pairs) if (value < 0) == (self._result < 0) else 0
         longest = max(len(digits), len(str(abs(self._result))))
         # 0037 has the digits of 37 and is another number than 3700 only by its value: all digits alike is no solution by itself.
         progress = min(alike, longest - 1) / longest
-        return Answer(higher if value < self._result else lower, progress=progress)
+        return MoveResult(higher if value < self._result else lower, progress=progress)
 
 
 class CountdownInTurns(Game):
@@ -65,23 +65,23 @@ class CountdownInTurns(Game):
         self._numbers = Counter(int(number) for number in ground_truth["numbers"])
         self._target = Fraction(str(ground_truth["target"]))
 
-    async def move(self, text: str) -> Answer:
+    async def move(self, text: str) -> MoveResult:
         expression = last_pair(text)
         if expression is None:
-            return Answer("?" if self._short else "There is no expression between <answer> and </answer>.", malformed=True)
+            return MoveResult("?" if self._short else "There is no expression between <answer> and </answer>.", malformed=True)
         try:
             value, used = arithmetic_value(expression)
         except NotAnExpression:
             said = (
                 "?" if self._short else "That is no expression of whole numbers, + - * / and brackets, or it divides by zero."
             )
-            return Answer(said, malformed=True)
+            return MoveResult(said, malformed=True)
         if Counter(used) != self._numbers:
             wanted = " ".join(str(number) for number in sorted(self._numbers.elements()))
-            return Answer(wanted if self._short else f"The numbers to use, each exactly once, are {wanted}.")
+            return MoveResult(wanted if self._short else f"The numbers to use, each exactly once, are {wanted}.")
         if abs(value - self._target) < NEAR:
-            return Answer(solved=True)
-        return Answer(answer_to(value, self._target, "short" if self._short else "tags"), progress=1.0)
+            return MoveResult(solved=True)
+        return MoveResult(answer_to(value, self._target, "short" if self._short else "tags"), progress=1.0)
 
 
 class Gsm8kInTurns(Game):
@@ -103,8 +103,10 @@ class Gsm8kInTurns(Game):
         if to_number(self._right) is None:
             raise ValueError("the ground truth is no number")
 
-    async def move(self, text: str) -> Answer:
+    async def move(self, text: str) -> MoveResult:
         found = gsm8k_flexible(self._row.data_source, text, self._right)
         if found["acc"]:
-            return Answer(solved=True)
-        return Answer("That is not the right answer. Look for the mistake and answer again.", malformed="answer" not in found)
+            return MoveResult(solved=True)
+        return MoveResult(
+            "That is not the right answer. Look for the mistake and answer again.", malformed="answer" not in found
+        )

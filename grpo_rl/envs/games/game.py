@@ -59,7 +59,7 @@ def episodes(*, num_rows: Count = 8192, prompt: str = "Play the game.", data_sou
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MoveResult:
     """A game's answer to a move."""
 
     text: str = ""
@@ -139,5 +139,5 @@ class Game(ABC):
         """Take the row; any error means that it is no row of this game."""
 
     @abstractmethod
-    async def move(self, text: str) -> Answer:
+    async def move(self, text: str) -> MoveResult:
         """Return the answer to a move, whatever its text is."""

@@ -11,7 +11,7 @@ from typing import Literal
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Answer, Game, Play, Rewards, Wording, game_row, played, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, game_row, played, refuse
 from grpo_rl.errors import ConfigError
 
 NAME = "grid_world"
@@ -25,7 +25,7 @@ Cell = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GridPlace:
     """The state of a game: the player's cell, and whether it has the key (true where the map has none)."""
 
     cell: Cell
@@ -45,25 +45,25 @@ class Grid:
         inside = 0 <= row < len(self.lines) and 0 <= column < len(self.lines[0])
         return self.lines[row][column] if inside else WALL
 
-    def first(self) -> Place:
-        return Place(self.start, not any(KEY in line for line in self.lines))
+    def first(self) -> GridPlace:
+        return GridPlace(self.start, not any(KEY in line for line in self.lines))
 
-    def after(self, place: Place, direction: str) -> Place:
+    def after(self, place: GridPlace, direction: str) -> GridPlace:
         """Return where a step leads: nowhere against a wall, and nowhere into the goal without the key."""
         down, right = STEPS[direction]
         cell = (place.cell[0] + down, place.cell[1] + right)
         what = self.at(cell)
         if what == WALL or (what == GOAL and not place.has_key):
             return place
-        return Place(cell, place.has_key or what == KEY)
+        return GridPlace(cell, place.has_key or what == KEY)
 
-    def solved(self, place: Place) -> bool:
+    def solved(self, place: GridPlace) -> bool:
         return self.at(place.cell) == GOAL
 
-    def shortest(self, place: Place | None = None) -> list[str] | None:
+    def shortest(self, place: GridPlace | None = None) -> list[str] | None:
         """Return the directions of a shortest way from the place (the start) to the goal; None where there is none."""
         begin = place or self.first()
-        ways: dict[Place, list[str]] = {begin: []}
+        ways: dict[GridPlace, list[str]] = {begin: []}
         waiting = deque([begin])
         while waiting:
             here = waiting.popleft()
@@ -167,7 +167,7 @@ def prompt_of(grid: Grid, wording: str) -> str:
     )
 
 
-def seen(grid: Grid, place: Place, wording: str) -> str:
+def seen(grid: Grid, place: GridPlace, wording: str) -> str:
     """Return what the player sees: the map; in short its cell, the four cells around it (north, east, south, west), and k with the key.
 
     `21.#..k` is row 2, column 1, a wall in the east, and the key in hand.
@@ -209,7 +209,7 @@ class GridWorld(Game):
         self._place = self._grid.first()
         self._longest = self._steps_left()
 
-    async def move(self, text: str) -> Answer:
+    async def move(self, text: str) -> MoveResult:
         direction = read_direction(text)
         if direction is None:
             said = (
@@ -217,12 +217,12 @@ class GridWorld(Game):
                 + ("\n" if self._wording == "words" else "")
                 + seen(self._grid, self._place, self._wording)
             )
-            return Answer(said, malformed=True)
+            return MoveResult(said, malformed=True)
         self._place = self._grid.after(self._place, direction)
         if self._grid.solved(self._place):
-            return Answer(solved=True)
+            return MoveResult(solved=True)
         progress = 1 - self._steps_left() / self._longest if self._partial else 0.0
-        return Answer(seen(self._grid, self._place, self._wording), progress=max(0.0, progress))
+        return MoveResult(seen(self._grid, self._place, self._wording), progress=max(0.0, progress))
 
     def _steps_left(self) -> int:
         way = self._grid.shortest(self._place)

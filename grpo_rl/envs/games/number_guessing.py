@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Operand, Turns
 from grpo_rl.data.tasks.made_rows import LazyRows, Row
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Answer, Game, Play, Rewards, Wording, game_row, played, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, game_row, played, refuse
 
 NAME = "number_guessing"
 WHOLE_NUMBER = re.compile(r"(?<![0-9])-?[0-9]{1,9}(?![0-9])")
@@ -149,13 +149,13 @@ class NumberGuessing(Game):
         self._bounds = Bounds(self._number.low, self._number.high)
         self._answers = start.extra_info.get("answers", "direction")
 
-    async def move(self, text: str) -> Answer:
+    async def move(self, text: str) -> MoveResult:
         guess = read_guess(text, self._number)
         lost = self._strict and guess is not None and not self._bounds.low <= guess <= self._bounds.high
         self._bounds = self._bounds.after(guess, self._number.secret)
         said = answer_to(guess, self._number, self._bounds, self._wording, self._answers)
         if said is None:
-            return Answer(solved=True)
+            return MoveResult(solved=True)
         left = self._bounds.high - self._bounds.low + 1
         progress = 1 - math.log(left) / math.log(self._number.high - self._number.low + 1)
-        return Answer(said, progress=progress, lost=lost, malformed=guess is None)
+        return MoveResult(said, progress=progress, lost=lost, malformed=guess is None)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
 from grpo_rl.data.tasks.made_rows import LazyRows, Row
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Answer, Game, Play, Rewards, Wording, game_row, played, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, game_row, played, refuse
 
 NAME = "word_game"
 IN_PLACE, ELSEWHERE, NOWHERE = "+", "o", "-"
@@ -160,11 +160,11 @@ class WordGame(Game):
         if not self._word.secret or not set(self._word.secret) <= set(self._word.letters):
             raise ValueError("the secret has letters that the game does not have")
 
-    async def move(self, text: str) -> Answer:
+    async def move(self, text: str) -> MoveResult:
         guess = read_guess(text, self._word)
         self._known = known_after(self._known, guess, self._word.secret)
         said = answer_to(guess, self._word, self._known, self._wording, self._answers)
         if said is None:
-            return Answer(solved=True)
+            return MoveResult(solved=True)
         in_place = marks(guess, self._word.secret).count(IN_PLACE) if guess is not None else 0
-        return Answer(said, progress=in_place / len(self._word.secret), malformed=guess is None)
+        return MoveResult(said, progress=in_place / len(self._word.secret), malformed=guess is None)

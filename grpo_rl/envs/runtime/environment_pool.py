@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_rl.envs.runtime.episode_host import Answer, HostSetup
+from grpo_rl.envs.runtime.episode_host import HostSetup, TurnAnswer
 from grpo_rl.errors import ClusterError
 from grpo_rl.processes.child import START_S, Child, OutputLog, encode
 
@@ -25,7 +25,7 @@ SEND_S = 5.0
 CANCEL_S = 1.0
 """Seconds within which work that is cancelled ends, and a process notices that it is."""
 
-_FIELDS = {field.name for field in dataclasses.fields(Answer)}
+_FIELDS = {field.name for field in dataclasses.fields(TurnAnswer)}
 _ROLES = ("system", "user", "tool")
 
 What = Literal["answered", "failed", "timeout", "lost"]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
-from grpo_rl.envs.runtime.episode_host import Answer, EpisodeHost, HostSetup
+from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup, TurnAnswer
 from grpo_rl.errors import raised_in
 from grpo_rl.processes.inside import LONGEST_CAUSE, Parent, serve
 
@@ -26,7 +26,7 @@ class Played:
     def __init__(self, host: EpisodeHost) -> None:
         self.host = host
         self._loop = asyncio.new_event_loop()
-        self._task: asyncio.Task[Answer | None] | None = None
+        self._task: asyncio.Task[TurnAnswer | None] | None = None
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run the work to its end in this thread."""
@@ -71,7 +71,7 @@ class Served:
         arguments = (works[what], name, serial, message.get("values"))
         threading.Thread(target=self._answer, args=arguments, daemon=True).start()
 
-    def _answer(self, work: Callable[[str, Any], Answer | None], name: str, serial: int, values: Any) -> None:
+    def _answer(self, work: Callable[[str, Any], TurnAnswer | None], name: str, serial: int, values: Any) -> None:
         reply: dict[str, Any] = {"id": name, "serial": serial}
         try:
             answer = work(name, values)
@@ -82,17 +82,17 @@ class Served:
             reply["failed"] = f"{type(error).__name__}: {error}{raised_in(error)}"[:LONGEST_CAUSE]
         self._send(reply)
 
-    def _reset(self, name: str, values: Any) -> Answer | None:
+    def _reset(self, name: str, values: Any) -> TurnAnswer | None:
         played = self._played[name] = Played(EpisodeHost(self._setup))
-        answer: Answer = played.run(played.host.reset(values))
+        answer: TurnAnswer = played.run(played.host.reset(values))
         return answer
 
-    def _step(self, name: str, values: Any) -> Answer | None:
+    def _step(self, name: str, values: Any) -> TurnAnswer | None:
         played = self._played[name]
-        answer: Answer = played.run(played.host.step(values))
+        answer: TurnAnswer = played.run(played.host.step(values))
         return answer
 
-    def _close(self, name: str, values: Any) -> Answer | None:
+    def _close(self, name: str, values: Any) -> TurnAnswer | None:
         played = self._played.pop(name, None)
         if played is not None:
             played.close()

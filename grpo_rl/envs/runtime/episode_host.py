@@ -37,7 +37,7 @@ class HostSetup:
 
 
 @dataclass(slots=True)
-class Answer:
+class TurnAnswer:
     """The answer to a turn, as it is sent back."""
 
     messages: list[Message]
@@ -64,16 +64,16 @@ class EpisodeHost:
             schema = schema_of(named, tool)
             self.tools[schema["name"]], self.schemas[schema["name"]] = tool, schema
 
-    async def reset(self, values: Mapping[str, Any]) -> Answer:
+    async def reset(self, values: Mapping[str, Any]) -> TurnAnswer:
         """Begin the episode of a row."""
         start = Start(**{**values, "messages": tuple(values["messages"])})
         for tool in self.tools.values():
             await tool.begin(start)
         if self.environment is None:
-            return Answer([])
+            return TurnAnswer([])
         return self._answer(await self.environment.reset(start))
 
-    async def step(self, values: Mapping[str, Any]) -> Answer:
+    async def step(self, values: Mapping[str, Any]) -> TurnAnswer:
         """Answer an assistant turn: by its tool calls where it has some, else by the environment; without one it was the last.
 
         A turn that was cut off, or that is the last one allowed, calls no tools.
@@ -94,7 +94,7 @@ class EpisodeHost:
         if may_call and (turn.tool_calls or turn.malformed):
             return await self._with_calls(turn, counts)
         if self.environment is None:
-            return Answer([], done=turn.finish_reason == "stop" and not turn.tool_calls, counts=dict(counts))
+            return TurnAnswer([], done=turn.finish_reason == "stop" and not turn.tool_calls, counts=dict(counts))
         answer = self._answer(await self.environment.step(turn))
         answer.counts = dict(counts)
         return answer
@@ -112,7 +112,7 @@ class EpisodeHost:
 
     # ---- tools -------------------------------------------------------------------------------------------
 
-    async def _with_calls(self, turn: Turn, counts: Counter[str]) -> Answer:
+    async def _with_calls(self, turn: Turn, counts: Counter[str]) -> TurnAnswer:
         """Run the turn's calls side by side; what could not be read goes back to the policy like a failed call."""
         calls = turn.tool_calls[: self.setup.max_parallel_calls]
         counts["left_out_calls"] += len(turn.tool_calls) - len(calls)
@@ -123,7 +123,7 @@ class EpisodeHost:
             call = ToolCall("error", {}, f"error{number:04d}")
             messages.append(self._message(call, ToolResult(f"Error: {problem}", failed=True)))
         rewards = [result.reward for result in results if result.reward is not None]
-        return Answer(messages, _finite(sum(rewards)) if rewards else None, counts=dict(counts))
+        return TurnAnswer(messages, _finite(sum(rewards)) if rewards else None, counts=dict(counts))
 
     async def _call(self, call: ToolCall, counts: Counter[str]) -> ToolResult:
         """Return a call's result; whatever goes wrong with it is a result that says so."""
@@ -160,7 +160,7 @@ class EpisodeHost:
 
     # ---- the environment -----------------------------------------------------------------------------------
 
-    def _answer(self, found: Observation) -> Answer:
+    def _answer(self, found: Observation) -> TurnAnswer:
         """Return an observation as it is sent. Raises for one that is no observation, or that no episode can go on with."""
         if not isinstance(found, Observation):
             raise TypeError(f"the environment returned a {type(found).__name__}, not an Observation")
@@ -168,7 +168,7 @@ class EpisodeHost:
         info = {str(name): _finite(value) for name, value in found.info.items()}
         messages = [checked(message) for message in found.messages]
         tools = [dict(tool) for tool in found.tools]
-        return Answer(messages, reward, bool(found.done), info, replaces_prompt=bool(found.replaces_prompt), tools=tools)
+        return TurnAnswer(messages, reward, bool(found.done), info, replaces_prompt=bool(found.replaces_prompt), tools=tools)
 
 
 def checked(message: Any) -> Message:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.sandbox.sandbox import Case, Outcome
+from grpo_rl.rewards.sandbox.sandbox import Case, CaseOutcome
 
 DEEPEST = 200
 """Nesting of a returned value."""
@@ -223,7 +223,7 @@ class Test:
     judge: Callable[[Any], bool]
     """The judgement: it gets standard output where the case is a program, the returned value where it is a call."""
 
-    def holds(self, outcome: Outcome) -> bool:
+    def holds(self, outcome: CaseOutcome) -> bool:
         """Return whether the outcome is what the test asks for; an error or a forged value is not."""
         if not outcome.succeeded:
             return False

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Requests, Seconds, SecondsOrZero
+from grpo_rl.errors import ConfigError
+from grpo_rl.registry import check_options
 from grpo_rl.rewards.code.cases import Test, read_tests
-from grpo_rl.rewards.sandbox.sandbox import START_S, Limits, Outcome, Sandbox, check_available
+from grpo_rl.rewards.sandbox.sandbox import START_S, CaseOutcome, Limits, Sandbox, check_available
 
 if TYPE_CHECKING:
     from grpo_rl.rewards.sandbox.remote import RemoteSandbox
@@ -20,6 +20,7 @@ KEY = "reward.function_kwargs.code"
 FENCE = "```"
 MOST_INDENT = 20
 PYTHON = ("python", "py", "python3")
+TOTAL_S = 30.0
 LONGEST_CODE = 100_000
 """Characters of a program; a longer one earns nothing."""
 
@@ -32,7 +33,7 @@ def code(
     *,
     continuous: bool = True,
     time_s: Seconds = 5.0,
-    total_s: Seconds = 30.0,
+    total_s: Seconds = TOTAL_S,
     memory_mb: ProcessMegabytes = 512,
     output_kb: Count = 4096,
     max_cases: Count | None = None,
@@ -81,7 +82,7 @@ def code(
     return result
 
 
-def _count(result: dict[str, float], test: Test, outcome: Outcome | None) -> None:
+def _count(result: dict[str, float], test: Test, outcome: CaseOutcome | None) -> None:
     if outcome is None:
         result["not_run"] += 1
         return
@@ -92,7 +93,7 @@ def _count(result: dict[str, float], test: Test, outcome: Outcome | None) -> Non
     result["crashed"] += outcome.status == "ended" and outcome.exit_code != 0
 
 
-def _here(source: str, tests: list[Test], limits: Limits, deadline: float) -> Generator[Outcome | None]:
+def _here(source: str, tests: list[Test], limits: Limits, deadline: float) -> Generator[CaseOutcome | None]:
     """Outcomes in the order of the tests, from one sandbox; None once the time is over."""
     with Sandbox(source, limits) as sandbox:
         for test in tests:
@@ -100,8 +101,10 @@ def _here(source: str, tests: list[Test], limits: Limits, deadline: float) -> Ge
             yield sandbox.run(test.case, left) if left > 0 else None
 
 
-def _elsewhere(sandbox: RemoteSandbox, tests: list[Test], deadline: float, max_concurrent: int) -> Generator[Outcome | None]:
-    def run(test: Test) -> Outcome | None:
+def _elsewhere(
+    sandbox: RemoteSandbox, tests: list[Test], deadline: float, max_concurrent: int
+) -> Generator[CaseOutcome | None]:
+    def run(test: Test) -> CaseOutcome | None:
         left = deadline - time.monotonic()
         return sandbox.run(test.case, left) if left > 0 else None
 
@@ -114,29 +117,19 @@ def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
     options = _options(function)
     if options is None:
         return []
-    options = {name: given.default for name, given in inspect.signature(code).parameters.items()} | options
+    try:
+        check_options(KEY, code, options)
+    except ConfigError as error:
+        return error.problems
     problems = []
-    for name in ("time_s", "memory_mb", "output_kb"):
-        try:
-            Limits(**{name: options[name]})
-        except ValueError as error:
-            problems.append(f"{KEY}.{error}")
-    for name in ("total_s", "max_cases", "max_concurrent", "retry_s"):
-        value = options[name]
-        whole = name in ("max_cases", "max_concurrent")
-        wrong = isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 < value < math.inf
-        if wrong and not (name == "max_cases" and value is None):
-            problems.append(f"{KEY}.{name} is {value!r}; it must be a {'whole ' if whole else ''}number above 0")
-    if not problems and options["total_s"] + START_S >= timeout_s:
+    total_s, url = options.get("total_s", TOTAL_S), options.get("sandbox_url")
+    if total_s + START_S >= timeout_s:
         problems.append(
-            f"{KEY}.total_s={options['total_s']:g} leaves less than {START_S:g} s of reward.timeout_s={timeout_s:g}, after which a "
-            f"response counts as failed instead of scored; set reward.timeout_s={options['total_s'] + 1.5 * START_S:g}, or lower the first"
+            f"{KEY}.total_s={total_s:g} leaves less than {START_S:g} s of reward.timeout_s={timeout_s:g}, after which a "
+            f"response counts as failed instead of scored; set reward.timeout_s={total_s + 1.5 * START_S:g}, or lower the first"
         )
-    url = options["sandbox_url"]
-    if url is not None and not (isinstance(url, str) and url.startswith(("http://", "https://"))):
+    if url is not None and not str(url).startswith(("http://", "https://")):
         problems.append(f"{KEY}.sandbox_url is {url!r}; it must begin with http:// or https://")
-    if not isinstance(options["continuous"], bool):
-        problems.append(f"{KEY}.continuous is {options['continuous']!r}; it must be true or false")
     return problems
 
 

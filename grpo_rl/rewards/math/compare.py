@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Literal
 
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, differ, readings, spelling, squeezed, tokens
-from grpo_rl.rewards.math.math_values import Number, TwoNumbers, Unreadable, close, values
+from grpo_rl.rewards.math.math_values import NoExpression, Number, TwoNumbers, close, values
 
 MAX_ELEMENTS = 60
 """Elements of a set that may stand in any order; a larger one must be written alike."""
@@ -30,13 +30,13 @@ Kind = Literal["number", "approximation", "word", "tuple", "set", "union", "matr
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MathAnswer:
     """An answer that was read: what it is, and its value or its parts."""
 
     kind: Kind
     spelling: str
     value: tuple[Number, ...] = ()
-    parts: tuple[Answer, ...] = ()
+    parts: tuple[MathAnswer, ...] = ()
     marks: str = ""
     """The brackets of a tuple, `%` of a percentage, the shape of a matrix."""
     decimals: int = -1
@@ -86,29 +86,29 @@ def operations(text: str) -> int:
     )
 
 
-def _read(found: Tokens, nesting: int = 0) -> Answer:
+def _read(found: Tokens, nesting: int = 0) -> MathAnswer:
     text = spelling(found)
     if nesting > MAX_NESTING or not found:
-        return Answer("unreadable", text)
+        return MathAnswer("unreadable", text)
     inner = _between(found)
     if found[0] == "\\approx":
         return _read(found[1:], nesting + 1)
     if len(groups := _split(found, ";")) > 1 and any(len(_split(group, ",")) > 1 for group in groups):
-        return Answer("set", text, parts=tuple(_group(group, nesting + 1) for group in groups if group))
+        return MathAnswer("set", text, parts=tuple(_group(group, nesting + 1) for group in groups if group))
     lists = groups if len(groups) > 1 else _split(found, ",")
     if len(lists) > 1:
-        return Answer("set", text, parts=_by_solution(_all(_flat(lists), nesting)))
+        return MathAnswer("set", text, parts=_by_solution(_all(_flat(lists), nesting)))
     if found == ("\\{", "\\}"):
-        return Answer("word", "\\emptyset")
+        return MathAnswer("word", "\\emptyset")
     if inner is not None and found[0] == "\\{":
-        return Answer("set", text, parts=_all(_flat(_split(inner, ",")), nesting))
+        return MathAnswer("set", text, parts=_all(_flat(_split(inner, ",")), nesting))
     unions = _split(found, "\\cup")
     if len(unions) > 1:
-        return Answer("union", text, parts=_all(unions, nesting))
+        return MathAnswer("union", text, parts=_all(unions, nesting))
     if inner is not None and len(elements := _split(inner, ",")) > 1 and found[0] != "{":
-        return Answer("tuple", text, parts=_all(elements, nesting), marks=found[0] + found[-1])
+        return MathAnswer("tuple", text, parts=_all(elements, nesting), marks=found[0] + found[-1])
     if inner is not None and found[0] == "(" and len(inner) == 1 and inner[0].isalpha():
-        return Answer("word", inner[0])
+        return MathAnswer("word", inner[0])
     if found[:2] == ("\\begin", "{") and found[-4:-2] == ("\\end", "{"):
         return _matrix(found, text, nesting)
     if inner is not None and found[0] in "([" and inner[:4] == ("\\begin", "{", "array", "}"):
@@ -117,83 +117,85 @@ def _read(found: Tokens, nesting: int = 0) -> Answer:
         return _approximation(sides, text, nesting)
     sides = _split(found, "=")
     if len(sides) > 1:
-        return Answer("equation", text, parts=_all([sides[0], sides[-1]], nesting))
+        return MathAnswer("equation", text, parts=_all([sides[0], sides[-1]], nesting))
     if len(ratio := _split(found, ":")) > 1:
-        return Answer("tuple", text, parts=_all(ratio, nesting), marks=":")
+        return MathAnswer("tuple", text, parts=_all(ratio, nesting), marks=":")
     if "\\pm" in found:
-        return Answer("set", text, parts=_all(_flat([found]), nesting))
+        return MathAnswer("set", text, parts=_all(_flat([found]), nesting))
     return _expression(found, text)
 
 
-def _expression(found: Tokens, text: str) -> Answer:
+def _expression(found: Tokens, text: str) -> MathAnswer:
     if all(token.startswith('"') or (token.isalpha() and len(token) > 4) for token in found):
-        return Answer("word", text)
+        return MathAnswer("word", text)
     percent = found[-1] == "%"
     if found == ("\\emptyset",):
-        return Answer("word", text)
+        return MathAnswer("word", text)
     if found in (("\\infty",), ("+", "\\infty"), ("-", "\\infty")):
-        return Answer("word", "-\\infty" if found[0] == "-" else "\\infty")
+        return MathAnswer("word", "-\\infty" if found[0] == "-" else "\\infty")
     try:
         value = values(found[:-1] if percent else found)
     except TwoNumbers:
-        return Answer("word", text)
-    except Unreadable:
-        return Answer("unreadable", text)
+        return MathAnswer("word", text)
+    except NoExpression:
+        return MathAnswer("unreadable", text)
     digits = -1
     if all(token in "+-" for token in found[: -1 - percent]) and found[-1 - percent].replace(".", "", 1).isdigit():
         digits = len(found[-1 - percent].replace(".", "").lstrip("0"))
-    return Answer("number", text, value, marks="%" if percent else "", decimals=digits)
+    return MathAnswer("number", text, value, marks="%" if percent else "", decimals=digits)
 
 
-def _all(pieces: Sequence[Tokens], nesting: int) -> tuple[Answer, ...]:
+def _all(pieces: Sequence[Tokens], nesting: int) -> tuple[MathAnswer, ...]:
     return tuple(_read(piece, nesting + 1) for piece in pieces if piece)
 
 
-def _matrix(found: Tokens, text: str, nesting: int, bracketed: bool = False) -> Answer:
+def _matrix(found: Tokens, text: str, nesting: int, bracketed: bool = False) -> MathAnswer:
     """A matrix in brackets; `bracketed` is an `array`, which gets its brackets from outside and names its columns first."""
     if found.count("\\begin") != 1 or found[2] != found[-2] or not (bracketed or found[2] in MATRICES):
-        return Answer("unreadable", text)
+        return MathAnswer("unreadable", text)
     start = found.index("}", 5) + 1 if bracketed and found[4] == "{" and "}" in found[5:-4] else 4
     rows = [_split(row, "&") for row in _split(found[start:-4], "\\\\") if row]
     cells = _all([cell for row in rows for cell in row], nesting)
     bars = "|" if found[2] in DETERMINANTS else ""
-    return Answer("matrix", text, parts=cells, marks=bars + ",".join(str(len(row)) for row in rows))
+    return MathAnswer("matrix", text, parts=cells, marks=bars + ",".join(str(len(row)) for row in rows))
 
 
-def _group(found: Tokens, nesting: int) -> Answer:
+def _group(found: Tokens, nesting: int) -> MathAnswer:
     """One of the solutions of `p=5, q=2; p=7, q=2`, or one of the tuples of `5, 2; 7, 2`."""
     parts = _all(_split(found, ","), nesting)
     if len(parts) == 1:
         return parts[0]
-    return Answer("set" if _assigned(parts) else "tuple", spelling(found), parts=parts, marks="" if _assigned(parts) else "()")
+    return MathAnswer(
+        "set" if _assigned(parts) else "tuple", spelling(found), parts=parts, marks="" if _assigned(parts) else "()"
+    )
 
 
-def _by_solution(parts: tuple[Answer, ...]) -> tuple[Answer, ...]:
+def _by_solution(parts: tuple[MathAnswer, ...]) -> tuple[MathAnswer, ...]:
     """The elements of a list; of `p=5, q=2, p=7, q=2` the two solutions, each with all its variables."""
     names = [part.parts[0].spelling if _is_assignment(part) else "" for part in parts]
     size = len(set(names))
     if not 1 < size < len(names) or "" in names or len(names) % size or names != names[:size] * (len(names) // size):
         return parts
     pieces = [parts[start : start + size] for start in range(0, len(parts), size)]
-    return tuple(Answer("set", "\0,\0".join(part.spelling for part in piece), parts=piece) for piece in pieces)
+    return tuple(MathAnswer("set", "\0,\0".join(part.spelling for part in piece), parts=piece) for piece in pieces)
 
 
-def _approximation(sides: list[Tokens], text: str, nesting: int) -> Answer:
+def _approximation(sides: list[Tokens], text: str, nesting: int) -> MathAnswer:
     """`\\frac13 \\approx 0.333`, and `x \\approx 0.333`; a word where the sides do not agree, so that no answer has two tries."""
     parts = _all(sides, nesting)
     if parts and parts[0].kind == "equation" and _is_assignment(parts[0]):
         parts = (parts[0].parts[1], *parts[1:])
     elif len(parts) == 2 and _is_name(parts[0]) and len(parts[0].value) > 1:
-        return Answer("equation", text, parts=parts)
+        return MathAnswer("equation", text, parts=parts)
     if len(parts) > 1 and all(_rounds_to(parts[0], part) for part in parts[1:]):
         # A decimal beside an exact value is one more way to write it: where it has places, either may be asked for.
         exact = parts[0].decimals < 0
         rounded = tuple(part for part in parts[1:] if exact and "." in part.spelling)
-        return Answer("approximation", text, parts=(parts[0], *rounded))
-    return Answer("word", text)
+        return MathAnswer("approximation", text, parts=(parts[0], *rounded))
+    return MathAnswer("word", text)
 
 
-def _rounds_to(exact: Answer, rounded: Answer) -> bool:
+def _rounds_to(exact: MathAnswer, rounded: MathAnswer) -> bool:
     """Return whether a number, rounded or cut off, is the other: both plain numbers, without variables."""
     if not exact.kind == rounded.kind == "number" or len(exact.value) != 1 or len(rounded.value) != 1:
         return False
@@ -245,7 +247,7 @@ def _flat(pieces: list[Tokens]) -> list[Tokens]:
     return flat
 
 
-def _same(gold: Answer, answer: Answer) -> bool | None:
+def _same(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     if gold.spelling == answer.spelling and (gold.kind == answer.kind or not (gold.parts or answer.parts)):
         return True
     if "approximation" in (gold.kind, answer.kind):
@@ -270,7 +272,7 @@ def _same(gold: Answer, answer: Answer) -> bool | None:
     return False if False in found else None if None in found else True
 
 
-def _same_numbers(gold: Answer, answer: Answer) -> bool:
+def _same_numbers(gold: MathAnswer, answer: MathAnswer) -> bool:
     rounded = max(gold.decimals, answer.decimals) >= SIGNIFICANT and min(gold.decimals, answer.decimals) < 0
     tolerance = 1e-6 if rounded else 1e-9
     if _agree(gold.value, answer.value, tolerance):
@@ -288,7 +290,7 @@ def _agree(first: tuple[Number, ...], second: tuple[Number, ...], tolerance: flo
     return all(close(first[k % len(first)], second[k % len(second)], tolerance) for k in range(size))
 
 
-def _same_sets(gold: tuple[Answer, ...], answer: tuple[Answer, ...]) -> bool | None:
+def _same_sets(gold: tuple[MathAnswer, ...], answer: tuple[MathAnswer, ...]) -> bool | None:
     """Each element has its partner, in any order."""
     if len(gold) > MAX_ELEMENTS:
         return None
@@ -303,14 +305,14 @@ def _same_sets(gold: tuple[Answer, ...], answer: tuple[Answer, ...]) -> bool | N
     return None if left and unsure else not left
 
 
-def _same_approximations(gold: Answer, answer: Answer) -> bool | None:
+def _same_approximations(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     golds = gold.parts if gold.kind == "approximation" else (gold,)
     answers = answer.parts if answer.kind == "approximation" else (answer,)
     found = [_same(one, other) for one in golds for other in answers]
     return True if True in found else None if None in found else False
 
 
-def _same_solutions(gold: Answer, answer: Answer) -> bool | None:
+def _same_solutions(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     """`(p, q) = (3, 2)` is `q = 2, p = 3`: variable by variable, in any order."""
     one, other = dict(_solution(gold)), dict(_solution(answer))
     if one.keys() != other.keys():
@@ -319,7 +321,7 @@ def _same_solutions(gold: Answer, answer: Answer) -> bool | None:
     return False if False in found else None if None in found else True
 
 
-def _same_tuple_and_solution(gold: Answer, answer: Answer) -> bool | None:
+def _same_tuple_and_solution(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     """`(3, 2)` is `(p, q) = (3, 2)`, and `p = 3, q = 2` where the variables stand in the order of the alphabet.
 
     `q = 2, p = 3` is not `(2, 3)`: the order of the two in the tuple of the question is not given.
@@ -334,7 +336,7 @@ def _same_tuple_and_solution(gold: Answer, answer: Answer) -> bool | None:
     return False if False in found else None if None in found else True
 
 
-def _solution(answer: Answer) -> list[tuple[str, Answer]]:
+def _solution(answer: MathAnswer) -> list[tuple[str, MathAnswer]]:
     """The variables and values of `(p, q) = (3, 2)` and of `p = 3, q = 2`; nothing of anything else."""
     if answer.kind == "set" and _assigned(answer.parts):
         return [(part.parts[0].spelling, part.parts[1]) for part in answer.parts]
@@ -349,17 +351,17 @@ def _solution(answer: Answer) -> list[tuple[str, Answer]]:
     return list(zip(spelt, values.parts, strict=True)) if len(set(spelt)) == len(spelt) else []
 
 
-def _assigned(parts: tuple[Answer, ...]) -> bool:
+def _assigned(parts: tuple[MathAnswer, ...]) -> bool:
     """Return whether the elements of a list give values to different variables, two or more."""
     names = {part.parts[0].spelling for part in parts if _is_assignment(part)}
     return len(parts) > 1 and len(names) == len(parts)
 
 
-def _is_assignment(answer: Answer) -> bool:
+def _is_assignment(answer: MathAnswer) -> bool:
     return answer.kind == "equation" and len(answer.parts) == 2 and _is_name(answer.parts[0])
 
 
-def _same_equations(gold: Answer, answer: Answer) -> bool | None:
+def _same_equations(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     """`x = 2` is 2 and `y = x + 1` is x + 1; two equations are one where their differences are multiples of each other."""
     if gold.kind != answer.kind:
         equation, other = (gold, answer) if gold.kind == "equation" else (answer, gold)
@@ -381,7 +383,7 @@ def _same_equations(gold: Answer, answer: Answer) -> bool | None:
     return _proportional(_difference(one, first), _difference(two, second))
 
 
-def _is_name(side: Answer) -> bool:
+def _is_name(side: MathAnswer) -> bool:
     """`x`, or `f(x)`: what stands before the `=` of a definition."""
     pieces = side.spelling.split("\0")
     return (pieces[0].isalpha() or pieces[0].startswith("\\")) and (
@@ -389,7 +391,7 @@ def _is_name(side: Answer) -> bool:
     )
 
 
-def _difference(one: Answer, other: Answer) -> list[Number]:
+def _difference(one: MathAnswer, other: MathAnswer) -> list[Number]:
     size = max(len(one.value), len(other.value))
     pairs = [(one.value[k % len(one.value)], other.value[k % len(other.value)]) for k in range(size)]
     return [a - b if isinstance(a, Fraction) and isinstance(b, Fraction) else complex(a) - complex(b) for a, b in pairs]

@@ -62,11 +62,11 @@ ENDS = frozenset((")", "}", "]", "|", ",", "=", "+", "-", "*", "/", "^", "%", "\
 POINTS = 3
 
 
-class Unreadable(Exception):
+class NoExpression(Exception):
     """An error: the tokens are no expression that has a value here."""
 
 
-class TwoNumbers(Unreadable):
+class TwoNumbers(NoExpression):
     """An error: two numbers stand side by side, as in `1 2`, where neither 12 nor a product is meant for sure."""
 
 
@@ -75,19 +75,19 @@ class Expression:
 
     def __init__(self, tokens: tuple[str, ...], point: int = 0) -> None:
         if len(tokens) > MAX_TOKENS:
-            raise Unreadable
+            raise NoExpression
         self._tokens = [piece for token in tokens for piece in _letters(token)]
         self._point, self._place, self._depth, self._bars = point, 0, 0, 0
 
     def value(self) -> Number:
-        """Return the value. Raises Unreadable for tokens that are no expression, and for infinite or huge values."""
+        """Return the value. Raises NoExpression for tokens that are no expression, and for infinite or huge values."""
         try:
             found = self._sum()
             if self._next():
-                raise Unreadable
+                raise NoExpression
             return _bounded(found)
         except (ArithmeticError, ValueError) as error:
-            raise Unreadable from error
+            raise NoExpression from error
 
     def _next(self) -> str:
         return self._tokens[self._place] if self._place < len(self._tokens) else ""
@@ -99,12 +99,12 @@ class Expression:
 
     def _expect(self, token: str) -> None:
         if self._take() != token:
-            raise Unreadable
+            raise NoExpression
 
     def _sum(self) -> Number:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise Unreadable
+            raise NoExpression
         total = self._product()
         while self._next() in ("+", "-"):
             operation = operator.add if self._take() == "+" else operator.sub
@@ -191,7 +191,7 @@ class Expression:
             return self._function(token)
         if token in GREEK or (len(token) == 1 and token.isascii() and token.isalpha()):
             return self._variable(token)
-        raise Unreadable
+        raise NoExpression
 
     def _root(self) -> Number:
         degree: Number = Fraction(2)
@@ -208,10 +208,10 @@ class Expression:
             else:
                 base = self._argument()
         if power == -1 or (base is not None and name != "\\log"):
-            raise Unreadable
+            raise NoExpression
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise Unreadable
+            raise NoExpression
         argument = complex(self._operand())
         self._depth -= 1
         value = FUNCTIONS[name](argument) if base is None else cmath.log(argument) / cmath.log(complex(base))
@@ -238,7 +238,7 @@ def _letters(token: str) -> list[str]:
 
 def _read_number(token: str) -> Fraction:
     if not token or len(token) > MAX_DIGITS or not token.replace(".", "", 1).isdigit() or not token.isascii():
-        raise Unreadable
+        raise NoExpression
     return Fraction(token)
 
 
@@ -252,9 +252,9 @@ def _apply(operation: Callable[[Any, Any], Any], first: Number, second: Number) 
 def _bounded(value: Number) -> Number:
     if isinstance(value, Fraction):
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
-            raise Unreadable
+            raise NoExpression
     elif not cmath.isfinite(value):
-        raise Unreadable
+        raise NoExpression
     return value
 
 
@@ -263,7 +263,7 @@ def _power(base: Number, exponent: Number) -> Number:
         size = max(base.numerator.bit_length(), base.denominator.bit_length())
         if exponent.denominator == 1:
             if abs(exponent) * size > MAX_BITS:
-                raise Unreadable
+                raise NoExpression
             return Fraction(base**exponent.numerator)
         root = _exact_root(base, exponent)
         if root is not None:
@@ -286,18 +286,18 @@ def _exact_root(base: Fraction, exponent: Fraction) -> Fraction | None:
 
 def _factorial(value: Number) -> Number:
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= MAX_FACTORIAL:
-        raise Unreadable
+        raise NoExpression
     return Fraction(math.factorial(value.numerator))
 
 
 def _binomial(top: Number, bottom: Number) -> Number:
     """`top (top - 1) ... (top - bottom + 1) / bottom!`, for a whole `bottom` and any exact `top`."""
     if not (isinstance(top, Fraction) and isinstance(bottom, Fraction)) or bottom.denominator != 1:
-        raise Unreadable
+        raise NoExpression
     if top.denominator == 1 and 0 <= bottom <= top:
         bottom = min(bottom, top - bottom)
     if not 0 <= bottom <= MAX_CHOSEN:
-        raise Unreadable
+        raise NoExpression
     value: Number = Fraction(1)
     for k in range(int(bottom)):
         value = _bounded(value * (top - k) / (k + 1))
@@ -305,7 +305,7 @@ def _binomial(top: Number, bottom: Number) -> Number:
 
 
 def values(tokens: tuple[str, ...]) -> tuple[Number, ...]:
-    """The values at all points; one value where there is no variable. Raises Unreadable."""
+    """The values at all points; one value where there is no variable. Raises NoExpression."""
     first = Expression(tokens).value()
     if not any(piece.isalpha() or piece in GREEK for token in tokens for piece in _letters(token)):
         return (first,)

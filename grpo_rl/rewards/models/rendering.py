@@ -24,7 +24,7 @@ class Scorable:
     """The last token of the step of each position, as an index into the response; None for one score per response."""
 
 
-class Renderer:
+class ScorableRenderer:
     """Prompt and response as tokens of the reward model.
 
     Without `tokenizer` these are the policy's own. With one, the prompt's messages are rendered with its chat template (a

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
 from grpo_rl.processes.inside import Parent, serve
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract import INVALID, Component, Result, RewardFailure, Sample, call, call_batch
+from grpo_rl.rewards.contract import INVALID, Component, RewardFailure, RewardResult, Sample, call, call_batch
 
 WARM_UP = (("\\boxed{}\n#### 1", "\\frac{3}{4}"), ("\\boxed{2\\sqrt{x}+\\sin y}\n#### 1", "\\sin y+2\\sqrt{x}"))
 """Harmless responses and truths with which rules load what they need, before a deadline runs."""
@@ -67,7 +67,7 @@ def _answers(components: Sequence[Component], samples: Sequence[Sample], timed: 
             return
 
 
-def _one(result: Result | RewardFailure) -> dict[str, Any]:
+def _one(result: RewardResult | RewardFailure) -> dict[str, Any]:
     if isinstance(result, RewardFailure):
         return {"failure": result.kind, "cause": result.cause}
     return {"result": result.plain()}

@@ -12,10 +12,11 @@ from pathlib import Path
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.processes.child import KILL_S, START_S, OutputLog
+from grpo_rl.rewards.combined import fail, stop_where_due
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract import RewardFailure, summary
-from grpo_rl.rewards.runtime.worker import Job, Outcome, Reply, Worker, request_for, spared
-from grpo_rl.types import GREEDY, Rollout
+from grpo_rl.rewards.contract import RewardFailure
+from grpo_rl.rewards.runtime.worker import Job, Outcome, Reply, RewardProcess, request_for, spared
+from grpo_rl.types import Rollout
 
 Key = tuple[str, int]
 MOST_AT_ONCE = 64
@@ -56,7 +57,7 @@ class RewardRunner:
         """Places whose process can be asked."""
         self._broken: str | None = None
         self._last_news = time.monotonic()
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, RewardProcess] = {}
         """The process of each place."""
         self.on_busy: Callable[[float], None] = lambda _: None
         """A function called when nothing is left to score, from any thread, with the seconds for which there was something."""
@@ -107,7 +108,7 @@ class RewardRunner:
         for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
             self._settle(rollout, [*job.outcomes[0], *more])
             self._jobs.pop(_key(rollout), None)
-        self._judge(rollouts)
+        stop_where_due(rollouts, self._config)
         return list(rollouts)
 
     def close(self) -> None:
@@ -149,16 +150,7 @@ class RewardRunner:
             rollout.reward, rollout.reward_parts, rollout.steps = self._function.assemble(rollout, outcomes)
             rollout.failure = rollout.failure_cause = None
         except RewardFailure as failure:
-            rollout.failure, rollout.failure_cause = failure.kind, failure.cause
-            rollout.reward = self._config.failure_value if self._config.on_failure == "value" else None
-            rollout.reward_parts, rollout.steps = {}, None
-
-    def _judge(self, rollouts: Sequence[Rollout]) -> None:
-        failures = [(r.failure, r.failure_cause or "") for r in rollouts if r.failure is not None]
-        if failures and self._config.on_failure == "stop":
-            raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
-        if failures and all(rollout.failure is not None for rollout in rollouts if rollout.sample_index != GREEDY):
-            raise RewardError(f"no response has a reward: {summary(failures, len(rollouts))}")
+            fail(rollout, failure.kind, failure.cause, self._config)
 
     # ---- the threads, each with one process -----------------------------------------------------------
 
@@ -229,9 +221,9 @@ class RewardRunner:
             break
         return jobs
 
-    def _start(self, number: int, log: OutputLog) -> Worker:
+    def _start(self, number: int, log: OutputLog) -> RewardProcess:
         """A process that can be asked. Raises RewardError when it cannot be started."""
-        worker = self._workers[number] = Worker(self._config, self._data_sources, log)
+        worker = self._workers[number] = RewardProcess(self._config, self._data_sources, log)
         if self._closed:
             worker.child.kill()
         if trouble := worker.child.wait_until_ready():
@@ -244,7 +236,7 @@ class RewardRunner:
             self._changed.notify_all()
         return worker
 
-    def _ask(self, jobs: Sequence[Job], worker: Worker, number: int) -> list[Job]:
+    def _ask(self, jobs: Sequence[Job], worker: RewardProcess, number: int) -> list[Job]:
         """Make these calls; those that are left, which have no outcome because of another one."""
         request, sent = request_for(jobs)
         self._scored(len(jobs) - len(sent))  # those that cannot be sent have failed
@@ -270,7 +262,7 @@ class RewardRunner:
             self._tell([left.pop(0)], number, worker)
         return left
 
-    def _tell(self, jobs: Sequence[Job], number: int, worker: Worker) -> None:
+    def _tell(self, jobs: Sequence[Job], number: int, worker: RewardProcess) -> None:
         with self._changed:
             for job in jobs:
                 job.done = True

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from grpo_rl.config.schema.reward import RewardConfig
 from grpo_rl.processes.child import Child, OutputLog, encode
 from grpo_rl.rewards.compose import place, sample_of
-from grpo_rl.rewards.contract import ERROR, INVALID, KINDS, TIMEOUT, Component, Result, RewardFailure, read_result
+from grpo_rl.rewards.contract import ERROR, INVALID, KINDS, TIMEOUT, Component, RewardFailure, RewardResult, read_result
 
 if TYPE_CHECKING:  # types imports torch, which trying a function out does without
     from grpo_rl.types import Rollout
 
 Item = TypeVar("Item")
 UNSENDABLE = "ground_truth or extra_info cannot be sent to a reward function"
-Outcome = Result | RewardFailure
+Outcome = RewardResult | RewardFailure
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Reply:
     timed_out: bool = False
 
 
-class Worker:
+class RewardProcess:
     """A reward process. It dies with the thread that started it: start it and ask it in the same one."""
 
     def __init__(self, config: RewardConfig, data_sources: Sequence[str], log: OutputLog) -> None:

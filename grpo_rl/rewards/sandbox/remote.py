@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.sandbox import candidate
-from grpo_rl.rewards.sandbox.sandbox import GRACE_S, Case, Limits, Outcome
+from grpo_rl.rewards.sandbox.sandbox import GRACE_S, Case, CaseOutcome, Limits
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 8.0
@@ -42,7 +42,7 @@ class RemoteSandbox:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run(self, case: Case, time_s: float | None = None) -> Outcome:
+    def run(self, case: Case, time_s: float | None = None) -> CaseOutcome:
         """Return what the source does with the case; asked again, after a pause that doubles, while the service is busy."""
         allowed = min(self._limits.time_s, time_s or self._limits.time_s)
         deadline = time.monotonic() + self._patience_s
@@ -105,7 +105,7 @@ def _with_call(source: str, case: Case, mark: str) -> str:
     )
 
 
-def _outcome(reply: Any, mark: str | None) -> Outcome:
+def _outcome(reply: Any, mark: str | None) -> CaseOutcome:
     """Return what the service's answer says of the candidate. Raises _Again where it is about the service itself."""
     run = reply.get("run_result") if isinstance(reply, dict) else None
     if not isinstance(reply, dict) or reply.get("status") not in ("Success", "Failed"):
@@ -113,12 +113,12 @@ def _outcome(reply: Any, mark: str | None) -> Outcome:
     if not isinstance(run, dict):
         compiled = reply.get("compile_result")
         if isinstance(compiled, dict):
-            return Outcome("timeout" if compiled.get("status") == "TimeLimitExceeded" else "ended", 1)
+            return CaseOutcome("timeout" if compiled.get("status") == "TimeLimitExceeded" else "ended", 1)
         raise _Again(f"no run_result: {reply.get('message')}")
     if run.get("status") == "TimeLimitExceeded":
-        return Outcome("timeout")
+        return CaseOutcome("timeout")
     if run.get("status") == "TooMuchOutput":
-        return Outcome("output")
+        return CaseOutcome("output")
     if run.get("status") != "Finished":
         raise _Again(f"run_result.status {run.get('status')!r}: {run.get('stderr')}")
     stdout = str(run.get("stdout") or "")
@@ -128,4 +128,4 @@ def _outcome(reply: Any, mark: str | None) -> Outcome:
     if mark is not None:
         stdout, _, value = stdout.rpartition(f"\n{mark}")
     exit_code = code if isinstance(code, int) else 1
-    return Outcome("ended", exit_code, stdout.encode(errors="replace"), value.strip().encode(errors="replace"), stderr)
+    return CaseOutcome("ended", exit_code, stdout.encode(errors="replace"), value.strip().encode(errors="replace"), stderr)

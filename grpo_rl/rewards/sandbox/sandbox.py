@@ -87,7 +87,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CaseOutcome:
     """The result of a candidate on a case."""
 
     status: str
@@ -145,7 +145,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, case: Case, time_s: float | None = None) -> Outcome:
+    def run(self, case: Case, time_s: float | None = None) -> CaseOutcome:
         """Return what the source does with the case, within `time_s` (the limit's, or less).
 
         Raises RewardError when the sandbox itself fails: that is no verdict on the source.
@@ -205,7 +205,7 @@ class Sandbox:
         if answer != sign:
             raise EOFError(f"unexpected {answer!r}")
 
-    def _outcome(self, deadline: float) -> Outcome:
+    def _outcome(self, deadline: float) -> CaseOutcome:
         head = self._receive(17, deadline)
         lengths = [int.from_bytes(head[start : start + 4], "little") for start in (5, 9, 13)]
         if head[:1] not in (*STATUS, SETUP_FAILED) or max(lengths) > self._setup["max_output"] + (1 << 16):  # type: ignore[operator]
@@ -215,7 +215,7 @@ class Sandbox:
             raise SandboxUnavailable(
                 unavailable(f"start the candidate: {stderr.decode(errors='replace') or 'it was too slow'}")
             )
-        return Outcome(STATUS[head[:1]], int.from_bytes(head[1:5], "little", signed=True), stdout, value, stderr)
+        return CaseOutcome(STATUS[head[:1]], int.from_bytes(head[1:5], "little", signed=True), stdout, value, stderr)
 
     def _send(self, data: bytes, deadline: float) -> None:
         self._channel.settimeout(max(0.001, deadline - time.monotonic()))

@@ -15,7 +15,7 @@ from grpo_rl.cluster.roles.reward_model_role import RewardModelRole
 from grpo_rl.errors import ClusterError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import Failure, ModelScore
-from grpo_rl.rewards.models.rendering import Renderer
+from grpo_rl.rewards.models.rendering import ScorableRenderer
 from grpo_rl.types import Prompt, Rollout
 from grpo_rl.workers.specs import ScoreBatch
 
@@ -65,7 +65,7 @@ def expected(text: str) -> float:
 
 def make(ranks: Ranks, *, separator: str | None = None, pass_tokens: int = 20, max_length: int = 20) -> RewardModelRole:
     return RewardModelRole(
-        ranks, Renderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=max_length
+        ranks, ScorableRenderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=max_length
     )
 
 
@@ -114,7 +114,7 @@ def test_steps_are_scored_at_their_last_token_and_the_response_by_their_mean():
 def test_a_token_that_the_model_does_not_have_fails_alone():
     group = RewardModelRole(
         Ranks(),
-        Renderer(decode),
+        ScorableRenderer(decode),
         weight=1.0,
         pass_tokens=20,
         max_length=20,

@@ -20,7 +20,7 @@ from grpo_rl.data.rows import BadRow
 from grpo_rl.data.tasks.rated_sums import rated_sums, written
 from grpo_rl.data.training_rows.rated_steps import RatedStepSet, rated_batch, rated_row, tokenized_steps
 from grpo_rl.models import builtin
-from grpo_rl.rewards.models.rendering import Renderer as Scoring
+from grpo_rl.rewards.models.rendering import ScorableRenderer as Scoring
 from grpo_rl.types import Prompt, Rollout
 
 PRM800K = Path(__file__).resolve().parents[3].parent / "shared/data/prm800k/phase1_test.stepwise-critic.parquet"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_rl.envs.contract import Environment, Start, Turn
-from grpo_rl.envs.games.grid_world import STEPS, Grid, Place
+from grpo_rl.envs.games.grid_world import STEPS, Grid, GridPlace
 from grpo_rl.envs.games.word_game import marks
 
 Player = Callable[[list[tuple[str, str]]], str]
@@ -113,7 +113,7 @@ def random_walk(rng: random.Random) -> Player:
     return lambda seen: rng.choice(list(STEPS))
 
 
-def reached(row: dict[str, Any], moves: list[str]) -> Place:
+def reached(row: dict[str, Any], moves: list[str]) -> GridPlace:
     """The place that these directions lead to."""
     truth = row["reward_model"]["ground_truth"]
     grid = Grid(tuple(truth["lines"]), tuple(truth["start"]))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from grpo_rl.rewards.check import gold_response, main, percentile, read_rows, solve
 from grpo_rl.rewards.rules.expressions import arithmetic_value
-from grpo_rl.rewards.runtime.worker import Worker
+from grpo_rl.rewards.runtime.worker import RewardProcess
 
 
 def row(gold="18", source="math", **more):
@@ -117,8 +117,8 @@ def test_an_interrupt_ends_the_trial_and_its_process_and_shows_what_there_is(che
             raise KeyboardInterrupt
         return ask(worker, request, replies, *arguments)
 
-    ask = Worker.ask
-    monkeypatch.setattr(Worker, "ask", interrupted)
+    ask = RewardProcess.ask
+    monkeypatch.setattr(RewardProcess, "ask", interrupted)
     code, shown = check(my_file, [row(response="four")] * 3)
     assert code == 130
     assert "interrupted after 1 of 3 rows" in shown and "1 rows, 0 failed" in shown

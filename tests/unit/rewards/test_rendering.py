@@ -8,7 +8,7 @@ import pytest
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.rewards.models.rendering import Renderer, split_steps, tokenizer_for
+from grpo_rl.rewards.models.rendering import ScorableRenderer, split_steps, tokenizer_for
 from grpo_rl.types import Prompt, Rollout
 
 POLICY = build_tokenizer(128)
@@ -45,27 +45,27 @@ def test_a_response_is_cut_after_each_separator_and_white_space_is_no_step(text,
 
 def test_with_the_same_tokens_the_last_one_is_scored_or_the_last_of_each_step():
     item = rollout("3\n\n4")
-    whole = Renderer(decode)(item)
+    whole = ScorableRenderer(decode)(item)
     assert whole.token_ids == (*item.prompt.token_ids, *item.response_ids)
     # Two tokens of the prompt, four characters, and the end.
     assert (whole.positions, whole.step_tokens) == ((6,), None)
-    steps = Renderer(decode, separator="\n\n")(item)
+    steps = ScorableRenderer(decode, separator="\n\n")(item)
     assert (steps.positions, steps.step_tokens) == ((4, 5), (2, 3))
 
 
 def test_with_another_template_the_messages_are_rendered_anew_and_steps_end_at_the_same_text():
     own = build_tokenizer(128)
     own.chat_template = "Q:{{ messages[0]['content'] }}{% if add_generation_prompt %} A:{% endif %}"
-    seen = Renderer(decode, own, "\n\n")(rollout("3\n\n4"))
+    seen = ScorableRenderer(decode, own, "\n\n")(rollout("3\n\n4"))
     assert own.decode(seen.token_ids) == "Q:1+1 A:3\n\n4<|end|>"
     assert [own.decode(seen.token_ids[: place + 1]) for place in seen.positions] == ["Q:1+1 A:3\n\n", "Q:1+1 A:3\n\n4"]
     assert seen.step_tokens == (2, 3)
-    cut_off = Renderer(decode, own)(rollout("3", stop=False))
+    cut_off = ScorableRenderer(decode, own)(rollout("3", stop=False))
     assert own.decode(cut_off.token_ids) == "Q:1+1 A:3" and cut_off.positions == (8,)
 
 
 def test_a_plain_prompt_stays_as_it_is():
-    seen = Renderer(decode, build_tokenizer(128))(rollout("3", messages=None))
+    seen = ScorableRenderer(decode, build_tokenizer(128))(rollout("3", messages=None))
     assert POLICY.decode(seen.token_ids) == "ab3<|end|>"
 
 
@@ -80,7 +80,7 @@ def test_tokens_of_several_characters_are_scored_where_the_step_is_complete():
             starts = range(0, len(text), 2)
             return {"input_ids": list(starts), "offset_mapping": [(start, min(start + 2, len(text))) for start in starts]}
 
-    seen = Renderer(decode, Pairs(), "|")(rollout("abc|d|efg", messages=None))
+    seen = ScorableRenderer(decode, Pairs(), "|")(rollout("abc|d|efg", messages=None))
     # The prompt "ab" is token 0; then ab c| d| ef g: steps end with "c|", "d|" and "g".
     assert seen.positions == (2, 3, 5)
 
@@ -101,5 +101,5 @@ def test_rollouts_are_rendered_anew_only_where_tokens_or_template_differ():
 def test_the_renderer_leaves_the_rollout_alone():
     item = rollout("3\n\n4")
     before = replace(item)
-    Renderer(decode, build_tokenizer(128), "\n\n")(item)
+    ScorableRenderer(decode, build_tokenizer(128), "\n\n")(item)
     assert item == before

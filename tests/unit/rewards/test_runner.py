@@ -322,8 +322,8 @@ def test_no_process_outlives_a_run_that_is_killed(tmp_path):
 import os, signal
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.processes.child import OutputLog
-from grpo_rl.rewards.runtime.worker import Worker
-worker = Worker(RewardConfig(functions=['{UNRULY}:act']), [], OutputLog())
+from grpo_rl.rewards.runtime.worker import RewardProcess
+worker = RewardProcess(RewardConfig(functions=['{UNRULY}:act']), [], OutputLog())
 assert worker.child.wait_until_ready() is None
 print(worker.child.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from grpo_rl.errors import RewardError
 from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
-from grpo_rl.rewards.runtime.worker import Job, Reply, Worker, request_for
+from grpo_rl.rewards.runtime.worker import Job, Reply, RewardProcess, request_for
 from tests.unit.rewards.test_runner import UNRULY, make_runner, rollout
 
 TIMEOUT_S = 0.3
@@ -20,7 +20,7 @@ TIMEOUT_S = 0.3
 def ask(*texts):
     """Return the answers of a new process to these responses in one message."""
     config = RewardConfig(functions=[f"{UNRULY}:act"])
-    worker = Worker(config, [], OutputLog())
+    worker = RewardProcess(config, [], OutputLog())
     assert worker.child.wait_until_ready() is None
     request, jobs = request_for([Job([rollout(str(place), text)], [component]) for place, text in enumerate(texts)])
     replies = [Reply() for _ in jobs]
