@@ -8,6 +8,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -47,42 +48,46 @@ def addresses(pids: list[int]) -> set[str]:
     return found
 
 
-def test_no_listener_of_a_local_cluster_answers_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    before = listeners()
-    with ray_session(RayInitConfig(), 1):
-        import ray
+@dataclass(frozen=True)
+class Local:
+    """A local Ray of a user who has never used one."""
 
-        gcs = str(ray.get_runtime_context().gcs_address)
-        opened = listeners() - before
-        assert int(gcs.rpartition(":")[2]) in opened
-        assert not auth.answers_without_token(gcs)
-        assert [port for port in opened if auth.answers_without_token(f"127.0.0.1:{port}")] == []
-        auth.refuse_open_cluster(gcs, allowed=False)
+    folder: Path
+    """The session's."""
+    home: Path
+    opened: set[int]
+    """The ports on which somebody listens since it is there."""
 
 
-@pytest.fixture
-def local_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """A local Ray of a user who has never used one; yields the session's folder."""
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with ray_session(RayInitConfig(), 1):
-        yield Path(os.environ[SESSION_FOLDER])
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    home, before = tmp_path_factory.mktemp("home"), listeners()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HOME", str(home))
+        with ray_session(RayInitConfig(), 1):
+            yield Local(Path(os.environ[SESSION_FOLDER]), home, listeners() - before)
 
 
-def test_other_users_find_neither_files_nor_sockets_nor_the_token_of_a_local_ray(local_ray: Path, tmp_path: Path) -> None:
-    found = local_ray.stat()
+def test_no_listener_of_a_local_cluster_answers_a_stranger(local_ray: Local) -> None:
+    assert int(_gcs().rpartition(":")[2]) in local_ray.opened
+    assert not auth.answers_without_token(_gcs())
+    assert [port for port in local_ray.opened if auth.answers_without_token(f"127.0.0.1:{port}")] == []
+    auth.refuse_open_cluster(_gcs(), allowed=False)
+
+
+def test_other_users_find_neither_files_nor_sockets_nor_the_token_of_a_local_ray(local_ray: Local) -> None:
+    found = local_ray.folder.stat()
     assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), 0o700)
-    sockets = [path for path in local_ray.rglob("*") if path.is_socket()]
+    sockets = [path for path in local_ray.folder.rglob("*") if path.is_socket()]
     assert sockets, "Ray's own are below"
-    assert list(tmp_path.rglob("*")) == [], "no token in the home folder"
+    assert list(local_ray.home.rglob("*")) == [], "no token in the home folder"
     assert auth.refuses_our_token(_gcs()) is False, "and yet there is one"
     assert not auth.answers_without_token(_gcs())
 
 
-def test_a_local_ray_is_out_of_reach_of_other_machines_and_of_signals_to_its_controller(local_ray: Path) -> None:
+def test_a_local_ray_is_out_of_reach_of_other_machines_and_of_signals_to_its_controller(local_ray: Local) -> None:
     import ray
 
     assert ray.get(ray.remote(lambda: ray.util.get_node_ip_address()).remote(), timeout=60) == "127.0.0.1"
