@@ -186,6 +186,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(ROOT)}
     # Machines that share these cores with others: no worker steps behind everything else, and no thread spins while it waits.
     quiet |= {"RAY_worker_niceness": "0", "GOMP_SPINCOUNT": "0"}
+    # Ray kills a stopped job after three seconds, in which a busy machine does not end a step.
+    quiet["RAY_JOB_STOP_WAIT_TIME_S"] = "120"
     # A cache of embedded models on a path that is not below /tmp saves minutes where the tests are repeated.
     quiet |= {name: os.environ[name] for name in ("GRPO_RL_CACHE", "OMP_NUM_THREADS") if name in os.environ}
     machines = Machines(folder, [ROOT, Path(sys.prefix).resolve()], quiet)
@@ -287,7 +289,7 @@ def test_a_machine_without_what_the_run_needs_is_refused(cluster: Cluster, diffe
 
 def test_two_machines_train_the_policy_of_one_over_a_cut(cluster: Cluster, policy: str) -> None:
     process = cluster.start("cut", [*WORDS, *TWO], 3)
-    assert [cluster.workers(1), cluster.workers(2)] == [2, 2], "a rank and an engine on each machine"
+    assert cluster.workers(1) == cluster.workers(2) == 3, "a rank of the actor, one of the reference and an engine on each"
     cluster.machines.cut(2, 3.0)
     code, said = ended(process)
     assert code == 0, said
@@ -311,7 +313,7 @@ def test_a_job_keeps_others_out_of_its_folder_and_saves_when_it_is_stopped(clust
     assert status["host"] == "node-1" and f"{status['pid']}" in refused and "node-1" in refused
     cluster.machines.run(2, ".venv/bin/ray", "job", "stop", "--address", f"http://{cluster.head}:8265", job)
     status = json.loads((cluster.runs / "stopped" / "status.json").read_text())
-    assert (status["state"], status["error"]["exit_code"]) == ("stopped", 75)
+    assert (status["state"], status["error"]["exit_code"]) == ("preempted", 75)
     assert status["last_commit"] == status["step"] >= 3
     assert (cluster.runs / "stopped" / "checkpoints" / f"step_{status['step']}").is_dir()
 
@@ -338,7 +340,7 @@ def test_a_critic_and_episodes_are_the_same_on_two_machines(cluster: Cluster, re
 def test_a_link_that_is_cut_for_good_ends_the_run_which_goes_on_with_a_new_machine(cluster: Cluster, policy: str) -> None:
     process = cluster.start("unlinked", [*WORDS, *TWO], 5)
     cluster.machines.cut(2)
-    assert re.search(r"its node 10\.78\.0\.2 \([^)]*actor1[^)]*\) has not answered", lost(process))
+    assert re.search(r"its node 10\.78\.0\.2 \([^)]*actor\d[^)]*\) has not answered", lost(process))
     cluster.add(3)
     assert "resumed from" in cluster.train("unlinked", [*WORDS, *TWO])
     assert cluster.policy("unlinked") == policy
@@ -362,10 +364,12 @@ def test_engines_on_other_machines(cluster: Cluster) -> None:
         cluster.add(3)
     cluster.train("engine", [*WORDS, *engines(1)])
     process = cluster.start("engines", [*WORDS, *engines(2)], 5)
-    assert [cluster.workers(number) for number in (1, 2, 3)] == [1, 1, 1]
-    cluster.machines.kill(3)
-    assert re.search(r"its node 10\.78\.0\.3 \(rollout\d\) has not answered", lost(process))
-    cluster.add(3)
+    workers = {number: cluster.workers(number) for number in (1, 2, 3)}
+    assert sorted(workers.values()) == [1, 1, 2], "an engine on each of two, actor and reference on the third"
+    victim = next(number for number in (2, 3) if workers[number] == 1)
+    cluster.machines.kill(victim)
+    assert re.search(rf"its node 10\.78\.0\.{victim} \(rollout\d\) has not answered", lost(process))
+    cluster.add(victim)
     assert "resumed from" in cluster.train("engines", [*WORDS, *engines(2)])
     assert cluster.policy("engines") == cluster.policy("engine")
 
@@ -388,7 +392,7 @@ def test_a_killed_agent_of_ray_on_the_other_machine_is_named(cluster: Cluster, a
         cluster.machines.kill(3)
     process = cluster.start(f"agent{agent[5]}", [*WORDS, *TWO], 3)
     cluster.machines.run(2, "pkill", "-9", "-f", agent)
-    assert re.search(r"its node 10\.78\.0\.2 \([^)]*actor1[^)]*\) ", lost(process))
+    assert re.search(r"its node 10\.78\.0\.2 \([^)]*actor\d[^)]*\) ", lost(process))
     cluster.machines.kill(2)
     cluster.add(2)
 
@@ -397,4 +401,6 @@ def test_a_head_that_is_gone_ends_the_run_of_another_machine(cluster: Cluster) -
     """The last test: the cluster ends with it."""
     process = cluster.start("headless", [*WORDS, *TWO], 5, on=2)
     cluster.machines.kill(1)
-    assert re.search(r"the Ray cluster is lost: .*10\.78\.0\.1.* has not answered", lost(process))
+    assert re.search(
+        r"the Ray cluster is lost: its (head \(gcs_server\)|node 10\.78\.0\.1 \(.*\)) has not answered", lost(process)
+    )
