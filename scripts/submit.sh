@@ -63,7 +63,8 @@ fi
 
 # Written by Python, so that values with quotes or line breaks arrive as they are. It asks for the job server first: Ray answers
 # one that is not there with forty lines. The hook runs in the process that starts the job, in the head's environment, which the
-# job is to run in as well: its `python3` is the head's.
+# job is to run in as well: its `python3` is the head's. Ray kills a job that it stops after three seconds, if not told otherwise;
+# a run ends by itself within trainer.grace_s.
 runtime_env=$(ADDRESS=$address DRY_RUN=$dry_run "$(dirname "$ray")/python" - <<'PYTHON'
 import http.client, json, os, sys, urllib.error, urllib.request
 
@@ -87,7 +88,7 @@ print(json.dumps({
     "excludes": [f"/{name}" if "*" not in name else name for name in left_out],
     # By this variable of Ray's; its key `worker_process_setup_hook` reaches the job's workers and not what starts the job.
     "env_vars": {name: os.environ[name] for name in names if name in os.environ}
-    | {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "grpo_rl.processes.family.lead_path"},
+    | {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "grpo_rl.processes.family.lead_path", "RAY_JOB_STOP_WAIT_TIME_S": "3600"},
 }))
 PYTHON
 )
