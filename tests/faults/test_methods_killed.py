@@ -44,8 +44,15 @@ SAMPLED = [
     f"{POLICY}.actor.ppo_mini_batch_size=4",
     "trainer.test_freq=-1",
 ]
+COLLECTED = [
+    "data.responses=initial_policy",
+    *(word for word in SAMPLED if "mini_batch" not in word and "num_rows" not in word and "val_files" not in word),
+    "data.train_files=task:arithmetic?split=train&num_rows=12",
+    "data.gen_batch_size=4",
+]
 PAIRS = "task:arithmetic?carrying=1&forgotten_carries=1"
 IN_UPDATE, IN_STEP = "driver.phase:kill9@step=3,phase=update_actor,once", "driver.step:kill9@step=3,once"
+IN_COLLECTION = ["collection.part:kill9@number=1,once", IN_UPDATE]
 
 
 @dataclass(frozen=True)
@@ -97,17 +104,25 @@ METHODS = {
         ],
         kills=["driver.reference:kill9@part=train,n=2,once", IN_UPDATE],
     ),
+    "sft on rows": Method(
+        [
+            f"{POLICY}.actor.policy_loss.loss_mode=sft",
+            "data.responses=rows",
+            "data.train_files=task:arithmetic?split=train&num_rows=32",
+            "data.response_key=reward_model.ground_truth",
+        ],
+    ),
     "responses of the initial policy": Method(
         [
             f"{POLICY}.actor.policy_loss.loss_mode=sft",
-            "data.responses=initial_policy",
-            *(word for word in SAMPLED if "mini_batch" not in word and "num_rows" not in word and "val_files" not in word),
-            "data.train_files=task:arithmetic?split=train&num_rows=12",
-            "data.gen_batch_size=4",
+            *COLLECTED,
             "reward.functions=[REWARDS:odd]",
             "algorithm.rejection.max_per_prompt=2",
         ],
-        kills=["collection.part:kill9@number=1,once", IN_UPDATE],
+        kills=IN_COLLECTION,
+    ),
+    "pairs of the initial policy": Method(
+        [f"{POLICY}.actor.policy_loss.loss_mode=dpo", *COLLECTED, "reward.functions=[REWARDS:variety]"], kills=IN_COLLECTION
     ),
     "reward model on pairs": Method(
         [
@@ -159,7 +174,7 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(
     assert calm.start().wait(END_S) == 0, calm.describe()
     for number in range(len(method.kills)):
         assert broken.start().wait(END_S) == -9, broken.describe()
-        assert [fired["fault"] for fired in broken.fired()] == method.kills[: number + 1]
+        assert [fired["fault"] for fired in broken.fired()] == list(method.kills[: number + 1])
     assert broken.start().wait(END_S) == 0, broken.describe()
 
     for step in range(1, method.steps + 1):
