@@ -488,7 +488,7 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "late judgement",
-        "cluster/recovery/health.py",
+        "cluster/recovery/supervisor.py",
         "        entry.last = time.monotonic()\n        self._judge(entry, activity)\n",
         "        self._judge(entry, activity)\n",
         "unit/cluster faults/test_recovery_replicas.py",

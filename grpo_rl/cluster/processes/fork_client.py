@@ -1,10 +1,10 @@
 """The program that Ray runs in place of Python where workers are copies of one process, made by the fork server.
 
-Ray starts a worker as `PYTHON SCRIPT ARGUMENT ...`. Here it starts `PYTHON fork_client.py SOCKET PID SCRIPT ARGUMENT
+Ray starts a worker as `PYTHON SCRIPT ARGUMENT ...`. Here it starts `PYTHON fork_client.py SOCKET SCRIPT ARGUMENT
 ...`, which sends what a process inherits (words, environment, folder, the three standard descriptors) to the server at
-SOCKET and ends once a copy has taken its place. When no server answers, the server refuses, or it is not the one that
-the controller (PID) made, this process becomes the Python that Ray asked for. It needs nothing but Python's own
-library, since it runs for every worker.
+SOCKET and ends once a copy has taken its place. When no server answers or it refuses, this process becomes the
+Python that Ray asked for. It needs nothing but Python's own library, since it runs for every worker. Other users reach
+neither end: the socket's folder is this user's alone, which both ends check.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import socket
 import stat
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ ANSWER_S = 40.0
 
 
 class NotOurs(Exception):
-    """An error: a folder, or a process at the other end of a socket, that another user made or could have replaced."""
+    """An error: a folder that another user made, or can look or write into."""
 
 
 def refuse_shared(folder: str | Path) -> None:
@@ -34,19 +33,8 @@ def refuse_shared(folder: str | Path) -> None:
         raise NotOurs(f"{folder} is not this user's alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})")
 
 
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel noted them when it connected, or when it began to listen."""
-    layout = struct.Struct("3i")
-    pid, user, _ = layout.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, layout.size))
-    return pid, user
-
-
-def granted(address: str, controller: int, words: Sequence[str]) -> bool:
-    """Return whether a copy now exists which runs these words with all that this process has.
-
-    Nothing is sent before the server is known to be `controller`'s. Raises NotOurs where it is not, OSError without
-    one.
-    """
+def granted(address: str, words: Sequence[str]) -> bool:
+    """Return whether a copy now exists which runs these words with all that this process has. Raises NotOurs; OSError without a server."""
     umask = os.umask(0)
     os.umask(umask)
     request = {
@@ -61,9 +49,6 @@ def granted(address: str, controller: int, words: Sequence[str]) -> bool:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
         connection.connect(address)
-        # The controller has called `listen`, and the server has inherited the socket from it.
-        if peer(connection) != (controller, os.geteuid()):
-            raise NotOurs(f"{address} is served by process and user {peer(connection)}, not {(controller, os.geteuid())}")
         data = json.dumps(request).encode() + b"\n"
         sent = connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
         connection.sendall(data[sent:])
@@ -75,10 +60,10 @@ def granted(address: str, controller: int, words: Sequence[str]) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run with the words `SOCKET PID SCRIPT ARGUMENT ...`."""
-    address, controller, *words = arguments
+    """Run with the words `SOCKET SCRIPT ARGUMENT ...`."""
+    address, *words = arguments
     try:
-        if granted(address, int(controller), words):
+        if granted(address, words):
             return
     except NotOurs as error:
         print(f"no copy of a process: {error}", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ fork) of a process that has done that starts in less than one, and shares the me
 How a worker comes about: Ray's raylet starts `fork_client.py` in place of Python. That connects to this server's
 socket, sends the descriptors, environment and words that it was started with, and waits. The server forks; the copy
 answers READY, and when the client answers TAKEN it takes over what was sent and runs Ray's worker script (`become`).
-Both ends check first that the other is a process of the same user and run. `forks.py` starts the server and says which
+`forks.py` starts the server and says which
 workers are copied.
 
 Ray's C++ part reads its variables when it is imported. They are those of a session's workers, which only Ray has, so
@@ -73,8 +73,6 @@ def main(order: dict[str, Any]) -> None:
 
 def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
     """Make copies until the controller is gone. Returns a request in each copy, and None here at the end."""
-    from grpo_rl.cluster.processes import fork_client  # found with the path that `main` was given
-
     # Copies that have ended leave no zombies behind, although nothing waits for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener.settimeout(REQUEST_S)
@@ -92,8 +90,6 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
         with connection:
             connection.settimeout(REQUEST_S)
             try:
-                if not is_of_this_run(*fork_client.peer(connection)):
-                    continue
                 request = receive(connection)
             except (OSError, ValueError, TypeError):
                 continue  # the client notices that the connection ends
@@ -113,17 +109,6 @@ def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
                 os._exit(0)
             for descriptor in request.descriptors:
                 os.close(descriptor)
-
-
-def is_of_this_run(pid: int, user: int) -> bool:
-    """Return whether a client is a process of this user and, where this server belongs to a session, of that session.
-
-    Every process of a session has its token in the environment that it was started with (`run_watcher.py`).
-    """
-    if user != os.geteuid():
-        return False
-    session = os.environ.get("GRPO_SESSION")
-    return session is None or f"GRPO_SESSION={session}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def is_wanted(connection: socket.socket) -> bool:

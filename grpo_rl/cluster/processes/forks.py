@@ -119,14 +119,11 @@ class ForkServer:
 
 
 def runtime_env(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return Ray's `runtime_env` of a worker with these variables: how it is copied, or nothing where it cannot be.
-
-    To be called by the controller, which made the server's socket: its id is what the client looks for.
-    """
+    """Return Ray's `runtime_env` of a worker with these variables: how it is copied, or nothing where it cannot be."""
     address = Path(os.environ.get(SESSION_FOLDER, ""), SOCKET)
     everybodys = environment_of(alone=False)
     same = all(name in READ_LATER or everybodys.get(name) == value for name, value in environment.items())
     if not same or not address.is_socket():
         return {}
     # Neither `site` nor PYTHON* variables: it only passes on what it was given.
-    return {"py_executable": shlex.join([sys.executable, "-S", "-E", fork_client.__file__, str(address), str(os.getpid())])}
+    return {"py_executable": shlex.join([sys.executable, "-S", "-E", fork_client.__file__, str(address)])}

@@ -91,10 +91,7 @@ class Worker:
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
-        told = faults.told()
-        if told is not None:  # the worker's conditions name what only the controller has, such as the step
-            return self.actor.call_told.remote(told, method, *args, **kwargs)
-        return self.actor.call.remote(method, *args, **kwargs)
+        return self.actor.call.remote(method, *args, told=faults.told(), **kwargs)
 
     def call_for_two(self, method: str, *args: Any) -> tuple[ray.ObjectRef, ray.ObjectRef]:
         """Start a call of a method that returns a pair, as two objects: either may be fetched without the other.
@@ -103,10 +100,7 @@ class Worker:
         answer itself (100 KiB, `RAY_max_direct_call_object_size`) it lies in the object store of the worker's machine,
         and stays there when the worker dies.
         """
-        told = faults.told()
-        if told is not None:
-            return self.actor.call_told.options(num_returns=2).remote(told, method, *args)
-        return self.actor.call.options(num_returns=2).remote(method, *args)
+        return self.actor.call.options(num_returns=2).remote(method, *args, told=faults.told())
 
     def call_pair(self, method: str) -> tuple[ray.ObjectRef, ray.ObjectRef]:
         """Start a call, as `call_for_two` does, of any method: whether its result is not None, and the result."""

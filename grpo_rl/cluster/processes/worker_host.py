@@ -122,8 +122,10 @@ class WorkerHost:
         finally:
             gc.enable()
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the worker. Raises RemoteError."""
+    def call(self, method: str, *args: Any, told: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """Call a method of the worker. Raises RemoteError. `told` is the controller's context of the fault points (`faults`)."""
+        if told is not None:
+            faults.tell(**{**told, "worker": self.name})
 
         def run() -> Any:
             values = [self._value(argument) for argument in args]
@@ -149,11 +151,6 @@ class WorkerHost:
             self._fetched = ("", None)
             self._fetched = (argument.key, _local(_get(argument.ref)))
         return self._fetched[1]
-
-    def call_told(self, told: dict[str, Any], method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method as `call` does, with the controller's context of the fault points (see `faults`)."""
-        faults.tell(**{**told, "worker": self.name})
-        return self.call(method, *args, **kwargs)
 
     def call_pair(self, method: str, *args: Any) -> tuple[bool, Any]:
         """Return whether the result is not None, and the result: two objects, the second to be passed on unread."""

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -38,19 +37,9 @@ OF_RAY, LOG_OF_RAY = "ray", "ray.log"
 
 
 @contextmanager
-def ray_session(
-    config: RayInitConfig,
-    num_cpus: int,
-    record: Path | None = None,
-    on_lost: Callable[[str], None] | None = None,
-    warn: Callable[[str], None] = lambda _: None,
-    copied: Sequence[str] = (),
-    log: Path | None = None,
-    *,
-    alone: bool = False,
-) -> Iterator[None]:
+def ray_session(*arguments: Any, **options: Any) -> Iterator[None]:
     """Connect as `connecting` does, and be connected from the first line on."""
-    with connecting(config, num_cpus, record, on_lost, warn, copied, log, alone=alone) as connection:
+    with connecting(*arguments, **options) as connection:
         connection.connected()
         yield
 
@@ -225,11 +214,8 @@ def watched(record: Path | None = None) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="grpo-", dir=base if len(base) <= room else "/tmp"))
     (folder / run_watcher.MARKER).write_text(token)
     if record is not None:
-        record.write_text(
-            json.dumps(
-                {"token": token, "folder": str(folder), "pid": os.getpid(), "host": socket.gethostname(), "boot": _boot()}
-            )
-        )
+        found = {"token": token, "folder": str(folder), "pid": os.getpid(), "host": socket.gethostname()}
+        record.write_text(json.dumps(found))
     with shielded():
         watcher = subprocess.Popen(
             [sys.executable, "-S", "-E", run_watcher.__file__, token, str(folder), str(os.getpid())],
@@ -269,22 +255,9 @@ def clean_earlier(record: Path) -> list[int]:
         return []
     if host != socket.gethostname() or len(token) != 32:
         return []
-    if found.get("boot") != _boot():
-        # No process outlives its machine; the folder may.
-        with contextlib.suppress(OSError):
-            if (folder / run_watcher.MARKER).read_text() == token:
-                shutil.rmtree(folder, ignore_errors=True)
-        return []
     ended = run_watcher.clean(token, folder)
     record.unlink(missing_ok=True)
     return ended
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def store_bytes(free: float, total: float, shared: float) -> int:

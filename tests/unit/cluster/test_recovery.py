@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.cluster.recovery.health import verdict
-from grpo_rl.cluster.recovery.supervisor import Recoveries
+from grpo_rl.cluster.recovery.supervisor import Recoveries, verdict
 from grpo_rl.cluster.roles.request_ledger import Ledger
 from grpo_rl.cluster.session.run_watcher import is_tracker
 from grpo_rl.config.schema.tree import TrainerConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_rl.cluster.recovery.health import verdict
+from grpo_rl.cluster.recovery.supervisor import verdict
 from grpo_rl.cluster.roles.rollout_pool import check_versions
 from grpo_rl.errors import WeightVersionError
 from grpo_rl.models import builtin
