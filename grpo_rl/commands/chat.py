@@ -24,7 +24,7 @@ from grpo_rl.control_words import unmarked
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.telemetry.terminal.text import encodable, safe_text
+from grpo_rl.telemetry.terminal.text import safe_text, say
 
 if TYPE_CHECKING:
     from grpo_rl.cluster.sampling import Sampler
@@ -201,7 +201,7 @@ def _talk(config: Config, tokenizer: Any, answer: Answer, options: argparse.Name
                 _note(f"(the oldest {talk.left_out} turns no longer fit and are left out)")
             text, finish_reason = answer(prompt, sampling)
             talk.answered(text)
-            _say(safe_text(text, keep_newlines=True))
+            say(safe_text(text, keep_newlines=True))
             if finish_reason == "length":
                 _note(f"(cut at {sampling.max_tokens} tokens: --max-tokens)")
 
@@ -228,14 +228,9 @@ def _lines() -> Iterator[str]:
             return
 
 
-def _say(text: str) -> None:
-    print(encodable(text, sys.stdout.encoding or "utf-8"), flush=True)
-
-
 def _note(text: str) -> None:
     """Print a line that is no answer: a script that asks through a pipe finds answers alone on the standard output."""
-    stream = sys.stdout if sys.stdin.isatty() else sys.stderr
-    print(encodable(text, stream.encoding or "utf-8"), file=stream, flush=True)
+    say(text, sys.stdout if sys.stdin.isatty() else sys.stderr)
 
 
 def _keys(options: argparse.Namespace, folder: str, words: Sequence[str]) -> dict[str, Any]:

@@ -1,33 +1,195 @@
-"""`grpo-rl compare RUN RUN ...`: what differs between runs in configuration, and whether their results do."""
+"""`grpo-rl compare RUN RUN ...`: what differs between runs in configuration, and whether their results do.
+
+Results are compared at equal steps, at equal tokens and at equal seconds: a method that needs fewer steps may need more of
+the others. Which test is made depends on what there is, and the result says which:
+- two runs or more on both sides: a permutation test over runs, which is about the method;
+- else, with validation responses in the folders: a paired test over prompts, which is about these runs only, as it does not
+  contain what another seed would change;
+- else none.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+import numpy as np
 
 from grpo_rl.arguments import Arguments
-from grpo_rl.errors import ConfigError
+from grpo_rl.config.schema.fields import flat, leaves
+from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.evaluation import estimates
+from grpo_rl.evaluation.estimates import Difference
 from grpo_rl.evaluation.evaluation_results import p_text
 from grpo_rl.evaluation.response_file import write_whole
-from grpo_rl.evaluation.run_comparison import (
-    AXES,
-    Comparison,
-    RunGroup,
-    compare,
-    config_differences,
-    grouped,
-    metrics_of,
-    read_run,
-)
-from grpo_rl.telemetry.metrics.metrics_file import jsonable
-from grpo_rl.telemetry.rundir import find_run
+from grpo_rl.telemetry.metrics.metrics_file import jsonable, read_metrics
+from grpo_rl.telemetry.metrics.validation import validation_keys
+from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
+from grpo_rl.telemetry.rundir import find_run, run_config
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import duration, safe_text
 
-_SHORT = 44
+Axis = Literal["step", "tokens", "seconds"]
+AXES: dict[Axis, str] = {"step": "", "tokens": "perf/total_num_tokens", "seconds": "timing_s/step"}
+"""The metric of a step whose sum so far is the place on each axis; of steps it is their number."""
+SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
+LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.project_name", "trainer.logger", "trainer.dry_run")
+"""Keys about names and places, in which runs of the same method differ."""
+REWARD = "reward/mean"
+LAST_STEPS = 5
+"""Training steps whose mean reward counts: single ones are of few prompts."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """A run as its folder shows it."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """Flat: values by dotted key."""
+    records: Sequence[Mapping[str, float]]
+
+    @property
+    def seed_text(self) -> str:
+        """The seeds of the run in one word: of the trainer, and of data and sampling where they are others."""
+        return "/".join(dict.fromkeys(str(self.config[key]) for key in SEEDS[:3] if self.config.get(key) is not None))
+
+    def places(self, axis: Axis) -> np.ndarray:
+        """Return the place of each record on an axis."""
+        if axis == "step":
+            return np.array([float(record["step"]) for record in self.records])
+        return np.cumsum([record.get(AXES[axis], 0.0) * (record["step"] > 0) for record in self.records])
+
+    def value_at(self, metric: str, axis: Axis, at: float) -> tuple[int, float] | None:
+        """Return step and value of a metric at a place of the axis; None where it was not measured.
+
+        Of a validation it is the one that is nearest, of the training reward the mean of the last few steps up to there.
+        """
+        measured = np.flatnonzero([metric in record for record in self.records])
+        places = self.places(axis)[measured]
+        if metric == REWARD:
+            chosen = measured[places <= at * (1 + 1e-9)][-LAST_STEPS:]
+        else:
+            chosen = measured[np.argsort(np.abs(places - at), kind="stable")[:1]]
+        if not len(chosen):
+            return None
+        records = [self.records[index] for index in chosen.tolist()]
+        return int(records[-1]["step"]), fmean(record[metric] for record in records)
+
+
+Method = Sequence[ComparedRun]
+"""Runs that differ in nothing but seeds, names and places."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric of two groups at equal places of one axis."""
+
+    metric: str
+    axis: Axis
+    at: float
+    first: float
+    second: float
+    difference: Difference | None
+    over: str
+    """The units of the test, in words: runs, or prompts of these runs; or why there is none."""
+
+
+def read_run(folder: Path) -> ComparedRun:
+    """Return the run in `folder`. Raises DataError where nothing was measured yet."""
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise DataError(f"{folder}: there is no metrics.jsonl with a step in it; give the folder of a run")
+    config: dict[str, Any] = {}
+    with suppress(DataError):
+        config = flat(run_config(folder))
+    return ComparedRun(folder, config, records)
+
+
+def grouped(runs: Sequence[ComparedRun]) -> list[Method]:
+    """Return the runs in groups of the same configuration but for seeds, names and places, in the order of their first run."""
+    found: dict[str, list[ComparedRun]] = {}
+    for run in runs:
+        own = {key: value for key, value in run.config.items() if key not in (*SEEDS, *LOCAL)}
+        found.setdefault(json.dumps(own, sort_keys=True, default=str), []).append(run)
+    return list(found.values())
+
+
+def config_differences(groups: Sequence[Method]) -> list[tuple[str, list[Any]]]:
+    """Return the keys in which groups differ, each with its value in every group; seeds, names and places are left out."""
+    configs = [group[0].config for group in groups]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = []
+    for key in keys:
+        values = [config.get(key, leaves()[key].default if key in leaves() else None) for config in configs]
+        if key not in (*SEEDS, *LOCAL) and any(value != values[0] for value in values[1:]):
+            rows.append((key, values))
+    return rows
+
+
+def metrics_of(groups: Sequence[Method]) -> list[str]:
+    """Return the metrics that are compared: validation by source, then the training reward, as far as all runs have them."""
+    runs = [run for group in groups for run in group]
+    names = [*dict.fromkeys(key for run in runs for record in run.records for key in validation_keys(record)), REWARD]
+    return [name for name in names if all(any(name in record for record in run.records) for run in runs)]
+
+
+def compare(first: Method, second: Method, metric: str, axis: Axis) -> Comparison | None:
+    """Return the two methods' values at the last place that all runs reached; None where nothing was measured up to there."""
+    at = float(min(run.places(axis)[-1] for run in (*first, *second)))
+    sides = [[found[1] for run in side if (found := run.value_at(metric, axis, at)) is not None] for side in (first, second)]
+    if [len(side) for side in sides] != [len(first), len(second)]:
+        return None
+    difference, over = _tested(first, second, metric, axis, at, sides)
+    return Comparison(metric, axis, at, fmean(sides[0]), fmean(sides[1]), difference, over)
+
+
+def _tested(
+    first: Method, second: Method, metric: str, axis: Axis, at: float, values: Sequence[Sequence[float]]
+) -> tuple[Difference | None, str]:
+    if min(map(len, values)) >= 2:
+        return estimates.difference_of_runs(*values), f"{len(first)} and {len(second)} runs"
+    if metric == REWARD:
+        return None, "one run: no test"
+    sides = [_by_prompt(method, metric, axis, at) for method in (first, second)]
+    common = sorted(sides[0].keys() & sides[1].keys())
+    if len(common) < 2:
+        return None, "no responses of both"
+    mine, other = (np.array([side[prompt] for prompt in common]) for side in sides)
+    return estimates.paired_difference(mine, other), f"{len(common)} prompts"
+
+
+def _by_prompt(method: Method, metric: str, axis: Axis, at: float) -> dict[tuple[str, str], float]:
+    """Return the mean value of the responses to each validation prompt, over the method's runs, at the validation nearest there."""
+    from grpo_rl.evaluation.evaluation_results import values_of
+
+    source = metric.removeprefix("val/").rpartition("/")[0]
+    found: dict[tuple[str, str], list[float]] = {}
+    for run in method:
+        nearest = run.value_at(metric, axis, at)
+        files = dict(step_files(run.folder / "val"))
+        if nearest is None or nearest[0] not in files:
+            return {}
+        records: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        try:
+            for record in read_rollouts(files[nearest[0]]):
+                if record["data_source"] == source:
+                    records.setdefault(prompt_key(record), []).append(record)
+        except (DataError, KeyError):
+            return {}
+        if len({len(group) for group in records.values()}) != 1:
+            return {}
+        values = values_of(dict(enumerate(records.values())))
+        for prompt, value in zip(records, values.values_PN.mean(axis=1), strict=True):
+            found.setdefault(prompt, []).append(float(value))
+    return {prompt: fmean(values) for prompt, values in found.items() if len(values) == len(method)}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,10 +209,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _configurations(groups: Sequence[RunGroup], console: Console) -> None:
+def _configurations(groups: Sequence[Method], console: Console) -> None:
     for number, group in enumerate(groups):
-        names = ", ".join(f"{run.folder.name} (seed {run.seed_text})" for run in group.runs)
-        console.info(f"{_letter(number)}: {names}, {max(int(run.records[-1]['step']) for run in group.runs)} steps")
+        names = ", ".join(f"{run.folder.name} (seed {run.seed_text})" for run in group)
+        console.info(f"{_letter(number)}: {names}, {max(int(run.records[-1]['step']) for run in group)} steps")
     if len(groups) == 1:
         console.info("these runs differ in nothing but seeds, names and places: there is one method, and nothing to test")
         return
@@ -59,7 +221,7 @@ def _configurations(groups: Sequence[RunGroup], console: Console) -> None:
     console.table("configuration: what differs", rows, ["key", *map(_letter, range(len(groups)))])
 
 
-def _results(groups: Sequence[RunGroup], console: Console) -> list[tuple[str, Comparison]]:
+def _results(groups: Sequence[Method], console: Console) -> list[tuple[str, Comparison]]:
     """Print the table of results; return each comparison with the letters of its two groups."""
     found: list[tuple[str, Comparison]] = []
     for metric in metrics_of(groups):
@@ -82,40 +244,38 @@ def _results(groups: Sequence[RunGroup], console: Console) -> list[tuple[str, Co
     return found
 
 
-def _honest(groups: Sequence[RunGroup], found: Sequence[tuple[str, Comparison]]) -> list[str]:
+def _honest(groups: Sequence[Method], found: Sequence[tuple[str, Comparison]]) -> list[str]:
     """Return what the tests say and what they do not."""
     lines = [
         "Each row is at the last place that both sides reached: validation measured nearest to it, and the mean reward of the "
         "five training steps before it. Tests: permutation over runs where both sides have two or more, else over prompts."
     ]
-    if any(len(group.runs) == 1 for group in groups):
+    if any(len(group) == 1 for group in groups):
         lines.append(
             "One run of a method: the tests over prompts say whether these two policies differ, and nothing about another seed. "
             "For the methods themselves, train each with three seeds or more (trainer.seed)."
         )
-    tested = [
-        one.difference for _, one in found if one.difference is not None and "runs" in one.over and "these" not in one.over
-    ]
-    least = max((one.least_p for one in tested), default=0.0)
+    tested = [one for _, one in found if one.difference is not None]
+    least = max((one.difference.least_p for one in tested if one.difference and "runs" in one.over), default=0.0)
     if least > 0.05:
         lines.append(f"With so few runs no difference can have a p below {least:.2f}, however large it is.")
-    if len([one for _, one in found if one.difference is not None]) > 1:
+    if len(tested) > 1:
         lines.append("Several tests are made: of twenty without any difference, one has p below 0.05.")
     return lines
 
 
-def _write(groups: Sequence[RunGroup], found: Sequence[tuple[str, Comparison]], folder: Path, console: Console) -> None:
+def _write(groups: Sequence[Method], found: Sequence[tuple[str, Comparison]], folder: Path, console: Console) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         content = {
-            "groups": {_letter(number): [str(run.folder) for run in group.runs] for number, group in enumerate(groups)},
+            "groups": {_letter(number): [str(run.folder) for run in group] for number, group in enumerate(groups)},
             "configuration": dict(config_differences(groups)),
             "results": [{"sides": sides, **dataclasses.asdict(one)} for sides, one in found],
         }
         write_whole(folder / "comparison.json", json.dumps(jsonable(content), indent=1))
     except OSError as error:
         raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
-    runs = " ".join(shlex.quote(safe_text(str(run.folder))) for group in groups for run in group.runs)
+    runs = " ".join(shlex.quote(safe_text(str(run.folder))) for group in groups for run in group)
     console.info("")
     console.info(f"written: {folder / 'comparison.json'}")
     console.info(f"their curves over each other: grpo-rl page {runs}")
@@ -143,7 +303,7 @@ def _letter(number: int) -> str:
 
 
 def _value(value: object) -> str:
-    return safe_text("null" if value is None else str(value), limit=_SHORT)
+    return safe_text("null" if value is None else str(value), limit=44)
 
 
 def _parser() -> Arguments:

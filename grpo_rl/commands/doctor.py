@@ -18,7 +18,7 @@ from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.rundir import find_run
-from grpo_rl.telemetry.terminal.text import encodable
+from grpo_rl.telemetry.terminal.text import say
 
 if TYPE_CHECKING:
     from grpo_rl.plan.first_look import Sight
@@ -97,7 +97,7 @@ def _is_word(word: str) -> bool:
 
 def _show(arguments: argparse.Namespace, found: list[dict[str, Any]], text: str, *, ill: bool) -> int:
     shown = json.dumps(jsonable(found), indent=2) if arguments.json else text
-    print(encodable(shown, sys.stdout.encoding or "utf-8"))
+    say(shown)
     return 1 if arguments.strict and ill else 0
 
 

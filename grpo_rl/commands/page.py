@@ -12,7 +12,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.page.page_file import write_page
 from grpo_rl.telemetry.page.page_server import HOST, PageServer
 from grpo_rl.telemetry.rundir import find_run
-from grpo_rl.telemetry.terminal.text import encodable
+from grpo_rl.telemetry.terminal.text import say
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,10 +30,10 @@ def main(argv: Sequence[str]) -> int:
     if not 0 <= arguments.port < 2**16:
         raise ConfigError(f"--port {arguments.port}: a port is a number below 65536")
     if not arguments.serve:
-        _print(f"page: {write_page(runs, out)}")
+        say(f"page: {write_page(runs, out)}")
         return 0
     server = PageServer(runs, out, arguments.port, lambda message: print(message, file=sys.stderr))
-    _print(f"page: {server.address}\nIt follows the run, for browsers on this machine; Ctrl-C ends it.")
+    say(f"page: {server.address}\nIt follows the run, for browsers on this machine; Ctrl-C ends it.")
     try:
         signal.pause()
     except KeyboardInterrupt:
@@ -41,10 +41,6 @@ def main(argv: Sequence[str]) -> int:
     finally:
         server.close()
     return 0
-
-
-def _print(text: str) -> None:
-    print(encodable(text, sys.stdout.encoding or "utf-8"), flush=True)
 
 
 def _parser() -> Arguments:

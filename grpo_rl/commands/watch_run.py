@@ -23,7 +23,7 @@ from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.status import is_gone, read_status
 from grpo_rl.telemetry.terminal import step_line
-from grpo_rl.telemetry.terminal.text import duration, encodable, safe_text
+from grpo_rl.telemetry.terminal.text import duration, encodable, safe_text, say
 
 RECENT_STEPS = 20
 """Steps from which the time left is estimated, as the run itself does."""
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{run}: has no status.json: the run has not begun, or is older than this command")
     if options.once:
         look = look_at(run, options.samples)
-        print(_printable("\n".join(picture(look))))
+        say("\n".join(picture(look)))
         return look.ended_with or 0
     return _follow_on_terminal(run, options) if sys.stdout.isatty() else _follow_in_lines(run, options)
 
@@ -196,13 +196,13 @@ def _follow_in_lines(run: Path, options: Any) -> int:
         new = [record for record in look.records if int(record["step"]) not in said and len(record) > 2]
         for record in new:
             if not said:
-                print(_printable(_plain(step_line.header(record))), flush=True)
+                say(_plain(step_line.header(record)))
             step = int(record["step"])
             said.add(step)
-            print(_printable(_plain(step_line.line(step, int(look.status.get("total") or 0), record))), flush=True)
+            say(_plain(step_line.line(step, int(look.status.get("total") or 0), record)))
             for key in record:
                 if key.startswith(ALARM):
-                    print(_printable(f"alarm in step {step}: {safe_text(key.removeprefix(ALARM))}"), flush=True)
+                    say(f"alarm in step {step}: {safe_text(key.removeprefix(ALARM))}")
         if look.ended_with is not None:
             return _ended(look)
         time.sleep(options.every)
@@ -210,18 +210,14 @@ def _follow_in_lines(run: Path, options: Any) -> int:
 
 def _ended(look: Look) -> int:
     code = look.ended_with or 0
-    print(_printable(f"{safe_text(look.run.name)}: the run has ended with exit code {code}"), flush=True)
+    say(f"{safe_text(look.run.name)}: the run has ended with exit code {code}")
     for line in _trouble(look):
-        print(_printable(line), flush=True)
+        say(line)
     return code
 
 
 def _plain(cells: Sequence[step_line.Cell]) -> str:
     return "".join(cell.text for cell in cells)
-
-
-def _printable(text: str) -> str:
-    return encodable(text, sys.stdout.encoding or "utf-8")
 
 
 def _parser() -> Arguments:

@@ -110,23 +110,20 @@ def results_of(models: Sequence[Groups], *, pass_at: float = 1.0, seed: int = 0)
 def as_json(results: Sequence[SourceResult], labels: Sequence[str]) -> list[dict[str, Any]]:
     """Return the results as plain values, each model by its label."""
 
-    def by_label(values: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-        return {
-            name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-            for name, value in zip(names, values, strict=True)
-        }
+    def by_label(values: list[Any]) -> dict[str, Any]:
+        return dict(zip(labels[len(labels) - len(values) :], values, strict=True))
 
     return [
         {
-            "data_source": one.source,
-            "num_prompts": one.num_prompts,
-            "metrics": {name: by_label(values, labels) for name, values in one.metrics.items()},
-            f"differences to {labels[0]}": {name: by_label(values, labels[1:]) for name, values in one.differences.items()},
-            "response_length": by_label(one.lengths, labels),
-            "truncated": by_label(one.truncated, labels),
-            "reward_failures": by_label(one.failures, labels),
+            "data_source": one["source"],
+            "num_prompts": one["num_prompts"],
+            "metrics": {name: by_label(values) for name, values in one["metrics"].items()},
+            f"differences to {labels[0]}": {name: by_label(values) for name, values in one["differences"].items()},
+            "response_length": by_label(one["lengths"]),
+            "truncated": by_label(one["truncated"]),
+            "reward_failures": by_label(one["failures"]),
         }
-        for one in results
+        for one in map(dataclasses.asdict, results)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The result of a sweep: a table with mean and spread per setting, and a CSV file.
+"""The runs of a sweep, named after their values, and their result: a table with mean and spread per setting, and a CSV file.
 
 `python -m grpo_rl.sweep.outcome FOLDER` makes them from the folder of a sweep, also of one whose runs were submitted to a
 cluster one by one.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
+import re
 import shlex
 import statistics
 import sys
@@ -15,21 +17,42 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_rl.config import overrides
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import DataError
-from grpo_rl.sweep.points import Point, name_of, read_points
+from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.run_files import read_json
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.status import read_status
-from grpo_rl.telemetry.terminal.text import encodable, number
+from grpo_rl.telemetry.terminal.text import number, say
 
+SEED_AXES = ("seed", *overrides.SEEDS)
+"""Axes whose runs differ by chance alone: results are averaged over them."""
+SWEEP_FILE = "sweep.json"
+_PLAIN = re.compile(r"[^A-Za-z0-9._+-]+")
+_LONGEST = 60
 LAST_STEPS = 5
 """The number of last training steps whose mean stands for the end of a run."""
 LOSSES = {"validation loss": "val/loss", "training loss": "train/loss"}
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Point:
+    """One run of a sweep."""
+
+    values: Mapping[str, str]
+    """The value of each axis, as Hydra writes it."""
+    name: str
+    """The name of the run's folder, such as `lr=0.001,seed=2`."""
+
+    @property
+    def setting(self) -> tuple[tuple[str, str], ...]:
+        """The values that are no seeds: runs with the same ones are repetitions of each other."""
+        return tuple((key, value) for key, value in self.values.items() if key not in SEED_AXES)
+
+
+@dataclass(frozen=True, slots=True)
+class SweptRun:
     """The end of one run."""
 
     point: Point
@@ -70,11 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return DataError.exit_code
-    print(encodable(redact(summarize(folder, points)), sys.stdout.encoding or "utf-8"))
+    say(redact(summarize(folder, points)))
     return 0
 
 
-def _result(folder: Path, point: Point) -> Result:
+def _result(folder: Path, point: Point) -> SweptRun:
     records = read_metrics(folder / "metrics.jsonl")
     values: dict[str, float] = {}
     scores = [score for record in records if (score := validation_score(record)) is not None]
@@ -88,12 +111,12 @@ def _result(folder: Path, point: Point) -> Result:
     if seconds:
         values["s/step"] = statistics.median(seconds)
     state = str(read_status(folder).get("state", "not started"))
-    return Result(point, state, sum(record["step"] > 0 for record in records), values)
+    return SweptRun(point, state, sum(record["step"] > 0 for record in records), values)
 
 
-def _table(results: Sequence[Result], columns: Sequence[str]) -> str:
+def _table(results: Sequence[SweptRun], columns: Sequence[str]) -> str:
     """Return one row per setting: its runs that are done, and mean and spread of each column over them."""
-    groups: dict[str, list[Result]] = {}
+    groups: dict[str, list[SweptRun]] = {}
     for result in results:
         groups.setdefault(_label(result.point), []).append(result)
     width = max([len("setting"), *map(len, groups)]) + 2
@@ -120,7 +143,7 @@ def _label(point: Point) -> str:
     return name_of(dict(point.setting)).replace(",", ", ") or "all runs"
 
 
-def _write_csv(file: Path, results: Sequence[Result], columns: Sequence[str]) -> None:
+def _write_csv(file: Path, results: Sequence[SweptRun], columns: Sequence[str]) -> None:
     """Write one line per run: its values, state, steps, and what it reached."""
     with file.open("w", newline="", encoding="utf-8") as opened:
         writer = csv.writer(opened)
@@ -130,6 +153,38 @@ def _write_csv(file: Path, results: Sequence[Result], columns: Sequence[str]) ->
             values = [result.point.values.get(axis, "") for axis in axes]
             reached = [result.values.get(name, "") for name in columns]
             writer.writerow([result.point.name, *values, result.state, result.steps, *reached])
+
+
+def read_points(folder: Path) -> list[Point]:
+    """Return the runs of the sweep in `folder`; those of runs that were submitted one by one go by the names of their folders."""
+    try:
+        if (folder / SWEEP_FILE).exists():
+            return [Point(dict(entry["values"]), str(entry["name"])) for entry in read_json(folder / SWEEP_FILE)]
+        names = sorted(path.parent.name for path in folder.glob("*=*/config.yaml"))
+        return [Point(dict(part.partition("=")[::2] for part in name.split(",")), name) for name in names]
+    except (DataError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / SWEEP_FILE} cannot be read: {error}") from None
+
+
+def name_of(values: Mapping[str, str]) -> str:
+    """Return `lr=0.001,seed=2`: the last parts of the keys, as many as tell them apart, and the values in plain letters."""
+    return ",".join(f"{_shortest(key, list(values))}={_plain(value)}" for key, value in values.items())
+
+
+def _shortest(key: str, keys: Sequence[str]) -> str:
+    parts = key.split(".")
+    for count in range(1, len(parts) + 1):
+        ending = ".".join(parts[-count:])
+        if sum(f".{other}".endswith(f".{ending}") for other in keys) == 1:
+            return ending
+    return key
+
+
+def _plain(value: str) -> str:
+    text = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
+    plain = _PLAIN.sub("-", text)[:_LONGEST]
+    # Two values that look alike without their special characters must not share a folder.
+    return plain if plain == text else f"{plain}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
 if __name__ == "__main__":

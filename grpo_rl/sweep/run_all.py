@@ -2,23 +2,53 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
+from grpo_rl.config import overrides
+from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError, Preempted
 from grpo_rl.plan.make import make_plan
-from grpo_rl.sweep.outcome import summarize
-from grpo_rl.sweep.points import Point, Sweep, sweep_of, with_places
-from grpo_rl.telemetry.rundir import refuse_taken
+from grpo_rl.sweep.outcome import SWEEP_FILE, Point, name_of, summarize
+from grpo_rl.telemetry.rundir import dated_name, refuse_taken
 from grpo_rl.telemetry.status import read_status
 
 STOPPED_CODES = (75, 130)
 """Exit codes of a run that was stopped from outside: no other run of the sweep starts then."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The runs of a sweep and where they lie."""
+
+    folder: Path
+    points: Sequence[Point]
+    words: Mapping[str, list[str]]
+    """The command line of each run, by its name."""
+    composed: Mapping[str, Composed]
+    """The configuration of each run, by its name."""
+    is_named: bool
+    """True where the sweep has a name by which the same command goes on."""
+
+    @property
+    def dry_run(self) -> bool:
+        """Return whether the runs are only to be planned."""
+        return any(composed.config.trainer.dry_run for composed in self.composed.values())
+
+    def write(self) -> None:
+        """Write down what the runs are, for the summary that is made from the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        record = [{"name": point.name, "values": dict(point.values)} for point in self.points]
+        (self.folder / SWEEP_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def run_sweep(words: Sequence[str]) -> int:
@@ -136,3 +166,54 @@ def _going_on(sweep: Sweep) -> str:
     if sweep.is_named:
         return "the same command goes on: runs that are done are skipped"
     return f"the same command with trainer.experiment_name={sweep.folder.name} goes on: runs that are done are skipped"
+
+
+def sweep_of(words: Sequence[str]) -> Sweep:
+    """Return the sweep that the words describe.
+
+    Raises ConfigError with every problem of every run, before any of them starts; each names the runs that it is in.
+    """
+    axes = overrides.axes(words)
+    if "trainer.experiment_name" in axes.values:
+        axes.problems.append("trainer.experiment_name: a sweep has one name, and its runs are named after their values")
+    if axes.problems:
+        raise ConfigError(axes.problems)
+    combinations = [dict(zip(axes.values, values, strict=True)) for values in itertools.product(*axes.values.values())]
+    points = [Point(values, name_of(values)) for values in combinations]
+    settings = {point.name: [*axes.fixed, *(f"{key}={value}" for key, value in point.values.items())] for point in points}
+    given = _given_name(settings[points[0].name])
+    name = given or f"sweep_{dated_name()}"
+    found: dict[str, list[str]] = {}
+    composed: dict[str, Composed] = {}
+    lines = {
+        point: [*words, f"trainer.experiment_name={overrides.quoted(f'{name}/{point}')}"] for point, words in settings.items()
+    }
+    for point, line in lines.items():
+        try:
+            composed[point] = compose(line)
+        except ConfigError as error:
+            for problem in error.problems:
+                found.setdefault(problem, []).append(point)
+    if found:
+        raise ConfigError(with_places(found, len(points)))
+    folders = {str(Path(one.config.trainer.default_local_dir).expanduser()) for one in composed.values()}
+    if len(folders) > 1:
+        raise ConfigError(f"--multirun: the runs of a sweep lie in one folder, not in {' and '.join(sorted(folders))}")
+    return Sweep(Path(folders.pop()) / name, points, lines, composed, is_named=given is not None)
+
+
+def _given_name(line: Sequence[str]) -> str | None:
+    """Return the name that the words or their recipe give; None without one, and where the words are wrong, which shows later."""
+    try:
+        return compose(line).config.trainer.experiment_name
+    except ConfigError:
+        return None
+
+
+def with_places(found: Mapping[str, Sequence[str]], num_runs: int) -> list[str]:
+    """Return each problem with the runs in which it is; a problem of all runs is not one of a value."""
+    lines = []
+    for problem, names in found.items():
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        lines.append(problem if len(names) == num_runs else f"{problem} (in run {shown})")
+    return lines

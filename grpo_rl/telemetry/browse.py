@@ -20,7 +20,7 @@ from grpo_rl.errors import ConfigError, DataError, GrpoRlError
 from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import find_run
-from grpo_rl.telemetry.terminal.text import encodable, safe_text
+from grpo_rl.telemetry.terminal.text import safe_text, say
 
 Record = dict[str, Any]
 
@@ -61,9 +61,9 @@ SHORTENED = 1200
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the rollouts that the command line asks for. Return exit code 0; 2 for wrong options and what is no run, 3 where there are no rollouts or they cannot be read."""
     try:
-        print(encodable(browse(_parser().read(sys.argv[1:] if argv is None else argv)), sys.stdout.encoding or "utf-8"))
+        say(browse(_parser().read(sys.argv[1:] if argv is None else argv)))
     except GrpoRlError as error:
-        print(f"error: {encodable(str(error), sys.stderr.encoding or 'utf-8')}", file=sys.stderr)
+        say(f"error: {error}", sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # The reader, such as `head`, has read enough and closed the pipe.

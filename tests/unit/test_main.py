@@ -96,16 +96,6 @@ def test_a_failed_worker_is_told_in_one_line_with_the_logs_and_without_the_trace
     ]
 
 
-def test_every_bad_row_that_the_message_lists_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [f"train.jsonl, line {n}: no prompt" for n in range(1, 11)]
-    error = DataError("\n  ".join(["16 bad rows of the 16 checked:", *rows, "... and 6 more"]))
-    assert ends_with(error, monkeypatch) == 3
-    shown = capsys.readouterr().err.splitlines()
-    assert shown == ["error: 16 bad rows of the 16 checked:", *(f"  {row}" for row in rows), "  ... and 6 more"]
-
-
 def test_a_saved_run_ends_with_75(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert ends_with(Preempted("by SIGTERM: step 2 of 4 is saved"), monkeypatch) == 75
     assert capsys.readouterr().err == "stopped: by SIGTERM: step 2 of 4 is saved\n"
@@ -137,13 +127,6 @@ def test_the_command_runs_from_any_folder_and_refuses_without_loading_torch(tmp_
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.strip() == "2 []"
     assert "trainer.save_freq=0" in done.stderr
-
-
-def test_the_module_is_the_command(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "grpo_rl.main", "nonsense"], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
-    assert done.returncode == 2 and "nonsense" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,6 @@ def test_metrics_are_chosen_by_name_and_a_wrong_name_is_refused_with_the_nearest
         run.metrics("reward/men")
 
 
-def test_without_pandas_one_command_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = grpo_rl.Run(write_run(tmp_path).path)
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(DataError, match="python -m pip install pandas=="):
-        run.metrics()
-
-
 def test_rollouts_are_a_frame_with_a_column_per_part_of_the_reward(tmp_path: Path) -> None:
     pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
     run = grpo_rl.Run(write_run(tmp_path).path)

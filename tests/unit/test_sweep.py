@@ -13,10 +13,11 @@ import pytest
 from test_run_folder import ended, write_run
 
 from grpo_rl.config import overrides
-from grpo_rl.errors import ConfigError, DataError, Preempted
+from grpo_rl.errors import ConfigError, Preempted
 from grpo_rl.main import main
-from grpo_rl.sweep import outcome, run_all
-from grpo_rl.sweep.points import Point, name_of, read_points, sweep_of
+from grpo_rl.sweep import outcome
+from grpo_rl.sweep.outcome import Point, name_of, read_points
+from grpo_rl.sweep.run_all import sweep_of
 
 LR = "actor_rollout_ref.actor.optim.lr"
 
@@ -209,12 +210,6 @@ def test_a_run_that_goes_on_elsewhere_is_refused_before_the_first(
     finally:
         holder.kill()
         holder.wait(10)
-
-
-def test_a_sweep_whose_data_are_missing_ends_as_data_that_cannot_be_used(tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text("{}\n")
-    with pytest.raises(DataError):
-        run_all.run_sweep(sweep_words(tmp_path, "recipe=arithmetic/grpo", f"data.train_files={tmp_path}/bad.jsonl", "seed=1,2"))
 
 
 def test_the_table_of_runs_that_were_submitted_one_by_one_goes_by_their_folders(

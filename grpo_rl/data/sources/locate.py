@@ -59,7 +59,7 @@ def _check_file(name: str, path: Path) -> None:
     if kind := irregular(path):
         raise DataError(f"{name}: is {kind}; expected a regular file")
     if not path.is_file():
-        raise DataError(f"{name}: there is no such file{_neighbours(path)}")
+        raise DataError(f"{name}: there is no such file")
     if path.stat().st_size == 0:
         raise DataError(f"{name}: the file is empty")
 
@@ -136,14 +136,6 @@ def _from_hub(name: str) -> RowSource:
     from grpo_rl.data.sources.tables import Table
 
     return Table(name, rows.with_format("arrow")[:])
-
-
-def _neighbours(path: Path) -> str:
-    """A hint with the data files that do lie in the folder, or with the missing folder itself."""
-    if not path.parent.is_dir():
-        return f", nor the folder {path.parent}"
-    files = sorted(filter(_is_data, path.parent.iterdir()))
-    return f"; the folder has {_named(files)}" if files else "; the folder has no data files"
 
 
 def _named(files: list[Path]) -> str:

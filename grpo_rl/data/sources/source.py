@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -75,21 +75,14 @@ class UserRows(Rows):
             raise BadRow(f"{self.where(index)}: {type(error).__name__}: {error}{raised_in(error)}") from error
 
 
-class CustomDataset(Protocol):
-    """The interface of a data set class of the user's (`data.custom_cls`, as in verl): its length, and each row as a dict.
-
-    It is made as `cls(data_files=[...], tokenizer=..., config=...)`, once for training and once for validation;
-    `config` is the `data` part of the configuration. `self[index]` gives the same row at any time: rows are read when
-    they are drawn, and again after a resume. Rows are checked, rendered and tokenized as those of a file are.
-    """
-
-    def __init__(self, data_files: list[str], tokenizer: Any, config: DataConfig) -> None: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-
 def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> RowSource:
-    """Return the user's data set over `files`. Raises ConfigError for a class that is not there or is no data set."""
+    """Return the user's data set over `files`: `data.custom_cls`, as in verl.
+
+    The class is made as `cls(data_files=[...], tokenizer=..., config=...)`, once for training and once for validation;
+    `config` is the `data` part of the configuration. It has a length, and `self[index]` gives the same row as a dict at any
+    time: rows are read when they are drawn, and again after a resume. Raises ConfigError for a class that is not there or is no
+    data set.
+    """
     name = f"{config.custom_cls.path}:{config.custom_cls.name}"
     kind = load_function(name, "data set class")
     missing = [part for part in ("__len__", "__getitem__") if not hasattr(kind, part)]

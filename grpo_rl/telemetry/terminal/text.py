@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 import unicodedata
+from typing import TextIO
 
 from grpo_rl.config.secrets import redact
 
@@ -44,6 +46,12 @@ def _escape(char: str) -> str:
 def encodable(text: str, encoding: str) -> str:
     """Return `text` with escapes for the characters that `encoding` does not have, so that printing never fails."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a text to the standard output, or another stream, as far as its encoding goes."""
+    stream = sys.stdout if stream is None else stream
+    print(encodable(text, stream.encoding or "utf-8"), file=stream, flush=True)
 
 
 def number(value: float | None, width: int, digits: int = 3) -> str:

@@ -36,11 +36,6 @@ def test_every_command_is_named_and_can_be_imported(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"grpo_rl {grpo_rl.__version__}\n"
 
 
-def test_the_script_is_the_module() -> None:
-    root = Path(grpo_rl.__file__).parents[1]
-    assert 'grpo-rl = "grpo_rl.__main__:main"' in (root / "pyproject.toml").read_text()
-
-
 def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["wach", "run"]) == 2
     assert "there is no command 'wach'. Did you mean watch?" in capsys.readouterr().err

@@ -9,9 +9,8 @@ import yaml
 from command_folders import make_run
 
 from grpo_rl.__main__ import main
+from grpo_rl.commands.export import model_card
 from grpo_rl.commands.targets import run_config
-from grpo_rl.config.compose import compose
-from grpo_rl.evaluation.model_card import model_card
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -25,13 +24,6 @@ def test_the_card_says_what_was_trained_on_what_and_how_to_repeat_it(tmp_path: P
     assert "| val/arithmetic/mean@1 | 0.05 (step 0) | 0.5 (step 3) |" in body
     assert "![curves](curves.png)" in body and "hf:owner/sums?split=test" in body
     assert "trainer.seed: 7" in body and str(tmp_path) not in body.partition("## How to repeat it")[0]
-
-
-def test_the_configuration_in_the_folder_repeats_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "again", "trainer.seed=7", "actor_rollout_ref.actor.clip_ratio_high=0.28")
-    (tmp_path / "run_config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    composed = compose([f"recipe={tmp_path / 'run_config.yaml'}", "trainer.experiment_name=again"])
-    assert composed.config.trainer.seed == 7 and composed.config.actor_rollout_ref.actor.clip_ratio_high == 0.28
 
 
 def test_a_checkpoints_card_ends_at_its_step(tmp_path: Path) -> None:

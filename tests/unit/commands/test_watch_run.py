@@ -68,17 +68,6 @@ def test_hostile_responses_do_not_drive_the_terminal(tmp_path: Path, capsys: pyt
     assert "owned" in out and not {"\x1b", "\x07", "\r", "\u202e"} & set(out)
 
 
-def test_broken_files_are_as_if_they_were_not_there(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "broken")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "rew')
-    (run / "rollouts" / "step_4.jsonl").write_text('{"prompt": ')
-    look = look_at(run, 2)
-    assert look.samples_step == 3 and picture(look)
-    (run / "status.json").write_text("{")
-    assert main(["watch", str(run)]) == 2
-
-
 def test_it_touches_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path, "still")
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}

@@ -27,16 +27,6 @@ def test_every_problem_comes_with_a_solution_that_uses_each_number_once():
         assert sorted(used) == sorted(numbers) and all(1 <= number <= 99 for number in numbers)
 
 
-def test_a_row_has_verls_columns_and_no_solution_in_what_the_model_or_the_ground_truth_shows():
-    row = countdown(num_rows=1, num_numbers="3", template="short")[0]
-    numbers, target = problem(row)
-    assert row["data_source"] == "countdown"
-    assert row["prompt"] == [{"role": "user", "content": f"{numbers[0]} {numbers[1]} {numbers[2]} -> {target}"}]
-    assert set(row["reward_model"]["ground_truth"]) == {"target", "numbers"}
-    assert row["extra_info"]["level"] == 3
-    assert solution(row) not in row["prompt"][0]["content"]
-
-
 def test_the_splits_share_no_set_of_numbers_in_whatever_order():
     options = {"num_numbers": "2", "max_number": 12}
     train = {tuple(sorted(problem(row)[0])) for row in countdown(num_rows=400, **options)}

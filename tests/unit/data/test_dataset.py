@@ -97,12 +97,6 @@ def test_parquet_values_are_plain_python_and_nan_is_none(tmp_path, tokenizer):
     assert data.prompt(1, "u").extra_info == {"score": 0.5, "nums": []}
 
 
-def test_a_line_separator_inside_a_json_string_does_not_end_the_line(tmp_path, tokenizer):
-    name = tmp_path / "a.jsonl"
-    name.write_text(json.dumps(row("a\u2028b"), ensure_ascii=False) + "\n\n", encoding="utf-8")
-    assert len(load(str(name), tokenizer)) == 1
-
-
 # ---- length ---------------------------------------------------------------------------------------------
 
 
@@ -176,13 +170,6 @@ def test_a_template_that_fails_in_any_way_is_an_error_of_the_data(tmp_path, temp
     write_jsonl(tmp_path / "a.jsonl", [row()])
     with pytest.raises(DataError, match=r"line 1: the chat template in data\.chat_template (refuses the messages|makes)"):
         PromptDataset([str(tmp_path / "a.jsonl")], DataConfig(chat_template=template), build_tokenizer(128)).checked()
-
-
-def test_messages_that_the_template_refuses_are_named(tmp_path):
-    tokenizer = build_tokenizer(128)
-    tokenizer.chat_template = "{{ raise_exception('only user messages, please') }}"
-    with pytest.raises(DataError, match=r"line 1: the tokenizer's chat template refuses the messages: only user messages"):
-        load(write_jsonl(tmp_path / "a.jsonl", [row()]), tokenizer)
 
 
 # ---- real data ------------------------------------------------------------------------------------------

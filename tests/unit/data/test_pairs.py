@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.config.compose import compose
@@ -186,14 +184,6 @@ def test_all_bad_rows_are_named_at_once_or_left_out(tmp_path: Path) -> None:
     assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 3
 
 
-def test_the_columns_are_those_that_the_configuration_names(tmp_path: Path) -> None:
-    row = {"question": [user("1+1=")], "answers": {"good": "2", "bad": "3"}, "margin": "is not read"}
-    data = load(write(tmp_path, row), prompt_key="question", chosen_key="answers.good", rejected_key="answers.bad")
-    assert [TOKENIZER.decode(ids[:-1]) for ids in (data.row(0).chosen_ids, data.row(0).rejected_ids)] == ["2", "3"]
-    with pytest.raises(DataError, match="line 1: there is no column 'answers'"):
-        load(write(tmp_path, GOOD), chosen_key="answers.good")
-
-
 def test_long_rows_are_an_error_or_dropped(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD, {**GOOD, "prompt": "1+" * 30 + "1="}, {**GOOD, "chosen": "1" * 40})
     with pytest.raises(DataError, match=r"line 2: has 64 tokens, more than the longest sequence of 32; 2 rows are too long"):
@@ -244,27 +234,6 @@ def test_the_best_is_paired_with_the_worst_of_each_group() -> None:
     assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False, True, False]
     assert batch.group_N.tolist() == [0, 0, 1, 1] and batch.rewards_N.tolist() == [1.0, 0.0, -1.0, -2.0]
     assert batch.rollout_logprobs_T.tolist() == [-1.0] * 8
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    rewards=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=5), min_size=1, max_size=5),
-    seed=st.randoms(use_true_random=False),
-)
-def test_pairs_do_not_depend_on_the_order_in_which_rollouts_end(rewards: list[list[float]], seed: Any) -> None:
-    rollouts = [rollout(f"g{g}", i, reward) for g, group in enumerate(rewards) for i, reward in enumerate(group)]
-    shuffled = list(rollouts)
-    seed.shuffle(shuffled)
-
-    def named(found: list[tuple[Rollout, Rollout]]) -> set[tuple[str, int, int]]:
-        return {(p.prompt.uid, p.sample_index, q.sample_index) for p, q in found}
-
-    pairs = pairs_of_groups(rollouts)
-    assert named(pairs) == named(pairs_of_groups(shuffled))
-    assert {p.prompt.uid for p, _ in pairs} == {f"g{g}" for g, group in enumerate(rewards) if len(set(group)) > 1}
-    for best, worst in pairs:
-        group = rewards[int(best.prompt.uid[1:])]
-        assert (best.reward, worst.reward) == (max(group), min(group))
 
 
 def test_bad_pairs_are_named_with_file_and_line_before_anything_starts(tmp_path: Path) -> None:

@@ -244,11 +244,6 @@ def test_a_long_row_met_late_that_is_not_filtered_is_told_with_the_ways_out(larg
         large({15: row(10**20)}, max_prompt_length=8).usable(15)
 
 
-def test_a_bad_row_among_the_checked_ones_is_told_before_the_start(large: Callable[..., PromptDataset]) -> None:
-    with pytest.raises(DataError, match=r"line 6, column 2: broken JSON"):
-        large({5: "{broken\n"})
-
-
 def test_the_sources_of_a_mixture_are_told_apart_after_rows_were_left_out(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [row(1), "{\n", row(2)])
     second = tmp_path / "b.jsonl.gz"

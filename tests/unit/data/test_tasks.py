@@ -48,11 +48,6 @@ def test_train_and_validation_share_no_problem_not_even_with_its_operands_swappe
     assert split_of(Problem(8, "+", 47)) == split_of(Problem(47, "+", 8))
 
 
-def test_rows_depend_on_the_seed_and_a_longer_set_begins_with_the_shorter_one():
-    assert contents(arithmetic(num_rows=50)) == contents(arithmetic(num_rows=80))[:50]
-    assert contents(arithmetic(num_rows=50)) != contents(arithmetic(num_rows=50, seed=1))
-
-
 def test_differences_are_never_negative_and_every_form_is_used():
     rows = arithmetic(num_rows=300, forms="1-2,2*1,3+3")
     assert all(int(row["reward_model"]["ground_truth"]) >= 0 for row in rows)
@@ -88,13 +83,6 @@ def test_demonstrations_may_forget_carries_but_the_ground_truth_never_does():
         forgot += row["extra_info"]["demonstration"] != right_answer
     assert 0.65 < forgot / with_carry < 0.75
     assert not any("demonstration" in row["extra_info"] for row in careful)
-
-
-def test_a_spec_sets_options_with_the_types_of_the_signature():
-    assert task_rows("task:arithmetic?num_rows=3&forms=2+1,2-1&split=val") == arithmetic(
-        num_rows=3, forms="2+1,2-1", split="val"
-    )
-    assert task_rows("task:arithmetic") == arithmetic()
 
 
 @pytest.mark.parametrize(
