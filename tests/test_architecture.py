@@ -361,7 +361,7 @@ def test_no_except_is_bare() -> None:
 
 
 def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
-    talk = ("config/reference_page.py", "config/checks/all_rules.py", "plan/text.py", "plan/memory.py")
+    talk = ("config/reference_page.py", "config/effects.py", "config/checks/all_rules.py", "plan/text.py", "plan/memory.py")
     readers = [file for file in names() if file not in talk and not file.startswith(("config/checks/", "config/schema/"))]
     read = {node.attr for file in readers for node in nodes(file) if isinstance(node, ast.Attribute)}
     # Options of the algorithm's functions are read by name, through one table; that each of them has an effect is tested by

@@ -10,10 +10,13 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_rl.config.checks.algorithm_table import LOSSES, NO_FACTS
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig
 
+PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo")
+"""The registered losses that compare the two sides of pairs."""
+VALUE_ESTIMATORS = ("gae",)
+"""The registered advantage estimators that read the values of a critic."""
 PAIR_AVERAGE = "seq-mean-token-mean"
 """The average of losses over pairs where none is set: the mean over pairs."""
 OFFLINE = "offline"
@@ -77,12 +80,17 @@ def is_offline(config: Config) -> bool:
 def trains_pairs(config: Config) -> bool:
     """Return whether the loss compares the two sides of pairs. A loss of the user's own is known only once it is imported."""
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    return not trains_only_reward_model(config) and "pairs" in LOSSES.get(loss, NO_FACTS)["needs"]
+    return not trains_only_reward_model(config) and loss in PAIR_LOSSES
 
 
 def estimates_advantages(config: Config) -> bool:
     """Return whether rewards are turned into advantages: not where the responses are given, nor where the loss compares pairs."""
     return not is_offline(config) and not trains_pairs(config)
+
+
+def may_have_critic(config: Config) -> bool:
+    """Return whether the estimator reads the values of a critic. What one of the user's own needs is known only once it is imported."""
+    return config.algorithm.adv_estimator in VALUE_ESTIMATORS or ":" in config.algorithm.adv_estimator
 
 
 def collects(config: Config) -> bool:
@@ -159,7 +167,7 @@ def settled(config: Config) -> Config:
     A loss over pairs is averaged over pairs, and has no KL term beside it: it compares with the reference by itself.
     Where tokens may be older than the weights that they train, the ratio is taken against the policy that sampled them, unless
     another correction is configured. Training on rows takes one optimizer step on each batch, on the distribution that the model itself has, without a KL
-    term. Keys that say otherwise are refused before (`schedule_rules.py`).
+    term. Keys that say otherwise are refused before (`effects.py`).
     """
     if trains_pairs(config):
         config = _with_pairs(config)

@@ -11,12 +11,17 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import ActorConfig, AlgorithmConfig, Config
 
 ACTOR = "actor_rollout_ref.actor"
 PAIR_AVERAGES = ("prompt-mean", "seq-mean-token-mean")
 """The averages that make a mean over pairs of a loss over pairs, which has one value on all tokens of a pair. The others
 would multiply the loss of a pair with the lengths of its responses."""
+
+
+WITHOUT_DUAL_CLIP = ("gspo", "gspo_token")
+"""Losses to which verl's commands give clip_ratio_c, and that do not read it there either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +47,14 @@ class Choice:
 
     def name(self, config: Config) -> str:
         """Return the name of the chosen function."""
-        return str(_value(self._root(config), self.key))
+        return str(value_of(self._root(config), self.key))
 
     def given(self, config: Config) -> dict[str, tuple[str, Any]]:
         """Return the options that are set: the full key of each and the value. Later keys of the table win."""
         return {option: (f"{self.section}.{key}", value) for option, key, value in _settings(self, self._root(config))}
 
     def _root(self, config: Config) -> Any:
-        return _value(config, self.section)
+        return value_of(config, self.section)
 
 
 def chosen_options(choice: Choice, section: ActorConfig | AlgorithmConfig, known: Collection[str]) -> dict[str, Any]:
@@ -63,19 +68,13 @@ def chosen_options(choice: Choice, section: ActorConfig | AlgorithmConfig, known
 def _settings(choice: Choice, section: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield option, key and value of every setting that is not null."""
     for key, fixed in choice.fixed.items():
-        value = _value(section, key)
+        value = value_of(section, key)
         if key == "norm_adv_by_std_in_grpo":
             value = None if value else "none"
         if value is not None:
             yield from ((option, key, value) for option in fixed.options)
-    for option, value in _value(section, choice.options_key).items():
+    for option, value in value_of(section, choice.options_key).items():
         yield option, choice.options_key, value
-
-
-def _value(root: Any, key: str) -> Any:
-    for name in key.split("."):
-        root = getattr(root, name)
-    return root
 
 
 ESTIMATOR = Choice(

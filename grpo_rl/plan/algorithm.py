@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,8 +13,8 @@ from grpo_rl.algos.advantages.registered import ADVANTAGES, reads_token_rewards
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
-from grpo_rl.config import derived
-from grpo_rl.config.checks import algorithm_rules
+from grpo_rl.config import derived, effects
+from grpo_rl.config.convert import show
 from grpo_rl.config.function_options import (
     ACTOR,
     AVERAGE,
@@ -22,9 +23,12 @@ from grpo_rl.config.function_options import (
     KL_IN_LOSS,
     KL_IN_REWARD,
     LOSS,
+    PAIR_AVERAGES,
+    WITHOUT_DUAL_CLIP,
     Choice,
     chosen_options,
 )
+from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import check_options, needs_of, options_of, own_options, shown
@@ -37,7 +41,7 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each rule: what its messages begin with, and the check that raises ConfigError."""
     for choice in CHOICES:
         if _is_used(config, choice):
-            yield f"{choice.section}.{choice.key}: ", partial(_bind, config, choice)
+            yield "", partial(_bind, config, choice)
     if derived.is_offline(config):
         return  # nothing is sampled that could be corrected or filtered
     if derived.estimates_advantages(config):
@@ -109,22 +113,28 @@ def _is_used(config: Config, choice: Choice) -> bool:
         return derived.has_kl_in_loss(config) and choice.name(config) != "full"
     if choice is ESTIMATOR:
         return derived.estimates_advantages(config)
-    return choice is not KL_IN_REWARD or config.algorithm.use_kl_in_reward
+    if choice is KL_IN_REWARD:
+        return config.algorithm.use_kl_in_reward
+    return not derived.trains_only_reward_model(config)
 
 
 def _bind(config: Config, choice: Choice) -> None:
     """Raise ConfigError for a function that is not there, whose options are refused or idle, or that fails when tried."""
     kind, name = trial.KINDS[choice.kind], choice.name(config)
-    function = kind.registry.get(name)
+    key = f"{choice.section}.{choice.key}"
+    with _problems_of(f"{key}: "):
+        function = kind.registry.get(name)
+    if problems := [*_idle_keys(config, choice, function), *_fits(config, choice, function)]:
+        raise ConfigError(problems)
     own = name not in kind.registry
-    if own:  # for registered ones these rules were checked before torch was loaded
-        facts = algorithm_rules.Function(name, tuple(sorted(needs_of(function))), tuple(options_of(function)))
-        if problems := list(algorithm_rules.function_problems(config, choice, facts)):
-            raise ConfigError(problems)
     options = _options(config, choice)
-    check_options(f"{choice.kind} {name!r}", function, options)
+    given = value_of(config, f"{choice.section}.{choice.options_key}")
+    with _problems_of(f"{choice.section}.{choice.options_key}: "):
+        check_options(f"{choice.kind} {name!r}", function, given)
     run = _run_estimator(config) if choice is ESTIMATOR else kind.run
-    trial.check(kind, name, options, run)
+    with _problems_of(f"{key}: "):
+        check_options(f"{choice.kind} {name!r}", function, options)
+        trial.check(kind, name, options, run)
     for option, (key, value) in choice.given(config).items():
         if key == "algorithm.norm_adv_by_std_in_grpo" and options_of(function)[option] == value:
             raise ConfigError(f"{key}=false: {name} has {option}={value} anyway; leave it out")
@@ -133,6 +143,83 @@ def _bind(config: Config, choice: Choice) -> None:
             raise ConfigError(
                 f"{key}: {option}={value} has no effect with {name}" + (f" and {others}" if others else "") + "; leave it out"
             )
+
+
+@contextlib.contextmanager
+def _problems_of(key: str) -> Iterator[None]:
+    """Put the key before each problem of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([f"{key}{problem}" for problem in error.problems]) from error
+
+
+def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
+    """Yield the fixed keys whose option the function does not have, and options that are set twice."""
+    section, own = value_of(config, choice.section), value_of(config, f"{choice.section}.{choice.options_key}")
+    name, options = choice.name(config), options_of(function)
+    for key, fixed in choice.fixed.items():
+        value = value_of(section, key)
+        if key == "clip_ratio_c" and name in WITHOUT_DUAL_CLIP:
+            continue
+        if value not in (None, fixed.verl_default) and not set(fixed.options) & set(options):
+            yield (
+                f"{choice.section}.{key}={show(value)}: has no effect with {choice.section}.{choice.key}={name}, which has no "
+                f"option {' or '.join(fixed.options)}; it takes {', '.join(options) or 'none'}; leave it out"
+            )
+        for option in own:
+            # clip_ratio sets both bounds, which have keys of their own too; std has no key, only a switch.
+            if option in fixed.options and key != "clip_ratio" and value not in (None, True):
+                yield f"{choice.section}.{choice.options_key}: {option} is set by {choice.section}.{key}; give one of them"
+
+
+def _fits(config: Config, choice: Choice, function: Any) -> Iterator[str]:
+    """Yield the settings beyond its options that a chosen function does not go with."""
+    needs, name = needs_of(function), choice.name(config)
+    chosen = f"{choice.section}.{choice.key}={name}"
+    n, parts = config.actor_rollout_ref.rollout.n, config.algorithm.reward_parts
+    if choice is KL_IN_REWARD and name.endswith("+"):
+        yield f"{chosen}: differs from {name[:-1]} by its gradient, and a reward has none; algorithm.kl_penalty={name[:-1]}"
+    if choice is KL_IN_REWARD and "old_logprobs" in needs:
+        yield f"{chosen}: corrects for samples of an older policy, and the reward is of the policy that sampled; algorithm.kl_penalty=k3"
+    if choice is LOSS and "pairs" in needs:
+        yield from _pairs(config, chosen)
+    elif choice is LOSS and derived.is_offline(config) and name != "sft" and ":" not in name:
+        yield (
+            f"{chosen}: is made for responses of the policy as it is, and data.responses={config.data.responses} trains on fixed ones; "
+            f"{LOSS.key}=sft learns them, {LOSS.key}=dpo compares two"
+        )
+    if choice is not ESTIMATOR:
+        return
+    if parts and "parts" not in needs:
+        yield f"algorithm.reward_parts={show(parts)}: {chosen} reads no parts of the reward; gdpo does"
+    if "weights" in config.algorithm.adv_options and "parts" in needs and not parts:
+        yield "algorithm.adv_options: weights are the factors in reward.functions, such as 0.2*format"
+    if "group" in needs and n == 1:
+        yield f"{chosen}: compares the responses to one prompt, so it needs at least 2, and actor_rollout_ref.rollout.n=1; usual is 5 to 16"
+    if "values" in needs:
+        if config.critic.enable is False:
+            yield f"critic.enable=false: {chosen} learns from a critic; leave it out"
+        return
+    if ":" in name:  # what a registered one needs is known before it is imported
+        unread = effects.of_keys(config, ("critic.", "trainer.critic_warmup"), f"{chosen} needs no critic")
+        yield from (line for line in unread if not line.startswith("critic.enable=false"))
+
+
+def _pairs(config: Config, chosen: str) -> Iterator[str]:
+    """Yield what a loss over pairs does not go with: another average, one response to a prompt, a budget of tokens that holds no pair."""
+    average = AVERAGE.name(config)
+    if ":" not in average and average not in PAIR_AVERAGES:
+        yield f"{ACTOR}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; {ACTOR}.loss_agg_mode={' or '.join(PAIR_AVERAGES)}"
+    if not derived.is_offline(config) and config.actor_rollout_ref.rollout.n == 1:
+        yield f"{chosen}: compares the best and the worst response to a prompt, and actor_rollout_ref.rollout.n=1; usual is 2 to 16"
+    rule, longest = derived.update_rule(config), derived.longest_sequence(config)
+    budget, together = rule.max_tokens, rule.sequence_ranks
+    if budget is not None and longest <= budget < 2 * longest:
+        yield (
+            f"{ACTOR}.ppo_max_token_len_per_gpu={budget // together}: shorter than a pair, whose two sequences stay together with "
+            f"{chosen} and may have 2 x {longest} tokens; at least {-(-2 * longest // together)}"
+        )
 
 
 def _check_pair(config: Config) -> None:
@@ -231,6 +318,15 @@ def _check_estimator(config: Config) -> None:
         problems.append(
             f"{algorithm.adv_estimator} reads {read} of the reward, which a failed one does not have; "
             "reward.on_failure=value cannot stand for them, use drop or stop"
+        )
+    if derived.is_iterated(config) and "parts" in wanted:
+        problems.append(
+            f"{algorithm.adv_estimator} reads the parts of the reward, and with trainer.schedule=iterate only the model's score counts"
+        )
+    if derived.is_iterated(config) and "steps" in wanted and config.reward.reward_model.step_separator is None:
+        problems.append(
+            f"{algorithm.adv_estimator} reads rewards of steps, which with trainer.schedule=iterate come from the reward model alone "
+            "(reward.reward_model.step_separator); take an estimator of whole responses, such as grpo"
         )
     if problems:
         raise ConfigError(problems)

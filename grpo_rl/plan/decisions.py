@@ -355,7 +355,7 @@ def _roles(
         parallel = rollout.tensor_model_parallel_size
         replicas = _num_replicas(config, machine)
         pool = "actor" if derived.is_colocated(config) else "rollout"
-        threads = rollout.cpu_threads or cores(replicas)
+        threads = (machine.device == "cpu" and rollout.cpu_threads) or cores(replicas)
         # Three calls at once: a long poll, a submission, a control call.
         roles.append(RolePlan("rollout", pool, replicas, threads, "sampling", parallel, calls_at_once=3))
     if trains or (resumes and "rollout" in driven):

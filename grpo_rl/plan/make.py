@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_rl.config import effects
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import Machine, plays_episodes, settled
@@ -22,25 +24,22 @@ if TYPE_CHECKING:
 def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
     """Return the plan of a run on `machine`, which is this one if none is given and need not be here otherwise.
 
-    Raises ConfigError: first with everything that is wrong between the keys, which needs no heavy import, then with every
-    name that no registry has and everything that the model's folder rules out. Then DataError for data files that cannot
-    be used, as far as their first rows show it.
+    Raises ConfigError with everything that is wrong between the keys and with the functions that they name, and DataError
+    for data files that cannot be used, as far as their first rows show it.
     """
     config = composed.config
     machine = machine or machines.probe_machine(config)
-    problems = [*check(config, machine), *machines.problems(config, machine)]
-    if problems:
+    if problems := refusals(config, machine):
         raise ConfigError(problems)
     given, config = config, settled(config)
-    rows = _look_up_names(config, machine)
+    rows = _look_at_data(config)
 
-    # Importing these takes torch, a second: what is refused above is refused without it.
     from grpo_rl.plan.decisions import decide
     from grpo_rl.plan.memory import memory_by_role
     from grpo_rl.plan.model_folder import model_size, policy_settings, with_shared_prompts
     from grpo_rl.plan.text import describe
 
-    given = with_shared_prompts(given, policy_settings(config))
+    given = effects.as_read(with_shared_prompts(given, policy_settings(config)), machine)
     plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
     if plan.passes.replays_routing and not plan.recomputes_old_logprobs:
         raise ConfigError(
@@ -64,12 +63,20 @@ def _finds_checkpoint(config: Config) -> bool:
     return bool(CheckpointStore(folder).steps())
 
 
-def _look_up_names(config: Config, machine: Machine) -> int | None:
-    """Find everything that the configuration names; return the number of training rows, where that is quickly done.
+def refusals(config: Config, machine: Machine) -> list[str]:
+    """Return everything that is wrong between the keys, and with the functions and the model that they name."""
+    problems = [*check(config, machine), *machines.problems(config, machine)]
+    run = settled(config)
+    for key, action in (*_functions(run), *([] if problems else _fitting(run, machine))):
+        try:
+            action()
+        except ConfigError as error:
+            problems += [f"{key}{problem}" for problem in error.problems]
+    return list(dict.fromkeys(problems))
 
-    Raises ConfigError with all names that are unknown and all options that their functions do not take, and DataError with
-    what is wrong in the data files.
-    """
+
+def _look_at_data(config: Config) -> int | None:
+    """Return the number of training rows, where that is quickly found. Raises ConfigError and DataError for data that cannot be used."""
     from grpo_rl.plan import data_files
 
     problems: list[str] = []
@@ -81,8 +88,6 @@ def _look_up_names(config: Config, machine: Machine) -> int | None:
             problems.extend(f"{key}{problem}" for problem in error.problems)
             return None
 
-    for key, action in _names(config, machine):
-        bind(key, action)
     # Data may be missing where only a plan is made, for another machine; what is there is looked at.
     away = config.trainer.machine is not None and data_files.missing(config)
     unusable = [] if away else data_files.unusable(config)
@@ -95,34 +100,49 @@ def _look_up_names(config: Config, machine: Machine) -> int | None:
     return rows
 
 
-def _names(config: Config, machine: Machine) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Each name with its key, and the look-up that raises ConfigError for one that is unknown or does not fit."""
-    from grpo_rl.envs.setup import EpisodeSetup
+Checks = Iterator[tuple[str, Callable[[], Any]]]
+"""What the messages of a check begin with, and the check, which raises ConfigError."""
+
+
+def _functions(config: Config) -> Checks:
+    """Yield each look-up of a function with its options, and of a task, by their names."""
+    from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
+    from grpo_rl.data.tasks.registry import task_rows
     from grpo_rl.models.builtin import PREFIX, get_builtin
-    from grpo_rl.plan import algorithm, model_folder
+    from grpo_rl.plan import algorithm
     from grpo_rl.rewards.combined import factors_of
-    from grpo_rl.rollout.engine import weight_backend
     from grpo_rl.rollout.engines import ENGINES
     from grpo_rl.trainer.schedules import schedule_of
 
-    rollout = config.actor_rollout_ref.rollout
-    path = config.actor_rollout_ref.model.path
     yield from algorithm.checks(config)
-    yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(rollout.name)
-    yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
-    yield "", lambda: weight_backend(config, machine.device)
+    yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(config.actor_rollout_ref.rollout.name)
     yield "trainer.schedule: ", lambda: schedule_of(config)
     yield "", lambda: factors_of(config)
-    if plays_episodes(config):
-        yield "", lambda: EpisodeSetup.of(config)
     custom = config.data.custom_cls
-    if custom.path is not None:
-        yield "data.custom_cls: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
+    if custom.path is not None and custom.name is not None:
+        yield "data.custom_cls.path: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
+    for key in ("train_files", "val_files", "val_prompt_files") if custom.path is None else ():
+        for name in getattr(config.data, key):
+            if name.startswith(TASK_PREFIXES):
+                yield f"data.{key}={name}: ", partial(task_rows, name)
+    path = config.actor_rollout_ref.model.path
     scorer = config.reward.reward_model.model_path or ""
     if path.startswith(PREFIX) and path != scorer:
         yield "actor_rollout_ref.model.path: ", lambda: get_builtin(path)
     if scorer.startswith(PREFIX):
         yield "reward.reward_model.model_path: ", lambda: get_builtin(scorer)
+
+
+def _fitting(config: Config, machine: Machine) -> Checks:
+    """Yield the checks of what the engine, episodes and the model's folder rule out, for keys that are sound by themselves."""
+    from grpo_rl.envs.setup import EpisodeSetup
+    from grpo_rl.plan import model_folder
+    from grpo_rl.rollout.engine import weight_backend
+
+    yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
+    yield "", lambda: weight_backend(config, machine.device)
+    if plays_episodes(config):
+        yield "", lambda: EpisodeSetup.of(config)
     yield "", lambda: model_folder.check_policy(config, machine)
     if config.actor_rollout_ref.model.lora_rank:
         yield "", lambda: model_folder.check_adapters(config)

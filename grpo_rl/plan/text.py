@@ -9,7 +9,7 @@ from itertools import chain
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
-from grpo_rl.config.checks import idle_keys
+from grpo_rl.config import effects
 from grpo_rl.config.checks.input_rules import INSTALL, missing_loggers
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.convert import show
@@ -541,13 +541,8 @@ def _without_meaning(composed: Composed, plan: Plan) -> Iterator[str]:
     yield from composed.notes
     for name in missing_loggers(plan.config):
         yield f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}"
-    yield from idle_keys.notes(
-        plan.config,
-        plan.machine,
-        reference=plan.role("reference") is not None,
-        base_reference=plan.base_reference is not None,
-        old_logprobs=plan.recomputes_old_logprobs,
-    )
+    reference = "its own ranks" if plan.role("reference") else "actor" if plan.base_reference else "nobody"
+    yield from effects.notes(composed.config, plan.machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
 
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:

@@ -144,22 +144,3 @@ def test_a_name_that_the_file_does_not_have_is_answered_with_those_it_has(tmp_pa
     path = write(tmp_path, "def score():\n    return 1\n\ndef _hidden():\n    return 2\n")
     with pytest.raises(ConfigError, match=r"has no function 'scores'; it has score$"):
         load_function(f"{path}:scores", "reward")
-
-
-def test_the_table_of_names_says_what_the_registries_hold() -> None:
-    from grpo_rl.algos.advantages.registered import ADVANTAGES
-    from grpo_rl.algos.aggregate import AGGREGATIONS
-    from grpo_rl.algos.kl import KL_ESTIMATORS
-    from grpo_rl.algos.losses.registered import POLICY_LOSSES
-    from grpo_rl.config.checks import algorithm_table as table
-    from grpo_rl.data.tasks.registry import TASKS
-    from grpo_rl.registry import needs_of, options_of
-    from grpo_rl.rollout.engines import ENGINES
-
-    kinds = ((table.ESTIMATORS, ADVANTAGES), (table.LOSSES, POLICY_LOSSES), (table.AGGREGATIONS, AGGREGATIONS))
-    for facts, registry in (*kinds, (table.KL_ESTIMATORS, KL_ESTIMATORS)):
-        assert set(facts) == set(registry)
-        for name, fact in facts.items():
-            function = registry.get(name)
-            assert (set(fact["needs"]), fact["options"]) == (needs_of(function), tuple(options_of(function)))
-    assert (set(table.ENGINES), set(table.TASKS)) == (set(ENGINES), set(TASKS))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
+from grpo_rl.config import effects
 from grpo_rl.config.checks import (
-    algorithm_rules,
     data_rules,
     engine_arguments,
     input_rules,
-    name_rules,
     reward_rules,
     security_rules,
     size_rules,
@@ -24,21 +23,25 @@ from grpo_rl.config.schema.tree import Config
 def check(config: Config, machine: Machine) -> list[str]:
     """Return everything that is wrong between the keys, a line each with key, value, rule and remedy; nothing if it can run.
 
-    Names are looked up in tables here; what they stand for is loaded later, by the plan.
+    The functions that are named are looked up later, by the plan.
     """
-    given, config = config, settled(config)
+    run = settled(config)
     found = [
-        *data_rules.problems(config),
-        *input_rules.problems(config),
-        *size_rules.problems(config, machine),
-        *switch_rules.problems(given),
-        *security_rules.problems(config),
-        *engine_arguments.problems(config),
-        *algorithm_rules.problems(config),
-        *name_rules.problems(config),
-        *reward_rules.problems(config, machine),
+        *_without_machine(config, run),
+        *size_rules.problems(run, machine),
+        *effects.problems(config, machine),
+        *reward_rules.problems(run, machine),
     ]
     return list(dict.fromkeys(found))
+
+
+def _without_machine(config: Config, run: Config) -> Iterator[str]:
+    yield from data_rules.problems(run)
+    yield from input_rules.problems(run)
+    yield from size_rules.problems_without_machine(run)
+    yield from switch_rules.problems(config)
+    yield from security_rules.problems(run)
+    yield from engine_arguments.problems(run)
 
 
 def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]:
@@ -53,16 +56,7 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
         doubtful |= {name.rpartition(".")[2] for name in (key, *nearest(key))}
         if key.startswith(("recipe", "the")):
             return
-    given, config = config, settled(config)
-    found = [
-        *data_rules.problems(config),
-        *input_rules.problems(config),
-        *size_rules.problems_without_machine(config),
-        *switch_rules.problems(given),
-        *security_rules.problems(config),
-        *engine_arguments.problems(config),
-        *algorithm_rules.problems(config),
-        *name_rules.problems(config),
-    ]
+    # No key whose effect depends on the machine is refused.
+    found = [*_without_machine(config, settled(config)), *effects.problems(config, Machine(0, 1, "cpu"))]
     # What is missing altogether may stand in the word or recipe that could not be read.
     yield from (line for line in found if "is not set" not in line and not doubtful & set(re.findall(r"\w+", line)))

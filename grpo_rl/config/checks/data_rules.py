@@ -123,24 +123,3 @@ def _curriculum(data: DataConfig) -> Iterator[str]:
         yield "data.dynamic_weights=true: needs data.train_weights with two sources or more, e.g. [1,1]"
     if data.curriculum == "pass_rate" and not data.shuffle:
         yield "data.curriculum=pass_rate: draws at random, which data.shuffle=false forbids"
-
-
-def switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Return the keys of the data that need another setting: whether it is there, and the reason to give where it is not."""
-    data = config.data
-    by_rate = data.curriculum == "pass_rate" or data.dynamic_weights
-    passes = data.retire_above is not None or by_rate
-    needs_passes = "needs data.retire_above, data.curriculum=pass_rate or data.dynamic_weights=true"
-    return {
-        "data.seed": (data.shuffle, "needs data.shuffle=true"),
-        "data.retire_metric": (passes, needs_passes),
-        "data.retire_score": (passes, needs_passes),
-        "data.difficulty_key": (data.curriculum == "difficulty", "needs data.curriculum=difficulty"),
-        "data.curriculum_floor": (by_rate, "needs data.curriculum=pass_rate or data.dynamic_weights=true"),
-        "data.val_max_samples": (bool(data.val_files), "needs data.val_files"),
-        "data.reward_fn_key": (data.data_source is None, "has no effect with data.data_source, which gives it for all rows"),
-        "data.allow_change": (
-            config.trainer.resume_mode != "disable",
-            "has no effect with trainer.resume_mode=disable, as nothing is resumed",
-        ),
-    }

@@ -16,7 +16,6 @@ from grpo_rl.config.derived import (
     samples_answers,
     trains_only_reward_model,
 )
-from grpo_rl.config.function_options import CHOICES
 from grpo_rl.config.schema.tree import Config
 
 INSTALL = {
@@ -32,7 +31,6 @@ def problems(config: Config) -> Iterator[str]:
     """Yield what is named and cannot be found or read."""
     yield from _model(config)
     yield from _rewards(config)
-    yield from _own_functions(config)
     yield from _checkpoint(config)
     yield from _loggers(config)
 
@@ -112,19 +110,6 @@ def _rewards(config: Config) -> Iterator[str]:
             )
 
 
-def _own_functions(config: Config) -> Iterator[str]:
-    """Yield files of functions that are not there. The registries find them too, but only after torch is loaded."""
-    custom = config.data.custom_cls
-    named = [(f"{choice.section}.{choice.key}", choice.name(config)) for choice in CHOICES]
-    named.append(("actor_rollout_ref.rollout.name", config.actor_rollout_ref.rollout.name))
-    if custom.path is not None and custom.name is not None:
-        named.append(("data.custom_cls.path", f"{custom.path}:{custom.name}"))
-    for key, name in named:
-        source = Path(name.rpartition(":")[0]).expanduser()
-        if source.suffix == ".py" and not source.is_file():
-            yield f"{key}={name}: there is no file {source.absolute()}"
-
-
 def _checkpoint(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if trainer.resume_mode == "resume_path":
@@ -132,11 +117,6 @@ def _checkpoint(config: Config) -> Iterator[str]:
             yield "trainer.resume_mode=resume_path: needs trainer.resume_from_path, a folder .../checkpoints/step_N"
         elif not Path(trainer.resume_from_path).is_dir():
             yield f"trainer.resume_from_path={trainer.resume_from_path}: there is no folder {Path(trainer.resume_from_path).absolute()}"
-    elif trainer.resume_from_path is not None:
-        yield (
-            f"trainer.resume_from_path={trainer.resume_from_path}: has no effect with "
-            f"trainer.resume_mode={trainer.resume_mode}; set trainer.resume_mode=resume_path"
-        )
 
 
 def _loggers(config: Config) -> Iterator[str]:

@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 from grpo_rl.config import derived
 from grpo_rl.config.checks.input_rules import model_folder
-from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.effects import has_tools
 from grpo_rl.config.schema.tree import Config
 
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
@@ -33,7 +32,6 @@ def _model(config: Config, machine: Machine) -> Iterator[str]:
     model = config.reward.reward_model
     alone, trained = derived.trains_only_reward_model(config), derived.trains_reward_model(config)
     if not model.enable and not alone:
-        yield from _idle(config, _MODEL, "enable", f"needs {_MODEL}.enable=true")
         return
     if model.model_path is None and alone:
         yield f"{_MODEL}.model_path is not set: trainer.schedule={derived.REWARD_MODEL} trains it; a model folder, or builtin:arithmetic"
@@ -97,15 +95,7 @@ def _steps(config: Config) -> Iterator[str]:
 
 def _place(config: Config, machine: Machine) -> Iterator[str]:
     model = config.reward.reward_model
-    if not model.enable_resource_pool:
-        for name in ("nnodes", "n_gpus_per_node"):
-            value = getattr(model, name)
-            if value not in (0, None):
-                yield (
-                    f"{_MODEL}.{name}={value}: has no effect with {_MODEL}.enable_resource_pool=false, where it shares the "
-                    "actor's devices; set enable_resource_pool=true to give it its own"
-                )
-    elif model.nnodes == 0:
+    if model.enable_resource_pool and model.nnodes == 0:
         yield f"{_MODEL}.nnodes=0: {_MODEL}.enable_resource_pool=true needs the number of its nodes; 1, or more"
     if model.param_offload and machine.device == "cpu":
         yield f"{_MODEL}.param_offload=true: moves weights from a GPU to the host, and this run has no GPU; leave it out"
@@ -123,7 +113,6 @@ def _place(config: Config, machine: Machine) -> Iterator[str]:
 def _judge(config: Config) -> Iterator[str]:
     judge = config.reward.judge
     if judge.base_url is None:
-        yield from _idle(config, _JUDGE, "base_url", f"needs {_JUDGE}.base_url")
         return
     address = urlsplit(judge.base_url)
     if address.scheme not in ("http", "https") or not address.hostname:
@@ -177,15 +166,6 @@ def _key(config: Config) -> Iterator[str]:
         yield f"{_JUDGE}.api_key_env={name}: the environment has no such variable, or it is empty"
 
 
-def _idle(config: Config, section: str, switch: str, reason: str) -> Iterator[str]:
-    """Yield the settings of a section that is switched off."""
-    values = config.reward.reward_model if section == _MODEL else config.reward.judge
-    for key, leaf in leaves().items():
-        group, _, name = key.rpartition(".")
-        if group == section and name != switch and getattr(values, name) != leaf.default:
-            yield f"{key}={show(getattr(values, name))}: {reason}; leave it out, or set it to {show(leaf.default)} where the recipe has it"
-
-
 # ---- episodes of several turns: actor_rollout_ref.rollout.multi_turn ----------------------------------------
 
 
@@ -224,39 +204,3 @@ def episode_problems(config: Config) -> Iterator[str]:
             f"{_TURNS}.environment.tool_timeout_s={own.environment.tool_timeout_s:g}: longer than step_timeout_s="
             f"{own.environment.step_timeout_s:g}, which ends the whole episode; give it less"
         )
-
-
-def has_tools(config: Config) -> bool:
-    """Return whether turns may call tools."""
-    own = config.actor_rollout_ref.rollout.multi_turn
-    return bool(own.tools) or own.tool_config_path is not None
-
-
-def episode_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Return the keys of episodes that need another setting: whether it is there, and the reason to give where it is not."""
-    own = config.actor_rollout_ref.rollout.multi_turn
-    if not own.enable:
-        return {
-            key: (False, f"needs {_TURNS}.enable=true")
-            for key in leaves()
-            if key.startswith(f"{_TURNS}.") and key != f"{_TURNS}.enable"
-        }
-    calls = (has_tools(config), f"needs {_TURNS}.tools or tool_config_path")
-    of_calls = ("format", "max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side")
-    rules = own.truncation
-    return {
-        **{f"{_TURNS}.{name}": calls for name in (*of_calls, "environment.tool_timeout_s")},
-        f"{_TURNS}.environment.options": (own.environment.name is not None, f"needs {_TURNS}.environment.name"),
-        f"{_TURNS}.truncation.penalty": (
-            "punish" in (rules.turns, rules.tokens, rules.time),
-            f"needs {_TURNS}.truncation.turns, tokens or time =punish",
-        ),
-        f"{_TURNS}.truncation.turns": (
-            own.max_assistant_turns is not None or own.max_user_turns is not None,
-            f"needs {_TURNS}.max_assistant_turns or max_user_turns",
-        ),
-        f"{_TURNS}.turn_discount": (
-            own.environment.reward_weight != 0,
-            f"needs {_TURNS}.environment.reward_weight other than 0",
-        ),
-    }

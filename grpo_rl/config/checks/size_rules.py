@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_rl.config import derived
-from grpo_rl.config.checks.switch_rules import profilers_of
 from grpo_rl.config.derived import Machine
+from grpo_rl.config.effects import profilers_of
 from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 
@@ -17,8 +17,7 @@ _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield sizes that do not fit, each with the nearest that do."""
-    yield from problems_without_machine(config)
+    """Yield sizes that do not fit the machine, each with the nearest that do."""
     yield from _devices(config, machine)
     yield from _placement(config, machine)
     yield from _profiled_ranks(config, machine)
@@ -65,8 +64,6 @@ def _critic(config: Config) -> Iterator[str]:
     rule = derived.critic_rule(config)
     if critic.use_dynamic_bsz is False and rule.max_rollouts is None:
         yield "critic.use_dynamic_bsz=false: needs critic.ppo_micro_batch_size_per_gpu, the rollouts per forward pass"
-    if tokens is not None and rule.max_tokens is None:
-        yield f"critic.ppo_max_token_len_per_gpu={tokens}: has no effect where passes are cut by rollouts; leave it out"
     longest = config.data.max_prompt_length + config.data.max_response_length
     together = critic.ulysses_sequence_parallel_size
     if tokens is not None and tokens * together < longest:
@@ -99,12 +96,10 @@ def _micro_batches(config: Config) -> Iterator[str]:
     for role in ("ref", "rollout"):
         settings = getattr(config.actor_rollout_ref, role)
         prefix = f"actor_rollout_ref.{role}."
-        rollouts, tokens = settings.log_prob_micro_batch_size_per_gpu, settings.log_prob_max_token_len_per_gpu
+        rollouts = settings.log_prob_micro_batch_size_per_gpu
         dynamic = settings.log_prob_use_dynamic_bsz
         if dynamic is False and rollouts is None and actor.ppo_micro_batch_size_per_gpu is None:
             yield f"{prefix}log_prob_use_dynamic_bsz=false: needs {prefix}log_prob_micro_batch_size_per_gpu"
-        if tokens is not None and not dynamic and (dynamic is False or rollouts is not None):
-            yield f"{prefix}log_prob_max_token_len_per_gpu={tokens}: has no effect where passes are cut by rollouts; leave it out"
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -207,11 +202,6 @@ def _without_gpus(config: Config) -> Iterator[str]:
 def _placement(config: Config, machine: Machine) -> Iterator[str]:
     rollout = config.actor_rollout_ref.rollout
     colocated = derived.is_colocated(config)
-    if colocated and rollout.n_gpus_per_node is not None:
-        yield (
-            f"actor_rollout_ref.rollout.n_gpus_per_node={rollout.n_gpus_per_node}: has no effect with rollout.nnodes=0, where "
-            "engines share the actor's devices; set actor_rollout_ref.rollout.nnodes to give them their own"
-        )
     if machine.device == "cuda" and rollout.checkpoint_engine.backend == ("nccl" if colocated else "ipc"):
         where = (
             "share the actor's GPUs, which NCCL cannot connect"

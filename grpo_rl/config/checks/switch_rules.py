@@ -1,32 +1,20 @@
-"""Settings that contradict each other, or that another setting has switched off and that would silently do nothing."""
+"""Settings that contradict each other."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
-from grpo_rl.config.checks import data_rules, reward_rules, schedule_rules
+from grpo_rl.config.checks import reward_rules, schedule_rules
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import (
-    collects,
-    critic_rule,
-    has_kl_in_loss,
-    is_iterated,
-    is_offline,
-    logprob_rule,
-    trains_only_reward_model,
-    update_rule,
-)
-from grpo_rl.config.schema.critic import CriticModelConfig
-from grpo_rl.config.schema.fields import leaves
-from grpo_rl.config.schema.model import ModelConfig
-from grpo_rl.config.schema.tree import Config, OptimConfig, ProfilerConfig
+from grpo_rl.config.derived import is_iterated, trains_only_reward_model
+from grpo_rl.config.effects import profilers_of
+from grpo_rl.config.schema.tree import Config, OptimConfig
 
 _RESUMABLE = ("model", "optimizer", "extra")
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield contradictions, and every setting without an effect."""
+    """Yield contradictions between settings."""
     yield from _kl(config)
     yield from _sampling(config)
     yield from _optimizer(config)
@@ -39,7 +27,6 @@ def problems(config: Config) -> Iterator[str]:
     yield from _head(config)
     yield from schedule_rules.problems(config)
     yield from reward_rules.episode_problems(config)
-    yield from _without_effect(config)
 
 
 def _kl(config: Config) -> Iterator[str]:
@@ -104,15 +91,6 @@ def _profiler(config: Config) -> Iterator[str]:
             yield f"{key}.ranks={show(profiler.ranks)}: contradicts {key}.all_ranks=true; give one of them"
 
 
-def profilers_of(config: Config) -> dict[str, ProfilerConfig]:
-    """Return the profilers of all roles that have one, by their key."""
-    return {
-        "actor_rollout_ref.actor.profiler": config.actor_rollout_ref.actor.profiler,
-        "actor_rollout_ref.ref.profiler": config.actor_rollout_ref.ref.profiler,
-        "critic.profiler": config.critic.profiler,
-    }
-
-
 def _optimizer(config: Config) -> Iterator[str]:
     yield from _one_optimizer(config.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim")
     yield from _one_optimizer(config.critic.optim, "critic.optim")
@@ -122,11 +100,6 @@ def _optimizer(config: Config) -> Iterator[str]:
 def _one_optimizer(optim: OptimConfig, key: str) -> Iterator[str]:
     if len(optim.betas) != 2:
         yield f"{key}.betas={show(optim.betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
-    if optim.lr_warmup_steps >= 0 and optim.lr_warmup_steps_ratio > 0:
-        yield (
-            f"{key}.lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio:g}: has no effect with "
-            f"{key}.lr_warmup_steps={optim.lr_warmup_steps}; give one of them (lr_warmup_steps=-1 takes the ratio)"
-        )
 
 
 def _selection(config: Config) -> Iterator[str]:
@@ -190,192 +163,3 @@ def _lora(config: Config) -> Iterator[str]:
         yield f"{key}.target_modules={show(model.target_modules)}: all-linear stands alone; exclude_modules takes layers out of it"
     if "quantization_config" in model.override_config:
         yield f"{key}.override_config.quantization_config: LoRA over quantized weights (QLoRA) is not here; leave it out"
-
-
-def _has_effect(config: Config) -> dict[str, tuple[bool, str]]:
-    """Return the keys that need another setting: whether it is there, and the reason to give where it is not."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    algorithm = config.algorithm
-    adaptive = algorithm.kl_ctrl.type == "adaptive"
-    saves = config.trainer.save_freq > 0
-    rules = [update_rule(config), logprob_rule(config, "ref"), logprob_rule(config, "rollout"), critic_rule(config)]
-    by_tokens = any(rule.max_tokens == actor.ppo_max_token_len_per_gpu * rule.sequence_ranks for rule in rules)
-    both_sides = actor.clip_ratio_low is not None and actor.clip_ratio_high is not None
-    needs_kl_loss = "needs actor_rollout_ref.actor.use_kl_loss=true"
-    groups, entropy = algorithm.filter_groups, actor.adaptive_entropy
-    needs_filter = "needs algorithm.filter_groups.enable=true"
-    needs_kl_in_reward = "needs algorithm.use_kl_in_reward=true"
-    a, r = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-    return {
-        **data_rules.switches(config),
-        **_engine_switches(config),
-        **_lora_switches(config),
-        **_layer_switches(config),
-        **_run_switches(config),
-        **reward_rules.episode_switches(config),
-        "trainer.stop_on": (not config.trainer.val_only, "nothing is trained with trainer.val_only=true"),
-        "trainer.on_alarm": (bool(config.trainer.stop_on), "needs trainer.stop_on=[...], the alarms that end the run"),
-        "data.gen_batch_size": (
-            collects(config) or (groups.enable and groups.refill),
-            "needs algorithm.filter_groups.enable=true, with refill",
-        ),
-        f"{a}.data_loader_seed": (actor.shuffle, f"needs {a}.shuffle=true"),
-        f"{a}.clip_ratio": (not both_sides, f"has no effect with both {a}.clip_ratio_low and clip_ratio_high"),
-        f"{a}.kl_loss_coef": (actor.use_kl_loss or actor.kl_loss_coef == 0, needs_kl_loss),
-        f"{a}.kl_loss_type": (has_kl_in_loss(config), needs_kl_loss + ", with a kl_loss_coef above 0"),
-        f"{a}.kl_loss_options": (has_kl_in_loss(config), needs_kl_loss + ", with a kl_loss_coef above 0"),
-        f"{a}.ppo_max_token_len_per_gpu": (by_tokens, "has no effect where micro-batches are cut by rollouts"),
-        f"{a}.optim.min_lr_ratio": (
-            actor.optim.lr_scheduler_type != "constant",
-            f"needs {a}.optim.lr_scheduler_type=linear or cosine",
-        ),
-        "critic.optim.min_lr_ratio": (
-            config.critic.optim.lr_scheduler_type != "constant",
-            "needs critic.optim.lr_scheduler_type=linear or cosine",
-        ),
-        f"{a}.checkpoint.save_contents": (saves, "needs trainer.save_freq"),
-        f"{a}.checkpoint.async_save": (saves, "needs trainer.save_freq"),
-        f"{a}.adaptive_entropy.target": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
-        f"{a}.adaptive_entropy.delta": (entropy.enable, f"needs {a}.adaptive_entropy.enable=true"),
-        "algorithm.filter_groups.metric": (groups.enable, needs_filter),
-        "algorithm.filter_groups.refill": (groups.enable, needs_filter),
-        "algorithm.filter_groups.max_num_gen_batches": (groups.enable and groups.refill, needs_filter + ", with refill"),
-        "algorithm.kl_penalty": (algorithm.use_kl_in_reward, needs_kl_in_reward),
-        "algorithm.kl_penalty_options": (algorithm.use_kl_in_reward, needs_kl_in_reward),
-        "algorithm.kl_ctrl.type": (algorithm.use_kl_in_reward, needs_kl_in_reward),
-        "algorithm.kl_ctrl.kl_coef": (algorithm.use_kl_in_reward or algorithm.kl_ctrl.kl_coef == 0, needs_kl_in_reward),
-        "algorithm.kl_ctrl.horizon": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
-        "algorithm.kl_ctrl.target_kl": (adaptive, "needs algorithm.kl_ctrl.type=adaptive"),
-        f"{r}.hf.batched": (rollout.name == "hf", f"needs {r}.name=hf, and it is {rollout.name}"),
-        f"{r}.engine_kwargs": (
-            set(rollout.engine_kwargs) <= {rollout.name} or rollout.name in rollout.engine_kwargs,
-            f"names engines other than {r}.name={rollout.name}",
-        ),
-    }
-
-
-def _layer_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Return the same for what is done to decoder layers."""
-    models: dict[str, ModelConfig | CriticModelConfig] = {
-        "actor_rollout_ref.model": config.actor_rollout_ref.model,
-        "critic.model": config.critic.model,
-    }
-    return {
-        f"{key}.enable_activation_offload": (
-            model.enable_gradient_checkpointing,
-            f"needs {key}.enable_gradient_checkpointing=true: it moves the inputs of layers that are recomputed",
-        )
-        for key, model in models.items()
-    }
-
-
-def _engine_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Return the same for sampling: what only vLLM has, and what only validation reads."""
-    r, rollout = "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout
-    of_vllm = (
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "kv_cache_gib",
-        "free_cache_engine",
-        "enforce_eager",
-        "enable_prefix_caching",
-    )
-    of_validation = [key for key in leaves() if key.startswith(f"{r}.val_kwargs.")]
-    prompts = "val_prompt_files" if is_offline(config) else "val_files"
-    return {
-        **{f"{r}.{name}": (rollout.name != "hf", f"needs {r}.name=vllm, and it is hf") for name in of_vllm},
-        **{
-            key: (bool(getattr(config.data, prompts)), f"needs data.{prompts}: only validation reads it")
-            for key in of_validation
-        },
-    }
-
-
-def _lora_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    key = "actor_rollout_ref.model"
-    has_adapters = (config.actor_rollout_ref.model.lora_rank > 0, f"needs {key}.lora_rank above 0")
-    return {f"{key}.{name}": has_adapters for name in ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")}
-
-
-def _run_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Return the same for rewards, the run and Ray."""
-    trainer, scorer = config.trainer, config.reward.reward_model.train
-    saves = trainer.save_freq > 0
-    has_address = bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
-    return _profiler_switches(config) | {
-        "trainer.on_save_error": (saves, "needs trainer.save_freq"),
-        "reward.custom_reward_function.name": (config.reward.custom_reward_function.path is not None, _NEEDS_REWARD_FILE),
-        "reward.custom_reward_function.reward_kwargs": (
-            config.reward.custom_reward_function.path is not None,
-            _NEEDS_REWARD_FILE,
-        ),
-        "reward.reward_model.train.optim.min_lr_ratio": (
-            scorer.optim.lr_scheduler_type != "constant",
-            "needs reward.reward_model.train.optim.lr_scheduler_type=linear or cosine",
-        ),
-        "reward.reward_model.train.center_coef": (
-            scorer.loss == "bradley_terry",
-            "needs reward.reward_model.train.loss=bradley_terry",
-        ),
-        "reward.failure_value": (config.reward.on_failure == "value", "needs reward.on_failure=value"),
-        "reward.overlong_buffer.penalty_factor": (
-            config.reward.overlong_buffer.len is not None,
-            "needs reward.overlong_buffer.len",
-        ),
-        "trainer.max_actor_ckpt_to_keep": (saves, "needs trainer.save_freq"),
-        "trainer.on_out_of_memory": (trainer.recover != "off", "needs trainer.recover=auto: ranks are started again"),
-        "trainer.max_restarts": (trainer.recover != "off", "needs trainer.recover=auto"),
-        "trainer.restart_window_s": (trainer.recover != "off", "needs trainer.recover=auto"),
-        "trainer.max_nonfinite_steps": (trainer.on_nonfinite == "skip", "needs trainer.on_nonfinite=skip"),
-        "ray_kwargs.ray_init.num_cpus": (
-            config.ray_kwargs.ray_init.address is None,
-            "is for a local cluster, not for ray_init.address",
-        ),
-        "ray_kwargs.ray_init.object_store_memory": (
-            config.ray_kwargs.ray_init.address is None,
-            "is for a local cluster, not for ray_init.address",
-        ),
-        "ray_kwargs.ray_init.wait_for_nodes_s": (
-            has_address,
-            "needs ray_kwargs.ray_init.address; a local cluster has one node",
-        ),
-        "ray_kwargs.ray_init.allow_insecure": (
-            has_address,
-            "needs ray_kwargs.ray_init.address; a local cluster always asks for a token",
-        ),
-    }
-
-
-def _profiler_switches(config: Config) -> dict[str, tuple[bool, str]]:
-    """Return the same for traces and memory snapshots."""
-    tool = config.global_profiler.tool
-    of_roles = {
-        f"{key}.{name}": (profiler.enable, f"needs {key}.enable=true")
-        for key, profiler in profilers_of(config).items()
-        for name in ("all_ranks", "ranks")
-    }
-    return of_roles | {
-        "global_profiler.steps": (tool is not None, "needs global_profiler.tool"),
-        "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries": (
-            tool == "torch_memory",
-            "needs global_profiler.tool=torch_memory",
-        ),
-    }
-
-
-_NEEDS_REWARD_FILE = "needs reward.custom_reward_function.path"
-
-
-def _without_effect(config: Config) -> Iterator[str]:
-    for key, (has_effect, reason) in {**_has_effect(config), **schedule_rules.switches(config)}.items():
-        value = value_of(config, key)
-        if not has_effect and value != (default := leaves()[key].default):
-            yield f"{key}={show(value)}: {reason}; leave it out, or set it to {show(default)} where the recipe has it"
-
-
-def value_of(config: object, key: str) -> object:
-    """Return the value of a dotted key, in the configuration or in a section of it."""
-    value = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value

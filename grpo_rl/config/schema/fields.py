@@ -117,6 +117,13 @@ def free_mapping(key: str) -> str | None:
     return None
 
 
+def value_of(config: Any, key: str) -> Any:
+    """Return the value of a dotted key, in the configuration or in a section of it."""
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
 _NEAR = 0.75
 _LONGEST_GUESS = 200
 """The characters of a key that are compared: comparing is quadratic in the length."""

@@ -72,7 +72,11 @@ _WORDS: list[Bad] = [
     *_each("trainer.device", "one of", "gpu", "cuda:0", "npu"),
     *_each("trainer.resume_mode", "one of", "true", "latest"),
     *_each("trainer.logger", "one of the choices", "[console,nope]", "swanlab"),
-    *_each("algorithm.kl_penalty", "unknown KL estimator", "k5"),
+    (
+        ["algorithm.use_kl_in_reward=true", f"{A}.use_kl_loss=false", "algorithm.kl_penalty=k5"],
+        "algorithm.kl_penalty",
+        "unknown KL estimator",
+    ),
     *_each("algorithm.adv_estimator", "unknown advantage estimator", "grop", "GRPO", "ppo", "''", "grpo_vectorized"),
     *_each(f"{A}.policy_loss.loss_mode", "unknown policy loss", "vanila", "ppo", "bypass_mode"),
     *_each(f"{A}.loss_agg_mode", "unknown loss_agg_mode", "token_mean", "seq-mean", "mean"),

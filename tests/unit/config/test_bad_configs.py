@@ -13,6 +13,7 @@ from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import show
 from grpo_rl.errors import ConfigError
+from grpo_rl.plan.make import refusals
 
 
 def refusal(words: list[str]) -> list[str]:
@@ -20,9 +21,15 @@ def refusal(words: list[str]) -> list[str]:
     if problems := overrides.read(words).problems:
         return problems
     try:
-        return check(compose(words).config, CPU)
+        config = compose(words).config
     except ConfigError as error:
         return error.problems
+    return list(check(config, CPU))
+
+
+def refusal_with_functions(words: list[str]) -> list[str]:
+    """The refusal of the plan, which looks up the functions that are named too; it takes ten times as long."""
+    return refusals(compose(words).config, CPU)
 
 
 def test_the_corpus_is_large_and_says_nothing_twice() -> None:
@@ -31,7 +38,10 @@ def test_the_corpus_is_large_and_says_nothing_twice() -> None:
 
 @pytest.mark.parametrize(("words", "key", "said"), BAD, ids=[show(words)[:60] for words, _, _ in BAD])
 def test_a_bad_configuration_is_refused_with_its_key_and_the_rule(words: list[str], key: str, said: str) -> None:
-    assert [problem for problem in refusal(words) if key in problem and said in problem], refusal(words)
+    problems = refusal(words)
+    if not any(key in problem and said in problem for problem in problems):
+        problems = refusal_with_functions(words)
+    assert any(key in problem and said in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(("text", "said"), BAD_RECIPES, ids=[show(text)[:40] for text, _ in BAD_RECIPES])
@@ -51,14 +61,13 @@ def test_problems_of_words_values_and_between_keys_are_told_together() -> None:
         "trainer.save_frq=1",
         "actor_rollout_ref.rollout.n=eight",
         "data.train_batch_size=33",
-        "algorithm.adv_estimator=grop",
     ]
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=32"]
     words += ["trainer.project_name=${oc.env:NO_SUCH_VARIABLE}", "trainer.experiment_name=../x"]
     with pytest.raises(ConfigError) as caught:
         compose(words)
     text = str(caught.value)
-    for said in ("save_frq", "n=eight", "must be a multiple", "unknown advantage estimator", "not found", "folder below"):
+    for said in ("save_frq", "n=eight", "must be a multiple", "not found", "folder below"):
         assert said in text
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from config_tools import CPU, A, R, values_of
 from hypothesis import strategies as st
 
-from grpo_rl.config.checks.algorithm_table import ESTIMATORS
+from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.config.schema.fields import leaves
+from grpo_rl.registry import needs_of
 
 # Keys that go with any other setting of those below.
 _FREE = (
@@ -21,10 +22,8 @@ _FREE = (
     "actor_rollout_ref.model.enable_gradient_checkpointing", "actor_rollout_ref.model.lm_head_chunk_tokens",
 )  # fmt: skip
 _OF_VLLM = (f"{R}.enable_prefix_caching",)
-_NO_GROUP = sorted(
-    name for name, facts in ESTIMATORS.items() if not set(facts["needs"]) & {"group", "values", "steps", "parts"}
-)
-_GROUP = sorted(name for name, facts in ESTIMATORS.items() if set(facts["needs"]) == {"group"})
+_NO_GROUP = sorted(name for name in ADVANTAGES if not needs_of(ADVANTAGES.get(name)) & {"group", "values", "steps", "parts"})
+_GROUP = sorted(name for name in ADVANTAGES if needs_of(ADVANTAGES.get(name)) == {"group"})
 
 
 @st.composite

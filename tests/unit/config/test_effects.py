@@ -1,0 +1,249 @@
+"""No key does nothing without a word: one that was set changes what the run reads, is refused, or is in the plan's notes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from config_tools import CPU, EIGHT_GPUS, RUNNABLE, A, R, config_of, nested, value_at
+
+from grpo_rl.config import effects
+from grpo_rl.config.compose import compose
+from grpo_rl.config.convert import convert, convert_or_explain
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.fields import Leaf, leaves, sections
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan.decisions import decide
+from grpo_rl.plan.make import make_plan
+
+REF, VAL_KWARGS, SCORER = "actor_rollout_ref.ref", f"{R}.val_kwargs", "reward.reward_model"
+VALIDATED = {"data.val_files": ["task:arithmetic?num_rows=16&split=val"]}
+ASKED = {"data.val_prompt_files": ["task:arithmetic?num_rows=16&split=val"]}
+ROWS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "sft"}
+PAIRS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "dpo"}
+COLLECTED = {"data.responses": "initial_policy", f"{A}.policy_loss.loss_mode": "sft"}
+SAMPLED_PAIRS = {f"{A}.policy_loss.loss_mode": "dpo"}
+SCORED = {"trainer.schedule": "reward_model", f"{SCORER}.model_path": "builtin:arithmetic"}
+ITERATED = {"trainer.schedule": "iterate", f"{SCORER}.enable": True, f"{SCORER}.model_path": "builtin:arithmetic"}
+EPISODES = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.environment.name": "game"}
+ASYNC = {"trainer.schedule": "async", f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 1}
+IN_REWARD = {f"{A}.use_kl_loss": False, "algorithm.use_kl_in_reward": True}
+CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
+    "default": ({}, CPU),
+    "hf, without a reference": ({f"{R}.name": "hf", f"{A}.use_kl_loss": False}, CPU),
+    "adaptive KL in the reward": (IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}, CPU),
+    "adapters": ({"actor_rollout_ref.model.lora_rank": 8}, CPU),
+    "two updates, by rollouts": ({f"{A}.ppo_mini_batch_size": 16, f"{A}.ppo_micro_batch_size_per_gpu": 4}, CPU),
+    "critic": ({"algorithm.adv_estimator": "gae"}, CPU),
+    "sampled validation": (VALIDATED | {f"{VAL_KWARGS}.do_sample": True, f"{VAL_KWARGS}.temperature": 1.0}, CPU),
+    "saving": ({"trainer.save_freq": 5, "trainer.experiment_name": "x"}, CPU),
+    "groups": ({"algorithm.filter_groups.enable": True}, CPU),
+    "episodes with tools": (EPISODES | {f"{R}.multi_turn.tools": {"calculator": {}}}, CPU),
+    "judge": ({"reward.judge.base_url": "http://localhost:1/v1", "reward.judge.model": "m"}, CPU),
+    "GPUs": ({"trainer.device": "cuda"}, EIGHT_GPUS),
+    "answers in rows": (ROWS, CPU),
+    "answers in rows, validated": (ROWS | ASKED | {"trainer.test_freq": 5}, CPU),
+    "pairs in rows": (PAIRS, CPU),
+    "answers of the initial policy": (COLLECTED, CPU),
+    "sampled pairs": (SAMPLED_PAIRS, CPU),
+    "reward model": ({key: leaves()[key].default for key in RUNNABLE if not key.startswith("data.")} | SCORED, CPU),
+    "iterated": (ITERATED, CPU),
+    "asynchronous": (ASYNC, CPU),
+}
+"""Configurations in which every key is changed: what is added to the smallest runnable one, and the machine."""
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_every_key_that_is_set_is_read_or_refused_or_noted_and_what_is_noted_decides_nothing(context: str) -> None:
+    given, machine = CONTEXTS[context]
+    read = 0
+    assert list(effects.problems(config_of(given), machine)) == []
+    for key, leaf in leaves().items():
+        for other in other_values(leaf) if key not in given else ():
+            config = convert(nested(RUNNABLE | given | {key: other}))
+            value = value_at(config, key)
+            refused = any(line.startswith(f"{key}=") for line in effects.problems(config, machine))
+            noted = any(line.startswith(f"{key}=") for line in notes(config, machine))
+            run = effects.as_read(config, machine)
+            kept = value_at(run, key) == value
+            assert refused + noted + kept == 1, (key, value)
+            # What the run reads of a key without an effect is what it reads where the key is not set at all.
+            assert kept or value_at(run, key) == leaf.default
+            read += kept
+            if noted:
+                assert decided(config, machine) == decided(run, machine), key
+    assert read > 40
+
+
+def notes(config: Any, machine: Machine) -> list[str]:
+    return list(effects.notes(config, machine, reference="its own ranks", old_logprobs=True))
+
+
+def decided(config: Any, machine: Machine) -> Any:
+    """The decisions of a plan beside its configuration and the engine's settings."""
+    try:
+        plan = decide(config, machine)
+    except ConfigError as error:
+        return str(error)
+    made = {
+        "old": plan.recomputes_old_logprobs,
+        "reference": plan.role("reference") is not None or plan.base_reference is not None,
+        "critic": plan.role("critic") is not None,
+    }
+    passes = dataclasses.replace(plan.passes, **{name: plan.passes.update for name, is_made in made.items() if not is_made})
+    of_policy = (passes, plan.objective.formula()) if plan.role("actor") else ()
+    return plan.sizes, plan.roles, plan.pools, plan.reward, of_policy
+
+
+def other_values(leaf: Leaf) -> Iterator[Any]:
+    """Yield a value that the key takes by itself and that is not its default, where one is known."""
+    kind = leaf.kind
+    candidates: list[Any] = list(kind.choices) or ["text"]
+    if kind.base is bool:
+        candidates = [True, False]
+    elif kind.item is not None:
+        candidates = [[entry] for entry in kind.item.choices] or [["text"], [1], [0.5]]
+    elif kind.base is dict:
+        candidates = [{"option": 1}]
+    elif kind.base in (int, float):
+        candidates = [kind.base(number) for number in (2, 0.5, 0.001, 16, 2048, 2**30)]
+    fitting = [value for value in candidates if value != leaf.default and not convert_or_explain(nested({leaf.key: value}))[1]]
+    yield from fitting[:1]
+
+
+def test_the_reasons_name_keys_that_exist() -> None:
+    for given, machine in CONTEXTS.values():
+        for keys, _ in effects.unread(config_of(given), machine):
+            for key in (keys,) if isinstance(keys, str) else keys:
+                assert key.rstrip(".") in {*leaves(), *sections()} or any(name.startswith(key) for name in leaves()), key
+    assert not [key for key in effects.HARMLESS if not any(name.startswith(key) for name in leaves())]
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value", "why"),
+    [
+        (ROWS, "algorithm.gamma", 0.9, "data.responses=rows trains on the answers"),
+        (ROWS | ASKED, f"{R}.n", 4, "data.responses=rows"),
+        (ROWS, "reward.num_workers", 7, "needs data.val_prompt_files"),
+        (ROWS, f"{R}.name", "hf", "needs data.val_prompt_files"),
+        (ROWS | {"data.max_length": 64}, "data.max_prompt_length", 9, "data.max_length is the longest row"),
+        (ROWS, "data.chosen_key", "good", "loss_mode=sft reads rows with answers"),
+        (ROWS, "algorithm.rejection.min_reward", 0.5, "data.responses=initial_policy"),
+        (ROWS, "trainer.iterate.replay_share", 0.2, "trainer.schedule=iterate"),
+        (ROWS, "trainer.asynchronous.max_staleness", 3, "trainer.schedule=async"),
+        (ROWS, "trainer.save_rollouts", False, "data.responses=rows"),
+        (PAIRS, "data.response_key", "answer", "loss_mode=dpo reads rows with pairs"),
+        (PAIRS, f"{R}.n", 4, "data.responses=rows"),
+        (COLLECTED | SAMPLED_PAIRS, "algorithm.rejection.min_reward", 0.5, "the best with the worst"),
+        (COLLECTED, f"{A}.ppo_epochs", 2, "samples before training"),
+        ({}, "data.max_length", 64, "data.responses=rows"),
+        ({}, "trainer.early_stop_patience", 3, "data.responses=rows"),
+        ({}, "data.chosen_key", "good", "data.responses=rows"),
+        ({}, "algorithm.rejection.max_per_prompt", 2, "data.responses=initial_policy"),
+        ({}, "trainer.iterate.steps_per_iteration", 5, "trainer.schedule=iterate"),
+        ({}, f"{SCORER}.train.optim.lr", 1e-4, "trainer.schedule=reward_model"),
+        ({}, f"{SCORER}.weight", 0.5, f"{SCORER}.enable=true"),
+        ({}, "reward.judge.model", "m", "reward.judge.base_url"),
+        (ITERATED | {"trainer.iterate.reward_model_steps": 0}, "trainer.iterate.replay_share", 0.2, "reward_model_steps=0"),
+        (ITERATED | {"trainer.iterate.replay_share": 0}, "trainer.iterate.replay_pairs", 7, "replay_share=0"),
+        (ITERATED, f"{SCORER}.nnodes", 1, "enable_resource_pool=true"),
+        (ASYNC | {"trainer.asynchronous.partial_rollout": False}, "trainer.asynchronous.keep_cache", True, "partial_rollout"),
+        (ASYNC | {"trainer.asynchronous.max_staleness": 0}, "trainer.asynchronous.keep_cache", True, "max_staleness=0"),
+        (SAMPLED_PAIRS, "algorithm.adv_estimator", "rloo", "compares pairs and reads no advantages"),
+        (SAMPLED_PAIRS, "algorithm.mask_truncated", True, "reads no advantages"),
+        (SAMPLED_PAIRS, f"{A}.kl_loss_coef", 0.1, "no KL term"),
+        (SCORED, f"{A}.optim.lr", 1e-4, "trains no policy"),
+        (SCORED, f"{R}.n", 4, "trains no policy"),
+        (SCORED, "algorithm.gamma", 0.9, "trains no policy"),
+        (SCORED, "data.truncation", "left", "trains no policy"),
+        (SCORED, f"{SCORER}.weight", 2.0, "trains no policy"),
+        (SCORED, f"{SCORER}.step_separator", "x", "train.loss=bradley_terry"),
+        (SCORED | {f"{SCORER}.train.loss": "steps"}, "data.rejected_key", "worse", "train.loss=steps"),
+        (SCORED | {f"{SCORER}.train.loss": "steps"}, f"{SCORER}.train.center_coef", 0.1, "train.loss=bradley_terry"),
+        (SCORED, f"{SCORER}.train.optim.min_lr_ratio", 0.1, "train.optim.lr_scheduler_type=linear or cosine"),
+        ({}, "critic.optim.lr", 1e-4, "needs no critic"),
+        ({}, "critic.enable", True, "needs no critic"),
+        ({}, "trainer.critic_warmup", 2, "needs no critic"),
+        ({f"{A}.use_kl_loss": False}, f"{A}.kl_loss_coef", 0.5, "use_kl_loss=true"),
+        ({f"{A}.kl_loss_coef": 0.0}, f"{A}.kl_loss_type", "k1", "kl_loss_coef above 0"),
+        ({}, "algorithm.kl_ctrl.kl_coef", 0.5, "use_kl_in_reward=true"),
+        ({}, "algorithm.kl_penalty", "k2", "use_kl_in_reward=true"),
+        (IN_REWARD, "algorithm.kl_ctrl.horizon", 5, "kl_ctrl.type=adaptive"),
+        ({f"{A}.clip_ratio_low": 0.1, f"{A}.clip_ratio_high": 0.2}, f"{A}.clip_ratio", 0.1, "are both there"),
+        ({}, f"{A}.adaptive_entropy.target", 0.5, "adaptive_entropy.enable=true"),
+        ({}, f"{A}.data_loader_seed", 5, f"{A}.shuffle=true"),
+        ({}, "algorithm.filter_groups.metric", "acc", "filter_groups.enable=true"),
+        ({"algorithm.filter_groups.enable": True, "algorithm.filter_groups.refill": False}, "data.gen_batch_size", 64, "refill"),
+        ({}, f"{A}.optim.min_lr_ratio", 0.1, "lr_scheduler_type=linear or cosine"),
+        ({f"{A}.optim.lr_warmup_steps": 5}, f"{A}.optim.lr_warmup_steps_ratio", 0.1, "-1 takes the ratio"),
+        ({}, "actor_rollout_ref.model.lora_alpha", 8, "lora_rank above 0"),
+        ({"data.shuffle": False}, "data.seed", 5, "data.shuffle=true"),
+        ({}, "data.retire_score", 0.5, "data.retire_above"),
+        ({}, "data.curriculum_floor", 0.5, "data.curriculum=pass_rate"),
+        ({}, "data.difficulty_key", "x", "data.curriculum=difficulty"),
+        ({"data.data_source": "x"}, "data.reward_fn_key", "y", "gives it for all rows"),
+        ({"trainer.resume_mode": "disable"}, "data.allow_change", True, "nothing is resumed"),
+        ({}, "data.val_max_samples", 5, "data.val_files"),
+        ({}, f"{R}.hf.batched", False, f"{R}.name=hf"),
+        ({}, f"{R}.n_gpus_per_node", 2, f"{R}.nnodes gives them their own"),
+        ({}, f"{R}.multi_turn.max_assistant_turns", 3, "multi_turn.enable=true"),
+        (EPISODES, f"{R}.multi_turn.max_parallel_calls", 3, "tool_config_path"),
+        (EPISODES, f"{R}.multi_turn.truncation.penalty", 2.0, "=punish"),
+        (EPISODES, f"{R}.multi_turn.truncation.turns", "drop", "max_assistant_turns"),
+        (EPISODES | {f"{R}.multi_turn.environment.reward_weight": 0.0}, f"{R}.multi_turn.turn_discount", 0.5, "reward_weight"),
+        ({}, "reward.custom_reward_function.name", "f", "custom_reward_function.path"),
+        ({}, "reward.failure_value", 0.0, "on_failure=value"),
+        ({}, f"{A}.checkpoint.async_save", False, "trainer.save_freq"),
+        ({}, "trainer.on_alarm", "go_back", "trainer.stop_on"),
+        ({"trainer.recover": "off"}, "trainer.max_restarts", 2, "needs trainer.recover=auto"),
+        ({"trainer.on_nonfinite": "stop"}, "trainer.max_nonfinite_steps", 2, "on_nonfinite=skip"),
+        ({}, "trainer.resume_from_path", "x", "resume_mode=resume_path"),
+        ({}, f"{A}.profiler.ranks", [0], "profiler.enable=true"),
+        ({}, "global_profiler.steps", [2], "needs global_profiler.tool"),
+        ({}, "ray_kwargs.ray_init.allow_insecure", True, "a local cluster"),
+        ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, f"{A}.ppo_max_token_len_per_gpu", 4096, "cut by rollouts"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_another_one_switches_off_is_refused(given: dict[str, Any], key: str, value: Any, why: str) -> None:
+    base = (
+        {name: leaves()[name].default for name in RUNNABLE if not name.startswith("data.")}
+        if given.items() >= SCORED.items()
+        else {}
+    )
+    found = [line for line in effects.problems(config_of(base | given | {key: value}), CPU) if line.startswith(f"{key}=")]
+    assert len(found) == 1 and why in found[0] and "leave it out" in found[0], found
+    assert not [line for line in effects.problems(config_of(base | given), CPU) if line.startswith(f"{key}=")]
+
+
+def page(words: list[str], machine: Machine) -> str:
+    return " ".join(make_plan(compose(words), machine).render().split())
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "key", "why"),
+    [
+        ({f"{A}.use_kl_loss": "false"}, CPU, f"{REF}.log_prob_micro_batch_size_per_gpu=4", "no reference runs"),
+        ({}, CPU, f"{R}.log_prob_max_token_len_per_gpu=4096", "no pass computes old log-probs"),
+        ({}, CPU, f"{R}.gpu_memory_utilization=0.7", "it is for GPUs"),
+        ({f"{R}.name": "hf"}, CPU, f"{R}.enforce_eager=true", "needs actor_rollout_ref.rollout.name=vllm"),
+        ({}, EIGHT_GPUS, f"{R}.kv_cache_gib=2.0", "it is for CPUs"),
+        ({}, CPU, "trainer.val_before_train=false", "nothing to validate on"),
+        ({f"{A}.use_dynamic_bsz": "true"}, CPU, f"{A}.ppo_micro_batch_size_per_gpu=4", "cut by tokens"),
+        ({"data.val_files": "task:arithmetic"}, CPU, f"{VAL_KWARGS}.temperature=0.6", "greedy without"),
+        ({"data.val_files": "task:arithmetic"}, CPU, f"{VAL_KWARGS}.do_sample=true", "greedy at temperature 0"),
+        ({f"{A}.policy_loss.loss_mode": "gspo"}, CPU, f"{A}.clip_ratio_c=10.0", "clips no second time"),
+        ({"reward.overlong_buffer.enable": "false"}, CPU, "reward.overlong_buffer.len=64", "enable=false"),
+    ],
+)  # fmt: skip
+def test_a_habit_without_an_effect_is_noted_in_the_plan(given: dict[str, Any], machine: Machine, key: str, why: str) -> None:
+    words = [f"{name}={value}" for name, value in {**RUNNABLE, **given}.items()]
+    note = f"{key}: has no effect in this run: "
+    text = page([*words, key], machine)
+    assert note in text and why in text.partition(note)[2][:100]
+
+
+def test_a_pass_that_exists_is_not_noted() -> None:
+    words = [f"{name}={value}" for name, value in {**RUNNABLE, f"{A}.ppo_mini_batch_size": 16}.items()]
+    assert "has no effect in this run" not in page([*words, f"{R}.log_prob_max_token_len_per_gpu=4096"], CPU)
