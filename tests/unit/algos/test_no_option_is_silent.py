@@ -1,13 +1,8 @@
-"""No key of the algorithm is without effect: changed, it gives another objective, or it is refused, or the plan says so."""
+"""No option of a function of the algorithm is without effect: changed, it gives another objective, or it is refused."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
-import itertools
-from collections.abc import Iterator
-from random import Random
 from typing import Any
 
 import algos_reference as reference
@@ -24,9 +19,10 @@ from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.config.checks import algorithm_rules, switch_rules
-from grpo_rl.config.checks.switch_rules import value_of
-from grpo_rl.config.function_options import AVERAGE, CHOICES, ESTIMATOR, KL_IN_LOSS, LOSS
+from grpo_rl.config import effects
+from grpo_rl.config.derived import Machine
+from grpo_rl.config.function_options import CHOICES
+from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan import algorithm
@@ -74,27 +70,25 @@ def with_value(root: Any, key: str, value: Any) -> Any:
     return dataclasses.replace(root, **{head: with_value(getattr(root, head), rest, value) if rest else value})
 
 
-@functools.cache
-def config_of(estimator: str, loss: str, average: str, kl: str) -> Config:
-    config = with_value(with_value(Config(), "algorithm.adv_estimator", estimator), f"{A}.policy_loss.loss_mode", loss)
-    config = with_value(with_value(config, f"{A}.loss_agg_mode", average), f"{A}.kl_loss_type", kl)
-    if loss == "clip_cov":  # of a few tokens by default, which a small change of its bounds need not move
+def config_of(changes: dict[str, Any]) -> Config:
+    config = with_value(Config(), "reward.functions", ["arithmetic_process"])
+    for key, value in changes.items():
+        config = with_value(config, key, value)
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "clip_cov" and f"{A}.policy_loss.clip_cov_ratio" not in changes:
+        # Of a few tokens by default, which a small change of its bounds need not move.
         config = with_value(config, f"{A}.policy_loss.clip_cov_ratio", 0.9)
-    return with_value(config, "reward.functions", ["arithmetic_process"])
+    return config
 
 
-def refused(config: Config, key: str) -> bool:
-    """Return whether a rule between the keys, or the plan's trial of the function that the key belongs to, refuses the configuration."""
-    if [
-        line
-        for line in (*algorithm_rules.problems(config), *switch_rules.problems(config))
-        if "algorithm." in line or A in line
-    ]:
+def refused(config: Config) -> bool:
+    """Return whether a key has no effect as the rules say, or the plan's trial of the functions refuses the configuration."""
+    machine = Machine(num_gpus=0, num_cpus=2, device="cpu")
+    told = [*effects.problems(config, machine), *effects.notes(config, machine, reference="its own ranks", old_logprobs=True)]
+    if [line for line in told if line.startswith(("algorithm.", A))]:
         return True
     try:
         for choice in CHOICES:
-            own = [f"{choice.section}.{name}" for name in (choice.key, choice.options_key, *choice.fixed)]
-            if key in own and algorithm._is_used(config, choice):
+            if algorithm._is_used(config, choice):
                 algorithm._bind(config, choice)
         algorithm._check_pair(config)
     except ConfigError:
@@ -134,189 +128,42 @@ def result(config: Config) -> tuple[float, list[float]]:
     """Loss and gradient of the objective that a configuration describes, on a batch of many groups."""
     objective = Objective.from_config(config.actor_rollout_ref.actor, 16)
     options = estimator_options(config.algorithm, PARTS)
-    inputs = inputs_of(objective, advantages_of(config.algorithm.adv_estimator, repr(options)))
+    inputs = inputs_of(
+        objective, 3.0 * ADVANTAGES.get(config.algorithm.adv_estimator)(complete(DATA), **options).advantages_T.double()
+    )
     loss, _ = objective(inputs, count(LENGTHS_N, GROUP_N))
     (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs_T)
     return loss.item(), gradient_T.tolist()
 
 
-# ---- the whole product, from factors that are computed once -----------------------------------------------
-
-# The loss factorises: an average gives every token its weight whatever stands on it, and what stands on a token, its policy
-# loss, its KL and its entropy, depends on no average. A sample of the product is compared with the objective itself below.
-
-
-@functools.cache
-def advantages_of(estimator: str, options: str) -> Tensor:
-    """The advantages of the batch; `options` is the text of a dict, for the cache needs a key."""
-    return 3.0 * ADVANTAGES.get(estimator)(complete(DATA), **ast.literal_eval(options)).advantages_T.double()
+BASES = [
+    *({"algorithm.adv_estimator": name} for name in sorted(ADVANTAGES)),
+    *({f"{A}.policy_loss.loss_mode": name} for name in SINGLE),
+    *({f"{A}.loss_agg_mode": name} for name in sorted(AGGREGATIONS)),
+    *({f"{A}.kl_loss_type": name} for name in [*sorted(KL_ESTIMATORS), "full"]),
+]
+"""Every function of the algorithm, with the default ones beside it. `sft` and the losses over pairs have no estimator."""
 
 
-@functools.cache
-def policy_loss_of(estimator: str, options: str, objective: Objective) -> Tensor:
-    """The policy loss of each token; of the objective, loss and options count."""
-    return objective._policy_loss(inputs_of(objective, advantages_of(estimator, options))).loss_T.detach()
-
-
-@functools.cache
-def regularizers_of(objective: Objective) -> Tensor:
-    """The KL term and the entropy bonus of each token, with their coefficients; no loss and no average counts."""
-    inputs = inputs_of(objective, torch.zeros(len(DATA.policy), dtype=torch.float64))
-    value_T = -objective.entropy_coeff * inputs.column("entropy_T")
-    if objective.kl_loss_type is not None:
-        value_T = value_T + objective.kl_loss_coef * objective._kl(inputs)
-    return value_T.detach()
-
-
-@functools.cache
-def weights_of(objective: Objective) -> Tensor:
-    """The weight that the average gives to each token."""
-    x_T = torch.ones(len(DATA.policy), dtype=torch.float64, requires_grad=True)
-    inputs = inputs_of(objective, x_T.detach())
-    return torch.autograd.grad(objective._average(x_T, inputs, count(LENGTHS_N, GROUP_N)), x_T)[0]
-
-
-@functools.cache
-def factors_of(objective: Objective) -> tuple[Objective, Objective, Objective]:
-    """The objective's loss, its average, and its other terms, each in an objective that has nothing else."""
-    loss = Objective(loss_mode=objective.loss_mode, loss_options=objective.loss_options)
-    average = Objective(loss_agg_mode=objective.loss_agg_mode, agg_options=objective.agg_options)
-    rest = dataclasses.replace(objective, loss_mode="vanilla", loss_options=(), loss_agg_mode="token-mean", agg_options=())
-    return loss, average, rest
-
-
-def factorised(estimator: str, options: str, objective: Objective) -> float:
-    """The loss, as a sum over tokens of weight times terms."""
-    loss, average, rest = factors_of(objective)
-    return float(weights_of(average) @ (policy_loss_of(estimator, options, loss) + regularizers_of(rest)))
-
-
-def changes() -> Iterator[tuple[str, Any]]:
+@pytest.mark.parametrize("base", BASES, ids=lambda base: next(iter(base.values())))
+def test_every_key_changes_the_objective_or_is_refused(base: dict[str, Any]) -> None:
+    config = config_of(base)
+    assert not refused(config)
+    before, silent = result(config), []
+    estimator = ADVANTAGES.get(config.algorithm.adv_estimator)
     for key, values in {**NUMBERS, **MAPPINGS}.items():
-        yield from ((key, value) for value in values)
-
-
-KL_NAMES = [*sorted(KL_ESTIMATORS), "full"]
-# `sft` and the losses over pairs have no estimator: tests/unit/config/test_schedule_rules.py tests their keys.
-PAIRS = list(itertools.product(sorted(ADVANTAGES), SINGLE))
-
-
-def kl_of(loss: str, average: str) -> str:
-    """The KL estimator that is tried with a loss and an average: over all of them, each one with every average."""
-    place = sorted(POLICY_LOSSES).index(loss) + sorted(AGGREGATIONS).index(average)
-    return KL_NAMES[place % len(KL_NAMES)]
-
-
-@functools.cache
-def objective_of(loss: str, average: str, change: str) -> Objective | None:
-    """The objective after a change of one key, of which `change` is the text; None where it cannot be made."""
-    key, value = ast.literal_eval(change)
-    try:
-        config = with_value(config_of("grpo", loss, average, kl_of(loss, average)), key, value)
-        return Objective.from_config(config.actor_rollout_ref.actor, 16)
-    except ConfigError:
-        return None
-
-
-@functools.cache
-def options_after(estimator: str, change: str) -> str | None:
-    """The estimator's options after a change of one key; None where it does not take them."""
-    key, value = ast.literal_eval(change)
-    config = with_value(config_of(estimator, "vanilla", "token-mean", "k3"), key, value)
-    options = repr(estimator_options(config.algorithm, PARTS))
-    try:
-        advantages_of(estimator, options)
-    except (TypeError, ValueError):
-        return None
-    return options
-
-
-@functools.cache
-def refused_alone(kind: str, name: str, change: str) -> bool:
-    """Return whether a function refuses a change of its own keys, whatever the other functions are."""
-    key, value = ast.literal_eval(change)
-    others = {ESTIMATOR.kind: "grpo", LOSS.kind: "vanilla", AVERAGE.kind: "token-mean", KL_IN_LOSS.kind: "k3"}
-    return refused(with_value(config_of(*(others | {kind: name}).values()), key, value), key)
-
-
-@functools.cache
-def refused_together(estimator: str, loss: str, change: str) -> bool:
-    """Return whether an estimator and a loss refuse a change, whatever average and KL are; asked only where neither does alone."""
-    key, value = ast.literal_eval(change)
-    return refused(with_value(config_of(estimator, loss, "token-mean", "k3"), key, value), key)
-
-
-def silent_changes(estimator: str, loss: str, average: str) -> list[tuple[str, Any]]:
-    """The changes of one key that are not refused and leave loss and gradient as they are."""
-    kl, silent = kl_of(loss, average), []
-    config = config_of(estimator, loss, average, kl)
-    nothing = repr((f"{A}.loss_agg_mode", average))
-    options, objective = options_after(estimator, nothing), objective_of(loss, average, nothing)
-    assert options is not None and objective is not None
-    before = factorised(estimator, options, objective)
-    owner = {
-        f"{choice.section}.{key}": (choice.kind, choice.name(config))
-        for choice in (ESTIMATOR, LOSS, AVERAGE)
-        for key in (choice.options_key, *choice.fixed)
-    }
-    for key, value in changes():
-        if value_of(config, key) == value:
-            continue
-        if isinstance(value, dict) and value.items() <= options_of(ADVANTAGES.get(estimator)).items():
-            continue  # the estimator's own default, given by name
-        if key.endswith("kl_loss_type") and KL_ESTIMATORS.get(value) is KL_ESTIMATORS.get(
-            {"kl": "k1", "full": "k3"}.get(kl, kl)
-        ):
-            continue
-        change = repr((key, value))
-        other_options, other = options_after(estimator, change), objective_of(loss, average, change)
-        if other_options is not None and other is not None:
-            after = factorised(estimator, other_options, other)
-            if abs(after - before) > 1e-9 * max(1.0, abs(before)):
+        for value in values:
+            if value_of(config, key) == value or (isinstance(value, dict) and value.items() <= options_of(estimator).items()):
+                continue  # as it was, or the estimator's own default, given by name
+            same_kl = {"kl": "k1", "full": "k3"}.get(
+                config.actor_rollout_ref.actor.kl_loss_type, config.actor_rollout_ref.actor.kl_loss_type
+            )
+            if key.endswith("kl_loss_type") and KL_ESTIMATORS.get(value) is KL_ESTIMATORS.get(same_kl):
                 continue
-        changed = with_value(config, key, value)
-        if (key in owner and refused_alone(*owner[key], change)) or refused_together(estimator, loss, change):
-            continue
-        if refused(changed, key) or (key.endswith("clip_ratio_c") and loss.startswith("gspo")):  # the plan has a note
-            continue
-        if result(changed) == result(config):
-            silent.append((key, value))
-    return silent
-
-
-@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
-def test_every_key_changes_the_objective_or_is_refused(estimator: str, loss: str) -> None:
-    """Over every estimator x loss x average x key: the loss after a change is another one, or the gradient, or it is refused."""
-    config = config_of(estimator, loss, "token-mean", "k3")
-    assert not refused(config, "")
-    assert {average: silent for average in sorted(AGGREGATIONS) if (silent := silent_changes(estimator, loss, average))} == {}
-
-
-def test_the_factors_make_the_objective() -> None:
-    random = Random(0)
-    for _ in range(120):
-        (estimator, loss), average = random.choice(PAIRS), random.choice(sorted(AGGREGATIONS))
-        change = repr(random.choice(list(changes())))
-        options, objective = options_after(estimator, change), objective_of(loss, average, change)
-        if options is None or objective is None:
-            continue
-        key, value = ast.literal_eval(change)
-        config = with_value(config_of(estimator, loss, average, kl_of(loss, average)), key, value)
-        assert result(config)[0] == pytest.approx(factorised(estimator, options, objective), rel=1e-12, abs=1e-15)
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        ({f"{A}.policy_loss.loss_mode": "clip_cov", f"{A}.clip_ratio_c": 5.0}, f"{A}.clip_ratio_c=5: has no effect"),
-        ({f"{A}.kl_loss_type": "k1", f"{A}.kl_loss_coef": 0.0}, f"{A}.kl_loss_type=k1: needs {A}.use_kl_loss=true, with"),
-    ],
-)
-def test_settings_that_another_one_switches_off_are_refused_by_name(words: dict[str, Any], key: str) -> None:
-    config = Config()
-    for name, value in words.items():
-        config = with_value(config, name, value)
-    assert any(key in line for line in (*algorithm_rules.problems(config), *switch_rules.problems(config)))
+            changed = config_of(base | {key: value})
+            if not refused(changed) and result(changed) == before:
+                silent.append((key, value))
+    assert silent == []
 
 
 @pytest.mark.parametrize(
@@ -340,7 +187,7 @@ def test_options_that_another_option_switches_off_are_refused(estimator: str, wo
         algorithm._bind(config, CHOICES[0])
 
 
-@pytest.mark.parametrize("estimator", sorted(ADVANTAGES))
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rft"])
 @pytest.mark.parametrize("loss", SINGLE)
 def test_only_bounds_for_negative_advantages_are_idle_with_some_estimator(estimator: str, loss: str) -> None:
     idle = set()
@@ -349,7 +196,9 @@ def test_only_bounds_for_negative_advantages_are_idle_with_some_estimator(estima
         name = option.get(key.rpartition(".")[2], key.rpartition(".")[2])
         if key.startswith(A) and name in options_of(POLICY_LOSSES.get(loss)):
             try:
-                algorithm._check_pair(with_value(config_of(estimator, loss, "token-mean", "k3"), key, value))
+                algorithm._check_pair(
+                    config_of({"algorithm.adv_estimator": estimator, f"{A}.policy_loss.loss_mode": loss, key: value})
+                )
             except ConfigError:
                 idle.add(name)
     # Only the best response of a group has an advantage in pass@k training, and in RFT right ones have: it is positive.
