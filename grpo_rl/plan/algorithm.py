@@ -164,12 +164,12 @@ def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
             continue
         if value not in (None, fixed.verl_default) and not set(fixed.options) & set(options):
             yield (
-                f"{choice.section}.{key}={show(value)}: has no effect with {choice.section}.{choice.key}={name}, which has no "
+                f"{choice.section}.{key}={value:g}: has no effect with {choice.section}.{choice.key}={name}, which has no "
                 f"option {' or '.join(fixed.options)}; it takes {', '.join(options) or 'none'}; leave it out"
             )
         for option in own:
             # clip_ratio sets both bounds, which have keys of their own too; std has no key, only a switch.
-            if option in fixed.options and key != "clip_ratio" and value not in (None, True):
+            if option in fixed.options and key != "clip_ratio" and value is not True:
                 yield f"{choice.section}.{choice.options_key}: {option} is set by {choice.section}.{key}; give one of them"
 
 

@@ -119,14 +119,14 @@ def ends_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     return main([])
 
 
-def test_the_command_runs_from_any_folder_and_refuses_without_loading_torch(tmp_path: Path) -> None:
+def test_the_command_runs_from_any_folder_and_refuses_a_misspelt_key_without_loading_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from grpo_rl.main import main; code = main(['trainer.save_freq=0', 'trainer.device=cpu']); "
+        "import sys; from grpo_rl.main import main; code = main(['trainer.save_frq=1', 'trainer.device=cpu']); "
         "print(code, sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.strip() == "2 []"
-    assert "trainer.save_freq=0" in done.stderr
+    assert "trainer.save_frq: unknown key. Did you mean trainer.save_freq" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ def test_the_kl_in_the_reward_is_part_of_the_objective() -> None:
         (["trainer.n_gpus_per_node=4"], CPU, "4 actor processes share 2 cores"),
         (["trainer.save_freq=5"], CPU, "trainer.experiment_name"),
         ([f"{A}.optim.lr_warmup_steps=1000"], CPU, "longer than the run"),
-        ([f"{R}.cpu_threads=2"], EIGHT_GPUS, "has no effect in this run: is for CPUs"),
+        ([f"{R}.cpu_threads=2"], EIGHT_GPUS, "has no effect in this run: it is for CPUs"),
         ([], Machine(0, 2, "cpu", cluster=True), "looked at this machine"),
     ],
 )

@@ -172,15 +172,15 @@ def test_without_gae_there_is_no_critic() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["critic.optim.lr=1e-4"], "critic.optim.lr=0.0001: algorithm.adv_estimator=grpo needs no critic; leave it out"),
-        (["critic.enable=true"], "critic.enable=true: algorithm.adv_estimator=grpo needs no critic"),
-        (["trainer.critic_warmup=3"], "trainer.critic_warmup=3: algorithm.adv_estimator=grpo needs no critic"),
+        (["critic.optim.lr=1e-4"], "critic.optim.lr=0.0001: has no effect in this run: algorithm.adv_estimator=grpo needs no critic; leave it out"),
+        (["critic.enable=true"], "critic.enable=true: has no effect in this run: algorithm.adv_estimator=grpo needs no critic"),
+        (["trainer.critic_warmup=3"], "trainer.critic_warmup=3: has no effect in this run: algorithm.adv_estimator=grpo needs no critic"),
         ([*GAE, "critic.enable=false"], "critic.enable=false: algorithm.adv_estimator=gae learns from a critic"),
         ([*GAE, "critic.ppo_mini_batch_size=5"], "must divide data.train_batch_size=16; nearest: 4 or 8"),
         ([*GAE, "critic.use_dynamic_bsz=false"], "needs critic.ppo_micro_batch_size_per_gpu"),
         (
             [*GAE, "critic.ppo_max_token_len_per_gpu=9999", "critic.ppo_micro_batch_size_per_gpu=4"],
-            "critic.ppo_max_token_len_per_gpu=9999: has no effect where passes are cut by rollouts",
+            "critic.ppo_max_token_len_per_gpu=9999: has no effect in this run: its passes are cut by rollouts",
         ),
         ([*GAE, "critic.ppo_max_token_len_per_gpu=64"], "shorter than one sequence"),
         ([*GAE, "critic.optim.betas=[0.9]"], "critic.optim.betas=[0.9]: must be two numbers"),
