@@ -163,8 +163,9 @@ def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
         if key == "clip_ratio_c" and name in WITHOUT_DUAL_CLIP:
             continue
         if value not in (None, fixed.verl_default) and not set(fixed.options) & set(options):
+            shown_value = f"{value:g}" if isinstance(value, float) else show(value)
             yield (
-                f"{choice.section}.{key}={value:g}: has no effect with {choice.section}.{choice.key}={name}, which has no "
+                f"{choice.section}.{key}={shown_value}: has no effect with {choice.section}.{choice.key}={name}, which has no "
                 f"option {' or '.join(fixed.options)}; it takes {', '.join(options) or 'none'}; leave it out"
             )
         for option in own:

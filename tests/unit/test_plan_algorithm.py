@@ -172,9 +172,15 @@ def test_without_gae_there_is_no_critic() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["critic.optim.lr=1e-4"], "critic.optim.lr=0.0001: has no effect in this run: algorithm.adv_estimator=grpo needs no critic; leave it out"),
+        (
+            ["critic.optim.lr=1e-4"],
+            "critic.optim.lr=0.0001: has no effect in this run: algorithm.adv_estimator=grpo needs no critic; leave it out",
+        ),
         (["critic.enable=true"], "critic.enable=true: has no effect in this run: algorithm.adv_estimator=grpo needs no critic"),
-        (["trainer.critic_warmup=3"], "trainer.critic_warmup=3: has no effect in this run: algorithm.adv_estimator=grpo needs no critic"),
+        (
+            ["trainer.critic_warmup=3"],
+            "trainer.critic_warmup=3: has no effect in this run: algorithm.adv_estimator=grpo needs no critic",
+        ),
         ([*GAE, "critic.enable=false"], "critic.enable=false: algorithm.adv_estimator=gae learns from a critic"),
         ([*GAE, "critic.ppo_mini_batch_size=5"], "must divide data.train_batch_size=16; nearest: 4 or 8"),
         ([*GAE, "critic.use_dynamic_bsz=false"], "needs critic.ppo_micro_batch_size_per_gpu"),
