@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
-    """Return the plan of a run on `machine`, which is this one if none is given and need not be here otherwise.
+    """Return the plan of a run on `machine`: by default this one, or any other by its description.
 
     Raises ConfigError with everything that is wrong between the keys and with the functions that they name, and DataError
     for data files that cannot be used, as far as their first rows show it.

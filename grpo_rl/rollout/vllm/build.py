@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment, set_missing, temporary_files
 from grpo_rl.rollout.model_info import kv_bytes_per_token, load_config
+from grpo_rl.rollout.vllm.vllm_patches import check_version, own_threads
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -27,8 +26,9 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
     """Build vLLM's engine in this process: token ids in, token ids and log-probs out, no tokenizer, no server.
 
     Sets the environment variables that vLLM reads on import where they are missing.
-    Raises ConfigError for an engine argument that vLLM does not have.
+    Raises ConfigError for another version of vLLM than the one that was tried, and for an engine argument that it does not have.
     """
+    check_version()
     set_missing(engine_environment(spec))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -42,7 +42,7 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.vllm: vLLM has no argument {', '.join(unknown)}")
     if spec.device == "cpu":
         check_compiled_part()
-    with _threads(spec), temporary_files():
+    with own_threads(spec), temporary_files():
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
@@ -114,15 +114,3 @@ def cpu_cache_bytes(spec: EngineSpec) -> int:
     # One rollout more than can run: vLLM keeps a block for itself.
     tokens = (spec.max_num_seqs + 1) * blocks_per_rollout * _CPU_BLOCK_TOKENS
     return min(limit, tokens * kv_bytes_per_token(load_config(spec), spec.dtype))
-
-
-@contextmanager
-def _threads(spec: EngineSpec) -> Iterator[None]:
-    """Give vLLM its number of threads, and give back to torch what vLLM's CPU worker replaces."""
-    set_num_threads = torch.set_num_threads
-    if spec.device == "cpu":
-        set_num_threads(spec.threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads = set_num_threads

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from grpo_rl.rollout.engine import NcclRendezvous
+from grpo_rl.rollout.vllm.vllm_patches import check_version, store_waits
 from grpo_rl.rollout.weights.buckets import NamedTensor, WeightBucket, WeightTransferError, describe, write_flat
 from grpo_rl.rollout.weights.senders import BaseSender
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-
-
-@contextmanager
-def store_waits(timeout_s: float) -> Iterator[None]:
-    """Make vLLM's group wait so long for its members: it has no argument for that, and gives up after 300 s."""
-    from vllm.distributed.utils import StatelessProcessGroup
-
-    create = StatelessProcessGroup.create
-    StatelessProcessGroup.create = staticmethod(partial(create, store_timeout=math.ceil(timeout_s)))  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        StatelessProcessGroup.create = staticmethod(create)  # type: ignore[method-assign]
 
 
 class NcclSender(BaseSender):
@@ -57,6 +42,7 @@ class NcclSender(BaseSender):
     def connect(self, rendezvous: NcclRendezvous) -> None:
         if not self.is_source:
             return
+        check_version()
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         if self._communicator is not None:

@@ -7,15 +7,15 @@ has -inf, and the others are the sampling mask. vLLM's own `return_sampling_mask
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from grpo_rl.rollout.vllm.vllm_patches import Reported
 from grpo_rl.types import Sampling, Support
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
-    from vllm.v1.engine import EngineCoreOutput
 
 _TIES = 32
 """Tokens beyond top_k that are requested: those as likely as the k-th are sampled too."""
@@ -28,42 +28,6 @@ def num_logprobs(sampling: Sampling, vocab_size: int) -> int:
     if not sampling.returns_support:
         return 0
     return vocab_size if sampling.top_k <= 0 else min(sampling.top_k + _TIES, vocab_size)
-
-
-class Reported(NamedTuple):
-    """The entries that were reported of a response, as vLLM's `FlatLogprobs` names them."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    start_indices: np.ndarray
-    """The first entry of each place, which is the sampled token."""
-
-
-class ReportedArrays:
-    """What vLLM's workers report of one request's tokens, as the arrays that they send.
-
-    It takes the place of the `LogprobsProcessor` in vLLM's state of the request, which makes a Python number of each entry:
-    at 132 for a token that takes longer than everything else that the engine's thread does with it.
-    """
-
-    cumulative_logprob = prompt_logprobs = prompt_token_id_logprobs = None
-
-    def __init__(self, num_logprobs: int) -> None:
-        self._width = 1 + num_logprobs
-        self._token_ids: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-
-    def update_from_output(self, output: EngineCoreOutput) -> None:
-        """Keep a copy of the request's rows: they are views of all that the step reported, for requests that may want more."""
-        if output.new_logprobs is not None:
-            self._token_ids.extend(output.new_logprobs.logprob_token_ids[:, : self._width].astype(np.int32))
-            self._logprobs.extend(output.new_logprobs.logprobs[:, : self._width].astype(np.float32))
-
-    @property
-    def logprobs(self) -> Reported:
-        """All entries; vLLM asks for them when the response has ended."""
-        token_ids, logprobs = np.asarray(self._token_ids, dtype=np.int32), np.asarray(self._logprobs, dtype=np.float32)
-        return Reported(token_ids.ravel(), logprobs.ravel(), np.arange(len(logprobs)) * self._width)
 
 
 def sampled_logprobs(logprobs: FlatLogprobs | Reported) -> np.ndarray:

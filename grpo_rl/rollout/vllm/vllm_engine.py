@@ -11,8 +11,8 @@ import numpy as np
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
 from grpo_rl.rollout.model_info import expected_tensors, stop_token_ids
 from grpo_rl.rollout.vllm.build import build_llm_engine
-from grpo_rl.rollout.vllm.counter_sampling import SEED
-from grpo_rl.rollout.vllm.sampling_support import ReportedArrays, num_logprobs, sampled_logprobs, support_of
+from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
+from grpo_rl.rollout.vllm.vllm_patches import SEED, ReportedArrays
 from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError
 from grpo_rl.rollout.weights.update_order import WeightUpdate
 from grpo_rl.types import Completion, FinishReason, Request, Sampling
@@ -34,7 +34,7 @@ class VllmEngine:
         self._stop_ids = stop_token_ids(spec)
         self._llm = build_llm_engine(spec)
         self._counts = spec.device == "cpu"
-        """True where requests have their seeds in `extra_args`: see counter_sampling."""
+        """True where requests have their seeds in `extra_args`: see vllm_patches."""
         if self._counts:
             self._rpc("sample_by_counters")
         self._update = WeightUpdate(expected_tensors(spec), in_flight=self.updates_in_flight)

@@ -22,11 +22,9 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from grpo_rl.rollout.vllm.counter_sampling import CounterSampler
-from grpo_rl.rollout.vllm.nccl_sender import store_waits
+from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, pack_experts_again, store_waits
 from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, digest
 
 ENGINE_PREFIX = "grpo_rl_"
@@ -121,7 +119,7 @@ class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
 
     def start_weight_update(self) -> None:
         if self.device.type == "cpu":
-            _pack_experts_again(self.model)
+            pack_experts_again(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -137,18 +135,6 @@ class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
 
     def shutdown(self) -> None:
         """Do nothing: no memory is held between updates."""
-
-
-def _pack_experts_again(model: torch.nn.Module) -> None:
-    """Make the next load of experts on a CPU end as the first one did: packed for the grouped matrix product.
-
-    vLLM 0.32 packs them where it makes their kernel (`UnquantizedFusedMoEMethod._setup_kernel`), which it does once. A
-    second load copies the weights as they come over the packed ones, of the same size: no error, and other experts.
-    """
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
-            method.moe_kernel = None
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from grpo_rl.rollout.vllm.sampling_support import ReportedArrays, num_logprobs, sampled_logprobs, support_of
+from grpo_rl.errors import ConfigError
+from grpo_rl.rollout.vllm import vllm_patches
+from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
+from grpo_rl.rollout.vllm.vllm_patches import ReportedArrays
 from grpo_rl.types import Sampling
 from tests.unit.vllm_sources import digest_of
 
@@ -63,7 +66,16 @@ def test_as_many_are_asked_for_as_can_be_left_with_room_for_ties() -> None:
 
 
 def test_vllm_draws_where_our_sampler_takes_its_place_and_by_seed_and_position_on_gpus() -> None:
-    # rollout/vllm/counter_sampling.py repeats the first but for its generators, and leaves GPUs to the second. Where
+    # rollout/vllm/vllm_patches.py repeats the first but for its generators, and leaves GPUs to the second. Where
     # one of them changes, read both again.
     assert digest_of("v1/sample/ops/topk_topp_sampler.py", "forward_cpu") == "3255428a9c1d660c"
     assert digest_of("v1/worker/gpu/sample/gumbel.py", "murmur3_hash32") == "e4a19a342c0e6e39"
+
+
+def test_another_version_of_vllm_is_refused_with_the_list_of_what_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (vllm_patches.TRIED, f"{vllm_patches.TRIED}+cpu", None):
+        monkeypatch.setattr(vllm_patches, "_installed", lambda found=found: found)
+        vllm_patches.check_version()
+    monkeypatch.setattr(vllm_patches, "_installed", lambda: "0.33.1")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.33\.1 is installed.*vllm_patches\.py lists them.*vllm==0\.32\.0"):
+        vllm_patches.check_version()
