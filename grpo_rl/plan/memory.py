@@ -284,7 +284,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     together = parts.rollout.n if rule.shares_prompts else 1
     groups = tokens / (prompt + together * response)
-    # Of [chunk, vocabulary], counted by running the head (tests/unit/test_plan_gpu_memory.py): logits and log-probs; with a
+    # Of [chunk, vocabulary], tracked with the head (tests/unit/test_plan_tracked_memory.py): logits and log-probs; with a
     # gradient one more; two more for the entropy, and for the exact KL.
     logits = 2 if not learns else 3 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl
     return Load(

@@ -41,16 +41,6 @@ def write_speed_run(folder: Path, step_s: float, *, overlapped: bool) -> None:
     (folder / "report.txt").write_text("done\n")
 
 
-def write_learning_run(folder: Path, before: float, after: float) -> None:
-    folder.mkdir(parents=True)
-    scores = [
-        {"step": 0, "time": 0.0, "val/arithmetic/mean@1": before},
-        {"step": 5, "time": 0.0, "val/arithmetic/mean@1": after},
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(score) + "\n" for score in scores))
-    (folder / "report.txt").write_text("done\n")
-
-
 def test_a_run_is_measured_without_its_first_and_last_steps(bench: Any, tmp_path: Path) -> None:
     write_speed_run(tmp_path / "run", 4.0, overlapped=False)
     found = bench.measured(tmp_path / "run")
@@ -69,25 +59,6 @@ def test_the_table_has_the_ratio_to_sync_and_the_bar(bench: Any, tmp_path: Path,
     assert "sampling 2.00 s, training 2.00 s: 1.00 x" in out
     write_speed_run(tmp_path / "speed-one_step_off-1", 3.0, overlapped=True)
     assert not bench.speed_table(tmp_path), "4 s against 3 s is less than the bar"
-
-
-def test_learning_below_every_seed_of_sync_misses_the_bar(
-    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for seed, after in enumerate((0.90, 0.94, 0.98), start=1):
-        write_learning_run(tmp_path / f"learning-sync-{seed}", 0.3, after)
-        write_learning_run(tmp_path / f"learning-async-{seed}", 0.3, after - 0.02)
-    assert bench.learning_table(tmp_path)
-    assert "| async | 3 | 30.0% | 92.0% | 88.0% | 96.0% |" in capsys.readouterr().out
-    for seed in (1, 2, 3):
-        write_learning_run(tmp_path / f"learning-one_step_off-{seed}", 0.3, 0.85)
-    assert not bench.learning_table(tmp_path)
-
-
-def test_a_run_with_too_few_steps_is_refused(bench: Any, tmp_path: Path) -> None:
-    (tmp_path / "timeline.jsonl").write_text("")
-    with pytest.raises(RuntimeError, match="more than 4 are needed"):
-        bench.counted(tmp_path)
 
 
 def test_the_words_of_a_run_are_keys_that_there_are(bench: Any) -> None:

@@ -52,28 +52,8 @@ def test_the_table_has_the_mean_and_the_spread_over_the_seeds_of_complete_runs(r
     ]
 
 
-def test_iterations_are_counted_in_steps_of_the_policy(runs: paradigm.Curves) -> None:
-    (points,) = next(seeds for method, seeds in runs.items() if method.name == "iterate").values()
-    assert points == [(0, 0.2), (10, 0.3), (20, 0.4), (30, 0.45), (40, 0.5)]
-
-
 def test_an_order_is_compared_seed_by_seed(runs: paradigm.Curves) -> None:
     assert paradigm.orders(runs) == [
         "- online RFT above RFT: +0.150 on average, in every one of the seeds (+0.200, +0.100).",
         "- GRPO+OS above online RFT: +0.100 on average, in every one of the seeds (+0.100).",
     ]
-
-
-def test_what_was_measured_takes_the_place_of_what_the_page_had(runs: paradigm.Curves, tmp_path: Path) -> None:
-    page, picture = tmp_path / "page.md", tmp_path / "drawn.png"
-    page.write_text(f"before\n{paradigm.MARKS[0]}\nold\n{paradigm.MARKS[1]}\nafter\n")
-    paradigm.draw(runs, picture)
-    for _ in range(2):
-        paradigm.publish("the table", picture, page)
-    text = page.read_text()
-    assert text.startswith(f"before\n{paradigm.MARKS[0]}\n\nthe table\n\n![") and text.endswith(f"{paradigm.MARKS[1]}\nafter\n")
-    assert "old" not in text and text.count("the table") == 1
-    assert 10_000 < (tmp_path / "page.png").stat().st_size < 200_000
-    page.write_text("no marks")
-    with pytest.raises(SystemExit, match="there is no <!-- measured"):
-        paradigm.publish("the table", picture, page)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
 from pathlib import Path
@@ -13,7 +12,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule, logprob_rule, update_rule
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.machine import multiplies_bfloat16, probe_machine
+from grpo_rl.plan.machine import probe_machine
 from grpo_rl.plan.make import make_plan
 from grpo_rl.plan.memory import load_of, memory_by_role
 from grpo_rl.plan.model_folder import model_size
@@ -70,32 +69,6 @@ def test_sequences_split_over_ranks_divide_activations_and_are_on_the_page() -> 
     plain, split = (plan_of(*rollouts, *words, machine=EIGHT_GPUS) for words in ([], [f"{A}.ulysses_sequence_parallel_size=4"]))
     whole, quarter = (load_of(plan, size, "actor").tokens for plan in (plain, split))
     assert quarter == pytest.approx(whole / 4, rel=0.01)
-
-
-def test_replicas_and_steps_in_host_memory_are_on_the_page() -> None:
-    page = plan_of(f"{A}.fsdp_config.fsdp_size=4", f"{A}.fsdp_config.offload_policy=true", machine=EIGHT_GPUS).render()
-    assert "sharded over 4, 2 replicas; optimizer steps in host memory" in " ".join(page.split())
-
-
-def test_what_lies_in_host_memory_is_none_of_the_devices() -> None:
-    size = model_size("builtin:arithmetic")
-    assert size is not None
-
-    def actor(*words: str) -> int:
-        return next(
-            role.num_bytes for role in memory_by_role(plan_of(*words, machine=EIGHT_GPUS), size) if role.role == "actor"
-        )
-
-    plain, replicas, host = actor(), actor(f"{A}.fsdp_config.fsdp_size=2"), actor(f"{A}.fsdp_config.offload_policy=true")
-    assert plain - host == size.num_params * 16 // 8
-    assert replicas - host == size.num_params * 16 // 2
-    activations = actor("actor_rollout_ref.model.enable_activation_offload=true")
-    assert plain - activations == (size.layers - 2) * 16384 * size.hidden * 2
-
-
-def test_heads_that_the_ranks_of_a_pass_cannot_share_are_refused() -> None:
-    (problem,) = problems_of(f"{A}.ulysses_sequence_parallel_size=8", machine=EIGHT_GPUS)
-    assert f"{A}.ulysses_sequence_parallel_size=8: must divide the" in problem and "attention heads" in problem
 
 
 # ---- numbers -------------------------------------------------------------------------------------------
@@ -234,21 +207,7 @@ def test_names_that_do_not_fit_are_refused(words: list[str], said: str) -> None:
     assert said in problem
 
 
-def test_ones_own_functions_are_found_by_file_and_name(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
-    assert f"{file}:score" in plan_of(f"reward.functions=['{file}:score']").render().replace("\n", "")
-
-
 # ---- memory --------------------------------------------------------------------------------------------
-
-
-def test_parameters_are_counted_from_the_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    size = model_size(str(tmp_path))
-    # As published for Qwen2.5-0.5B; keys and values: 2 x 24 layers x 2 heads x 64 numbers.
-    assert size is not None and size.num_params == 494_032_768
-    assert size.kv_bytes_per_token(2) == 2 * 24 * 2 * 64 * 2
 
 
 def test_parameters_are_taken_from_the_weight_files_where_there_are_some(tmp_path: Path) -> None:
@@ -274,23 +233,6 @@ def test_the_actors_state_takes_sixteen_bytes_per_parameter_shared_by_its_ranks(
     assert rollout.num_bytes == 494_032_768 * 2
 
 
-def test_the_reward_model_holds_float32_weights_shared_by_its_own_ranks_and_one_layers_activations(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    size = model_size(str(tmp_path))
-    assert size is not None
-    words = [*BASE, "reward.reward_model.enable=true", f"reward.reward_model.model_path={tmp_path}"]
-    words += ["reward.reward_model.max_token_len_per_gpu=1024"]
-    pool = [f"reward.reward_model.{word}" for word in ("enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
-    # The embedding whole in float32, twice while it is gathered, two layers of 14.9 M parameters in bfloat16, and the tokens of
-    # the first layer: in float32 as the embedding gives them, and in bfloat16.
-    layer = 896 * (896 + 2 * 128) + 896 + 2 * 128 + 896 * 896 + 3 * 896 * 4864 + 2 * 896
-    passing = 2 * (151936 * 896 + 896) * 4 + 2 * layer * 2 + 1024 * 896 * (4 + 2)
-    for further, ranks in (([], 8), (pool, 2)):
-        needs = memory_by_role(decide(compose([*words, *further, f"{A}.use_kl_loss=false"]).config, EIGHT_GPUS), size)
-        assert [need.role for need in needs] == ["actor", "reward model", "rollout"]
-        assert needs[1].num_bytes == 494_032_768 * 4 // ranks + passing
-
-
 # ---- the page ------------------------------------------------------------------------------------------
 
 
@@ -310,25 +252,6 @@ def test_the_page_fits_on_a_terminal_and_says_what_matters() -> None:
         "[token-mean]",
     ):
         assert said in joined, said
-
-
-def test_every_text_begins_in_one_column_beside_a_label_of_any_length() -> None:
-    shown = make_plan(compose(["recipe=paradigm/iterate"]), CPU).render()
-    assert "\n  actor        1 rank, FSDP2" in shown and "\n  reward model 1 rank, FSDP2" in shown
-
-
-def test_dr_grpo_is_shown_without_the_division() -> None:
-    assert "A = (R - mean(R of group)) [grpo]" in " ".join(plan_of("algorithm.norm_adv_by_std_in_grpo=false").render().split())
-
-
-def test_the_first_line_says_when_nothing_was_named() -> None:
-    assert "embedded" in make_plan(compose([]), CPU).render().splitlines()[0]
-    assert plan_of().render().splitlines()[0] == "plan"
-
-
-def test_the_kl_in_the_reward_is_part_of_the_objective() -> None:
-    words = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"]
-    assert "R = reward - 0.001 Σ_tokens KL, steered to 0.1" in " ".join(plan_of(*words).render().split())
 
 
 @pytest.mark.parametrize(
@@ -364,29 +287,3 @@ def test_the_plan_says_who_scores_where_and_of_what_the_reward_is_made(tmp_path:
     text = " ".join(plan_of(*model, *own, *process).render().split())
     assert "model score 2 ranks in a pool of their own" in text and "a score per step, cut at '###'" in text
     assert "reward 0.5*reward_model; failures" in text
-
-
-def test_the_plan_for_another_machine_names_the_command_that_installs_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["trainer.logger=[console,wandb]", "trainer.dry_run=true"]
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "wandb" else real(name, *rest))
-    text = " ".join(plan_of(*words, machine=EIGHT_GPUS).render().split())
-    assert "trainer.logger: wandb is not installed on this machine; a run needs it: python -m pip install wandb==" in text
-    assert "python -m pip install wandb==" in problems_of(words[0])[0]
-
-
-@pytest.mark.parametrize(
-    ("flags", "found"), [("fpu amx_bf16 amx_tile", True), ("fpu avx512f avx512_bf16", True), ("fpu avx2 avx512f", False)]
-)
-def test_a_processor_says_whether_it_multiplies_bfloat16(tmp_path, flags, found):
-    info = tmp_path / "cpuinfo"
-    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbogomips\t: 1\n")
-    assert multiplies_bfloat16(info) is found
-    assert multiplies_bfloat16(tmp_path / "none") is None
-
-
-@pytest.mark.parametrize(("able", "noted"), [(True, False), (False, True), (None, False)])
-def test_the_plan_notes_bfloat16_on_a_processor_that_has_no_instructions_for_it(monkeypatch, able, noted):
-    monkeypatch.setattr("grpo_rl.plan.text.multiplies_bfloat16", lambda: able)
-    page = make_plan(compose(["recipe=arithmetic/grpo", "actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"])).render()
-    assert ("this processor has no instructions" in " ".join(page.split())) is noted

@@ -16,7 +16,6 @@ import pytest
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.plan import data_files
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
 
@@ -65,13 +64,6 @@ def test_rows_of_every_kind_of_file_are_counted_and_held_against_the_batch(tmp_p
 
 
 @pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.parquet"])
-def test_large_files_are_counted_where_that_is_quick(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / name, [row(number) for number in range(300)])
-    monkeypatch.setattr(data_files, "READ_WHOLE", 10)
-    assert plan_of(path).sizes.num_train_rows == (None if name == "d.json" else 300)
-
-
-@pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.parquet"])
 @pytest.mark.parametrize("key", ["train_files", "val_files"])
 def test_a_bad_row_among_the_first_is_named_with_its_place(tmp_path: Path, name: str, key: str) -> None:
     good = write(tmp_path / f"good_{name}", [row(number) for number in range(8)])
@@ -103,9 +95,3 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "d.parquet")
     with pytest.raises((ConfigError, DataError), match=r"d\.parquet"):
         plan_of(tmp_path / "d.parquet")
-
-
-def test_training_files_are_not_looked_at_where_nothing_is_trained(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text("broken\n")
-    val = write(tmp_path / "val.jsonl", [row()])
-    assert plan_of(tmp_path / "d.jsonl", "trainer.val_only=true", f"data.val_files={val}").sizes.num_train_rows is None

@@ -84,11 +84,6 @@ def test_other_families_are_refused_by_what_they_have(tmp_path: Path, family: st
     assert said in problem and str(tmp_path) in problem
 
 
-def test_a_run_that_only_measures_takes_any(tmp_path: Path) -> None:
-    words = ["trainer.val_only=true", "data.val_files=task:arithmetic?num_rows=16"]
-    assert not plan_of(tmp_path, "mixtral", {"num_local_experts": 8}, *words).trains
-
-
 @pytest.mark.parametrize("word", [f"{A}.router_aux_loss_coef=0.01", f"{A}.router_replay.mode=R2"])
 def test_keys_for_experts_are_refused_without_experts(tmp_path: Path, word: str) -> None:
     two_updates = [f"{A}.ppo_mini_batch_size=4"]
@@ -104,13 +99,6 @@ def test_keys_that_experts_do_not_take_are_refused(tmp_path: Path, word: str) ->
     assert plan_of(tmp_path, "qwen3", {"num_key_value_heads": 2}, f"{A}.{word}", *two_ranks).world_size == 2
     (problem,) = problems_of(tmp_path, "olmoe", EXPERTS, f"{A}.{word}", *two_ranks)
     assert problem.startswith(f"{A}.{word}: ") and "has experts" in problem
-
-
-def test_replay_needs_a_pass_that_it_can_replay(tmp_path: Path) -> None:
-    (problem,) = problems_of(tmp_path, "olmoe", EXPERTS, f"{A}.router_replay.mode=R2")
-    assert "no pass for old log-probs" in problem
-    (problem,) = problems_of(tmp_path, "olmoe", EXPERTS, f"{A}.router_replay.mode=R3")
-    assert "do not report which experts" in problem
 
 
 def test_the_auxiliary_loss_leaves_no_rollout_without_a_gradient(tmp_path: Path) -> None:

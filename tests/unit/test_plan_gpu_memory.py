@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, max_num_seqs
-from grpo_rl.models.forward import _chunked_head
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.memory import GIB, GpuPhase, adapter_params, gpu_phases, load_of, memory_by_role, resident
 from grpo_rl.plan.model_folder import model_size
@@ -125,59 +119,6 @@ def test_the_page_says_which_gpu_is_needed_and_what_to_do_on_a_smaller_one(tmp_p
     assert "fits yes: " in page and "offload_policy" not in page
     assert "needs a GPU of" in plan_of(tmp_path, "14b").render()
     assert "needs a GPU" not in plan_of(tmp_path, "7b", machine=Machine(num_gpus=0, num_cpus=2, device="cpu")).render()
-
-
-class Peak(TorchDispatchMode):
-    """The largest sum of bytes of tensors of at least `least` bytes that were there at one time."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__()
-        self.least, self.now, self.largest = least, 0, 0
-        self.live: dict[int, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_flatten(out)[0]:
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().nbytes() >= self.least:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.live:
-                    self.live[storage._cdata] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    self.largest = max(self.largest, self.now)
-                    weakref.finalize(storage, self._gone, storage._cdata)
-        return out
-
-    def _gone(self, key: int) -> None:
-        self.now -= self.live.pop(key, 0)
-
-
-OBJECTIVES = {
-    "neither": [],
-    "entropy": [f"{A}.entropy_coeff=0.01"],
-    "exact KL": [f"{A}.kl_loss_type=full"],
-    "both": [f"{A}.entropy_coeff=0.01", f"{A}.kl_loss_type=full"],
-}
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("precision", ["float32", "tf32"])
-def test_the_heads_logits_take_what_the_plan_says(tmp_path, objective, precision) -> None:
-    words = [*OBJECTIVES[objective], "actor_rollout_ref.model.lm_head_chunk_tokens=64"]
-    plan = plan_of(tmp_path, "7b", *words)
-    assert plan.model is not None
-    vocab = 2048
-    load = load_of(plan, plan.model, "actor")
-    told = load.logits * load.chunk * vocab * 4
-    hidden_TD, head_VD = torch.randn(256, 16, requires_grad=True), torch.randn(vocab, 16, requires_grad=True)
-    entropy, full = plan.objective.needs_entropy, plan.objective.needs_full_kl
-    with Peak(64 * vocab * 2) as peak:
-        columns = _chunked_head(
-            hidden_TD, head_VD, None, torch.randint(vocab, (256,)), 0.9, 64, want_entropy=entropy,
-            ref_hidden_TD=torch.randn(256, 16) if full else None, ref_head_VD=torch.randn(vocab, 16) if full else None,
-            ref_bias_V=None, support=None, precision=precision,  # type: ignore[arg-type]
-        )  # fmt: skip
-        torch.stack([column.sum() for column in columns if column is not None]).sum().backward()
-    assert peak.largest == pytest.approx(told, rel=0.15)
 
 
 def test_more_responses_at_once_on_gpus_and_never_more_than_a_pass_has_tokens() -> None:

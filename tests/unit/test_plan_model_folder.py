@@ -102,19 +102,6 @@ def test_more_tokens_than_positions_are_refused(folder: Path) -> None:
     assert plan_of(folder, "data.max_prompt_length=256", "data.max_response_length=256")
 
 
-def test_a_longer_context_of_the_engine_than_the_model_has_is_refused_by_its_own_key(folder: Path) -> None:
-    assert problem_of(folder, f"{R}.max_model_len=513").startswith(f"{R}.max_model_len=513: more tokens")
-
-
-def test_an_embedded_model_has_positions_too() -> None:
-    words = (
-        "data.max_prompt_length=2000",
-        "data.max_response_length=49",
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096",
-    )
-    assert "max_position_embeddings=2048" in problem_of("builtin:arithmetic", *words)
-
-
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
@@ -131,11 +118,6 @@ def test_positions_are_read_only_where_no_scaling_makes_them_uncertain(settings:
     assert positions_of(settings) == found
 
 
-def test_what_vllm_is_told_to_allow_is_not_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    assert plan_of(folder, f"{R}.max_model_len=1024")
-
-
 # ---- attention heads -----------------------------------------------------------------------------------
 
 
@@ -145,15 +127,6 @@ def test_heads_that_vllms_cpu_kernels_do_not_take_are_refused(folder: Path) -> N
     assert problem.startswith(f"{M}.path={folder}: its attention heads have size 8") and "rollout.name=hf" in problem
     assert plan_of(folder, f"{R}.name=hf")
     assert plan_of(folder, machine=GPU)
-
-
-def test_a_head_size_that_follows_from_the_width_is_found_too(folder: Path) -> None:
-    write(folder, head_dim=None)
-    assert "have size 16" in problem_of(folder)
-
-
-def test_a_head_size_that_was_overridden_is_named_by_its_key(folder: Path) -> None:
-    assert problem_of(folder, f"{M}.override_config={{head_dim: 8}}").startswith(f"{M}.override_config.head_dim=8: ")
 
 
 def test_the_list_of_head_sizes_is_vllms_own() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan.decisions import Plan, decide
@@ -48,21 +46,6 @@ def test_iterated_training_is_rewarded_by_the_model_alone() -> None:
     assert rows_of("recipe=paradigm/iterate", *fixed)["π_rf"] == "reward_model alone"
 
 
-@pytest.mark.parametrize(
-    ("words", "end"),
-    [
-        ((f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=full"), "; and - 0.001 ∇KL, over the whole vocabulary"),
-        ((f"{A}.kl_loss_type=k2",), "; and - 0.001 (log π - log π_ref)"),
-    ],
-)
-def test_the_kl_term_has_its_own(words: tuple[str, ...], end: str) -> None:
-    assert rows_of(*words)["GC"].endswith(end)
-
-
-def test_the_bonus_for_entropy_is_named_beside() -> None:
-    assert rows_of(f"{A}.entropy_coeff=0.01")["gradient"].endswith("GC ∇log π - the entropy's own gradient")
-
-
 def test_a_loss_of_the_users_own_has_its_coefficient_from_the_docstring_or_as_a_derivative(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     head = "from grpo_rl.algos.losses.contract import TokenLoss\n\n\n"
@@ -71,18 +54,3 @@ def test_a_loss_of_the_users_own_has_its_coefficient_from_the_docstring_or_as_a_
     for name, coefficient in (("plain", "= -∂pg/∂log π"), ("said", "= A")):
         rows = rows_of(f"{A}.policy_loss.loss_mode={file}:{name}", f"{A}.use_kl_loss=false")
         assert rows["GC"] == coefficient
-
-
-@pytest.mark.parametrize(
-    ("words", "alone"),
-    [
-        (["sft", "data.val_prompt_files=[]"], True),
-        (["sft"], False),
-        (["reward_model"], True),
-        (["rft"], False),
-        (["dpo"], False),
-        (["online_rft"], False),
-    ],
-)
-def test_a_worker_computes_alone_where_no_other_one_samples_or_refers(words: list[str], alone: bool) -> None:
-    assert decide(compose([f"recipe=paradigm/{words[0]}", *words[1:]]).config, CPU).computes_alone is alone

@@ -107,16 +107,6 @@ def test_the_full_kl_is_the_sum_over_the_vocabulary(folder, reference, family, t
     assert float(expected_T.min()) > 0.1, "the two models must differ, or this test sees nothing"
 
 
-def test_the_full_kl_to_itself_is_zero_and_so_is_its_gradient(folder):
-    policy = packed_policy(folder("qwen3", True))
-    hidden_TD = policy(RAGGED.sequences(), want_hidden=True).hidden_TD.detach()
-    head_VD = policy.lm.get_output_embeddings().weight.detach().clone()
-    kl_T = policy(RAGGED.sequences(), ref_hidden_TD=hidden_TD, ref_head_VD=head_VD).full_kl_T
-    assert float(kl_T.detach().abs().max()) < 1e-6
-    kl_T.sum().backward()
-    assert max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None) < 1e-4
-
-
 @torch.no_grad()
 def test_a_head_with_a_bias_uses_it_on_both_sides(folder, reference):
     policy, ref = packed_policy(folder("qwen3", False)), packed_policy(reference)
@@ -216,15 +206,6 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, want_all):
 
 
 # ---- the shift --------------------------------------------------------------------------------------
-
-
-def test_each_trained_token_is_predicted_from_the_token_before_it():
-    ids = torch.tensor([10, 11, 12, 20, 21, 22, 30])
-    lengths_N, trained_N = torch.tensor([3, 3, 1]), torch.tensor([2, 1, 0])
-    sequences = Sequences.of(ids, lengths_N, torch.tensor([1, 2, 5]), trained_N, torch.device("cpu"))
-    assert sequences.target_T.tolist() == [11, 12, 22]
-    assert sequences.predict_T.tolist() == [0, 1, 4]
-    assert sequences.packing.position_ids_S.tolist() == [0, 1, 2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize("position", [0, 2, 3])

@@ -11,8 +11,6 @@ from tiny_models import VOCAB, Ragged, make_folder, packed_policy
 
 from grpo_rl.models.forward import TokenOutputs, _head
 from grpo_rl.models.packing import Sequences
-from grpo_rl.types import Batch
-from grpo_rl.workers.sharded_policy import sequences_of
 
 RAGGED = Ragged(prompt_lengths=[3, 7, 1, 5], response_lengths=[2, 9, 6, 0], seed=4)
 TEMPERATURE = 0.8
@@ -113,24 +111,3 @@ def test_gradients_are_those_of_finite_differences_and_pass_nothing_to_other_tok
         step[v, d] = 1e-2
         slope = float(value(head_VD + step) - value(head_VD - step)) / 2e-2
         assert float(parameter.grad[v, d]) == pytest.approx(slope, abs=2e-3)
-
-
-def test_a_batch_cut_into_rollouts_gives_the_same_logprobs(folder):
-    policy, sets = packed_policy(folder, temperature=TEMPERATURE), supports()
-    whole = sequences(sets)
-    batch = Batch(
-        prompt_lengths_N=torch.tensor(RAGGED.prompt_lengths),
-        response_lengths_N=torch.tensor(RAGGED.response_lengths),
-        group_N=torch.zeros(4, dtype=torch.long),
-        token_ids_S=RAGGED.batch().token_ids_S,
-        rewards_N=torch.zeros(4),
-        rollout_logprobs_T=torch.zeros(len(sets)),
-        support_counts_T=whole.support_counts_T,
-        support_ids_M=whole.support_ids_M,
-    )
-    with torch.no_grad():
-        parts = []
-        for rows in ([1], [0, 3], [2]):
-            parts.append(policy(sequences_of(batch.select(rows), torch.device("cpu"), share_prompts=True)).logprobs_T)
-        together_T = policy(whole).logprobs_T
-    torch.testing.assert_close(torch.cat([parts[1], parts[0], parts[2]]), together_T, atol=1e-5, rtol=0)

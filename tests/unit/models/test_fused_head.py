@@ -37,16 +37,6 @@ def test_values_and_gradients_are_those_of_the_chunked_head(tmp_path: Path, tied
         torch.testing.assert_close(own[name], chunked[name], atol=1e-5, rtol=1e-4)
 
 
-def test_a_bias_is_part_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(1)
-    hidden_TD, head_VD, bias_V = (torch.randn(shape, generator=generator) for shape in ((9, 8), (31, 8), (31,)))
-    target_T = torch.randint(0, 31, (9,), generator=generator)
-    logits_TV = (hidden_TD @ head_VD.T + bias_V) / 0.5
-    expected_T = logits_TV.log_softmax(-1).gather(1, target_T[:, None])[:, 0]
-    own_T = forward.fused_logprobs(hidden_TD, head_VD, bias_V, target_T, 0.5, 4, "float32")
-    torch.testing.assert_close(own_T, expected_T, atol=1e-5, rtol=1e-5)
-
-
 def test_a_pass_that_wants_more_than_log_probs_runs_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     whole = forward.fused_logprobs

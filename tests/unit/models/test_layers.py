@@ -20,7 +20,7 @@ from torch import Tensor
 from grpo_rl.models import load
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.packing import Sequences
-from grpo_rl.models.sequence_parallel import SequenceGroup, Slice, repeats
+from grpo_rl.models.sequence_parallel import SequenceGroup, repeats
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 LENGTHS = torch.tensor([17, 5, 9])
@@ -98,15 +98,6 @@ def test_every_rank_gets_the_key_heads_that_its_query_heads_read(key_heads: int,
         for place in range(heads // size):
             query = rank * heads // size + place
             assert own_keys[place // (heads // len(spread))] == query // share
-
-
-@given(st.integers(1, 40), st.integers(1, 7))
-def test_slices_are_equally_long_and_cover_every_token_once(num_tokens: int, size: int) -> None:
-    values_S = torch.arange(1, num_tokens + 1)
-    parts = [Slice(SequenceGroup(None, rank, size), num_tokens).of(values_S) for rank in range(size)]
-    assert len({len(part) for part in parts}) == 1
-    assert torch.equal(torch.cat(parts)[:num_tokens], values_S)
-    assert not torch.cat(parts)[num_tokens:].any() and size * len(parts[0]) - num_tokens < size
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

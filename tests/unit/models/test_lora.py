@@ -159,18 +159,6 @@ def test_layers_that_cannot_have_an_adapter_are_refused(folder, targets, words):
         adapted(folder, target_modules=targets)
 
 
-def test_a_misspelt_layer_to_leave_out_is_refused(folder):
-    with pytest.raises(ConfigError, match="exclude_modules: k_porj is the end of no"):
-        adapted(folder, exclude_modules=["k_porj"])
-
-
-def test_a_quantized_base_is_refused(folder):
-    lm = load_lm(str(folder), load_config(str(folder)))
-    lm.config.quantization_config = {"bits": 4}
-    with pytest.raises(ConfigError, match="QLoRA"):
-        lora.add_adapters(lm, settings(folder))
-
-
 # ---- starting from an adapter ------------------------------------------------------------------------------------------
 
 

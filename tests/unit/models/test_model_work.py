@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import VOCAB, Ragged, make_folder, packed_policy
-from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -47,18 +46,6 @@ def test_products_are_those_that_torch_counts(tmp_path: Path, monkeypatch: pytes
     # The embedding's rows have a gradient, so that the first layer sends one back as all others do.
     assert work.take() == products(both) + 12 * WIDTH * LAYERS * pairs
     assert work.take() == 0
-
-
-def test_weights_that_are_not_trained_have_no_gradient_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_has_onednn", lambda: False)
-    model = packed_policy(make_folder(tmp_path / "m", "llama", False))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("q_proj" in name or "embed" in name)
-    work, sequences = ModelWork(model), TOKENS.sequences()
-    with FlopCounterMode(display=False) as both:
-        model(sequences).logprobs_T.sum().backward()
-    pairs = attended(TOKENS.prompt_lengths, TOKENS.response_lengths)
-    assert work.take() == products(both) + 12 * WIDTH * LAYERS * pairs
 
 
 def test_a_shared_prompt_counts_once(tmp_path: Path) -> None:
@@ -140,16 +127,3 @@ def test_the_peaks_are_those_that_a_plan_for_a_named_machine_takes() -> None:
             assert abs(peak - device.tflops) <= 1, name
     assert len(compared) > 8
     assert peak_tflops("NVIDIA T4") is None, "it has no bfloat16"
-
-
-def test_a_window_bounds_what_is_attended_to(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "m", "qwen3", True, use_sliding_window=True, sliding_window=3, max_window_layers=1)
-    model = packed_policy(folder)
-    work = ModelWork(model)
-    lengths = [sum(both) for both in zip(TOKENS.prompt_lengths, TOKENS.response_lengths, strict=True)]
-    windowed = sum(min(place + 1, 3) for length in lengths for place in range(length))
-    full = attended(TOKENS.prompt_lengths, TOKENS.response_lengths)
-    seen: list[Tensor | float] = work._done
-    with torch.no_grad():
-        work._count(model, (TOKENS.sequences(),))
-    assert sorted(float(part) for part in seen[1:]) == sorted([4.0 * WIDTH * windowed, 4.0 * WIDTH * full])

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.moe.expert_names import stored_tensors
-from grpo_rl.models.moe.routing import balance_loss, choice_dtype, nothing_given, router_metrics
+from grpo_rl.models.moe.routing import balance_loss, choice_dtype, nothing_given
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
@@ -85,21 +85,6 @@ def test_gradients_are_those_of_plain_passes_and_experts_without_tokens_get_zero
     for parameter in experts:
         assert parameter.grad is not None
         assert int((parameter.grad.flatten(1).abs().sum(1) > 0).sum()) == 2
-
-
-def test_shared_prompts_change_neither_counts_nor_sums(folder: Path) -> None:
-    policy = packed_policy(folder)
-    found = []
-    for shares in (True, False):
-        with torch.no_grad():
-            policy(sharing(shares=shares)[1], balance=True)
-        assert policy.routing is not None
-        found.append(policy.routing.last)
-    one, other = found
-    assert one is not None and other is not None
-    assert torch.equal(one.counts_LE, other.counts_LE) and one.counts_LE.sum() == 2 * 2 * 20
-    for mine, theirs in zip(one.probs, other.probs, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=0)
 
 
 def choices_of(policy: PolicyModel, *, shares: bool) -> Tensor:
@@ -228,23 +213,6 @@ def test_the_auxiliary_loss_is_transformers_formula_layer_by_layer(folder: Path)
     assert gate.grad is not None and float(gate.grad.abs().max()) > 0
 
 
-def test_the_auxiliary_loss_of_even_routers_is_top_k_and_its_parts_add_up() -> None:
-    even = [torch.full((4,), 25.0)] * 3
-    counts_LE = torch.full((3, 4), 50.0, dtype=torch.float64)
-    assert float(balance_loss(even, counts_LE, 100)) == pytest.approx(2.0)
-    generator = torch.Generator().manual_seed(0)
-    parts = [torch.rand(3, 4, generator=generator) for _ in range(5)]
-    counts_LE = torch.randint(0, 9, (3, 4), generator=generator).double()
-    whole = balance_loss(list(sum(parts[1:], parts[0])), counts_LE, 37)
-    assert float(sum(balance_loss(list(part), counts_LE, 37) for part in parts)) == pytest.approx(float(whole), rel=1e-6)
-
-
-def test_metrics_of_even_and_uneven_routers() -> None:
-    assert router_metrics(torch.full((2, 8), 5.0)) == {"router/load_max": 1.0, "router/idle_experts": 0.0}
-    uneven = torch.tensor([[8.0, 0, 0, 0], [2.0, 2, 2, 2]])
-    assert router_metrics(uneven) == {"router/load_max": 2.5, "router/idle_experts": 3 / 8}
-
-
 def test_a_token_with_nothing_given_takes_what_its_router_chooses(folder: Path) -> None:
     policy = packed_policy(folder)
     choices = choices_of(packed_policy(folder), shares=True)
@@ -260,12 +228,3 @@ def test_names_of_experts_are_those_that_transformers_writes(folder: Path) -> No
     named = dict(stored_tensors(plain_model(folder).state_dict().items()))
     assert named.keys() == written.keys()
     assert all(torch.equal(named[name], tensor) for name, tensor in written.items())
-
-
-def test_a_model_without_experts_has_no_routing(tmp_path: Path) -> None:
-    assert packed_policy(make_folder(tmp_path, "qwen3", tied=True)).routing is None
-
-
-def test_numbers_of_experts_fit_their_type() -> None:
-    assert choice_dtype(255) == torch.uint8 and choice_dtype(256) == torch.int16
-    assert nothing_given(torch.uint8) == 255 and nothing_given(torch.int16) == 2**15 - 1

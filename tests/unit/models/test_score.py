@@ -10,11 +10,8 @@ from tiny_models import VOCAB
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     BertConfig,
     BertForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForTokenClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
@@ -69,17 +66,6 @@ def test_the_score_of_a_sequence_is_that_of_transformers(folder):
     torch.testing.assert_close(last_scores(scorer(folder), ids), expected, rtol=0, atol=1e-5)
 
 
-def test_a_score_does_not_depend_on_what_lies_beside_it_nor_on_the_order(folder):
-    model, ids = scorer(folder), sequences([7, 1, 30, 12, 28, 5])
-    together = last_scores(model, ids)
-    alone = torch.cat([last_scores(model, [row]) for row in ids])
-    order = [3, 5, 0, 2, 4, 1]
-    mixed = last_scores(model, [ids[i] for i in order])
-    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
-    torch.testing.assert_close(mixed, together[order], rtol=0, atol=1e-5)
-    assert torch.equal(together, last_scores(model, ids)) and together.dtype == torch.float32
-
-
 @torch.no_grad()
 def test_scores_at_the_ends_of_steps_are_those_of_the_text_up_to_there(folder):
     model = scorer(folder)
@@ -89,18 +75,6 @@ def test_scores_at_the_ends_of_steps_are_those_of_the_text_up_to_there(folder):
     scores = model(scored_sequences(torch.cat([first, second]), torch.tensor([20, 9]), positions_P, CPU))
     expected = last_scores(model, [*(first[: end + 1] for end in ends), second])
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_a_token_classification_head_with_a_bias_scores_tokens(tmp_path):
-    torch.manual_seed(2)
-    whole = Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))
-    whole.score.bias.data.fill_(0.5)
-    whole.save_pretrained(tmp_path)
-    (ids,) = sequences([9])
-    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
-    scores = scorer(tmp_path)(scored_sequences(ids, torch.tensor([9]), torch.tensor([2, 8]), CPU))
-    torch.testing.assert_close(scores, plain(ids[None]).logits[0, [2, 8], 0], rtol=0, atol=1e-5)
 
 
 def test_a_model_that_gives_no_single_score_is_refused_with_the_key_and_what_it_has(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from grpo_rl.models.attention import packed_attention
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.heads import ValueModel
 from grpo_rl.models.packing import GatheredKeys, Packing, Sequences
-from grpo_rl.models.prefix_attention import gathered
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
 
@@ -91,15 +89,6 @@ def test_the_keys_of_a_variable_length_kernel_are_the_prompts_and_then_the_block
     assert keys.index_K.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 7]
     assert keys.cumulative_lengths.tolist() == [0, 2, 7, 10, 12]
     assert keys.cumulative_lengths.dtype == torch.int32
-
-
-def test_gradients_of_a_prompts_copies_are_added_up_in_float32():
-    lengths_N, continues_N = torch.tensor([1, *[1] * 300]), torch.tensor([-1, *[0] * 300])
-    keys = GatheredKeys.of(lengths_N.cumsum(0) - lengths_N, lengths_N, continues_N, CPU)
-    x = torch.ones(301, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    gathered(x, keys).sum().backward()
-    # In bfloat16 256 + 1 is 256.
-    assert float(x.grad[0]) == float(torch.tensor(301.0).bfloat16()) > 299
 
 
 def test_positions_go_on_after_the_prompt_and_the_longest_sequence_counts_it():
@@ -177,28 +166,12 @@ def test_shared_prompts_change_no_value_and_no_gradient(policy, groups, seed):
     assert_equal(policy, batch_of(groups, seed))
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=st.integers(0, 99), kept=st.floats(0.1, 0.9))
-def test_nor_where_some_tokens_of_the_responses_are_context(policy, seed, kept):
-    batch = batch_of([(9, [7, 12, 3, 9]), (5, [8, 8]), (14, [6])], seed)
-    trained_T = torch.rand(batch.num_trained_tokens, generator=torch.Generator().manual_seed(seed)) < kept
-    trained_T[0] = True
-    assert_equal(policy, batch.keep(trained_T))
-
-
 def test_a_prompt_runs_through_the_body_once_and_the_last_token_of_its_responses_never(policy):
     groups = [(16, [10, 10, 10, 10]), (7, [5])]
     batch = batch_of(groups, 1)
     num_alone, num_shared = assert_equal(policy, batch)
     assert num_alone == 4 * (16 + 10) + 7 + 5
     assert num_shared == 16 + 4 * 9 + 7 + 4
-
-
-def test_a_prompt_without_other_responses_and_a_short_one_are_left_as_they_are(policy):
-    alone = sequences_of(batch_of([(9, [6]), (8, [3])], 1), CPU, share_prompts=True)
-    assert not alone.packing.families and alone.packing.keys is None
-    # A prompt of one token before two of a hundred: there is next to nothing to save.
-    assert not sequences_of(batch_of([(1, [100, 100])], 1), CPU, share_prompts=True).packing.families
 
 
 def test_only_what_the_tokens_have_in_common_is_shared(policy):
@@ -208,18 +181,6 @@ def test_only_what_the_tokens_have_in_common_is_shared(policy):
     changed.token_ids_S[12] = 1 + int(batch.token_ids_S[12] != 1)
     num_alone, num_shared = assert_equal(policy, changed)
     assert (num_alone, num_shared) == (20, 2 + 7 + 7)
-
-
-def test_recomputed_layers_give_the_same_gradients(tmp_path):
-    path = make_folder(tmp_path, "llama", tied=False)
-    batch = batch_of([(9, [7, 12, 3]), (5, [8, 8])], 2)
-    plain, recomputed = packed_policy(path), packed_policy(path)
-    recomputed.lm.gradient_checkpointing_enable({"use_reentrant": False})
-    recomputed.train()
-    _, expected, _ = values_and_gradients(plain, batch, True)
-    _, gradients, _ = values_and_gradients(recomputed, batch, True)
-    for name, gradient in expected.items():
-        torch.testing.assert_close(gradients[name], gradient, atol=1e-6 * float(gradient.abs().max()), rtol=0, msg=name)
 
 
 @torch.no_grad()
@@ -253,18 +214,3 @@ def test_values_and_scores_share_prompts_too(policy):
         assert len(sequences.token_ids_S) == int(batch.sequence_lengths_N.sum()) - (0 if group_N is None else 2 * 9 + 5)
         states.append(policy.hidden_TD(sequences))
     torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_in_bfloat16_shared_prompts_are_as_near_to_float32_as_others(tmp_path: Path):
-    path = make_folder(tmp_path, "qwen3", tied=True)
-    batch = batch_of([(19, [7, 12, 30, 30]), (25, [28, 28])], 5)
-
-    def run(dtype: torch.dtype, share: bool) -> Tensor:
-        policy = packed_policy(path).to(dtype)
-        values: Tensor = policy(sequences_of(batch, CPU, share_prompts=share)).logprobs_T
-        return values
-
-    exact = run(torch.float32, False)
-    errors = [float((run(torch.bfloat16, share) - exact).abs().mean()) for share in (False, True)]
-    assert 1e-3 < errors[1] < 1.5 * errors[0]

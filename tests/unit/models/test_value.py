@@ -55,14 +55,6 @@ def test_a_value_knows_nothing_of_its_token_and_what_follows(tmp_path: Path) -> 
     assert not torch.isclose(one[2:], two[2:], atol=1e-3).any()
 
 
-@torch.no_grad()
-def test_a_new_critic_says_0_everywhere_and_has_no_lm_head(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, "llama", False)
-    model = ValueModel(load_lm(str(folder), load_config(str(folder))))
-    assert model(Ragged([3, 2], [4, 1]).sequences()).tolist() == [0.0] * 5
-    assert not [name for name, _ in model.named_parameters() if "lm_head" in name]
-
-
 def test_the_first_step_moves_the_head_alone_and_the_next_the_body_too(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "qwen3", True)
     model = ValueModel(load_lm(str(folder), load_config(str(folder))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -82,17 +81,3 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say(across: str) -> No
     tokens_B = (probs_V / exponential_noise(keys_B, 64)).argmax(-1)
     counts = torch.bincount(tokens_B, minlength=64).double()
     assert abs(chi_square(counts, count * probs_V)) < 5
-
-
-@pytest.mark.parametrize("lag", ["next position", "next seed", "next token"])
-def test_neighbours_are_independent(lag: str) -> None:
-    seeds, positions = [5] * 300, list(range(300))
-    if lag == "next seed":
-        seeds, positions = positions, seeds
-    uniform_BV = -(-exponential_noise(row_keys(seeds, positions), 512)).expm1()
-    one, other = (uniform_BV[:, :-1], uniform_BV[:, 1:]) if lag == "next token" else (uniform_BV[:-1], uniform_BV[1:])
-    cells = ((one * 16).long().clamp(max=15) * 16 + (other * 16).long().clamp(max=15)).flatten()
-    counts = torch.bincount(cells, minlength=256).double()
-    assert abs(chi_square(counts, torch.full((256,), counts.sum().item() / 256))) < 5
-    correlation = float(np.corrcoef(one.flatten(), other.flatten())[0, 1])
-    assert abs(correlation) < 5 / math.sqrt(one.numel())

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_rl.cluster.recovery.supervisor import verdict
 from grpo_rl.cluster.roles.rollout_pool import check_versions
 from grpo_rl.errors import WeightVersionError
 from grpo_rl.models import builtin
@@ -25,28 +21,6 @@ from grpo_rl.workers.rollout import RolloutWorker
 START_S = 120.0
 
 # ---- arrays --------------------------------------------------------------------------------------------
-
-
-def test_any_sequence_of_numbers_becomes_an_array_of_its_type_and_an_array_of_it_is_not_copied() -> None:
-    ids, logprobs = np.array([3, 4], dtype=np.int32), np.array([-0.5, -1.5], dtype=np.float32)
-    prompt = Prompt("u", [1, 2], "?", "test")
-    for response, values in (((3, 4), [-0.5, -1.5]), (ids.astype(np.int64), logprobs.astype(np.float64)), (ids, logprobs)):
-        completion = Completion("r", response, values, "stop", ((1, 2),))
-        rollout = Rollout(prompt, 0, completion.response_ids, completion.logprobs, "stop", completion.versions)
-        assert (completion.response_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
-        assert rollout.response_ids.tolist() == [3, 4] and rollout.rollout_logprobs.tolist() == [-0.5, -1.5]
-    assert completion.response_ids is ids and rollout.rollout_logprobs is logprobs
-    assert Request("r", prompt.token_ids, Sampling(1)).prompt_ids is prompt.token_ids
-
-
-def test_records_are_equal_when_all_their_fields_are() -> None:
-    def made(ids: tuple[int, ...] = (3, 4), versions: Versions = ((1, 2),), prompt: tuple[int, ...] = (1,)) -> Rollout:
-        return Rollout(Prompt("u", prompt, "?", "test"), 0, ids, (-0.5,) * len(ids), "stop", versions)
-
-    assert made() == made() == pickle.loads(pickle.dumps(made()))
-    assert made() != made(ids=(3, 5)) and made() != made(ids=(3,)) and made() != made(versions=((2, 2),))
-    assert made() != made(prompt=(2,)) and made() != "rollout"
-    assert made().same_response(made(versions=((2, 2),))) and not made().same_response(made(ids=(3,)))
 
 
 # ---- versions ------------------------------------------------------------------------------------------
@@ -119,19 +93,6 @@ def test_responses_come_with_their_text_without_special_tokens(folder: Path) -> 
     assert texts == [tokenizer.decode(one.response_ids.tolist(), skip_special_tokens=True) for one in found]
     assert len(set(texts)) > 10
     assert texts != [tokenizer.decode(one.response_ids.tolist()) for one in found], "some have special tokens"
-
-
-@pytest.mark.parametrize(
-    ("more", "longest_s"), [({}, 0.5), ({"enforce_eager": False}, None), ({"device": "cuda"}, None)], ids=str
-)
-def test_no_time_is_the_longest_of_an_engine_that_may_compile_in_its_next_step(more: dict[str, Any], longest_s) -> None:
-    worker = object.__new__(RolloutWorker)  # without an engine: there is no GPU here
-    worker.spec = EngineSpec("nowhere", 64, **more)
-    worker._at, worker._longest = ("an engine step", time.monotonic()), {"an engine step": 0.5}
-    activity = worker.activity()
-    assert activity is not None and activity[2] == longest_s
-    hangs = verdict(0.0, ("an engine step", 100.0, activity[2]), heartbeat_s=5.0, first_s=600.0)
-    assert (hangs is None) == (longest_s is None)
 
 
 def test_a_worker_samples_nothing_between_the_start_and_the_end_of_an_update_and_then_goes_on(folder: Path) -> None:
