@@ -109,7 +109,7 @@ class BareEngine:
     """vLLM's own LLM class, with the program's settings."""
 
     def __init__(self, spec: Any, max_tokens: int, ignore_eos: bool) -> None:
-        from grpo_rl.rollout.vllm.build import build_llm_engine
+        from grpo_rl.rollout.vllm.vllm_engine import build_llm_engine
 
         # The engine's settings are the program's; how it is driven is not.
         self.engine = build_llm_engine(spec)

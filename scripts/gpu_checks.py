@@ -488,7 +488,7 @@ def check_ipc(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         yield Row(name, "not possible", "needs a GPU")
         return
     from grpo_rl.rollout.engines import make_sender
-    from grpo_rl.rollout.weights.buckets import merge_ranks
+    from grpo_rl.rollout.weights import merge_ranks
 
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
@@ -514,7 +514,7 @@ def _receive(pipe: Any) -> None:
     """Take over buckets as `IPCWeightTransferEngine.receive_weights` of vLLM does: rebuild, copy, answer."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    from grpo_rl.rollout.weights.buckets import digest
+    from grpo_rl.rollout.weights import digest
 
     digests: dict[str, str] = {}
     uuid = str(torch.cuda.get_device_properties(0).uuid)

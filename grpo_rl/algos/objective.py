@@ -50,7 +50,7 @@ class Objective:
     correction: RolloutCorrection | None = None
     """Weights and rejections of the policy against the engine, whose log-probs are the old ones (bypass_mode)."""
     router_aux_loss_coef: float = 0.0
-    """Weight of the loss that keeps experts evenly used, which `models/moe/routing.py` adds where the model runs."""
+    """Weight of the loss that keeps experts evenly used, which `models/experts.py` adds where the model runs."""
 
     def __post_init__(self) -> None:
         aggregate = AGGREGATIONS.get(self.loss_agg_mode)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo_rl.models.experts import Routing
 from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear, use_fast_norms
 from grpo_rl.models.lora import Adapters
-from grpo_rl.models.moe.routing import Routing
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 

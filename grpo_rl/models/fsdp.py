@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import lora
+from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers
-from grpo_rl.models.moe.expert_names import stored_tensors
 from grpo_rl.models.sharded_load import is_rearranged, local_of, name_in_files
 
 SHARD_BYTES = 5 << 30

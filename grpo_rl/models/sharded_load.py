@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_rl.models.moe import expert_names
+from grpo_rl.models.experts import FAMILIES, holds_experts, per_expert
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -87,7 +87,7 @@ class WeightFiles:
     def fits(self, lm: Any, new: Sequence[str] = ()) -> bool:
         """Return whether the files have every parameter of `lm` by its name and in its shape, but for those in `new`.
 
-        The experts of a layer may be one tensor or many (`models/moe/expert_names.py`). Otherwise transformers has to rename
+        The experts of a layer may be one tensor or many (`models/experts.py`). Otherwise transformers has to rename
         or rearrange them, which it does to whole tensors.
         """
         if getattr(lm.config, "quantization_config", None) is not None or is_rearranged(lm):
@@ -95,9 +95,9 @@ class WeightFiles:
         shapes = self._shapes()
         for names, parameter in _named(lm):
             stored = next((name for name in names if name in shapes), None)
-            if stored is None and expert_names.holds_experts(names[0]):
+            if stored is None and holds_experts(names[0]):
                 whole = torch.empty(parameter.shape, device="meta")
-                if any(shapes.get(name) != tuple(part.shape) for name, part in expert_names.per_expert(names[0], whole)):
+                if any(shapes.get(name) != tuple(part.shape) for name, part in per_expert(names[0], whole)):
                     return False
             elif stored is None and not set(names).intersection(new):
                 return False
@@ -118,8 +118,8 @@ class WeightFiles:
             parts: list[tuple[str, Tensor, int]] = []
             if stored is not None:
                 parts = [(stored, local, start)]
-            elif expert_names.holds_experts(names[0]):
-                parts = [(name, part, 0) for name, part in expert_names.per_expert(names[0], local, first=start)]
+            elif holds_experts(names[0]):
+                parts = [(name, part, 0) for name, part in per_expert(names[0], local, first=start)]
             else:
                 local.zero_()
             for name, rows, first in parts:
@@ -137,9 +137,9 @@ class WeightFiles:
                 of |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
         found = []
         for names, parameter in _named(lm):
-            if expert_names.holds_experts(names[0]) and names[0] not in of:
+            if holds_experts(names[0]) and names[0] not in of:
                 whole = torch.empty(parameter.shape, device="meta")
-                names = [name for name, _ in expert_names.per_expert(names[0], whole)]
+                names = [name for name, _ in per_expert(names[0], whole)]
             if {of[name] for name in names if name in of} == {dtype}:
                 found.append(parameter)
         return found
@@ -164,7 +164,7 @@ def is_rearranged(lm: Any) -> bool:
     """Return whether transformers changes names or layouts of this model's weights when it reads them."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    if getattr(lm.config, "model_type", None) in expert_names.FAMILIES:
+    if getattr(lm.config, "model_type", None) in FAMILIES:
         # Nothing but its experts, which `per_expert` finds in the files.
         return False
     kinds = [type(lm).__name__, str(getattr(lm.config, "model_type", ""))]

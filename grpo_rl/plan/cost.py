@@ -17,7 +17,7 @@ import numpy as np
 from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.devices import DEVICES, Device, named
+from grpo_rl.plan.machine import DEVICES, Device, named
 from grpo_rl.plan.memory import fit_of, size_of_role
 from grpo_rl.plan.model_folder import ModelSize
 

@@ -1,16 +1,23 @@
-"""The machine of a run: its devices, and what no run may ask of it."""
+"""The machine of a run: this one, or one by its name, such as `8xH100-80GB`, where no GPU is at hand; and what no run may ask of it.
+
+The figures of named machines are those of public data sheets, without sparsity; their source stands with each device. Rates in one
+direction.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import difflib
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.plan.devices import planned_machine, refused
+from grpo_rl.errors import ConfigError
 
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 RANKS_PER_CORE = 8
@@ -115,3 +122,151 @@ def _too_many_processes(config: Config, machine: Machine) -> Iterator[str]:
                 f"{key}: this run has no GPU, so these are {size} processes on {machine.num_cpus} cores, which wait for each other at "
                 f"every step; at most {most}, or a machine with GPUs"
             )
+
+
+# ---- machines by name, such as 8xH100-80GB --------------------------------------------------------------------------
+
+
+GIB = 2**30
+KEY = "trainer.machine"
+_NAME = re.compile(r"(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,4})x(?P<device>[A-Za-z][\w]*-\d+GB)", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A GPU with the machine that it usually sits in."""
+
+    memory_gib: float
+    """Memory that a program finds, which is less than what the name says: ECC and the driver take some."""
+    tflops: float
+    """Dense bfloat16 products with float32 sums, 10^12 operations a second; 0 where the device has none."""
+    memory_gbs: float
+    """Memory bandwidth, 10^9 bytes a second."""
+    link_gbs: float
+    """Between two GPUs of a machine: NVLink, else PCIe."""
+    pcie_gbs: float
+    """The link to host memory: 64 of PCIe 5 x16, 32 of PCIe 4, 16 of PCIe 3."""
+    nic_gbs: float
+    """Between machines, for each GPU."""
+    host_gib: float
+    """Host memory for each GPU."""
+    cores: int
+    """CPU cores for each GPU."""
+    source: str
+
+
+_DGX_H100 = "DGX H100 data sheet: 8 x 400 Gb/s, 2 TB, 112 cores"
+_ASSUMED = "network of 25 Gb/s, 64 GiB and 8 cores for each GPU assumed"
+DEVICES = {
+    "B200-180GB": Device(178.0, 2250, 8000, 900, 64, 50, 238, 14, "DGX B200 data sheet, half of its figures with sparsity"),
+    "H200-141GB": Device(139.8, 989, 4800, 450, 64, 50, 238, 14, f"NVIDIA H200 data sheet (SXM); {_DGX_H100}"),
+    "H100-80GB": Device(79.1, 989, 3350, 450, 64, 50, 238, 14, f"NVIDIA H100 data sheet (SXM); {_DGX_H100}"),
+    "H100NVL-94GB": Device(93.1, 835, 3900, 300, 64, 3.1, 64, 8, f"NVIDIA H100 data sheet (NVL); {_ASSUMED}"),
+    "H100PCIE-80GB": Device(79.1, 756, 2000, 64, 64, 3.1, 64, 8, f"NVIDIA H100 PCIe product brief; {_ASSUMED}"),
+    "A100-80GB": Device(
+        79.2, 312, 2039, 300, 32, 25, 238, 16, "NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 2 TB"
+    ),
+    "A100-40GB": Device(
+        39.4, 312, 1555, 300, 32, 25, 119, 16, "NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 1 TB"
+    ),
+    "L40S-48GB": Device(44.4, 362, 864, 32, 32, 3.1, 64, 8, f"NVIDIA L40S data sheet; {_ASSUMED}"),
+    "A6000-48GB": Device(47.4, 154.8, 768, 56, 32, 3.1, 64, 8, f"NVIDIA RTX A6000 data sheet, NVLink in pairs; {_ASSUMED}"),
+    "A10-24GB": Device(22.0, 125, 600, 32, 32, 3.1, 64, 8, f"NVIDIA A10 data sheet; {_ASSUMED}"),
+    "L4-24GB": Device(22.0, 121, 300, 32, 32, 3.1, 64, 8, f"NVIDIA L4 data sheet; {_ASSUMED}"),
+    "RTX5090-32GB": Device(31.3, 209.5, 1792, 64, 64, 3.1, 64, 8, f"NVIDIA RTX Blackwell GPU architecture paper; {_ASSUMED}"),
+    "RTX4090-24GB": Device(23.5, 165.2, 1008, 32, 32, 3.1, 64, 8, f"NVIDIA Ada GPU architecture paper; {_ASSUMED}"),
+    "RTX3090-24GB": Device(23.5, 71, 936, 32, 32, 3.1, 64, 8, f"NVIDIA Ampere GA102 GPU architecture paper; {_ASSUMED}"),
+    "V100-32GB": Device(
+        31.7, 0, 900, 150, 16, 12.5, 64, 6, "NVIDIA V100 data sheet (SXM2); DGX-1 data sheet: 4 x 100 Gb/s, 512 GB"
+    ),
+    "T4-16GB": Device(14.6, 0, 300, 16, 16, 3.1, 64, 8, f"NVIDIA T4 data sheet; {_ASSUMED}"),
+}
+"""GPUs by name. The memory that a program finds is what `torch.cuda.get_device_properties` reports, rounded down."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedMachine:
+    """A machine by name, taken apart."""
+
+    name: str
+    nodes: int
+    """Machines like this one; 1 where the name has no number of them."""
+    gpus: int
+    """GPUs of each."""
+    device: Device
+
+
+def named(name: str) -> NamedMachine:
+    """Return the machine of this name. Raises ConfigError for one that has another form, or a device that is not listed."""
+    match = _NAME.fullmatch(name if "x" in name.lower().partition("-")[0] and name[:1].isdigit() else f"1x{name}")
+    known = {device.lower(): device for device in DEVICES}
+    if match is None:
+        raise ConfigError(
+            f"{KEY}={name}: a machine is written as its GPUs and their memory, 8xH100-80GB, several as 4x8xH100-80GB; devices: "
+            + ", ".join(DEVICES)
+        )
+    device = known.get(match["device"].lower())
+    if device is None:
+        near = difflib.get_close_matches(match["device"].lower(), known, n=1)
+        hint = f"; did you mean {known[near[0]]}?" if near else ""
+        raise ConfigError(f"{KEY}={name}: no device {match['device']} is known here{hint} There are: {', '.join(DEVICES)}")
+    nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
+    if not nodes or not gpus:
+        raise ConfigError(f"{KEY}={name}: a machine without GPUs; at least 1x{device}")
+    return NamedMachine(f"{nodes}x{gpus}x{device}" if match["nodes"] else f"{gpus}x{device}", nodes, gpus, DEVICES[device])
+
+
+def planned_machine(config: Config) -> Machine | None:
+    """Return the machine that `trainer.machine` names; None where none is named.
+
+    Raises ConfigError for a name that is none.
+    """
+    if config.trainer.machine is None:
+        return None
+    found = named(config.trainer.machine)
+    own = config.trainer.machine_host_gib
+    return Machine(
+        num_gpus=found.gpus,
+        num_cpus=config.ray_kwargs.ray_init.num_cpus or found.gpus * found.device.cores,
+        device="cuda" if config.trainer.device == "auto" else config.trainer.device,
+        cluster=max(found.nodes, config.trainer.nnodes) > 1,
+        gpu_memory=int(found.device.memory_gib * GIB),
+        name=found.name,
+        nodes=max(found.nodes, config.trainer.nnodes),
+        host_memory=int((own if own is not None else found.gpus * found.device.host_gib) * GIB),
+    )
+
+
+def refused(config: Config, machine: Machine) -> Iterator[str]:
+    """Yield what a named machine cannot do, or what is asked of one in a run that is more than a plan."""
+    trainer = config.trainer
+    if trainer.machine is None:
+        for key in ("machine_host_gib", "mean_response_length", "response_length_spread"):
+            if (value := getattr(trainer, key)) is not None:
+                yield f"trainer.{key}={value:g}: describes a run on the machine of trainer.machine, which is not set; leave it out"
+        return
+    if not trainer.dry_run:
+        yield f"{KEY}={trainer.machine}: a machine that is named can only be planned for; set trainer.dry_run=true, or leave it out"
+    found = named(trainer.machine)
+    asked = trainer.nnodes + (0 if derived.is_colocated(config) else config.actor_rollout_ref.rollout.nnodes)
+    if found.nodes > 1 and asked > found.nodes:
+        yield f"{KEY}={trainer.machine}: {asked} machines are asked for (trainer.nnodes={trainer.nnodes}), and it has {found.nodes}"
+    per_node = derived.ranks_per_node(config, machine)
+    if machine.device == "cuda" and per_node > found.gpus:
+        yield f"trainer.n_gpus_per_node={per_node}: each machine of {found.name} has {found.gpus} GPUs"
+    if machine.device == "cuda" and not found.device.tflops:
+        yield from _without_bfloat16(config, found)
+
+
+def _without_bfloat16(config: Config, found: NamedMachine) -> Iterator[str]:
+    """Yield each model that would compute in bfloat16, which tensor cores have from compute capability 8.0 on."""
+    parts, critic = config.actor_rollout_ref, config.critic
+    dtypes: dict[str, str] = {"actor_rollout_ref.actor.fsdp_config.dtype": parts.actor.fsdp_config.dtype}
+    dtypes["actor_rollout_ref.rollout.dtype"] = parts.rollout.dtype
+    if derived.has_kl_in_loss(config) or derived.has_kl_in_reward(config):
+        dtypes["actor_rollout_ref.ref.fsdp_config.dtype"] = parts.ref.fsdp_config.dtype
+    if config.algorithm.adv_estimator == "gae":
+        dtypes["critic.fsdp.dtype"] = critic.fsdp.dtype
+    for key, dtype in dtypes.items():
+        if dtype in ("auto", "bfloat16"):
+            yield f"{key}={dtype}: {found.name} has no bfloat16 (compute capability below 8.0); {key}=float32, or newer GPUs"

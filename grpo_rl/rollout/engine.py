@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 from grpo_rl.config.derived import max_num_seqs, updates_in_flight
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.rollout.weights.buckets import WeightBucket
+from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Completion, Request
 
 WeightBackend = Literal["object_store", "ipc", "nccl"]

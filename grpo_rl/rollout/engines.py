@@ -8,7 +8,7 @@ import torch
 
 from grpo_rl.registry import Registry
 from grpo_rl.rollout.engine import EngineSpec, RolloutEngine, WeightBackend
-from grpo_rl.rollout.weights.senders import IpcSender, ObjectStoreSender, WeightSender
+from grpo_rl.rollout.senders import IpcSender, ObjectStoreSender, WeightSender
 
 ENGINES: Registry[Callable[[EngineSpec], RolloutEngine]] = Registry("rollout engine")
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 from transformers.utils import cached_file
 
-from grpo_rl.models.moe.expert_names import stored_tensors
+from grpo_rl.models.experts import stored_tensors
 from grpo_rl.rollout.engine import EngineSpec
 
 
@@ -25,7 +25,7 @@ def load_config(spec: EngineSpec) -> PretrainedConfig:
 def expected_tensors(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
     """Return name and shape of every tensor of a full update: the model's state dict, the tied head's alias included.
 
-    Experts have the names that files have (`models/moe/expert_names.py`): vLLM's loaders take those, of every family.
+    Experts have the names that files have (`models/experts.py`): vLLM's loaders take those, of every family.
 
     The alias is asked for on purpose: an engine that keeps a packed copy of the head leaves it old when
     only the embedding arrives.

@@ -15,13 +15,13 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.columns import Column, values
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load, lora
+from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
-from grpo_rl.models.moe.expert_names import stored_tensors
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sharded_load import bit_sums
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
-from grpo_rl.rollout.weights.buckets import WeightBucket
+from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.router_watch import RouterWatch
 from grpo_rl.workers.sharded_policy import as_block, build_policy, reference_columns, sequences_of

@@ -17,7 +17,7 @@ from grpo_rl.faults import fault_point
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.reports import Report, pack
-from grpo_rl.rollout.weights.buckets import WeightBucket
+from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Completion, Metrics, Request
 
 T = TypeVar("T")

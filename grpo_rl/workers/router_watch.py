@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_rl.columns import values
-from grpo_rl.models.moe.routing import Routing, balance_loss, choice_dtype, nothing_given, router_metrics
+from grpo_rl.models.experts import Routing, balance_loss, choice_dtype, nothing_given, router_metrics
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch, Counts, segment_index
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rows

@@ -510,14 +510,14 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "incomplete weights taken",
-        "rollout/weights/update_order.py",
+        "rollout/weights.py",
         "        if missing:\n            raise",
         "        if False:\n            raise",
         "unit/rollout integration/rollout/test_engine_contract.py",
     ),
     _F(
         "bucket cut wrongly",
-        "rollout/weights/buckets.py",
+        "rollout/weights.py",
         "        filled += tensor.nbytes\n    if group",
         "        filled = tensor.nbytes\n    if group",
         "unit/rollout",

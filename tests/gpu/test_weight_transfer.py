@@ -19,8 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous
 from grpo_rl.rollout.engines import ENGINES, make_sender
-from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, merge_ranks
-from grpo_rl.rollout.weights.senders import WeightSender
+from grpo_rl.rollout.senders import WeightSender
+from grpo_rl.rollout.weights import WeightTransferError, check_digests, merge_ranks
 from grpo_rl.types import Completion, Request, Sampling
 
 pytestmark = [

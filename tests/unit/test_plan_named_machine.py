@@ -10,9 +10,8 @@ from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.load import load_lm
 from grpo_rl.models.lora import add_adapters, is_adapter
-from grpo_rl.plan.devices import DEVICES, named
 from grpo_rl.plan.known_models import known_names, known_settings
-from grpo_rl.plan.machine import probe_machine
+from grpo_rl.plan.machine import DEVICES, named, probe_machine
 from grpo_rl.plan.make import make_plan
 from grpo_rl.plan.memory import adapter_params, frozen_bytes, load_of
 from grpo_rl.plan.model_folder import ModelSize, model_size

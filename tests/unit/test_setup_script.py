@@ -37,15 +37,15 @@ def test_a_missing_libnuma_is_said_with_its_remedies_before_anything_is_download
 def test_an_engine_whose_compiled_part_is_not_loaded_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     platforms = pytest.importorskip("vllm.platforms")
     from grpo_rl.errors import ClusterError
-    from grpo_rl.rollout.vllm import build
+    from grpo_rl.rollout.vllm import vllm_engine
 
     def missing(name: str, *_: Any) -> None:
         raise OSError("libnuma.so.1: cannot open shared object file: No such file or directory")
 
     monkeypatch.setattr(platforms.current_platform, "import_kernels", lambda: None, raising=False)
-    monkeypatch.setattr(build, "torch", SimpleNamespace(ops=SimpleNamespace(_C=SimpleNamespace())))
+    monkeypatch.setattr(vllm_engine, "torch", SimpleNamespace(ops=SimpleNamespace(_C=SimpleNamespace())))
     monkeypatch.setattr(ctypes, "CDLL", missing)
     with pytest.raises(ClusterError, match=r"cannot be loaded: libnuma.so.1: cannot open .* apt-get install libnuma1"):
-        build.check_compiled_part()
-    monkeypatch.setattr(build, "torch", SimpleNamespace(ops=SimpleNamespace(_C=SimpleNamespace(init_cpu_memory_env=1))))
-    build.check_compiled_part()
+        vllm_engine.check_compiled_part()
+    monkeypatch.setattr(vllm_engine, "torch", SimpleNamespace(ops=SimpleNamespace(_C=SimpleNamespace(init_cpu_memory_env=1))))
+    vllm_engine.check_compiled_part()

@@ -10,7 +10,7 @@ import ray
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, fetch, settle, wait_all
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
-from grpo_rl.rollout.weights.buckets import check_digests, merge_ranks
+from grpo_rl.rollout.weights import check_digests, merge_ranks
 
 OnLoss = Callable[[Worker, WorkerFailed], None]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from grpo_rl.rollout.engine import NcclRendezvous
+from grpo_rl.rollout.senders import BaseSender
 from grpo_rl.rollout.vllm.vllm_patches import check_version, store_waits
-from grpo_rl.rollout.weights.buckets import NamedTensor, WeightBucket, WeightTransferError, describe, write_flat
-from grpo_rl.rollout.weights.senders import BaseSender
+from grpo_rl.rollout.weights import NamedTensor, WeightBucket, WeightTransferError, describe, write_flat
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, pack_experts_again, store_waits
-from grpo_rl.rollout.weights.buckets import WeightBucket, WeightTransferError, digest
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest
 
 ENGINE_PREFIX = "grpo_rl_"
 VERIFY_SUFFIX = "_verified"

@@ -19,7 +19,7 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.config.recipes import known_recipes
 from grpo_rl.plan.decisions import decide
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.vllm.build import engine_arguments
+from grpo_rl.rollout.vllm.vllm_engine import engine_arguments
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, whose arguments these are")
 GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")

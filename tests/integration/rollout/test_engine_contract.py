@@ -25,8 +25,8 @@ from grpo_rl.models.load import load_config, load_lm
 from grpo_rl.models.packing import Sequences
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine
 from grpo_rl.rollout.engines import ENGINES
-from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, pack_buckets
-from grpo_rl.rollout.weights.senders import ObjectStoreSender
+from grpo_rl.rollout.senders import ObjectStoreSender
+from grpo_rl.rollout.weights import WeightTransferError, check_digests, pack_buckets
 from grpo_rl.types import Completion, Request, Sampling
 
 PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 2), (11,), (20, 21, 22, 23, 24), (40, 30, 20, 10)]

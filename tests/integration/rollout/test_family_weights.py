@@ -24,14 +24,14 @@ from transformers import (
 )
 
 from grpo_rl.models import fsdp
+from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.models.moe.expert_names import stored_tensors
 from grpo_rl.models.packing import Sequences
 from grpo_rl.rollout.engine import EngineSpec, RolloutEngine
 from grpo_rl.rollout.engines import ENGINES
-from grpo_rl.rollout.weights.buckets import check_digests
-from grpo_rl.rollout.weights.senders import ObjectStoreSender
+from grpo_rl.rollout.senders import ObjectStoreSender
+from grpo_rl.rollout.weights import check_digests
 from grpo_rl.types import Completion, Request, Sampling
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.weights.buckets import WeightTransferError, check_digests, digest, pack_buckets
+from grpo_rl.rollout.weights import WeightTransferError, check_digests, digest, pack_buckets
 from grpo_rl.types import Completion, Request, Sampling
 from grpo_rl.workers.rollout import RolloutWorker
 

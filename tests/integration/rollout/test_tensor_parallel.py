@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engines import ENGINES
-from grpo_rl.rollout.weights.buckets import check_digests
-from grpo_rl.rollout.weights.senders import ObjectStoreSender
+from grpo_rl.rollout.senders import ObjectStoreSender
+from grpo_rl.rollout.weights import check_digests
 from grpo_rl.types import Completion, Request, Sampling
 
 

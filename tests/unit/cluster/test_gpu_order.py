@@ -26,7 +26,7 @@ from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
-from grpo_rl.rollout.weights.buckets import WeightBucket
+from grpo_rl.rollout.weights import WeightBucket
 
 ONE_GPU = Machine(num_gpus=1, num_cpus=8, device="cuda")
 TWO_GPUS = Machine(num_gpus=2, num_cpus=8, device="cuda")

@@ -37,7 +37,7 @@ def test_every_argument_of_vllm_is_owned_refused_or_allowed() -> None:
 
 def test_what_the_program_gives_vllm_cannot_be_passed() -> None:
     from grpo_rl.rollout.engine import EngineSpec
-    from grpo_rl.rollout.vllm.build import engine_arguments
+    from grpo_rl.rollout.vllm.vllm_engine import engine_arguments
 
     spec = EngineSpec.from_config(config_of({}), "cuda", model_path="nowhere")
     assert not {*engine_arguments(spec), "kv_cache_memory_bytes"} & set(VLLM_ALLOWED)

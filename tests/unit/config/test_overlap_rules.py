@@ -13,7 +13,7 @@ from grpo_rl.config.derived import Machine, max_staleness, settled
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import decide
 from grpo_rl.plan.make import make_plan
-from grpo_rl.rollout.vllm.build import engine_arguments
+from grpo_rl.rollout.vllm.vllm_engine import engine_arguments
 
 APART = {f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 1}
 ASYNC = {"trainer.schedule": "async"} | APART

@@ -12,7 +12,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_rl.models import linear
 from grpo_rl.models.forward import PolicyModel
-from grpo_rl.plan.devices import DEVICES
+from grpo_rl.plan.machine import DEVICES
 from grpo_rl.workers.model_work import ModelWork, peak_tflops
 from grpo_rl.workers.sharded_policy import sequences_of
 

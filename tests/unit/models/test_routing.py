@@ -11,9 +11,8 @@ from tiny_models import Ragged, make_folder, packed_policy, plain_model
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from grpo_rl.models.experts import balance_loss, choice_dtype, nothing_given, stored_tensors
 from grpo_rl.models.forward import PolicyModel
-from grpo_rl.models.moe.expert_names import stored_tensors
-from grpo_rl.models.moe.routing import balance_loss, choice_dtype, nothing_given
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of

@@ -12,7 +12,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import build
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
-from grpo_rl.rollout.vllm.build import engine_arguments
+from grpo_rl.rollout.vllm.vllm_engine import engine_arguments
 
 
 def config(backend: str = "auto", **rollout: Any) -> Config:

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.models import builtin
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.hf.hf_engine import HfEngine
-from grpo_rl.rollout.hf.row_cache import RowCache
-from grpo_rl.rollout.weights.buckets import pack_buckets
+from grpo_rl.rollout.hf.hf_engine import HfEngine, RowCache
+from grpo_rl.rollout.weights import pack_buckets
 from grpo_rl.types import Completion, Request, Sampling
 
 

@@ -13,7 +13,7 @@ import torch
 
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.vllm.nccl_sender import NcclSender
-from grpo_rl.rollout.weights.buckets import WeightTransferError
+from grpo_rl.rollout.weights import WeightTransferError
 
 pytest.importorskip("vllm", reason="needs vLLM, by whose function the sender connects")
 

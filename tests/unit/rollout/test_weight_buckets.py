@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rl.rollout.engines import make_sender
-from grpo_rl.rollout.weights.buckets import (
+from grpo_rl.rollout.senders import ObjectStoreSender
+from grpo_rl.rollout.weights import (
     WeightTransferError,
     check_digests,
     describe,
@@ -19,7 +20,6 @@ from grpo_rl.rollout.weights.buckets import (
     pack,
     pack_buckets,
 )
-from grpo_rl.rollout.weights.senders import ObjectStoreSender
 
 FLOATS = torch.arange(6, dtype=torch.float32).view(2, 3)
 HALVES = torch.tensor([1.5, -2.0, 3.25], dtype=torch.bfloat16)

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from grpo_rl.rollout.engine import NcclRendezvous
-from grpo_rl.rollout.weights.buckets import (
+from grpo_rl.rollout.weights import (
     NamedTensor,
     WeightBucket,
     describe,

@@ -1,4 +1,4 @@
-"""Routers of models with experts: their choices, how even these are, and choices that are made again (router replay).
+"""Models with experts: their routers' choices, how even these are, choices that are made again (router replay), and names in files.
 
 A router gives each token a distribution over the experts of its layer, takes the `top_k` likeliest, and weighs their
 outputs by their probabilities. Which experts are taken is a jump: where two are nearly equal, the last bits decide, so that
@@ -9,13 +9,12 @@ their weights are the router's present probabilities, through which it goes on l
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from grpo_rl.models.moe.expert_names import FAMILIES
 
 
 @dataclass(slots=True)
@@ -181,3 +180,37 @@ def router_metrics(counts_LE: Tensor) -> dict[str, float]:
         "router/load_max": float((counts_LE.max(-1).values / mean_L).mean()),
         "router/idle_experts": float((counts_LE == 0).double().mean()),
     }
+
+
+# ---- names of experts in files --------------------------------------------------------------------------------------
+
+
+FAMILIES = ("qwen3_moe", "olmoe")
+"""The `model_type` of each family with experts that this program trains."""
+_BOTH, _DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+
+def holds_experts(name: str) -> bool:
+    """Return whether the parameter of this name has the weights of all experts of a layer."""
+    return name.endswith((f".{_BOTH}", f".{_DOWN}"))
+
+
+def stored_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's tensors by the names that files have: those of experts as views, one for each matrix of each expert."""
+    for name, tensor in named:
+        if holds_experts(name):
+            yield from per_expert(name, tensor)
+        else:
+            yield name, tensor
+
+
+def per_expert(name: str, rows: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and view of each matrix in `rows`, which are experts `first` and following of the parameter `name`."""
+    place, _, kind = name.rpartition(".")
+    for number, weights in enumerate(rows, start=first):
+        if kind == "down_proj":
+            yield f"{place}.{number}.down_proj.weight", weights
+            continue
+        gate, up = weights.chunk(2)
+        yield f"{place}.{number}.gate_proj.weight", gate
+        yield f"{place}.{number}.up_proj.weight", up
