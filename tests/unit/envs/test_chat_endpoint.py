@@ -247,13 +247,6 @@ def test_a_turns_calls_are_the_clients_tool_calls_and_their_results_the_next_obs
     assert noted(tmp_path) == [["tool_calls", "Both.", calls], ["stop", "5 and 9", []]]
 
 
-def test_a_client_that_wants_one_call_at_a_time_gets_the_first_one_of_a_turn(played, tmp_path: Path) -> None:
-    _, second, third, _ = played("uses_tools", CALLS, CALLS.removeprefix("Both."), "14", one=True)
-    assert [message["content"] for message in second.messages] == ["5"] and len(third.messages) == 1
-    assert [ids for _, _, ((ids, *_),) in noted(tmp_path)[:2]] == ["call00000", "call00100"]
-    assert noted(tmp_path)[1][1] is None
-
-
 def test_a_call_that_cannot_be_read_stays_in_the_text(played, tmp_path: Path) -> None:
     broken = "<tool_call>{nothing</tool_call>"
     assert played("uses_tools", broken)[-1].done and noted(tmp_path) == [["stop", broken, []]]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
-import gymnasium
 import pytest
 from game_players import play, says, start_of
 from machine_lacks import needs_reasoning_gym
@@ -49,11 +48,6 @@ def test_gymnasiums_lake_is_walked_with_words() -> None:
     assert fallen.rewards == [0.0] and fallen.info["return"] == 0
 
 
-def test_gymnasiums_map_is_shown_where_it_is_asked_for() -> None:
-    episode = play(GymnasiumText(**LAKE, view="render"), EPISODE, says("right", "down"))
-    assert "F" in episode.answers[0] and episode.answers[0] != episode.answers[1]
-
-
 def test_a_word_that_is_no_action_costs_no_step() -> None:
     episode = play(GymnasiumText(**LAKE), EPISODE, says("jump", "right", "", "down"))
     assert episode.answers[1] == episode.answers[3] == "There is no such action. Answer with left, down, right, up."
@@ -65,28 +59,6 @@ def test_gymnasium_draws_by_the_episodes_seed() -> None:
     first = {seed: play(GymnasiumText(**options), EPISODE, says("stick"), seed=seed).answers[0] for seed in range(12)}
     again = {seed: play(GymnasiumText(**options), EPISODE, says("stick"), seed=seed).answers[0] for seed in range(12)}
     assert first == again and len(set(first.values())) > 4
-
-
-class Parrot(gymnasium.Env[str, str]):
-    """A game of texts: what is said must be what was seen, in capitals."""
-
-    def __init__(self) -> None:
-        self.action_space = gymnasium.spaces.Text(8)
-        self.observation_space = gymnasium.spaces.Text(8)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
-        super().reset(seed=seed)
-        return "abc", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "abc", float(action == "ABC"), action == "ABC", False, {}
-
-
-def test_a_gymnasium_game_of_texts_takes_the_turn_as_it_is() -> None:
-    gymnasium.register("Parrot-v0", Parrot)
-    episode = play(GymnasiumText(id="Parrot-v0"), EPISODE, says("abc", "much longer than eight", "ABC"))
-    assert episode.rewards == [0.0, None, 1.0]
-    assert episode.answers[2].startswith("There is no such action")
 
 
 def test_wrong_gymnasium_environments_are_refused() -> None:
@@ -162,12 +134,6 @@ def test_rows_of_verifiers_are_a_task() -> None:
     assert [row["reward_model"]["ground_truth"] for row in made] == ["tree", "sea"]
     assert made[1]["data_source"] == "other" and made[1]["extra_info"] == {"index": 1, "a": 1}
     assert len(rows(load=source, num_rows=1)) == 1
-
-
-def test_arguments_reach_the_environment_of_verifiers() -> None:
-    source = f"{HERE / 'verifiers_guess.py'}:load_environment"
-    environment = VerifiersEnvironment(load=source, arguments={"hint": "{}!"})
-    assert play(environment, rows(load=source)[0], says("bush", "tree")).answers == ["4! Try 1."]
 
 
 def test_objects_that_are_no_environment_of_verifiers_are_refused() -> None:

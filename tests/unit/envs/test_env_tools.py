@@ -14,12 +14,10 @@ from machine_lacks import needs_sandbox
 
 from grpo_rl.envs.contract import Start, ToolResult
 from grpo_rl.envs.games.fact_chains import fact_chains, world
-from grpo_rl.envs.tool_formats import parse
 from grpo_rl.envs.tools.calculator import Calculator
 from grpo_rl.envs.tools.python_interpreter import PythonInterpreter
-from grpo_rl.envs.tools.retrieval import Search, index_of, passages_of
+from grpo_rl.envs.tools.retrieval import Search, index_of
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.rules.text_rules import exact_match
 
 START = Start(uid="row", data_source="test", messages=())
 
@@ -79,10 +77,6 @@ def test_the_calculator_refuses_what_is_no_expression(expression: str) -> None:
     assert result.failed and result.text.startswith("not an expression: ")
 
 
-def test_the_calculator_wants_its_argument() -> None:
-    assert all(result.failed for result in called(Calculator(), {}, {"expression": 3}))
-
-
 # ---- the Python interpreter ----------------------------------------------------------------------------------
 
 
@@ -99,12 +93,6 @@ def test_variables_stay_from_call_to_call() -> None:
         ("so\n6\n", False),
         ("3\n", False),
     ]
-
-
-@needs_sandbox
-def test_code_between_fences_is_taken_out_of_them() -> None:
-    fenced, plain = called(PythonInterpreter(), {"code": "```python\nx = 6\nx * 7\n```"}, {"code": "print('```')"})
-    assert (fenced.text, plain.text) == ("42\n", "```\n")
 
 
 @needs_sandbox
@@ -170,12 +158,6 @@ def test_code_sees_nothing_of_this_process() -> None:
 
 
 @needs_sandbox
-def test_long_output_is_cut_in_the_middle() -> None:
-    [result] = cells("print('a' * 5000 + 'b' * 5000)", max_characters=100)
-    assert result.text == "a" * 50 + "\n[...]\n" + "b" * 49 + "\n"
-
-
-@needs_sandbox
 def test_two_episodes_run_side_by_side() -> None:
     async def both() -> float:
         tools = [PythonInterpreter(time_s=30.0) for _ in range(3)]
@@ -187,12 +169,6 @@ def test_two_episodes_run_side_by_side() -> None:
         return waited
 
     assert asyncio.run(both()) < 2.5
-
-
-def test_the_interpreter_refuses_wrong_limits() -> None:
-    for options in ({"time_s": 0}, {"time_s": 1e9}, {"memory_mb": -1}, {"memory_mb": 1}, {"max_characters": 1}):
-        with pytest.raises(ConfigError, match="tool python"):
-            PythonInterpreter(**options)  # type: ignore[arg-type]
 
 
 # ---- search --------------------------------------------------------------------------------------------------
@@ -217,12 +193,6 @@ def test_search_finds_the_passage_that_has_the_words(folder: Path) -> None:
     assert results[1].text == "[rivers/danube.md#2] It ends in the Black Sea."
     assert results[2] == ToolResult("No passage has any of these words.")
     assert results[3].failed and results[4].failed
-
-
-def test_passages_are_paragraphs_and_cut_to_their_longest(folder: Path) -> None:
-    assert list(passages_of(folder)) == ["rivers/danube.md#1", "rivers/danube.md#2", "rivers/rhine.txt"]
-    [result] = called(Search(folder=str(folder), top_k=5, max_characters=9), {"query": "Rhine"})
-    assert result.text == "[rivers/rhine.txt] The Rhine"
 
 
 def test_a_scripted_reader_answers_questions_of_several_hops() -> None:
@@ -258,21 +228,6 @@ def test_a_scripted_reader_answers_questions_of_several_hops() -> None:
     ]
     assert all(right)
     assert len(index_of("builtin:fact_chains").texts) == 3 * len(world().people) + len(world().lands)
-
-
-def test_the_careless_readers_results_are_those_that_search_returns() -> None:
-    rows = list(fact_chains(num_rows=60, hops="1,2,3,4", wording="short", play="random", sensible=1.0))
-    tool = Search(top_k=1)
-    for row in rows:
-        *turns, last = row["messages"][1:]
-        assert len(turns) == 2 * row["extra_info"]["hops"]
-        calls = [parse("hermes", turn["content"]).calls for turn in turns[::2]]
-        found = called(tool, *(dict(call.arguments) for (call,) in calls))
-        assert [result.text for result in found] == [turn["content"] for turn in turns[1::2]]
-        assert exact_match("fact_chains", last["content"], row["reward_model"]["ground_truth"])["score"] == 1
-    careless = list(fact_chains(num_rows=200, hops="2", play="random", sensible=0.6))
-    lengths = [len(row["messages"]) for row in careless]
-    assert set(lengths) == {2, 4, 6} and 0.25 < lengths.count(6) / 200 < 0.5
 
 
 def test_search_takes_verls_list_of_queries(folder: Path) -> None:

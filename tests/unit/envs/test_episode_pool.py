@@ -256,28 +256,3 @@ def test_only_what_is_wanted_now_is_handed_over_and_the_rest_is_kept(make, token
 def test_what_an_environment_does_wrong_is_the_episodes_failure(make, tokenizer: Any, how: str) -> None:
     rollouts = make("Wrong", how=how)[0].generate(prompts(tokenizer, 1), 2, SAMPLING)
     assert {r.episode.failure for r in rollouts} <= {"environment_error", None} and rollouts[0].episode.failure_cause
-
-
-AGENT = """
-import json, urllib.request
-
-def ask(url, start):
-    messages = [{"role": "user", "content": str(start.extra_info["row"]) + "+1="}]
-    for _ in range(3):
-        body = json.dumps({"messages": messages}).encode()
-        with urllib.request.urlopen(urllib.request.Request(url + "/chat/completions", body), timeout=30) as answer:
-            messages += [json.load(answer)["choices"][0]["message"], {"role": "user", "content": "and"}]
-    return 2.0
-"""
-
-
-def test_an_agent_behind_the_endpoint_is_an_episode_token_for_token(make, tokenizer: Any, tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text(AGENT)
-    pool, turns = make("endpoint", agent=f"{tmp_path / 'agent.py'}:ask")
-    rollouts = pool.generate(prompts(tokenizer), 2, SAMPLING)
-    assert {r.episode.ended for r in rollouts} <= {"done", "tokens"} and any(len(r.spans) == 3 for r in rollouts)
-    for rollout in rollouts:
-        check_against_record(rollout, turns)
-        assert rollout.prompt.text == f"<|user|>{rollout.prompt.extra_info['row']}+1=<|assistant|>"
-        if rollout.episode.ended == "done":
-            assert rollout.episode.turns[-1].reward == 2.0

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
-from grpo_rl.envs.contract import Turn
 from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns, CountdownInTurns
 from grpo_rl.envs.games.game import Game
 from grpo_rl.envs.games.grid_world import GridWorld, grid_world
@@ -80,13 +79,6 @@ def test_a_guess_that_is_ruled_out_loses_a_strict_game() -> None:
     assert play(NumberGuessing(), number_row(37), says("50", "60", "37")).total == 1
 
 
-def test_a_number_that_is_not_found_is_worth_what_was_ruled_out() -> None:
-    # 8 numbers: after "higher" than 4 there are 5 to 8, a third of the logarithm less; after "lower" than 7 there are 5 and 6.
-    episode = play(NumberGuessing(turns=2, partial=0.5), number_row(5, 1, 8, "short"), says("4", "7"))
-    assert episode.answers == ["+"]
-    assert episode.rewards == [None, pytest.approx(0.5 * (1 / 3 + 2 / 3) / 2)]
-
-
 def test_rewards_of_turns_have_the_sum_of_the_episodes_reward() -> None:
     for moves in (["4", "7", "6"], ["4", "7", "5"], ["9", "4", "4"]):
         row = number_row(5, 1, 8)
@@ -133,28 +125,6 @@ def test_a_word_is_guessed_by_its_marks() -> None:
     assert episode.rewards == [None, None, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("wording", "answers"),
-    [
-        ("short", ["ooo", "c??", "-ao"]),
-        ("words", ["ooo Known: ...", "Answer with a word of 3 letters, each one of a b c d e. Known: c..", "-+o Known: .a."]),
-    ],
-)
-def test_letters_that_were_found_are_told_again(wording: str, answers: list[str]) -> None:
-    row = word_row("cab", wording=wording)
-    row["extra_info"]["answers"] = "known"
-    episode = play(WordGame(), row, says("bca", "cc", "dac", "cab"))
-    assert [episode.answers[0], episode.answers[-1]] == [answers[0], answers[-1]]
-    malformed = play(WordGame(), row, says("cde", "cc", "cab")).answers[-1]
-    assert malformed == answers[1]
-
-
-def test_a_word_that_is_not_found_is_worth_the_letters_in_place() -> None:
-    episode = play(WordGame(turns=3, partial=0.6), word_row("cab"), says("cae", "ddd", "eee"))
-    # Two of three letters in place, then none twice.
-    assert episode.rewards == [None, None, pytest.approx(0.6 * 2 / 3 / 3)]
-
-
 def test_elimination_finds_every_word_and_random_guesses_mostly_do_not() -> None:
     rows = word_game(num_rows=NUM_EPISODES, letters="abcde", length=3, wording="short")
     assert all(play(WordGame(turns=7), row, eliminating("abcde", 3)).solved for row in rows)
@@ -188,18 +158,6 @@ def test_the_goal_opens_with_the_key_only() -> None:
     assert episode.rewards == [None] * 8 + [1.0]
 
 
-def test_the_whole_map_is_shown_in_words() -> None:
-    episode = play(GridWorld(turns=2), grid_row("words"), says("I go south", "west"))
-    assert episode.answers == ["..G\n@#.\n.K."]
-    assert episode.rewards == [None, 0.0]
-
-
-def test_progress_on_the_way_counts_where_it_is_asked_for() -> None:
-    # The shortest way has six steps, s s e (the key) e n n, of which one is done after the first turn, two after the second, one after the third.
-    episode = play(GridWorld(turns=3, partial=0.6), grid_row(), says("s", "s", "n"))
-    assert episode.rewards == [None, None, pytest.approx(0.6 * (1 + 2 + 1) / 6 / 3)]
-
-
 def test_the_shortest_way_leads_to_every_goal_and_a_random_walk_mostly_does_not() -> None:
     rows = grid_world(num_rows=NUM_EPISODES, size=6)
     assert all(play(GridWorld(turns=40), row, shortest_way(row)).solved for row in rows)
@@ -216,15 +174,6 @@ def test_a_sum_may_be_corrected() -> None:
     assert episode.answers == ["+", "-", "?"]
     assert episode.rewards == [None, None, None, 1.0]
     assert episode.info["malformed"] == 1
-
-
-def test_digits_in_their_place_are_the_progress_of_a_sum() -> None:
-    row = {**arithmetic(num_rows=1)[0], "reward_model": {"ground_truth": "445"}}
-    assert play(ArithmeticInTurns(turns=1, partial=0.3), row, says("435")).total == pytest.approx(0.3 * 2 / 3)
-    assert play(ArithmeticInTurns(turns=1, partial=0.3), row, says("-435")).total == 0
-    assert play(ArithmeticInTurns(turns=1, partial=0.3), row, says("0")).total == 0
-    negative = {**row, "reward_model": {"ground_truth": "-445"}}
-    assert play(ArithmeticInTurns(turns=2, short=False), negative, says("445", "-445")).answers == ["lower"]
 
 
 def test_countdown_says_what_an_expression_lacks() -> None:
@@ -249,11 +198,6 @@ def test_countdown_says_what_an_expression_lacks() -> None:
     assert episode.rewards == [None, None, None, None, 1.0]
     failed = play(CountdownInTurns(turns=1, partial=0.1, short=True), row, says("<answer>8 * 3 - 2</answer>"))
     assert failed.total == pytest.approx(0.1)
-
-
-def test_demonstrations_solve_countdown_in_one_turn() -> None:
-    rows = countdown(num_rows=20)
-    assert all(play(CountdownInTurns(), row, says(row["extra_info"]["demonstration"])).rewards == [1.0] for row in rows)
 
 
 # ---- all games -----------------------------------------------------------------------------------------------
@@ -290,17 +234,6 @@ def test_whatever_is_written_the_rewards_are_numbers_from_0_to_1(moves: list[str
 def test_a_row_of_another_game_is_refused_with_its_name(game: type[Game], row: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"environment {game.name}: row .* has no ground truth of this game"):
         asyncio.run(game().reset(start_of({**row, "reward_model": {"ground_truth": {"other": 1}}})))
-
-
-def test_a_move_after_the_end_is_an_error() -> None:
-    async def too_many() -> None:
-        game = NumberGuessing(turns=1)
-        await game.reset(start_of(number_row(3)))
-        assert (await game.step(Turn(0, "2"))).done
-        await game.step(Turn(1, "3"))
-
-    with pytest.raises(RuntimeError, match="turn 1 came after the end"):
-        asyncio.run(too_many())
 
 
 def test_wrong_options_are_refused_all_at_once() -> None:

@@ -57,18 +57,6 @@ def test_no_text_makes_a_format_fail(form: str, text: str) -> None:
     assert all(isinstance(call.name, str) for call in found.calls)
 
 
-def test_calls_that_are_nested_too_deep_are_refused() -> None:
-    """At some depth the JSON can still be read, and no longer be shown."""
-    for depth in range(100, 1010):
-        assert parse("llama3_json", "<|python_tag|>" + '{"a":' * depth + "1" + "}" * depth).malformed
-
-
-@pytest.mark.timeout(60)
-def test_llamas_calls_are_read_without_a_copy_of_the_rest_for_each() -> None:
-    """A million calls: with a copy of the rest for each that would be terabytes."""
-    assert len(parse("llama3_json", "<|python_tag|>" + "1;" * 10**6).malformed) == 10**6
-
-
 def test_a_parser_of_the_users_own_is_taken_from_its_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(

@@ -93,13 +93,6 @@ def test_a_class_that_was_written_for_verl_is_answered_with_the_contract(
         made(Named(f"{tmp_path / 'theirs.py'}:Mine"), {}, kind)
 
 
-def test_all_problems_of_a_file_are_said_at_once(tmp_path: Path) -> None:
-    text = "tools: [{class_name: verl.tools.A}, {class_name: python, config: {default_language: go}}, {class_name: search, config: 3}]"
-    with pytest.raises(ConfigError) as raised:
-        tools_file(written(tmp_path, text))
-    assert [problem.partition("tools")[2][:3] for problem in raised.value.problems] == ["[0]", "[1]", "[2]"]
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [

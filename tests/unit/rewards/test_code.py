@@ -1,8 +1,6 @@
 """The reward of programs: which program of a response counts, which tests a row holds, and what they are worth."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from grpo_rl.rewards.code.cases import decode, read_tests, same_output, same_val
 from grpo_rl.rewards.code.code_rule import check_code, code, code_problems, last_program
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.sandbox.candidate import encode
-from grpo_rl.rewards.sandbox.sandbox import Case, CaseOutcome, Limits, Sandbox, SandboxUnavailable, unavailable
+from grpo_rl.rewards.sandbox.sandbox import Case, CaseOutcome, Limits, Sandbox, SandboxUnavailable
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
 ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nThat is it."
@@ -65,11 +63,6 @@ def test_a_function_is_called_with_the_arguments_of_every_form(tests: Any, worth
 def test_a_method_of_a_class_named_solution_is_called() -> None:
     response = "```python\nclass Solution:\n    def twice(self, x):\n        return (x, x)\n```"
     assert score(response, {"fn_name": "twice", "inputs": [["a"]], "outputs": [["a", "a"]]}) == 1.0
-
-
-@needs_sandbox
-def test_tests_may_lie_in_the_extra_info() -> None:
-    assert code("code", SQUARE, "", {"test_cases": {"inputs": [[3]], "outputs": [9]}, "fn_name": "f"})["score"] == 1.0
 
 
 @needs_sandbox
@@ -196,11 +189,6 @@ def test_tests_that_cannot_be_judged_outside_are_refused_with_the_reason(tests: 
         read_tests(tests)
 
 
-def test_the_reward_of_code_loads_nothing_heavy() -> None:
-    program = "import grpo_rl.rewards.code.code_rule, sys; print(sorted({'torch', 'ray', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30).stdout == "[]\n"
-
-
 def test_no_expected_output_is_in_what_a_sandbox_gets() -> None:
     _, tests = read_tests({"inputs": ["5"], "outputs": ["secret"]})
     assert tests[0].case == Case(stdin="5")
@@ -229,12 +217,6 @@ def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeyp
         check_code(code)
 
 
-def test_a_launcher_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.LAUNCH", "import no_such_library")
-    with pytest.raises(SandboxUnavailable, match="No module named 'no_such_library'"):
-        Sandbox("print(1)")
-
-
 @needs_sandbox
 def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox("print(1)") as sandbox:
@@ -245,29 +227,6 @@ def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.Mon
     monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.call_filter", lambda machine: b"no filter")
     with Sandbox("print(1)") as sandbox, pytest.raises(SandboxUnavailable, match="start the candidate: filter system calls"):
         sandbox.run(Case())
-
-
-@needs_sandbox
-def test_lower_limits_of_the_process_that_asks_are_kept() -> None:
-    program = (
-        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "from grpo_rl.rewards.sandbox.sandbox import *\n"
-        "with Sandbox('import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))') as s: print(s.run(Case()).stdout)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
-    assert done.stdout == "b'(40, 40)\\n'\n"
-
-
-def test_the_setting_of_the_kernel_that_forbids_namespaces_is_named(tmp_path: Any) -> None:
-    (tmp_path / "kernel").mkdir()
-    (tmp_path / "kernel/unprivileged_userns_clone").write_text("0\n")
-    assert "sysctl -w kernel.unprivileged_userns_clone=1;" in unavailable("make the namespaces", tmp_path)
-
-
-def test_a_machine_with_other_system_calls_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(RewardError, match="not of riscv64"):
-        Sandbox("print(1)")
 
 
 def test_options_out_of_range_are_refused_before_a_run() -> None:
@@ -362,10 +321,3 @@ def test_a_service_that_gives_no_result_is_an_error_and_no_score(
 ) -> None:
     with serving(monkeypatch, [answer] * 100) as url, pytest.raises(RewardError, match=reason):
         score(ADD, {"inputs": ["1 2"], "outputs": ["3"]}, sandbox_url=url, retry_s=0.1)
-
-
-def test_a_service_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(monkeypatch, []) as url:
-        pass
-    with pytest.raises(RewardError, match=r"gave no result in 0\.05 s"):
-        score(ADD, {"inputs": ["1 2"], "outputs": ["3"]}, sandbox_url=url, retry_s=0.05)

@@ -68,14 +68,6 @@ def test_the_reward_is_the_rules_plus_each_weight_times_its_models_score():
     assert sum(rewarder.factors[name] * first.reward_parts[name] for name in rewarder.factors) == pytest.approx(first.reward)
 
 
-def test_models_alone_make_a_reward_and_a_second_wait_starts_from_nothing():
-    rewarder = CombinedRewarder(None, [Model("judge", 2.0, {0: ModelScore(4.0)})], RewardConfig())
-    item = rollout(0)
-    for _ in range(2):
-        rewarder.wait([item])
-        assert (item.reward, item.reward_parts) == (8.0, {"judge": 4.0})
-
-
 def test_steps_of_a_model_get_its_weight():
     model = Model("reward_model", 0.5, {0: ModelScore(1.0, ((0, 3.0), (1, -1.0)))})
     (item,) = CombinedRewarder(Rules(), [model], RewardConfig()).wait([rollout(0)])
@@ -113,26 +105,11 @@ def test_a_failure_is_dropped_with_its_kind_and_cause_and_never_scored_0():
     assert (broken.failure, broken.failure_cause, broken.reward) == ("reward_error", "by zero", None)
 
 
-def test_a_failure_gives_the_value_that_was_set():
-    _, failed = failing(on_failure="value", failure_value=-1.0).wait([rollout(0), rollout(1)])
-    assert (failed.failure, failed.reward) == ("judge_timeout", -1.0)
-
-
 def test_a_failure_stops_the_run_where_it_shall_and_always_when_all_failed():
     with pytest.raises(RewardError, match=r"1 of 2 rewards failed \(1 judge_timeout\).*sample 1: too slow.*on_failure=stop"):
         failing(on_failure="stop").wait([rollout(0), rollout(1)])
     with pytest.raises(RewardError, match="no response has a reward: 1 of 1"):
         failing(on_failure="value", failure_value=0.0).wait([rollout(1)])
-
-
-def test_a_failed_rollout_is_scored_anew_when_it_comes_again():
-    model = Model("judge", 1.0, {0: FAILED, 1: ModelScore(2.0)})
-    rewarder = CombinedRewarder(None, [model], RewardConfig())
-    item = rollout(0)
-    rewarder.wait([item, rollout(1)])
-    model.results[0] = ModelScore(3.0)
-    rewarder.wait([item])
-    assert (item.failure, item.failure_cause, item.reward) == (None, None, 3.0)
 
 
 def test_with_models_alone_the_rules_reward_is_a_part_that_counts_nothing():

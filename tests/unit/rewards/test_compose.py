@@ -1,6 +1,5 @@
 import math
 
-import numpy as np
 import pytest
 
 from grpo_rl.config.schema.tree import CustomRewardConfig, RewardConfig
@@ -75,20 +74,6 @@ def test_a_custom_function_gets_verls_arguments_and_its_options(my_file):
     assert parts == {"compute_score": 3.25, "compute_score/level": 4.0}
 
 
-def test_two_files_with_a_function_of_one_name_are_told_apart(tmp_path):
-    for name, value in (("a", 1), ("b", 2)):
-        (tmp_path / f"{name}.py").write_text(f"def reward(*args, **kwargs):\n    return {value}\n")
-    _, parts, _ = from_functions(f"{tmp_path}/a.py:reward", f"10*{tmp_path}/b.py:reward").score(rollout())
-    assert parts == {"a.reward": 1.0, "b.reward": 2.0}
-
-
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), {"score": 1}, {"score": np.float64(1)}])
-def test_any_kind_of_real_number_is_a_reward(value):
-    reward, parts, _ = returning(value).score(rollout())
-    assert type(reward) is float and reward == 1.0
-    assert type(parts["mine"]) is float
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -155,10 +140,6 @@ def test_a_custom_function_is_refused_when_its_options_or_its_name_do_not_fit(my
         load(reward_kwargs={"bonus": 1})
 
 
-def test_an_async_function_is_awaited(my_file):
-    assert from_functions(f"0.5*{my_file}:later").score(rollout()).reward == 0.5
-
-
 def test_options_reach_the_function_that_they_are_named_for(my_file):
     functions = [f"{my_file}:compute_score", f"{my_file}:half"]
     for name in ("compute_score", f"{my_file}:compute_score"):
@@ -202,33 +183,3 @@ def test_what_is_said_of_single_functions_is_checked_before_the_start(my_file, c
     config = RewardConfig(functions=[f"{my_file}:half"], **config)
     with pytest.raises(ConfigError, match=message):
         RewardFunction.from_config(config)
-
-
-def test_a_function_that_takes_lists_and_is_not_called_batched_is_refused_with_the_key(my_file):
-    with pytest.raises(ConfigError, match=r"one response; name it in reward\.batched"):
-        from_functions(f"{my_file}:lengths")
-
-
-def test_an_option_given_in_both_places_is_refused(my_file):
-    custom = CustomRewardConfig(path=str(my_file), reward_kwargs={"bonus": 1})
-    config = RewardConfig(custom_reward_function=custom, function_kwargs={"compute_score": {"bonus": 2}})
-    with pytest.raises(ConfigError, match=r"bonus is in custom_reward_function\.reward_kwargs and in function_kwargs"):
-        RewardFunction.from_config(config)
-
-
-def test_a_sum_that_overflows_is_no_reward():
-    components = [Component(name, 1e200, lambda **_: 1e200) for name in ("a", "b")]
-    with pytest.raises(RewardFailure, match=r"'a \+ b' .* the sum is inf"):
-        RewardFunction(components).score(rollout())
-
-
-def test_a_custom_function_beside_a_list_of_functions_is_refused(my_file):
-    config = RewardConfig(functions=["gsm8k"], custom_reward_function=CustomRewardConfig(path=str(my_file)))
-    with pytest.raises(ConfigError, match="both given"):
-        RewardFunction.from_config(config)
-
-
-def test_data_sources_are_checked_only_where_auto_needs_them():
-    with pytest.raises(ConfigError, match="data_source 'mine'"):
-        from_functions("auto").check_data_sources(["mine"])
-    from_functions("gsm8k").check_data_sources(["mine"])

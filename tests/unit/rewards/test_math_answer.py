@@ -1,9 +1,6 @@
 """The reward of mathematics, by hand and on the MATH set."""
 
-import ast
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.rewards.math.compare import compare, number
+from grpo_rl.rewards.math.compare import compare
 from grpo_rl.rewards.math.math_rule import equivalent, math, refusal
 from grpo_rl.rewards.rules.answers import after_phrase, final_answer, last_boxed, last_pair
 from grpo_rl.rewards.rules.auto import auto
@@ -20,217 +17,8 @@ from grpo_rl.rewards.rules.auto import auto
 ROOT = Path(__file__).resolve().parents[3]
 MATH = ROOT / ".." / "shared" / "data" / "math" / "train.parquet"
 
-SAME = [
-    ("18", "18.0"),
-    ("1000", "1,000"),
-    ("2,\\!880", "2880"),
-    ("1{,}000", "1,000"),
-    ("\\$54.60", "54.6"),
-    ("-0", "0"),
-    ("007", "7"),
-    ("\\frac{1}{2}", "1/2"),
-    ("\\frac{1}{2}", "0.5"),
-    ("\\frac12", "\\dfrac{2}{4}"),
-    ("\\frac 92", "4.5"),
-    ("1\\frac{2}{3}", "\\frac{5}{3}"),
-    ("-\\frac{1}{2}", "\\frac{-1}{2}"),
-    ("25\\%", "25"),
-    ("25\\%", "0.25"),
-    ("0.25", "25%"),
-    ("60^\\circ", "60"),
-    ("60^{\\circ}", "60\\text{ degrees}"),
-    ("34\\text{ sq. units}", "34"),
-    ("5 \\text{ cm}^2", "5"),
-    ("2 \\text{ euros}", "2 euros"),
-    ("\\text{(B)}", "B"),
-    ("\\text{B}", "(B)"),
-    ("\\text{B,C}", "C, B"),
-    ("\\text{Thursday}", "thursday"),
-    ("6\\sqrt5", "6\\sqrt{5}"),
-    ("\\sqrt{12}", "2\\sqrt{3}"),
-    ("\\frac{1}{\\sqrt{2}}", "\\frac{\\sqrt{2}}{2}"),
-    ("\\sqrt[3]{-8}", "-2"),
-    ("2^{100} - 2", "-2+2^{100}"),
-    ("2^{10}", "1024"),
-    ("2^{10}", "2^10"),
-    ("5!", "120"),
-    ("108\\pi", "\\pi\\cdot 108"),
-    ("\\frac{\\pi}{6}", "\\pi/6"),
-    ("(x+1)^2", "x^2+2x+1"),
-    ("9(2-x)(2+x)", "36-9x^2"),
-    ("11z^{17}(5+11z^{17})", "55z^{17}+121z^{34}"),
-    ("xy+1", "1+yx"),
-    ("\\sin^2 x", "1-\\cos^2 x"),
-    ("\\log_2 8", "3"),
-    ("|x-1|+2", "2 + \\left| x - 1 \\right|"),
-    ("3+4i", "4i+3"),
-    ("x=5", "5"),
-    ("5", "x = 5"),
-    ("x + y - z + 1 = 0", "z = x + y + 1"),
-    ("y=2x+3", "y = 3 + 2x"),
-    ("y=2x+3", "2x+3"),
-    ("(2,1)", "\\left( 2, 1 \\right)"),
-    ("(\\frac12, 3)", "(0.5,3)"),
-    ("1, 2", "2, 1"),
-    ("1, 2", "\\{2, 1\\}"),
-    ("\\pm 2", "-2, 2"),
-    ("1 \\pm \\sqrt{5}", "1+\\sqrt5 \\text{ and } 1-\\sqrt5"),
-    ("[0, \\infty)", "\\left[0,+\\infty\\right)"),
-    ("(-\\infty, 1) \\cup (3, \\infty)", "(3,\\infty)\\cup(-\\infty,1)"),
-    ("\\begin{pmatrix} 1/2 \\\\ 3 \\end{pmatrix}", "\\begin{pmatrix}\\frac{1}{2}\\\\3\\end{pmatrix}"),
-    ("1204_9", "1204_{9}"),
-    ("3:1", "3 : 1"),
-    ("\\frac{1}{3}", "0.333333"),
-    ("\\pi", "3.141593"),
-    ("x<\\frac{7}{2}", "\\frac{7}{2} > x"),
-    ("2 \\le x \\le 3", "[2,3]"),
-    ("18", "18."),
-    ("18", "$18$"),
-    ("\\infty", "\u221e"),
-    ("2100", "2,100"),
-    ("1000000.5", "1,000,000.5"),
-    ("12345", "12\\,345"),
-    ("1000", "x = 1,000"),
-    ("1000\\pi", "1,000\\pi"),
-    ("\\frac{1000}{3}", "\\frac{1,000}{3}"),
-    ("(10000, 20500)", "(10,000, 20,500)"),
-    ("1.5", "1{,}5"),
-    ("(p,q)=(3,2)", "(3,2)"),
-    ("(3,2)", "(p,q)=(3,2)"),
-    ("(p,q)=(3,2)", "(q,p)=(2,3)"),
-    ("(p,q)=(3,2)", "q=2, p=3"),
-    ("(3,2)", "p=3, q=2"),
-    ("(1, \\pi)", "r=1, \\theta=\\pi"),
-    ("p=5,q=2;p=7,q=2", "(5,2),(7,2)"),
-    ("(5,2),(7,2)", "p=7,q=2;p=5,q=2"),
-    ("(5,2),(7,2)", "p=5, q=2 \\text{ or } p=7, q=2"),
-    ("5,2;7,2", "(5,2),(7,2)"),
-    ("1, 2", "x=1, x=2"),
-    ("5", "5 = x"),
-    ("\\frac13", "\\frac13 \\approx 0.333"),
-    ("\\frac13 \\approx 0.333", "\\frac13"),
-    ("\\frac23", "x = \\frac23 \\approx 0.67"),
-    ("\\frac23", "x = \\frac23 \u2248 0.666"),
-    ("1.41", "\\sqrt{2} \\approx 1.41"),
-    ("3.14", "x \\approx 3.14"),
-    ("36", "$\\$36$"),
-    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\left[\\begin{array}{cc}1&2\\\\3&4\\end{array}\\right]"),
-    ("\\left(\\begin{array}{c}1\\\\2\\end{array}\\right)", "\\begin{bmatrix}1\\\\2\\end{bmatrix}"),
-    ("\\emptyset", "\\varnothing"),
-    ("\\emptyset", "\\{\\}"),
-    ("\\varnothing", "\u2205"),
-    ("\\binom52", "10"),
-    ("10", "\\dbinom{5}{2}"),
-    ("10", "{5 \\choose 2}"),
-    ("0", "\\binom{2}{5}"),
-    ("499500", "\\binom{1000}{2}"),
-    ("\\binom{n}{2}", "\\frac{n(n-1)}{2}"),
-    ("1000", "1e3"),
-    ("0.00015", "1.5e-04"),
-    ("1500", "1.5E+3"),
-    ("2e-3", "-3+2e"),
-    ("x \\neq 3", "x != 3"),
-    ("x \\ne 3", "x \\not= 3"),
-    ("x \\le 3", "x <= 3"),
-    ("x \\ge 3", "x >= 3"),
-    ("120", "5!=120"),
-    ("5 \\text{ square feet}", "5\\text{ ft}^{2}"),
-    ("\\$5", "5 \\text{ dollars per hour}"),
-    ("34\\text{ sq. units}", "34 \\text{ cm}^2"),
-    ("8\\!:\\!34 \\text{ p.m.}", "8:34 PM"),
-    ("5", "5\\text{ PM}"),
-    ("1, 200", "1,200"),
-]
-DIFFERENT = [
-    ("1,200", "1, 200"),
-    ("5\\text{ cm}", "5\\text{ km}^2"),
-    ("5\\text{ cm}", "5\\text{ m}"),
-    ("5\\text{ cm}", "5\\text{ cm}^2"),
-    ("5\\text{ feet per second}", "5\\text{ feet per minute}"),
-    ("36^\\circ", "\\$36"),
-    ("36\\%", "36^\\circ"),
-    ("90^\\circ", "90\\text{ rad}"),
-    ("12:30", "12:30 \\text{ PM}"),
-    ("12:30 \\text{ a.m.}", "12:30 PM"),
-    ("2100", "2, 100"),
-    ("12345", "12, 345"),
-    ("3100200", "3, 100, 200"),
-    ("2100", "2,\\,100"),
-    ("2100", "2,~100"),
-    ("2100", "2 and 100"),
-    ("2100", "2\\text{ or }100"),
-    ("12", "1 2"),
-    ("12", "\\text{1 2}"),
-    ("36", "3\\,6"),
-    ("(12, 3)", "(1 2, 3)"),
-    ("15", "1{,}5"),
-    ("123", "0,123"),
-    ("10, 0", "10,000"),
-    ("(1, 0)", "(1,000)"),
-    ("100200", "(100,200)"),
-    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}"),
-    ("\\begin{pmatrix}1&2\\\\3&4\\end{pmatrix}", "\\left[\\begin{array}{c}1\\\\2\\\\3\\\\4\\end{array}\\right]"),
-    ("18", "17 = 18"),
-    ("18", "5 \\approx 18"),
-    ("5", "5 \\approx 18"),
-    ("3", "\\frac{14}{5} \\approx 3"),
-    ("0.33", "\\frac13 \\approx 0.333"),
-    ("\\pi", "3.14"),
-    ("(3,2)", "(p,q)=(2,3)"),
-    ("(3,2)", "q=3, p=2"),
-    ("(p,q)=(3,2)", "(q,p)=(3,2)"),
-    ("(p,q)=(3,2)", "(x,y)=(3,2)"),
-    ("(5,2),(7,2)", "p=5,q=2;p=7,q=3"),
-    ("(5,2),(7,2)", "p=5,q=7;p=2,q=2"),
-    ("\\emptyset", "0"),
-    ("\\emptyset", "\\{0\\}"),
-    ("\\emptyset", "\\{\\emptyset\\}"),
-    ("10", "\\binom{2}{5}"),
-    ("0.002", "2e-3"),
-    ("x \\neq 3", "x = 3"),
-    ("120 ", "5 \\neq 120"),
-    ("18", "81"),
-    ("18", "-18"),
-    ("18", "18, 19"),
-    ("18", "18.0001"),
-    ("1000", "1,00"),
-    ("\\frac{1}{2}", "\\frac{2}{1}"),
-    ("\\frac{1}{3}", "0.33"),
-    ("0.333333", "0.3333334"),
-    ("25\\%", "2500"),
-    ("25\\%", "0.25\\%"),
-    ("25", "0.25"),
-    ("B", "b"),
-    ("\\text{(B)}", "(A)"),
-    ("\\text{Thursday}", "Friday"),
-    ("\\sqrt{12}", "3\\sqrt{2}"),
-    ("(x+1)^2", "x^2+1"),
-    ("2x", "2y"),
-    ("2x", "x"),
-    ("2^{100}", "2^{100}+1"),
-    ("2^{4950}", "2^{4951}"),
-    ("(2,1)", "(1,2)"),
-    ("(2,1)", "[2,1]"),
-    ("(0,1)", "(0,1]"),
-    ("1, 2", "1"),
-    ("1, 2", "1, 2, 3"),
-    ("1, 2", "1, 1"),
-    ("[0, \\infty)", "[0, -\\infty)"),
-    ("\\begin{pmatrix} 1 & 2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
-    ("y=2x+3", "y=3x+2"),
-    ("x + y = 1", "1"),
-    ("1204_9", "1204_8"),
-    ("x<3", "x>3"),
-    ("nan", "nan"),
-    ("NaN", "\\text{nan}"),
-    ("18", "\\frac{1}{0}"),
-    ("18", "x"),
-    ("42", "\u0664\u0662"),
-    ("42", "\uff14\uff12"),
-    ("42", "4\u200d2"),
-    ("18", ""),
-    ("0", "10^{-10}"),
-]
+SECTIONS = Path(__file__).with_name("math_pairs.tsv").read_text("utf-8").split("\n[different]\n")
+SAME, DIFFERENT = ([line.split("\t") for line in text.splitlines() if "\t" in line] for text in SECTIONS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -361,17 +149,6 @@ def test_the_gate_lets_plain_formulas_pass(formula):
     assert refusal(formula) is None
 
 
-def test_no_answer_that_is_no_number_is_given_as_one():
-    assert number("18") == 18
-    assert number("1/3") == pytest.approx(1 / 3)
-    assert all(number(text) is None for text in ("x", "i", "", "1,2", "7" * 3000, "9" * 400))
-
-
-def test_large_sets_are_equal_to_themselves():
-    elements = ",".join(map(str, range(5000)))
-    assert score(rf"\boxed{{\{{{elements}\}}}}", rf"\{{{elements}\}}") == 1
-
-
 @pytest.mark.parametrize(
     ("text", "boxed"),
     [
@@ -494,11 +271,3 @@ def test_what_is_read_without_algebra_takes_microseconds():
     settled = [compare(gold, answer) for gold, answer in pairs]
     assert time.process_time() - start < 0.005 * len(pairs)
     assert settled.count(None) < 0.1 * len(pairs)
-
-
-def test_rules_load_nothing_heavy():
-    program = "import sys, grpo_rl.rewards.registry, grpo_rl.rewards.runtime.reward_process_main\nprint(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    loaded = set(ast.literal_eval(done.stdout))
-    assert {"grpo_rl.rewards.math.math_rule", "grpo_rl.rewards.rules.number_rules"} <= loaded
-    assert not loaded & {"torch", "transformers", "numpy", "sympy", "math_verify", "ray", "grpo_rl.types"}

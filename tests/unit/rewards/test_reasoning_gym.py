@@ -8,13 +8,12 @@ import pytest
 from machine_lacks import needs_reasoning_gym
 
 from grpo_rl import gym
-from grpo_rl.config.compose import compose
 from grpo_rl.data.tasks.gym_process import EntryProcess
 from grpo_rl.data.tasks.made_rows import split_of_text
 from grpo_rl.data.tasks.reasoning_gym import INSTRUCTION
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.errors import ConfigError, DataError, RewardError
-from grpo_rl.rewards.rules.auto import auto, check_data_sources
+from grpo_rl.rewards.rules.auto import auto
 from grpo_rl.rewards.rules.reasoning_gym_rule import extract_answer
 
 pytestmark = needs_reasoning_gym
@@ -143,13 +142,6 @@ def test_a_wrong_spec_is_refused_with_the_rule(spec, message):
     with pytest.raises(ConfigError) as error:
         task_rows("reasoning_gym:" + spec)
     assert message in str(error.value)
-
-
-def test_the_command_line_takes_a_spec_as_it_is_written():
-    spec = "reasoning_gym:countdown?min_numbers=3&max_numbers=3"
-    config = compose([f"data.train_files={spec}", "actor_rollout_ref.model.path=builtin:arithmetic"]).config
-    assert config.data.train_files == [spec]
-    check_data_sources(["reasoning_gym/countdown"])
 
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from grpo_rl.errors import ConfigError
@@ -64,11 +62,6 @@ def test_with_another_template_the_messages_are_rendered_anew_and_steps_end_at_t
     assert own.decode(cut_off.token_ids) == "Q:1+1 A:3" and cut_off.positions == (8,)
 
 
-def test_a_plain_prompt_stays_as_it_is():
-    seen = ScorableRenderer(decode, build_tokenizer(128))(rollout("3", messages=None))
-    assert POLICY.decode(seen.token_ids) == "ab3<|end|>"
-
-
 def test_tokens_of_several_characters_are_scored_where_the_step_is_complete():
     class Pairs:
         """Two characters a token."""
@@ -96,10 +89,3 @@ def test_rollouts_are_rendered_anew_only_where_tokens_or_template_differ():
     assert tokenizer_for(POLICY, same, "always") is same
     with pytest.raises(ConfigError, match="rerender=never"):
         tokenizer_for(POLICY, words, "never")
-
-
-def test_the_renderer_leaves_the_rollout_alone():
-    item = rollout("3\n\n4")
-    before = replace(item)
-    ScorableRenderer(decode, build_tokenizer(128), "\n\n")(item)
-    assert item == before

@@ -1,11 +1,9 @@
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.registry import REWARDS
 from grpo_rl.rewards.rules.auto import auto, check_data_sources
 from grpo_rl.rewards.rules.form_rules import think_answer
 from grpo_rl.rewards.rules.number_rules import arithmetic, gsm8k, gsm8k_flexible
@@ -102,14 +100,6 @@ def test_every_gsm8k_solution_earns_1_and_its_neighbours_gold_0_where_they_diffe
     assert all(score(gsm8k("openai/gsm8k", text, other)) == 0 for text, other in pairs)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not there")
-def test_the_original_gsm8k_rows_earn_1():
-    rows = [json.loads(line) for line in (SHARED / "gsm8k" / "gsm8k_test.jsonl").read_text().splitlines()]
-    golds = [row["answer"].split("####")[1].strip() for row in rows]
-    assert len(rows) == 1319
-    assert all(score(gsm8k("gsm8k", row["answer"], gold)) == 1 for row, gold in zip(rows, golds, strict=True))
-
-
 # ---- format ---------------------------------------------------------------------------------------------
 
 
@@ -136,26 +126,6 @@ def test_the_original_gsm8k_rows_earn_1():
 )
 def test_the_format_is_one_thought_and_then_one_answer(response, expected):
     assert think_answer("any", response, None) == expected
-
-
-HOSTILE = {
-    "opened tags": "<think>" * 150_000,
-    "almost a format": "<think>" + "</think> <answer>" * 60_000,
-    "marks": "####" * 250_000,
-    "digits": "#### " + "9" * 1_000_000,
-    "commas": "1," * 500_000,
-    "dots": "1." * 500_000,
-    "dollars": "-$" * 500_000,
-    "spaces": "####" + " " * 1_000_000,
-    "NUL, surrogates and escapes": "\x00\ud800\x1b[31m" * 100_000,
-}
-
-
-@pytest.mark.timeout(60)  # quadratic behaviour on a megabyte takes minutes
-@pytest.mark.parametrize("name", ["arithmetic", "arithmetic_process", "gsm8k", "gsm8k_flexible", "format"])
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_a_megabyte_of_hostile_text_scores_0_and_ends(name, kind):
-    assert score(REWARDS.get(name)("any", HOSTILE[kind], "18")) == 0
 
 
 # ---- auto -----------------------------------------------------------------------------------------------

@@ -186,52 +186,12 @@ def test_data_that_cannot_be_sent_is_a_failure_of_its_rollout(runner):
     assert rollouts[1].failure == "reward_error" and "object is no plain data" in rollouts[1].failure_cause
 
 
-def test_the_time_with_something_to_score_is_reported_when_all_of_it_is_done_failures_included(runner, monkeypatch):
-    seconds = []
-    monkeypatch.setattr(runner, "on_busy", seconds.append)
-    unsendable = rollout("busy-object", "score 1", thing=object())
-    kinds = ["slow 0.3", "exit", "raise", "score 1"]
-    rollouts = [rollout(f"busy-{place}", text) for place, text in enumerate(kinds)]
-    started = time.perf_counter()
-    runner.wait([*rollouts, unsendable])
-    assert 0.3 <= sum(seconds) <= time.perf_counter() - started
-    assert runner._num_pending == 0
-    runner.wait([rollout("busy-again", "score 2")])
-    assert runner._num_pending == 0 and seconds[-1] < 0.3
-
-
 def test_when_all_rewards_fail_the_run_stops_with_counts_and_causes(runner):
     greedy = rollout("b", "score 1", GREEDY)
     with pytest.raises(
         RewardError, match=r"no response has a reward: 3 of 4 .*\(2 reward_error, 1 reward_invalid\), first: .*Zero"
     ):
         runner.wait([rollout("a", "raise"), rollout("a", "raise", 1), rollout("b", "nan"), greedy])
-
-
-@pytest.mark.parametrize(
-    ("name", "deed", "line", "settings", "interface"),
-    [
-        (
-            "act",
-            "raise",
-            '"raise": lambda',
-            {},
-            "function(data_source=..., solution_str=..., ground_truth=..., extra_info=...)",
-        ),
-        ("act_later", "raise", '"raise": lambda', {}, "extra_info=...) and returns a finite number or a dict with 'score'"),
-        ("act_on_all", "raise-list", 'ValueError("no")', {"batched": ["act_on_all"]}, "extra_infos=...) and returns a list of"),
-    ],
-)
-def test_when_ones_own_function_fails_the_error_names_its_file_and_line_and_once_its_interface(
-    name, deed, line, settings, interface
-):
-    runner = make_runner((1, name), num_workers=1, on_failure="stop", **settings)
-    with pytest.raises(RewardError) as caught:
-        runner.wait([rollout("a", deed), rollout("b", deed)])
-    runner.close()
-    [number] = [n for n, text in enumerate(UNRULY.read_text().splitlines(), 1) if line in text]
-    message = str(caught.value)
-    assert message.count(f"({UNRULY}, line {number}, in ") == 2 and message.count(interface) == 1
 
 
 def test_the_processes_load_no_torch_and_stay_small(runner):

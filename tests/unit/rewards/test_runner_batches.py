@@ -40,10 +40,6 @@ def scored(value):
     return [{"result": {"score": value}}], None, False
 
 
-def test_calls_of_one_message_are_answered_in_their_order():
-    assert ask("score 1", "score 2", "score 3") == ([scored(1.0), scored(2.0), scored(3.0)], True)
-
-
 def test_a_call_that_hangs_is_killed_at_its_own_deadline_and_those_behind_it_were_never_begun():
     started = time.perf_counter()
     replies, was_alive = ask("score 1", "loop", "score 2", "score 3")

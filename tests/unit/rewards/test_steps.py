@@ -50,11 +50,6 @@ def test_a_character_of_several_tokens_belongs_to_the_last_of_them():
     assert step_ends(tokenizer.token_ids, tokenizer, [1, 2, 3, 4]) == [0, 3, 3, 5]
 
 
-def test_bytes_that_are_no_character_end_where_they_stand():
-    tokenizer = Bytes(b"a", b"\xff", b"b")
-    assert step_ends(tokenizer.token_ids, tokenizer, [2, 3]) == [1, 2]
-
-
 texts = st.text(st.sampled_from("a1 é中😀\n\ufffd"), min_size=1, max_size=3 * BLOCK)
 
 

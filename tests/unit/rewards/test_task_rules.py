@@ -151,12 +151,6 @@ def test_tags_count_where_they_are_there_once_and_in_order(response, expected):
     assert tags("any", response, None)["score"] == expected
 
 
-def test_tags_may_have_other_names():
-    assert tags("any", "<plan>a</plan>", None, names=["plan"])["score"] == 1
-    with pytest.raises(ValueError, match="names is empty"):
-        tags("any", "", None, names=[])
-
-
 @pytest.mark.parametrize(("size", "expected"), [(10, 0), (20, 0), (25, -0.5), (30, -1), (90, -1), (8, -0.2), (0, -1)])
 def test_the_length_is_free_between_the_limits_and_costs_up_to_1_beyond(size, expected):
     result = length("any", "x" * size, None, minimum=10, maximum=20, slack=10)
@@ -201,10 +195,3 @@ def test_the_language_is_the_share_of_letters_in_its_script():
 def test_deepseek_r1_is_accuracy_plus_format_with_both_as_parts(response, score, accuracy, form):
     result = deepseek_r1("math", response, r"\frac{1}{2}")
     assert (result["score"], result["accuracy"], result["format"], result["acc"]) == (score, accuracy, form, accuracy)
-
-
-def test_deepseek_r1_takes_other_rules_and_weights():
-    response = "<think>a</think><answer>B</answer>"
-    assert deepseek_r1("arc", response, "B", accuracy="multiple_choice", format_weight=0.25)["score"] == 1.25
-    with pytest.raises(ValueError, match="accuracy is 'bleu'; it is one of math"):
-        deepseek_r1("arc", response, "B", accuracy="bleu")

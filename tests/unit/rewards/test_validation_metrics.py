@@ -30,14 +30,6 @@ def test_accuracy_is_reported_where_the_reward_gives_one_and_the_reward_beside_i
     assert metrics["val/s/reward"] == pytest.approx(0.7)
 
 
-def test_data_sources_are_reported_apart():
-    metrics = validation_metrics([rollout("a", 1.0, "x"), rollout("b", 0.0, "y")], n=1)
-    assert (metrics["val/x/mean@1"], metrics["val/y/mean@1"]) == (1.0, 0.0)
-    assert set(metrics) == {
-        f"val/{s}/{key}" for s in "xy" for key in ("mean@1", "best@1", "maj@1", "reward", "reward_failures", "response_length")
-    }
-
-
 @pytest.mark.parametrize(
     ("votes", "expected"),
     [
@@ -52,16 +44,6 @@ def test_the_majority_vote_counts_answers_and_shares_ties(votes, expected):
     group = [rollout("a", value, **({} if answer is None else {"answer": answer})) for answer, value in votes]
     assert majority(group) == expected
     assert majority(group[::-1]) == expected
-
-
-def test_without_any_answer_the_vote_is_over_the_values():
-    assert majority([rollout("a", 1.0), rollout("a", 0.0), rollout("a", 0.0)]) == 0.0
-    assert majority([rollout("a", 1.0), rollout("a", 1.0), rollout("a", 0.0)]) == 1.0
-
-
-def test_for_one_response_the_three_numbers_agree():
-    metrics = validation_metrics([rollout("a", 1.0, answer=3.0), rollout("b", 0.0)], n=1)
-    assert metrics["val/s/mean@1"] == metrics["val/s/best@1"] == metrics["val/s/maj@1"] == 0.5
 
 
 def test_a_prompt_with_another_number_of_responses_or_without_reward_is_refused():
