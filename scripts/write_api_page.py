@@ -23,7 +23,7 @@ HEAD = """\
 
 Generated from the docstrings by `python scripts/write_api_page.py`. The names on this page are the public ones; whatever
 else is imported may change. [examples/](../examples/README.md) has a script for each of them, and
-[the tutorial](tutorial.md) uses them in their order. The package is typed (`py.typed`).
+[the tutorial](tutorial.md) uses them in their order; `help(grpo_rl.Run)` says what each raises. The package is typed (`py.typed`).
 
 ```python
 import grpo_rl
@@ -124,8 +124,8 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a docstring for a cell of a table."""
-    return escaped(re.sub(r"\s+", " ", text).strip())
+    """Return the first sentence of a docstring for a cell of a table; `help()` shows the whole."""
+    return escaped(re.split(r"(?<=[.:])\s(?=[A-Z])", re.sub(r"\s+", " ", text).strip())[0])
 
 
 def main() -> int:
