@@ -50,12 +50,6 @@ def test_calls_that_carry_a_stored_value_fetch_it_once_until_another_takes_its_p
     assert fetched == ["a", "b", "a"]
 
 
-def test_a_process_that_takes_anothers_place_fetches_the_value_itself(fetched: list[str]) -> None:
-    value = Stored("a", "1")
-    assert [make_host().call("both", value)[0] for _ in range(2)] == ["A", "A"]
-    assert fetched == ["a", "a"]
-
-
 def test_a_value_that_is_gone_is_reported_as_any_other_failure_and_asked_for_again(fetched: list[str]) -> None:
     host = make_host()
     for _ in range(2):
