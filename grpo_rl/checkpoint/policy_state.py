@@ -52,14 +52,13 @@ def kept_parameters(policy: nn.Module) -> dict[str, Any]:
     return trained or dict(policy.named_parameters())
 
 
+Training = tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]
+"""The optimizer and the schedule of a policy that is trained."""
+
+
 @torch.no_grad()  # with gradients a shard is looked up through autograd, which takes three times as long
-def take(
-    policy: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LambdaLR,
-    rank: int,
-) -> Share:
-    """This rank's rows of everything that decides the policy's future; not a collective.
+def take(policy: nn.Module, training: Training | None, rank: int) -> Share:
+    """This rank's rows of everything that decides the policy's future, of a frozen one of its weights; not a collective.
 
     Weights and moments are the ones in use, until the next optimizer step: see `copied`. The parameters must be
     sharded (see `fsdp.reshard`).
@@ -68,19 +67,12 @@ def take(
     moments: dict[str, Part] = {}
     for name, parameter in kept_parameters(policy).items():
         _keep(weights, name, parameter, rank)
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in training[0].state.get(parameter, {}).items() if training else ():
             _keep(moments, f"{key}:{name}", value, rank)
+    if training is None:
+        return Share(rank, dist.get_world_size(), 0, weights, {}, {}, frozen=True)
     rng = {f"rng_{key}": Part(value, 0, tuple(value.shape)) for key, value in rng_state().items()}
-    return Share(rank, dist.get_world_size(), scheduler.last_epoch, weights, moments, rng, adapters=_adapters_of(policy))
-
-
-@torch.no_grad()
-def take_frozen(policy: nn.Module, rank: int) -> Share:
-    """Return this rank's rows of the weights of a policy that is not trained; as `take` does."""
-    weights: dict[str, Part] = {}
-    for name, parameter in policy.named_parameters():
-        _keep(weights, name, parameter, rank)
-    return Share(rank, dist.get_world_size(), 0, weights, {}, {}, frozen=True)
+    return Share(rank, dist.get_world_size(), training[1].last_epoch, weights, moments, rng, adapters=_adapters_of(policy))
 
 
 def copied(share: Share, memory: HostMemory) -> Share:
@@ -104,24 +96,21 @@ def write(folder: Path, share: Share) -> Files:
     return entries
 
 
-def load(
-    folder: Path,
-    policy: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LambdaLR,
-    rank: int,
-) -> None:
+def load(folder: Path, policy: nn.Module, training: Training | None, rank: int) -> None:
     """Restore what `write` wrote; every rank reads its own rows, whatever files they are in.
 
     Random states are per rank, so with another number of ranks they start from the run's seed again.
 
     Raises CheckpointError when names or shapes are not those of this policy.
     """
-    training = load_weights(folder, policy)
-    world_size = int(training["world_size"])
+    noted = load_weights(folder, policy)
+    if training is None:
+        return
+    optimizer, scheduler = training
+    world_size = int(noted["world_size"])
     with Shards([_path(folder, "optimizer", number) for number in range(world_size)]) as shards:
         _load_optimizer(shards, policy, optimizer)
-    set_schedule(scheduler, training["num_optimizer_steps"])
+    set_schedule(scheduler, noted["num_optimizer_steps"])
     if world_size == dist.get_world_size():
         with Shards([_path(folder, "rng", rank)]) as shards:
             set_rng_state({name.removeprefix("rng_"): shards.whole(name) for name in shards.shapes})

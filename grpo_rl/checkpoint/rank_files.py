@@ -61,10 +61,7 @@ class RankFiles:
                 raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
         self._outcome = self._thread = None
         fsdp.reshard(self.policy)
-        if self.training is None:
-            share = policy_state.take_frozen(self.policy, self.rank)
-        else:
-            share = policy_state.take(self.policy, *self.training, self.rank)
+        share = policy_state.take(self.policy, self.training, self.rank)
         texts = texts if texts and self.rank == 0 else {}
         if not background:
             self._write(folder, share, texts, check)
@@ -98,10 +95,7 @@ class RankFiles:
         """Restore what ranks of any number wrote into `folder`."""
         self.wait_for_copy()
         fsdp.reshard(self.policy)
-        if self.training is None:
-            policy_state.load_weights(folder, self.policy)
-        else:
-            policy_state.load(folder, self.policy, *self.training, self.rank)
+        policy_state.load(folder, self.policy, self.training, self.rank)
 
     def wait_for_copy(self, *_: Any) -> None:
         """Wait for a running copy; to be called before anything changes what is being copied."""

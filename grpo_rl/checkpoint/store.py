@@ -78,7 +78,9 @@ class CheckpointStore:
         except Exception:
             self.abandon(draft)
             raise
-        return self.commit(draft, written or {})
+        committed = self.publish(draft, written or {})
+        self.clear(committed)
+        return committed.folder
 
     def begin(self, step: int, state: dict[str, Any], needed: int = 0) -> Draft:
         """An empty temporary folder for the checkpoint of `step`.
@@ -101,12 +103,6 @@ class CheckpointStore:
             self.abandon(draft)
             raise files.not_written(final, error, needed) from error
         return draft
-
-    def commit(self, draft: Draft, written: Files) -> Path:
-        """The folder of the checkpoint, published, and older ones cleared away."""
-        committed = self.publish(draft, written)
-        self.clear(committed)
-        return committed.folder
 
     def publish(self, draft: Draft, written: Files) -> Committed:
         """Give the checkpoint its name, complete, with all that its draft's folder holds. From here on it is committed.
@@ -132,22 +128,12 @@ class CheckpointStore:
         return Committed(draft.step, final, replaced)
 
     def clear(self, committed: Committed) -> None:
-        """Remove all but the newest `keep`, of which this is always one; `warn` names what cannot be removed.
-
-        Nothing is removed before this checkpoint is where a resuming run finds it, with every file in its full size.
-        Raises CheckpointError where it is not.
-        """
+        """Remove all but the newest `keep`, of which this is always one; `warn` names what cannot be removed."""
         newest, replaced = committed.step, committed.replaced
         unwanted = [] if replaced is None else [replaced]
         if self.keep is not None:
             others = [self.folder / f"step_{step}" for step in self.steps() if step != newest]
             unwanted += others[: max(0, len(others) - self.keep + 1)]
-        if not unwanted:
-            return
-        manifest = read_manifest(self.folder / f"step_{newest}")
-        sizes = {name: (self.folder / f"step_{newest}" / name).stat().st_size for name in manifest.files}
-        if sizes != {name: size for name, (size, _) in manifest.files.items()}:
-            raise CheckpointError(f"step_{newest} in {self.folder} changed while it was committed; no older one was removed")
         for folder in unwanted:
             if not self._is_ours(folder):
                 self.warn(f"{folder} is kept: it is damaged, or holds files that this program has not written")
