@@ -20,6 +20,8 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
+OTHER_ENGINE = ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.kv_cache_gib=1.0"]
+"""It starts in a second; what vLLM does with the same settings is tried in tests/integration/rollout."""
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +85,7 @@ def test_rewards_of_steps_and_sampling_from_a_part_of_the_vocabulary_train_on_wh
         *sampling,
         *terms,
         *process,
+        *OTHER_ENGINE,
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
         "trainer.total_training_steps=2",
     )
@@ -173,6 +176,7 @@ def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini
         "actor_rollout_ref.actor.entropy_coeff=0.01",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
+        *OTHER_ENGINE,
         "actor_rollout_ref.rollout.temperature=0.8",
         "actor_rollout_ref.rollout.checkpoint_engine.verify_checksum=true",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
