@@ -41,7 +41,7 @@ HARMLESS = (
     *(f"{REF}.", f"{R}.log_prob_", f"{R}.val_kwargs.", f"{R}.checkpoint_engine."),
     *(f"{R}.{name}" for name in ("gpu_memory_utilization", "kv_cache_memory_bytes", "kv_cache_gib", "free_cache_engine")),
     *(f"{R}.{name}" for name in ("enforce_eager", "enable_prefix_caching", "cpu_threads", "engine_kwargs")),
-    f"{A}.ppo_micro_batch_size_per_gpu",
+    *(f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.fsdp_config.fsdp_size", "critic.fsdp.fsdp_size"),
     f"{A}.clip_ratio_c",
     *("critic.ppo_micro_batch_size_per_gpu", "reward.overlong_buffer."),
     *("trainer.val_before_train", "trainer.log_val_generations", f"{RAY}.num_cpus", f"{RAY}.object_store_memory"),
@@ -96,6 +96,7 @@ def unread(config: Config, machine: Machine) -> Reasons:
     yield from _of_sampling(config, machine)
     yield from _of_rewards(config)
     yield from _of_sizes(config)
+    yield from _of_groups(config, machine)
     yield from _of_run(config)
 
 
@@ -382,6 +383,19 @@ def _of_sizes(config: Config) -> Reasons:
     yield from _of_rule("critic.ppo", critic)
     if all(rule.max_rollouts is None for rule in (update, *own, critic)):
         yield f"{A}.ppo_micro_batch_size_per_gpu", "its passes are cut by tokens (use_dynamic_bsz=true)"
+
+
+def _of_groups(config: Config, machine: Machine) -> Reasons:
+    """Groups of ranks that are larger than the set is: verl's commands say 8 wherever they run, and mean all."""
+    parts, ranks = config.actor_rollout_ref, machine.world_size(config)
+    sizes = {
+        f"{A}.fsdp_config": parts.actor.fsdp_config.fsdp_size,
+        f"{REF}.fsdp_config": parts.ref.fsdp_config.fsdp_size,
+        "critic.fsdp": config.critic.fsdp.fsdp_size,
+    }
+    for key, size in sizes.items():
+        if size > ranks:
+            yield f"{key}.fsdp_size", f"there are {ranks} ranks, and a larger group is all of them, as in verl"
 
 
 def _of_rule(key: str, rule: MicroBatchRule) -> Reasons:

@@ -231,6 +231,8 @@ def page(words: list[str], machine: Machine) -> str:
         ({}, EIGHT_GPUS, f"{R}.kv_cache_gib=2.0", "it is for CPUs"),
         ({}, CPU, "trainer.val_before_train=false", "nothing to validate on"),
         ({f"{A}.use_dynamic_bsz": "true"}, CPU, f"{A}.ppo_micro_batch_size_per_gpu=4", "cut by tokens"),
+        ({}, CPU, f"{A}.fsdp_config.fsdp_size=8", "a larger group is all of them, as in verl"),
+        ({}, EIGHT_GPUS, f"{REF}.fsdp_config.fsdp_size=9", "there are 8 ranks"),
         ({"data.val_files": "task:arithmetic"}, CPU, f"{VAL_KWARGS}.temperature=0.6", "greedy without"),
         ({"data.val_files": "task:arithmetic"}, CPU, f"{VAL_KWARGS}.do_sample=true", "greedy at temperature 0"),
         ({f"{A}.policy_loss.loss_mode": "gspo"}, CPU, f"{A}.clip_ratio_c=10.0", "clips no second time"),
