@@ -109,7 +109,7 @@ class TrainedRewardModel(Trained, Protocol):
         """Write the model as a Hugging Face folder that reward.reward_model.model_path loads."""
 
 
-class Instruments(Protocol):
+class StepInstruments(Protocol):
     """The instruments of a run's workers. They are used between steps, while no role works."""
 
     def begin(self, step: int) -> None:

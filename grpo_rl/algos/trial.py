@@ -36,7 +36,7 @@ Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialResult:
     """The results of a function on the small batch, and the columns that it read."""
 
     values: tuple[Tensor, ...]
@@ -44,14 +44,14 @@ class Outcome:
     read: frozenset[str]
     """The columns that it read."""
 
-    def same(self, other: Outcome, last: int) -> bool:
+    def same(self, other: TrialResult, last: int) -> bool:
         """Return whether the last so many values are equal in both, up to the rounding of the last digits."""
         pairs = zip(self.values[-last:], other.values[-last:], strict=True)
         return all(torch.allclose(x, y, rtol=1e-12, atol=1e-15, equal_nan=True) for x, y in pairs)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FunctionKind:
     """The functions of one registry: how they are tried, and what they can need."""
 
     registry: Registry[Any]
@@ -61,7 +61,7 @@ class Kind:
     """Each need with the columns that it allows to read."""
     supplied: Mapping[str, str]
     """Needs that are supplied as a keyword."""
-    run: Callable[[Any, Options], Outcome]
+    run: Callable[[Any, Options], TrialResult]
 
 
 LENGTHS_N = torch.tensor([30, 18, 0, 48, 36, 42, 12, 6])
@@ -178,7 +178,7 @@ def unheard() -> Iterator[None]:
 
 
 @unheard()
-def run_estimator(function: Callable[..., Any], options: Options, num_parts: int = 2) -> Outcome:
+def run_estimator(function: Callable[..., Any], options: Options, num_parts: int = 2) -> TrialResult:
     """Return the advantages and returns of the small batch."""
     read: set[str] = set()
     out = function(recorder(estimator_input(num_parts), read), **options)
@@ -189,11 +189,11 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
         raise ConfigError("gives no returns_T for the critic to learn")
     if out.returns_T is not None:
         _check_tokens("returns_T", out.returns_T)
-    return Outcome((out.advantages_T,) if out.returns_T is None else (out.advantages_T, out.returns_T), frozenset(read))
+    return TrialResult((out.advantages_T,) if out.returns_T is None else (out.advantages_T, out.returns_T), frozenset(read))
 
 
 @unheard()
-def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> Outcome:
+def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> TrialResult:
     """Return the loss of each token of the small batch, its statistics and, as the last value, its gradient.
 
     A loss over pairs is tried on pairs, whatever the other `inputs` are.
@@ -211,7 +211,7 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
     loss_T, stats = out
     for name, value_T in {"loss_T": loss_T, **stats}.items():
         _check_tokens(name, value_T, inputs.segments.num_tokens)
-    return Outcome((loss_T.detach(), *stats.values(), _gradient(loss_T, inputs)), frozenset(read))
+    return TrialResult((loss_T.detach(), *stats.values(), _gradient(loss_T, inputs)), frozenset(read))
 
 
 def has_ratio(function: Callable[..., Any], options: Options) -> bool:
@@ -224,7 +224,7 @@ def has_ratio(function: Callable[..., Any], options: Options) -> bool:
 
 
 @unheard()
-def run_average(function: Callable[..., Any], options: Options) -> Outcome:
+def run_average(function: Callable[..., Any], options: Options) -> TrialResult:
     """Return the average of the small batch's log-probs."""
     inputs = loss_input()
     supplied = {"group_tokens_N": inputs.group_tokens_N} if "group_tokens" in needs_of(function) else {}
@@ -232,30 +232,30 @@ def run_average(function: Callable[..., Any], options: Options) -> Outcome:
     share = function(inputs.policy_logprobs_T.double(), inputs.segments, counts, **supplied, **options)
     if not isinstance(share, Tensor) or share.ndim:
         raise ConfigError(f"returns {_described(share)}, not a tensor without dimensions")
-    return Outcome((share.detach(),), frozenset())
+    return TrialResult((share.detach(),), frozenset())
 
 
 @unheard()
-def run_kl(function: Callable[..., Any], options: Options) -> Outcome:
+def run_kl(function: Callable[..., Any], options: Options) -> TrialResult:
     """Return the KL of each token of the small batch and, as the last value, its gradient."""
     inputs = loss_input()
     supplied = {"old_logprobs_T": inputs.old_T()} if "old_logprobs" in needs_of(function) else {}
     kl_T = function(inputs.policy_logprobs_T, inputs.column("ref_logprobs_T"), **supplied, **options)
     _check_tokens("kl_T", kl_T)
-    return Outcome((kl_T.detach(), _gradient(kl_T, inputs)), frozenset())
+    return TrialResult((kl_T.detach(), _gradient(kl_T, inputs)), frozenset())
 
 
-KINDS: dict[str, Kind] = {
-    ADVANTAGES.kind: Kind(ADVANTAGES, ("inp",), advantages.NEEDS, {}, run_estimator),
-    POLICY_LOSSES.kind: Kind(POLICY_LOSSES, ("inputs",), losses.NEEDS, {}, run_loss),
-    AGGREGATIONS.kind: Kind(
+KINDS: dict[str, FunctionKind] = {
+    ADVANTAGES.kind: FunctionKind(ADVANTAGES, ("inp",), advantages.NEEDS, {}, run_estimator),
+    POLICY_LOSSES.kind: FunctionKind(POLICY_LOSSES, ("inputs",), losses.NEEDS, {}, run_loss),
+    AGGREGATIONS.kind: FunctionKind(
         AGGREGATIONS,
         ("values_T", "segments", "counts"),
         {"group_tokens": ()},
         {"group_tokens": "group_tokens_N"},
         run_average,
     ),
-    KL_ESTIMATORS.kind: Kind(
+    KL_ESTIMATORS.kind: FunctionKind(
         KL_ESTIMATORS,
         ("policy_logprobs_T", "ref_logprobs_T"),
         {"old_logprobs": ()},
@@ -266,7 +266,7 @@ KINDS: dict[str, Kind] = {
 """Each kind of function by the name that its registry has for it."""
 
 
-def check(kind: Kind, name: str, options: Options, run: Callable[[Any, Options], Outcome]) -> None:
+def check(kind: FunctionKind, name: str, options: Options, run: Callable[[Any, Options], TrialResult]) -> None:
     """Raise ConfigError, with all problems, when a function does not keep to its interface with these options.
 
     That is: it cannot be called as it will be, needs what nothing supplies, fails,
@@ -300,7 +300,7 @@ def check(kind: Kind, name: str, options: Options, run: Callable[[Any, Options],
         raise ConfigError(problems)
 
 
-def unread_needs(kind: Kind, function: Callable[..., Any], options: Options) -> list[str]:
+def unread_needs(kind: FunctionKind, function: Callable[..., Any], options: Options) -> list[str]:
     """Return what a function says that it needs and did not read on the small batch, with these options.
 
     What is supplied as a keyword is not observed, and neither is the need of groups, which is a claim about their size.
@@ -317,7 +317,7 @@ def without_effect(
     function: Callable[..., Any],
     options: Options,
     name: str,
-    run: Callable[[Any, Options], Outcome],
+    run: Callable[[Any, Options], TrialResult],
     others: Iterable[Any] | None = None,
     last: int = 0,
 ) -> bool:

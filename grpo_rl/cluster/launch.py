@@ -216,7 +216,7 @@ def _train_from(launch: Launch, session: Session, stack: ExitStack) -> None:
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
-    from grpo_rl.trainer.run import Run
+    from grpo_rl.trainer.run import RunLoop
     from grpo_rl.trainer.schedule import Context, Output
 
     config, run_dir, console, connection = launch.plan.config, launch.run_dir, launch.console, session.connection
@@ -261,7 +261,7 @@ def _train_from(launch: Launch, session: Session, stack: ExitStack) -> None:
         collected=session.collected,
         code=session.code,
     )
-    training = Run(context, plan.schedule)
+    training = RunLoop(context, plan.schedule)
     if launch.checkpoint is not None:
         training.resume(launch.checkpoint)
     elif session.lost is not None:

@@ -78,7 +78,7 @@ def without_effect_on_policy(config: Config) -> list[str]:
     inputs = trial.loss_input(one_update=True)
     options = _options(config, LOSS)
 
-    def run(function: Any, options: trial.Options) -> trial.Outcome:
+    def run(function: Any, options: trial.Options) -> trial.TrialResult:
         return trial.run_loss(function, options, inputs)
 
     # The value may change by a constant (sapo's 4/tau); what trains is the gradient.
@@ -241,7 +241,7 @@ def _check_pair(config: Config) -> None:
     inputs = dataclasses.replace(inputs, advantages_T=inputs.advantages_T.abs())
     loss, options = POLICY_LOSSES.get(name), _options(config, LOSS)
 
-    def run(function: Any, options: trial.Options) -> trial.Outcome:
+    def run(function: Any, options: trial.Options) -> trial.TrialResult:
         return trial.run_loss(function, options, inputs)
 
     problems = [
@@ -268,7 +268,7 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
     return chosen_options(choice, section, options_of(function))
 
 
-def _run_estimator(config: Config) -> Callable[[Any, trial.Options], trial.Outcome]:
+def _run_estimator(config: Config) -> Callable[[Any, trial.Options], trial.TrialResult]:
     """Return the trial of an estimator with as many parts of the reward as the run has."""
     try:
         num_parts = max(1, len(config.algorithm.reward_parts or factors_of(config)))

@@ -62,7 +62,7 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ReceivedReport:
     """A report with the places of its tokens and its text."""
 
     report: Report
@@ -72,7 +72,7 @@ class Reported:
     support: Support | None
 
 
-def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Reported]:
+def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[ReceivedReport]:
     """Yield each report with its views of the block that came with all of them. Nothing of the block is read."""
     start = counts = ids = text = 0
     for report in reports:
@@ -83,7 +83,7 @@ def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Re
                 View(block, "support_ids", ids, report.support_size),
             )
             counts, ids = counts + report.num_tokens, ids + report.support_size
-        yield Reported(
+        yield ReceivedReport(
             report,
             View(block, "token_ids", start, report.num_tokens),
             View(block, "logprobs", start, report.num_tokens, report.finite),

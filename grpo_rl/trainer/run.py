@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, Ove
 """The exceptions of a state of another form, where it is read."""
 
 
-class Run:
+class RunLoop:
     """One run of a schedule, from its first or a resumed step to its last one."""
 
     def __init__(self, context: Context, schedule: type[Schedule]) -> None:
@@ -232,9 +231,8 @@ class Run:
         try:
             self.load_state_dict(checkpoint.state)
         except NOT_LOADABLE as error:
-            place = _read_last(self.load_state_dict, checkpoint.state)
-            said = "is missing" if isinstance(error, KeyError) else f"cannot be read: {type(error).__name__}: {error}"
-            raise CheckpointError(f"{checkpoint.folder}: {STATE} cannot be used: its field {place} {said}") from error
+            said = f"it has no field {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{checkpoint.folder}: {STATE} cannot be used: {said}") from error
         try:
             for role in self.roles.with_state():
                 role.load(checkpoint.folder)
@@ -291,33 +289,6 @@ class Run:
         self.context.step = int(state["step"])
         self.nonfinite.load_state_dict(state.get("nonfinite", {}))
         self._unlogged = state.get("unlogged")
-
-
-class _Watched(dict[str, Any]):
-    """A state that notes in `places` which of its fields are read, in order."""
-
-    def __init__(self, state: dict[str, Any], places: list[str], prefix: str = "") -> None:
-        super().__init__(state)
-        self.places, self.prefix = places, prefix
-
-    def __getitem__(self, key: str) -> Any:
-        self.places.append(self.prefix + key)
-        value = super().__getitem__(key)
-        return _Watched(value, self.places, f"{self.prefix}{key}.") if isinstance(value, dict) else value
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-
-def _read_last(load: Callable[[dict[str, Any]], None], state: dict[str, Any]) -> str:
-    """Return the field of `state` at which `load` fails: the one that it read last."""
-    places: list[str] = []
-    with contextlib.suppress(*NOT_LOADABLE):
-        load(_Watched(state, places))
-    return places[-1] if places else "of some name"
 
 
 class NonFiniteUpdates:

@@ -14,7 +14,7 @@ from grpo_rl.checkpoint.store import CheckpointStore, Committed, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError
 from grpo_rl.protocols import Saved
-from grpo_rl.trainer.aside import Aside
+from grpo_rl.trainer.background import BackgroundThread
 from grpo_rl.trainer.schedule import Output, Roles
 from grpo_rl.types import Metrics
 
@@ -211,8 +211,8 @@ class BackgroundSave:
         self.draft, self.store, self.roles = draft, store, roles
         self.flush, self.committed = flush, committed
         self.is_committed = False
-        self._publishing: Aside[Committed] | None = None
-        self._clearing: Aside[None] | None = None
+        self._publishing: BackgroundThread[Committed] | None = None
+        self._clearing: BackgroundThread[None] | None = None
 
     def advance(self, wait_s: float) -> bool:
         """Return whether all of it is done, waiting about `wait_s` at most. Raises the error that ended the save."""
@@ -220,14 +220,14 @@ class BackgroundSave:
             written = self._written(wait_s)
             if written is None:
                 return False
-            self._publishing = Aside("commit", lambda: self._publish(written))
+            self._publishing = BackgroundThread("commit", lambda: self._publish(written))
         if self._clearing is None:
             if not self._publishing.ended(wait_s):
                 return False
             published = self._publishing.returned()
             self.is_committed = True
             self.committed(published.folder)
-            self._clearing = Aside("commit", lambda: self.store.clear(published))
+            self._clearing = BackgroundThread("commit", lambda: self.store.clear(published))
         if not self._clearing.ended(wait_s):
             return False
         self._clearing.returned()

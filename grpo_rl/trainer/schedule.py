@@ -18,12 +18,12 @@ from grpo_rl.data.row_set import TrainingRows
 from grpo_rl.protocols import (
     Actor,
     Critic,
-    Instruments,
     MovingReference,
     Reference,
     Rewarder,
     RolloutPool,
     Saved,
+    StepInstruments,
     TrainedRewardModel,
 )
 from grpo_rl.telemetry.metrics.timeline import Timeline
@@ -58,7 +58,7 @@ class Roles:
     """The reward model of a schedule that trains it; that of others is a part of the rewarder."""
     recoveries: Callable[[], Metrics] = dict
     """A function that returns how often workers failed and came back since the last call."""
-    instruments: Instruments | None = None
+    instruments: StepInstruments | None = None
     """The instruments of the workers, which measure every step and trace chosen ones."""
     kept: list[Saved] = dataclasses.field(default_factory=list)
     """Parts of a checkpoint that are no role, and that the schedule adds when it is constructed."""

@@ -11,12 +11,11 @@ import torch
 from grpo_rl.data.collate import collate
 from grpo_rl.data.training_rows.pairs import pairs_of_groups, with_sides
 from grpo_rl.telemetry.rollouts.rollout_log import Seen
-from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics
+from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics, token_values
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
 from grpo_rl.trainer.sampled.reward_failures import scored
 from grpo_rl.trainer.sampled.selection import Selected, Selection
-from grpo_rl.trainer.sampled.token_values import token_values
 from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens, penalize_overlong
 from grpo_rl.trainer.schedule import Context, required, training_sampling
 from grpo_rl.trainer.validation import Validation

@@ -19,8 +19,8 @@ from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
 from grpo_rl.data.row_set import RowReport, TrainingRows
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
 from grpo_rl.telemetry.terminal.console import Console
+from grpo_rl.trainer.rows.offline import measure
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
-from grpo_rl.trainer.rows.row_measures import measure
 from grpo_rl.types import Batch, Metrics
 
 NUM_PAIRS = 5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput, RolloutAdvantages
-from grpo_rl.algos.group_statistics import Groups
+from grpo_rl.algos.group_statistics import GroupStatistics
 from grpo_rl.config.schema.kinds import Epsilon, Factor
 from grpo_rl.registry import formula_by, needs
 
@@ -44,7 +44,7 @@ def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) ->
     DeepSeekMath (arXiv 2402.03300), section 4.1.2. The standard deviation is the sample's (n - 1). `std` takes
     another one, or none: see `Std`. A group whose rewards are all equal, and so every group of one, gives exactly 0.
     """
-    groups = Groups(inp.group_N)
+    groups = GroupStatistics(inp.group_N)
     scores_N = inp.scores_N()
     return _same_on_all_tokens(inp, _scaled(groups.deviation(scores_N), scores_N, groups, std, epsilon))
 
@@ -59,7 +59,7 @@ def dr_grpo(inp: AdvantageInput) -> AdvantageOutput:
     Dr. GRPO (arXiv 2503.20783), section 3.2, which averages with a constant (`seq-mean-token-sum-norm`) too.
     A group of one gives exactly 0.
     """
-    return _same_on_all_tokens(inp, Groups(inp.group_N).deviation(inp.scores_N()))
+    return _same_on_all_tokens(inp, GroupStatistics(inp.group_N).deviation(inp.scores_N()))
 
 
 @ADVANTAGES.register("rloo")
@@ -71,7 +71,7 @@ def rloo(inp: AdvantageInput) -> AdvantageOutput:
 
     RLOO (arXiv 2402.14740), section 3. A group of one has no others and gives exactly 0.
     """
-    groups = Groups(inp.group_N)
+    groups = GroupStatistics(inp.group_N)
     factor_N = groups.count_N / (groups.count_N - 1).clamp(min=1)
     return _same_on_all_tokens(inp, factor_N * groups.deviation(inp.scores_N()))
 
@@ -98,13 +98,13 @@ def opo(inp: AdvantageInput) -> AdvantageOutput:
     OPO (arXiv 2505.23585). A response without a token has weight 0. A group in which only one response has
     tokens, or all that have are equal, gives exactly 0.
     """
-    groups = Groups(inp.group_N)
+    groups = GroupStatistics(inp.group_N)
     scores_N, lengths_N = inp.scores_N(), inp.lengths_N.double()
     baseline_N = groups.sum(lengths_N * scores_N) / groups.sum(lengths_N).clamp(min=1)
     # Empty responses take no part, so they must not make a constant group look otherwise.
     filled_N = inp.lengths_N > 0
     constant_N = torch.ones_like(filled_N)
-    constant_N[filled_N] = Groups(inp.group_N[filled_N]).constant(scores_N[filled_N])
+    constant_N[filled_N] = GroupStatistics(inp.group_N[filled_N]).constant(scores_N[filled_N])
     return _same_on_all_tokens(inp, torch.where(constant_N, 0.0, scores_N - baseline_N))
 
 
@@ -119,7 +119,7 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> A
     GPG (arXiv 2504.02546), section 2: α makes up for the zeros that groups without signal put into the average.
     `std` divides, as in `grpo`. A group of one gives exactly 0, and counts as one without signal.
     """
-    groups = Groups(inp.group_N)
+    groups = GroupStatistics(inp.group_N)
     scores_N = inp.scores_N()
     alpha = len(scores_N) / max(1, int((~groups.constant(scores_N)).sum()))
     return _same_on_all_tokens(inp, alpha * _scaled(groups.deviation(scores_N), scores_N, groups, std, epsilon))
@@ -136,7 +136,7 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e
     Pass@k training (arXiv 2503.19595). `std` as in `grpo`. Several best responses have no lead: 0. A group of
     one has no second best and gives exactly 0.
     """
-    groups = Groups(inp.group_N)
+    groups = GroupStatistics(inp.group_N)
     scores_N = inp.scores_N()
     best_N = scores_N == groups.highest(scores_N)
     second_N = groups.highest(torch.where(best_N, -torch.inf, scores_N))
@@ -166,7 +166,7 @@ def gdpo(
     weights = [1.0] * parts_NP.shape[1] if weights is None else list(weights)
     if len(weights) != parts_NP.shape[1]:
         raise ValueError(f"{len(weights)} weights for {parts_NP.shape[1]} parts of the reward; one each")
-    groups = Groups(inp.group_N)
+    groups = GroupStatistics(inp.group_N)
     sum_N = torch.zeros(len(parts_NP), dtype=torch.float64)
     for weight, part_N in zip(weights, parts_NP.unbind(1), strict=True):
         sum_N += weight * _scaled(groups.deviation(part_N), part_N, groups, std, epsilon)
@@ -184,7 +184,7 @@ def reinforce_plus_plus_baseline(inp: AdvantageInput) -> AdvantageOutput:
     variance. A group of one has distance 0, and so has a constant group; whitening then moves all distances by the
     same amount, so these are exactly 0 only if all are.
     """
-    deviation_N = Groups(inp.group_N).deviation(inp.scores_N())
+    deviation_N = GroupStatistics(inp.group_N).deviation(inp.scores_N())
     lengths_N = inp.lengths_N.double()
     total = float(lengths_N.sum())
     # Over tokens, but computed on rollouts, each as often as it has tokens.
@@ -200,11 +200,11 @@ def _same_on_all_tokens(inp: AdvantageInput, advantages_N: Tensor) -> AdvantageO
     return RolloutAdvantages(advantages_N=advantages_N.float(), lengths_N=inp.lengths_N)
 
 
-def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
+def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: GroupStatistics, std: Std, epsilon: float) -> Tensor:
     return deviation_N / _divisor(deviation_N, scores_N, groups, std, epsilon)
 
 
-def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
+def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: GroupStatistics, std: Std, epsilon: float) -> Tensor:
     """Return the divisor that `std` names, plus epsilon. Raises ValueError for another name."""
     if std == "group":
         return groups.std(deviation_N) + epsilon

@@ -17,7 +17,7 @@ from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.request_ledger import Ledger
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
-from grpo_rl.rollout.reports import Report, Reported, unpack
+from grpo_rl.rollout.reports import ReceivedReport, Report, unpack
 from grpo_rl.rollout.requests import all_of, rollout_id, sampling_of
 from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
 
@@ -79,7 +79,7 @@ class ReplicaPool:
         self._ledger: Ledger[Worker] = Ledger()
         self._polls: dict[ray.ObjectRef, tuple[Worker, StoredBlock]] = {}
         """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
-        self._ended: dict[str, Reported] = {}
+        self._ended: dict[str, ReceivedReport] = {}
         """Reports that were not handed over yet, in the order in which their requests ended."""
         self._num_forgotten = 0
         """The number of calls of `forget`."""

@@ -2,16 +2,221 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from grpo_rl.trainer.aside import Aside
+from grpo_rl.protocols import RolloutPool
+from grpo_rl.telemetry.metrics.timeline import Timeline
+from grpo_rl.trainer.background import BackgroundThread
 from grpo_rl.trainer.metrics import staleness_metrics
-from grpo_rl.trainer.overlap.groups import Group, Groups
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.selection import Selected
 from grpo_rl.trainer.schedule import Context, training_sampling
 from grpo_rl.trainer.sync import SyncSchedule
-from grpo_rl.types import Metrics
+from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout, Sampling
+
+LOOK_S = 0.05
+"""Seconds for which responses are waited for before another look at the training beside which they are sampled."""
+
+OnEnd = Callable[[Rollout], None]
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The responses to one prompt, from the draw to the training."""
+
+    batch: int
+    """The number, from 1, of the batch of prompts that it was drawn in, with which its sampling is seeded."""
+    row: int
+    prompt: Prompt
+    asked_at: int | None = None
+    """The version of the engines' weights when it was asked for: none of its tokens is older. None: not asked for yet."""
+    ids: Sequence[str] = ()
+    """The names of its responses in the pool."""
+    missing: int = 0
+    """The number of responses that have not ended."""
+    rollouts: list[Rollout] = field(default_factory=list)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all of its responses have ended."""
+        return self.asked_at is not None and self.missing == 0
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The version of the oldest weights that a trained token was sampled with; None where there is no such token."""
+        versions = [rollout.oldest_version for rollout in self.rollouts if rollout.sample_index != GREEDY]
+        return min((version for version in versions if version is not None), default=None)
+
+    def ordered(self) -> list[Rollout]:
+        """Return the responses by sample, the greedy one last, in whatever order they ended."""
+        return sorted(self.rollouts, key=lambda rollout: (rollout.sample_index == GREEDY, rollout.sample_index))
+
+
+class Groups:
+    """All groups between draw and training, in the order in which their prompts were drawn.
+
+    It is part of a checkpoint as a list of prompts: a run that resumes asks for all of them again, so that none is lost and
+    none is trained twice.
+    """
+
+    def __init__(
+        self,
+        pool: RolloutPool,
+        n: int,
+        sampling: Callable[[int], Sampling],
+        *,
+        greedy: bool = False,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """`sampling` returns the parameters of a batch of prompts, by its number; `timeline` records when there are requests."""
+        self.pool, self.n, self.greedy, self.sampling = pool, n, greedy, sampling
+        self.timeline = timeline or Timeline()
+        self._busy_since: float | None = None
+        self.waiting: list[Group] = []
+        """The groups that were not taken."""
+        self.num_batches = 0
+        """The number of batches of prompts that were drawn."""
+        self.asked: Counter[int] = Counter()
+        """The groups that were asked for and not taken, by the engines' version then."""
+        self.complete: Counter[int] = Counter()
+        """Those of them of which all responses have ended."""
+        self.finished: list[Group] = []
+        """The groups that are complete, in the order in which they were completed."""
+        self.unfinished = 0
+        """The number of responses that were asked for and have not ended."""
+        self._by_uid: dict[str, Group] = {}
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    # ---- asking --------------------------------------------------------------------------------------------
+
+    def add(self, drawn: Iterable[tuple[int, Prompt]]) -> None:
+        """Take in the next batch of prompts, each with its row; `ask` asks for their responses."""
+        self.num_batches += 1
+        self.waiting += [Group(self.num_batches, row, prompt) for row, prompt in drawn]
+
+    def ask(self, most: int) -> None:
+        """Ask for the responses of the first `most` groups, where that was not done before."""
+        new = [group for group in self.waiting[: max(0, most)] if group.asked_at is None]
+        for batch in dict.fromkeys(group.batch for group in new):
+            self._submit(batch, [group for group in new if group.batch == batch])
+
+    def ask_again(self, groups: Collection[Group]) -> None:
+        """Forget the responses of these groups, which cannot be trained, and ask for others."""
+        self._uncount(groups)
+        for group in groups:
+            self._submit(group.batch, [group])
+
+    def _submit(self, batch: int, groups: Sequence[Group]) -> None:
+        version = self.pool.version
+        size = self.n + self.greedy
+        ids = self.pool.submit([group.prompt for group in groups], self.n, self.sampling(batch), greedy=self.greedy)
+        for number, group in enumerate(groups):
+            group.asked_at, group.missing, group.rollouts = version, size, []
+            group.ids = ids[number * size : (number + 1) * size]
+            self._by_uid[group.prompt.uid] = group
+        self.asked[version] += len(groups)
+        self.unfinished += len(groups) * size
+        if self._busy_since is None:
+            self._busy_since = self.timeline.now()
+        if self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
+
+    # ---- taking in -----------------------------------------------------------------------------------------
+
+    def wait(self, enough: Callable[[], bool], on_end: OnEnd) -> None:
+        """Take in responses as they end, until there are enough; `on_end` is called with each."""
+        if not enough():
+            for rollout in self.pool.completed():
+                self._take_in(rollout)
+                on_end(rollout)
+                if self._by_uid[rollout.prompt.uid].is_complete and enough():
+                    return
+        assert enough(), "all that was asked for has ended, and it was asked for enough"
+
+    def wait_beside(self, going: BackgroundThread[Any], on_end: OnEnd) -> None:
+        """Take in responses as they end, until `going` has ended, in whose thread other work is done."""
+        while not going.ended(0.0 if self.unfinished else LOOK_S):
+            if self.unfinished:
+                for rollout in self.pool.completed(LOOK_S):
+                    self._take_in(rollout)
+                    on_end(rollout)
+                    if going.ended(0.0):
+                        return
+
+    def _take_in(self, rollout: Rollout) -> None:
+        group = self._by_uid[rollout.prompt.uid]
+        group.rollouts.append(rollout)
+        group.missing -= 1
+        self.unfinished -= 1
+        if group.missing == 0:
+            assert group.asked_at is not None
+            self.complete[group.asked_at] += 1
+            self.finished.append(group)
+        if self.unfinished == 0:
+            self.record()
+            self._idle_since = time.monotonic()
+
+    # ---- taking out ----------------------------------------------------------------------------------------
+
+    def take(self, groups: Collection[Group]) -> None:
+        """Let go of these groups, which are complete and are trained now."""
+        self._uncount(groups)
+        taken = set(groups)
+        self.waiting = [group for group in self.waiting if group not in taken]
+        for group in groups:
+            del self._by_uid[group.prompt.uid]
+
+    def _uncount(self, groups: Collection[Group]) -> None:
+        taken = set(groups)
+        self.finished = [group for group in self.finished if group not in taken]
+        for group in groups:
+            assert group.asked_at is not None and group.is_complete
+            self.asked[group.asked_at] -= 1
+            self.complete[group.asked_at] -= 1
+        self.asked, self.complete = +self.asked, +self.complete
+
+    def record(self) -> None:
+        """Record in the timeline that there were requests until now; to be called once in a step, where they may never end."""
+        if self._busy_since is not None:
+            now = self.timeline.now()
+            self.timeline.record("rollout", "gen", self._busy_since, now)
+            self._busy_since = now if self.unfinished else None
+
+    def idle_s(self) -> float:
+        """Return for how many seconds, since the last call, nothing was there to sample before more was asked for."""
+        seconds, self._idle_s = self._idle_s, 0.0
+        return seconds
+
+    # ---- a checkpoint ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the prompts that were drawn and not trained: batch, row and uid of each."""
+        return {
+            "num_batches": self.num_batches,
+            "waiting": [[group.batch, group.row, group.prompt.uid] for group in self.waiting],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], prompt: Callable[[int, str], Prompt] | None) -> None:
+        """Go on with the prompts of this state, none of which is asked for yet; with none of them where `prompt` is None.
+
+        `prompt` returns that of a row, by its uid. Responses that are being sampled are forgotten.
+        """
+        if going := [one for group in self.waiting if group.missing for one in group.ids]:
+            self.pool.forget(going)
+        self.num_batches = int(state["num_batches"])
+        rows = [(int(batch), int(row), str(uid)) for batch, row, uid in state["waiting"]]
+        self.waiting = [] if prompt is None else [Group(batch, row, prompt(row, uid)) for batch, row, uid in rows]
+        self.asked, self.complete, self.finished, self.unfinished = Counter(), Counter(), [], 0
+        self._by_uid, self._idle_since, self._idle_s, self._busy_since = {}, None, 0.0, None
 
 
 class OverlappingSchedule(SyncSchedule):
@@ -54,7 +259,7 @@ class OverlappingSchedule(SyncSchedule):
         # A signal must not leave the main thread while the weights change: it is answered when the step is done.
         self.output.stop.finishing()
         with self.rollout.keep_weights():
-            training = Aside("training", lambda: self.train(selected, timer))
+            training = BackgroundThread("training", lambda: self.train(selected, timer))
             try:
                 self.groups.wait_beside(training, self.context.progress.counting(self.rewarder.submit))
             finally:

@@ -63,7 +63,7 @@ class RewardModelSchedule(RowSchedule):
         return metrics | timer.metrics()
 
 
-class Scored(NamedTuple):
+class RowScores(NamedTuple):
     """The scores of pairs, or those of rated steps."""
 
     chosen_P: Tensor | None = None
@@ -73,24 +73,24 @@ class Scored(NamedTuple):
     labels_K: Tensor | None = None
 
 
-def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> Scored:
+def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> RowScores:
     """Return the present scores of all rows, read `batch_size` at a time."""
-    parts: list[Scored] = []
+    parts: list[RowScores] = []
     for start in range(0, len(data), batch_size):
         batch = data.batch(range(start, min(start + batch_size, len(data))))
         scores = model.scores(batch)
         if batch.labels_T is not None:
-            parts.append(Scored(scores_K=scores, labels_K=batch.labels_T))
+            parts.append(RowScores(scores_K=scores, labels_K=batch.labels_T))
             continue
         assert batch.chosen_N is not None
         pairs = Pairs.of(batch.group_N, batch.chosen_N)
         margin_P = torch.zeros(len(pairs.chosen_P)) if batch.margins_N is None else batch.margins_N[pairs.chosen_P]
-        parts.append(Scored(scores[pairs.chosen_P], scores[pairs.rejected_P], margin_P))
+        parts.append(RowScores(scores[pairs.chosen_P], scores[pairs.rejected_P], margin_P))
     columns = zip(*parts, strict=True)
-    return Scored(*(None if column[0] is None else torch.cat(column) for column in columns))
+    return RowScores(*(None if column[0] is None else torch.cat(column) for column in columns))
 
 
-def quality(scored: Scored, settings: RewardModelTrainConfig) -> Metrics:
+def quality(scored: RowScores, settings: RewardModelTrainConfig) -> Metrics:
     """Return the metrics `val/...` of these scores.
 
     A pair is right where the chosen response has the larger score, `auc` compares every chosen response with every rejected
@@ -123,14 +123,14 @@ def quality(scored: Scored, settings: RewardModelTrainConfig) -> Metrics:
     return {name: value for name, value in measured.items() if value == value}
 
 
-def write_scores(run_dir: RunDir, step: int, scored: Scored) -> None:
+def write_scores(run_dir: RunDir, step: int, scored: RowScores) -> None:
     """Write a line for each pair, `{chosen, rejected}`, or for each labelled step, `{score, label}`."""
     run_dir.val.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{json.dumps(line)}\n" for line in _lines(scored))
     (run_dir.val / f"scores_step_{step}.jsonl").write_text(text, encoding="utf-8")
 
 
-def _lines(scored: Scored) -> Iterator[dict[str, float]]:
+def _lines(scored: RowScores) -> Iterator[dict[str, float]]:
     if scored.scores_K is not None and scored.labels_K is not None:
         for score, label in zip(scored.scores_K.tolist(), scored.labels_K.tolist(), strict=True):
             yield {"score": score, "label": label}

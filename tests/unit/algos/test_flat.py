@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_rl.algos.advantages import blockwise
-from grpo_rl.algos.group_statistics import Groups
+from grpo_rl.algos.group_statistics import GroupStatistics
 
 
 @pytest.fixture(params=[1, 7, 64, 1 << 17])
@@ -85,7 +85,7 @@ def test_spread_repeats_each_value_on_all_tokens() -> None:
 
 
 def test_statistics_of_groups_by_hand() -> None:
-    groups = Groups(torch.tensor([7, 2, 7, 2, 7, 5]))
+    groups = GroupStatistics(torch.tensor([7, 2, 7, 2, 7, 5]))
     x_N = torch.tensor([0.0, 1.0, 3.0, 1.0, 6.0, 4.0])
     assert groups.count_N.tolist() == [3, 2, 3, 2, 3, 1]
     assert groups.sum(x_N).tolist() == [9, 2, 9, 2, 9, 4]

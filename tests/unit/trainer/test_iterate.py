@@ -24,10 +24,9 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.iterate.iterations import Position
-from grpo_rl.trainer.iterate.opinions import Opinion, opinions
+from grpo_rl.trainer.iterate.iterations import Opinion, Position, opinions
 from grpo_rl.trainer.iterate.replay import FILE
-from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
@@ -132,7 +131,7 @@ class Saves(Policy):
 
 @dataclasses.dataclass
 class Made:
-    run: Run
+    run: RunLoop
     policy: Saves
     model: Model
     reference: MovingReference
@@ -157,7 +156,7 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., Made]
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
         val = dataset("task:arithmetic?split=val&num_rows=3") if with_val else None
         context = Context(config, roles, dataset("task:arithmetic?num_rows=40"), val, output, total_steps)
-        return Made(Run(context, schedule_of(config)), policy, model, reference)
+        return Made(RunLoop(context, schedule_of(config)), policy, model, reference)
 
     yield made
     console.close()

@@ -33,7 +33,7 @@ from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.rows import offline
-from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
 from grpo_rl.types import Batch, Metrics
@@ -100,7 +100,7 @@ def test_its_loss_is_the_mean_cross_entropy_of_the_answers_tokens() -> None:
 # ---- the schedule in a run -------------------------------------------------------------------------------
 
 
-def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val: bool = True, **trainer: Any) -> Run:
+def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val: bool = True, **trainer: Any) -> RunLoop:
     """A supervised run on `rows` sums; a folder's second run follows the first."""
     base = make_config(**trainer)
     data = {"responses": "rows", "train_batch_size": 2, "response_key": "reward_model.ground_truth"}
@@ -118,13 +118,13 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
     context = Context(
         config, Roles(actor=actor), None, None, output, total_steps, objective=Objective(loss_mode="sft"), rows=given
     )
-    return Run(context, schedule_of(config))
+    return RunLoop(context, schedule_of(config))
 
 
 PAIRED = "task:arithmetic?carrying=1&forgotten_carries=1"
 
 
-def run_on_pairs(folder: Path, actor: Learner, total_steps: int, **trainer: Any) -> Run:
+def run_on_pairs(folder: Path, actor: Learner, total_steps: int, **trainer: Any) -> RunLoop:
     """Six pairs of a right and a wrong sum, and three to validate on; a folder's second run follows the first."""
     base, tokenizer = make_config(**trainer), build_tokenizer(128)
     keys = {"chosen_key": "reward_model.ground_truth", "rejected_key": "extra_info.demonstration"}
@@ -146,7 +146,7 @@ def run_on_pairs(folder: Path, actor: Learner, total_steps: int, **trainer: Any)
         objective=objective_of(config),
         rows=TrainingRows(train, val),
     )
-    return Run(context, schedule_of(config))
+    return RunLoop(context, schedule_of(config))
 
 
 def test_pairs_are_compared_with_the_policy_as_it_was_at_first_also_in_a_resumed_run(tmp_path: Path) -> None:

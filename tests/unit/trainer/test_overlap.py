@@ -22,7 +22,7 @@ from grpo_rl.config.schema.tree import AlgorithmConfig, Config
 from grpo_rl.errors import ClusterError, DivergedError, Preempted
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
-from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import training_sampling
 from grpo_rl.types import Rollout
 
@@ -42,7 +42,7 @@ def long_tailed(seed: int) -> Callable[[str, int], int]:
     return lambda uid, sample: 1 + int(random.Random(f"{seed}/{uid}/{sample}").paretovariate(1.1)) % 40
 
 
-def ledger(run: Run) -> dict[int, list[tuple[str, int]]]:
+def ledger(run: RunLoop) -> dict[int, list[tuple[str, int]]]:
     """Uid and length of each trained rollout, by step."""
     found = {}
     for path in sorted(run.output.run_dir.rollouts.glob("step_*.jsonl")):
@@ -53,11 +53,11 @@ def ledger(run: Run) -> dict[int, list[tuple[str, int]]]:
     return found
 
 
-def rows_of(run: Run) -> list[dict[str, float]]:
+def rows_of(run: RunLoop) -> list[dict[str, float]]:
     return [row for row in read_metrics(run.output.run_dir.metrics_file) if "timing_s/step" in row]
 
 
-def assert_each_prompt_is_trained_once(run: Run, steps: int) -> None:
+def assert_each_prompt_is_trained_once(run: RunLoop, steps: int) -> None:
     """Whole groups, each in one step, as many as the steps train."""
     by_step = {step: Counter(uid for uid, _ in rollouts) for step, rollouts in ledger(run).items()}
     assert sorted(by_step) == list(range(1, steps + 1))

@@ -14,16 +14,16 @@ from grpo_rl.errors import Preempted
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.telemetry.status import Status
-from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.stopping import Stop
 
 
 @pytest.fixture
-def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Run], None]]:
+def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunLoop], None]]:
     """Makes a trainer answer signals."""
     stops = []
 
-    def listen(trainer: Run) -> None:
+    def listen(trainer: RunLoop) -> None:
         # A step of this trainer would always end in time: here none does.
         trainer.output.stop = Stop(60.0, notice=lambda text: None)
         monkeypatch.setattr(trainer.output.stop, "_fits", lambda: False)
@@ -53,12 +53,12 @@ def interrupt_at(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, cou
 MEASURED = ("time", "perf/tokens_per_s", "perf/host_memory_share")
 
 
-def learnt(trainer: Run) -> list[dict[str, float]]:
+def learnt(trainer: RunLoop) -> list[dict[str, float]]:
     rows = read_metrics(trainer.output.run_dir.metrics_file)
     return [{k: v for k, v in row.items() if k not in MEASURED and "timing" not in k} for row in rows]
 
 
-def steps_saved(trainer: Run) -> list[int]:
+def steps_saved(trainer: RunLoop) -> list[int]:
     return trainer.store.steps()
 
 

@@ -12,7 +12,7 @@ import torch
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.rows.reward_training import Scored, quality, scored_rows, write_scores
+from grpo_rl.trainer.rows.reward_training import RowScores, quality, scored_rows, write_scores
 from grpo_rl.types import Batch
 
 PAIRS = RewardModelTrainConfig(center_coef=0.1)
@@ -31,7 +31,7 @@ def column(*values: float) -> torch.Tensor:
 
 
 def test_the_quality_of_pairs_by_hand():
-    found = quality(Scored(column(1.0, 0.0), column(0.0, 2.0), column(0.0, 0.5)), PAIRS)
+    found = quality(RowScores(column(1.0, 0.0), column(0.0, 2.0), column(0.0, 0.5)), PAIRS)
     losses = [math.log1p(math.exp(-1.0)) + 0.1 * 1.0, math.log1p(math.exp(2.5)) + 0.1 * 4.0]
     assert found["val/loss"] == pytest.approx(sum(losses) / 2)
     assert found["val/accuracy"] == 0.5 and found["val/margin"] == -0.5
@@ -43,14 +43,14 @@ def test_the_quality_of_pairs_by_hand():
 
 
 def test_neutral_steps_count_in_the_loss_only():
-    found = quality(Scored(scores_K=column(2.0, -1.0, 3.0), labels_K=column(1.0, 0.0, 0.5)), STEPS)
+    found = quality(RowScores(scores_K=column(2.0, -1.0, 3.0), labels_K=column(1.0, 0.0, 0.5)), STEPS)
     losses = [math.log1p(math.exp(-2.0)), math.log1p(math.exp(-1.0)), math.log1p(math.exp(-3.0)) + 1.5]
     assert found["val/loss"] == pytest.approx(sum(losses) / 3)
     assert found["val/accuracy"] == 1.0 and found["val/auc"] == 1.0 and found["val/good"] == 0.5
 
 
 def test_a_new_head_prefers_nothing_and_has_no_calibration_yet():
-    found = quality(Scored(column(0.0, 0.0), column(0.0, 0.0), column(0.0, 0.0)), PAIRS)
+    found = quality(RowScores(column(0.0, 0.0), column(0.0, 0.0), column(0.0, 0.0)), PAIRS)
     assert found["val/loss"] == pytest.approx(math.log(2)) and found["val/accuracy"] == 0.5 == found["val/auc"]
     assert "val/brier" not in found and "val/calibration_error" not in found
 
@@ -69,8 +69,8 @@ def test_all_rows_are_scored_in_their_order_whatever_the_batch():
 @pytest.mark.parametrize(
     ("scored", "line"),
     [
-        (Scored(column(1.0, 0.5), column(0.0, 2.0), column(0.0, 0.0)), {"chosen": 1.0, "rejected": 0.0}),
-        (Scored(scores_K=column(2.0, -1.0), labels_K=column(1.0, 0.0)), {"score": 2.0, "label": 1.0}),
+        (RowScores(column(1.0, 0.5), column(0.0, 2.0), column(0.0, 0.0)), {"chosen": 1.0, "rejected": 0.0}),
+        (RowScores(scores_K=column(2.0, -1.0), labels_K=column(1.0, 0.0)), {"score": 2.0, "label": 1.0}),
     ],
 )
 def test_the_scores_of_a_validation_are_kept(tmp_path, scored, line):

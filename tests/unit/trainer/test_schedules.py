@@ -19,7 +19,7 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import SCHEDULES, schedule_of
 
@@ -67,12 +67,12 @@ def own(tmp_path: Path) -> str:
     return f"{tmp_path / 'own_schedule.py'}:Phases"
 
 
-def run_of(config: Config, folder: Path, total_steps: int, **roles: Any) -> Run:
+def run_of(config: Config, folder: Path, total_steps: int, **roles: Any) -> RunLoop:
     """A run with nothing but these roles, and no training data; a folder's second run follows the first."""
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    return Run(
+    return RunLoop(
         Context(config, Roles(**roles), None, dataset("task:arithmetic?num_rows=3"), output, total_steps), schedule_of(config)
     )
 

@@ -14,7 +14,7 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import EXIT_CODES, ConfigError, StoppedByAlarm, details, headline
 from grpo_rl.main import main
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.run import RunLoop
 
 SCHEDULE = '''
 """Trains without sampling; from step 5 on no token is trained, and from step 7 on updates are not finite."""
@@ -44,14 +44,14 @@ class Sickening:
 '''
 
 
-def sickening(tmp_path: Path, total_steps: int = 9, **trainer: object) -> Run:
+def sickening(tmp_path: Path, total_steps: int = 9, **trainer: object) -> RunLoop:
     """A run whose updates train nothing from step 5 on."""
     (tmp_path / "sickening.py").write_text(SCHEDULE)
     config: Config = make_config(schedule=f"{tmp_path / 'sickening.py'}:Sickening", val_before_train=False, **trainer)
     return run_of(config, tmp_path, total_steps=total_steps, actor=Policy())
 
 
-def steps_of(run: Run) -> list[int]:
+def steps_of(run: RunLoop) -> list[int]:
     return [int(row["step"]) for row in read_metrics(run.output.run_dir.metrics_file)]
 
 

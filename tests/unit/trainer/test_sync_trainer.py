@@ -25,7 +25,7 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.run import Run
+from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
 from grpo_rl.types import GREEDY, Batch, Completion, Metrics, Prompt, Rollout, Sampling
@@ -174,7 +174,7 @@ def dataset(name: str) -> PromptDataset:
 
 
 @pytest.fixture
-def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple[Run, Policy]]]:
+def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple[RunLoop, Policy]]]:
     """A trainer with its policy, in the same run folder every time."""
     run_dir, console = RunDir.create(tmp_path, "run"), Console()
 
@@ -188,7 +188,7 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         policy: Policy | None = None,
         pool: Any = None,
         token_groups: int = 0,
-    ) -> tuple[Run, Policy]:
+    ) -> tuple[RunLoop, Policy]:
         policy = policy or Policy()
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir, token_groups=token_groups))
         reference_role = policy if reference else None
@@ -196,7 +196,7 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
         objective = objective_of(config)
         context = Context(config, roles, train, val if with_val else None, output, total_steps, objective=objective)
-        return Run(context, schedule_of(config)), policy
+        return RunLoop(context, schedule_of(config)), policy
 
     yield trainer
     console.close()

@@ -1,4 +1,4 @@
-"""A call that a thread makes beside the one that steps: a commit beside the training, the training beside the sampling."""
+"""A call in a background thread: a commit beside the training, the training beside the sampling."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 Result = TypeVar("Result")
 
 
-class Aside(Generic[Result]):
-    """A call in a thread of its own; its result or error is kept until it is asked for."""
+class BackgroundThread(Generic[Result]):
+    """A call in a background thread; its result or error is kept until it is asked for."""
 
     def __init__(self, name: str, call: Callable[[], Result]) -> None:
         self._call = call
