@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from grpo_rl.cluster import warm_start
-from grpo_rl.cluster.roles.model_rewards import ModelRewards
+from grpo_rl.cluster.roles.reward_model_role import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset

@@ -29,13 +29,14 @@ from grpo_rl.cluster.roles.reference_role import (
     ReferenceRole,
     reference_factory,
 )
-from grpo_rl.cluster.roles.reward_model_role import reward_model_factory, reward_model_spec
-from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
-from grpo_rl.cluster.roles.trained_reward_model_role import (
+from grpo_rl.cluster.roles.reward_model_role import (
     make_trained_reward_model,
+    reward_model_factory,
+    reward_model_spec,
     trained_reward_model_factory,
     trained_reward_model_spec,
 )
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.relative_paths import function_files

@@ -16,9 +16,9 @@ from torch import Tensor
 from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
-from grpo_rl.checkpoint.files import Files, merge, write_file
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch, mini_batches, update_call
+from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
@@ -27,8 +27,6 @@ from grpo_rl.types import Batch, Metrics
 if TYPE_CHECKING:
     from grpo_rl.plan.decisions import OldLogprobs
 
-_OWN = "actor.json"
-"""The file of a checkpoint that contains the state of the actor's controller."""
 _READ = (
     "advantages_T",
     "old_logprobs_T",
@@ -43,8 +41,10 @@ _READ = (
 ranks have them."""
 
 
-class ActorRole:
+class ActorRole(SavedRole):
     """The `protocols.Actor` whose work is done by FSDP2 ranks."""
+
+    own_file = "actor.json"
 
     def __init__(
         self,
@@ -139,38 +139,14 @@ class ActorRole:
             seen |= part
         return seen
 
-    def save(self, folder: Path) -> Files:
-        """Write the policy's state; the mini-batch shuffle's position is part of it."""
-        return merge(self.worker_group.call("save", str(folder))) | {_OWN: write_file(folder / _OWN, [self._own().encode()])}
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin a `save` of the present state, beside the training; with `check` the files are read back."""
-        self.worker_group.call("begin_save", str(folder), check, {_OWN: self._own()})
-
-    def saved(self, wait_s: float) -> Files | None:
-        """Return what the save that was begun has written; None when it has not ended within `wait_s`.
-
-        Raises CheckpointError when it failed.
-        """
-        written = self.worker_group.call("saved", wait_s)
-        return None if None in written else merge(written)
-
-    def save_bytes(self) -> int:
-        """Return about how much `save` writes."""
-        return sum(self.worker_group.call("save_bytes"))
-
-    def _own(self) -> str:
+    def own_state(self) -> dict[str, Any]:
+        """Return the version, the position of the shuffle of mini-batches, and the state of the entropy's controller."""
         state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
-        if self.entropy is not None:
-            state["entropy"] = self.entropy.state_dict()
-        return json.dumps(state)
+        return state if self.entropy is None else state | {"entropy": self.entropy.state_dict()}
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-        self.worker_group.call("load", str(folder))
-        state = json.loads((folder / _OWN).read_text())
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from this state. A run may switch the entropy's controller on when it resumes: it starts from its configured weight then."""
         self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
-        # A run may switch the steering on when it resumes: then it starts from the configured weight.
         if self.entropy is not None and "entropy" in state:
             self.entropy.load_state_dict(state["entropy"])
 

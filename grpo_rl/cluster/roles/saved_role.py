@@ -1,37 +1,50 @@
-"""The checkpoints of a trained role that has a folder of its own in them: the critic's, the reward model's."""
+"""The checkpoints of a role whose ranks have a state: the actor's, the critic's, the reward model's, a moving reference's."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from grpo_rl.checkpoint.files import Files, make_folder, merge
+from grpo_rl.checkpoint.files import Files, make_folder, merge, write_file
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.errors import CheckpointError
 
 
 class SavedRole:
-    """The part of `protocols.Trained` that writes and reads a worker group's state in one folder of a checkpoint."""
+    """The part of `protocols.Trained` that writes and reads a worker group's state in a checkpoint."""
 
-    folder: ClassVar[str]
-    """The name of that folder."""
-    absent: ClassVar[str]
-    """The error of a checkpoint without it: what it does not have, why, and what to do."""
+    folder: ClassVar[str] = ""
+    """The role's folder in a checkpoint; empty for the checkpoint itself."""
+    absent: ClassVar[str] = ""
+    """The error of a checkpoint without that folder: what it does not have, why, and what to do."""
+    own_file: ClassVar[str | None] = None
+    """The file with the state that the role has in the controller; None where it has none."""
 
     worker_group: WorkerGroup
 
+    def own_state(self) -> dict[str, Any]:
+        """Return the state that the role has in the controller."""
+        return {}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `own_state` returned."""
+
     def save(self, folder: Path) -> Files:
-        """Write the state into the role's own folder."""
-        make_folder(folder / self.folder)
-        return merge(self.worker_group.call("save", str(folder / self.folder)), self.folder)
+        """Write the state; return size and SHA-256 of each file."""
+        written = merge(self.worker_group.call("save", self._place(folder)), self.folder)
+        return written | {name: write_file(folder / name, [text.encode()]) for name, text in self._own().items()}
 
     def begin_save(self, folder: Path, check: bool) -> None:
         """Begin a `save` of the present state, beside the training; with `check` the files are read back."""
-        make_folder(folder / self.folder)
-        self.worker_group.call("begin_save", str(folder / self.folder), check)
+        own = (self._own(),) if self.own_file else ()
+        self.worker_group.call("begin_save", self._place(folder), check, *own)
 
     def saved(self, wait_s: float) -> Files | None:
-        """Return what the save that was begun has written, as the actor does."""
+        """Return what the save that was begun has written; None when it has not ended within `wait_s`.
+
+        Raises CheckpointError when it failed.
+        """
         written = self.worker_group.call("saved", wait_s)
         return None if None in written else merge(written, self.folder)
 
@@ -44,3 +57,13 @@ class SavedRole:
         if not (folder / self.folder).is_dir():
             raise CheckpointError(f"{folder} {self.absent}")
         self.worker_group.call("load", str(folder / self.folder))
+        if self.own_file is not None:
+            self.load_own_state(json.loads((folder / self.own_file).read_text()))
+
+    def _place(self, folder: Path) -> str:
+        if self.folder:
+            make_folder(folder / self.folder)
+        return str(folder / self.folder)
+
+    def _own(self) -> dict[str, str]:
+        return {} if self.own_file is None else {self.own_file: json.dumps(self.own_state())}

@@ -9,17 +9,15 @@ import algos_reference as reference
 import algos_reference_advantages as reference_advantages
 import pytest
 import torch
-from advantage_cases import complete, per_rollout
+from advantage_cases import complete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, AdvantageOutput, gae, needs, reads_token_rewards
-from grpo_rl.registry import load_function, needs_of, options_of
+from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, AdvantageOutput, gae
+from grpo_rl.registry import needs_of
 
 ALL = sorted(ADVANTAGES)
 GROUPED = [name for name in ALL if "group" in needs_of(ADVANTAGES.get(name))]
-PER_RESPONSE = sorted(set(GROUPED) - {"grpo_process"})
-OF_THE_BATCH = {"gpg", "gdpo", "reinforce_plus_plus_baseline"}
 """Estimators whose scale is taken over the whole batch."""
 INDICATORS = {"rft"}
 """Estimators that compare a reward with a fixed number, so that its zero and its scale mean something."""
@@ -87,16 +85,6 @@ def test_permuting_the_rollouts_permutes_the_advantages(name: str, seed: int) ->
         assert after[position] == pytest.approx(before[i], rel=1e-6, abs=1e-7)
 
 
-@pytest.mark.parametrize("name", sorted(set(GROUPED) - OF_THE_BATCH))
-def test_a_group_is_not_touched_by_the_others(name: str) -> None:
-    data = reference.ragged(9, num_rollouts=20)
-    whole = data.nested(run(name, complete(data)).advantages_T.tolist())
-    for group in set(data.group):
-        members = [i for i, g in enumerate(data.group) if g == group]
-        alone = data.select(members)
-        assert alone.nested(run(name, complete(alone)).advantages_T.tolist()) == [whole[i] for i in members]
-
-
 @pytest.mark.parametrize("name", GROUPED)
 @settings(deadline=None, max_examples=25)
 @given(
@@ -123,13 +111,6 @@ def test_groups_of_equal_rewards_and_groups_of_one_give_exactly_zero(
     advantages_T = run(name, complete(data)).advantages_T
     assert len(advantages_T) == length * rows
     assert (advantages_T == 0).all()
-
-
-@pytest.mark.parametrize("name", PER_RESPONSE)
-def test_all_tokens_of_a_response_have_its_advantage(name: str) -> None:
-    data = reference.ragged(2)
-    filled = data.select([i for i, length in enumerate(data.lengths) if length])
-    assert len(per_rollout(run(name, complete(filled)).advantages_T, filled.lengths)) == len(filled.lengths)
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - INDICATORS))
@@ -184,16 +165,6 @@ def test_batches_with_hardly_a_token_give_finite_numbers(name: str, lengths: lis
     assert out.returns_T is None or len(out.returns_T) == tokens
 
 
-def test_what_each_estimator_asks_of_the_run() -> None:
-    asked = {name: needs_of(ADVANTAGES.get(name)) for name in ALL}
-    assert {name for name, need in asked.items() if "group" not in need} == {"gae", "reinforce_plus_plus", "remax", "rft"}
-    assert {name for name, need in asked.items() if "values" in need} == {"gae"}
-    assert {name for name, need in asked.items() if "baselines" in need} == {"remax"}
-    assert {name for name, need in asked.items() if "steps" in need} == {"grpo_process"}
-    assert {name for name, need in asked.items() if "parts" in need} == {"gdpo"}
-    assert {name for name, need in asked.items() if not reads_token_rewards(need)} == {"grpo_process", "gdpo"}
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_an_estimator_without_a_column_that_it_needs_says_which(name: str) -> None:
     need = needs_of(ADVANTAGES.get(name))
@@ -206,17 +177,3 @@ def test_an_estimator_without_a_column_that_it_needs_says_which(name: str) -> No
             run(name, inp)
     else:
         run(name, inp)
-
-
-def test_options_are_the_keywords_of_the_signature() -> None:
-    assert options_of(ADVANTAGES.get("gae")) == {"gamma": 1.0, "lam": 1.0, "whiten": True}
-    assert options_of(ADVANTAGES.get("dr_grpo")) == {}
-
-
-def test_a_user_s_own_estimator_can_say_what_it_needs() -> None:
-    @needs("values", "group")
-    def mine(inp: AdvantageInput) -> AdvantageOutput:
-        return AdvantageOutput(inp.column("values_T"))
-
-    assert needs_of(mine) == {"group", "values"}
-    assert needs_of(load_function("grpo_rl.algos.advantages.blockwise:spread")) == frozenset()

@@ -80,12 +80,6 @@ def test_gradients_of_every_mode_are_those_of_finite_differences(mode: str) -> N
     assert torch.autograd.gradcheck(lambda v: average(mode, v, LENGTHS, COUNTS, tokens_N), values_T)
 
 
-@pytest.mark.parametrize("factor", [None, 0.0, -1.0])
-def test_the_constant_has_to_be_given(factor: float | None) -> None:
-    with pytest.raises(ValueError, match="a number > 0"):
-        AGGREGATIONS.get("seq-mean-token-sum-norm")(VALUES, Segments(LENGTHS), COUNTS, loss_scale_factor=factor)
-
-
 def test_counts_leave_out_what_has_no_trained_token() -> None:
     lengths_N, group_N = torch.tensor([3, 0, 2, 0]), torch.tensor([1, 1, 4, 9])
     assert count(lengths_N, group_N) == Counts(num_tokens=5, num_sequences=2, num_groups=2)

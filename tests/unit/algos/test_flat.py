@@ -38,11 +38,6 @@ def test_sums_are_those_of_each_response_whatever_the_pieces(piece: int) -> None
     assert sums_N.tolist() == pytest.approx(expected, rel=1e-14)
 
 
-def test_sums_are_taken_in_float64() -> None:
-    values = torch.tensor([1e8, 1.0, 1.0, -1e8])
-    assert blockwise.sums(values, torch.tensor([4])).item() == 2.0
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.99, 1.0])
 def test_suffix_sums_put_together_are_those_of_a_loop(piece: int, decay: float) -> None:
     rng = random.Random(2)
@@ -63,12 +58,6 @@ def test_suffix_sums_put_together_are_those_of_a_loop(piece: int, decay: float) 
     assert sorted(n for lot in lots for n in lot.rollouts) == [1, 3, 4, 5, 6]
 
 
-def test_lots_stay_within_their_size_unless_one_response_is_longer(piece: int) -> None:
-    for lot in blockwise.lots(torch.tensor(LENGTHS)):
-        longest = max(place.stop - place.start for place in lot.places)
-        assert longest * len(lot.places) <= max(piece, longest)
-
-
 def test_whitening_gives_mean_0_and_variance_1_and_zeros_for_equal_numbers(piece: int) -> None:
     x_T = torch.randn(501, generator=torch.Generator().manual_seed(0)) * 3 + 100
     white_T = blockwise.whiten_(x_T.clone()).double()
@@ -76,12 +65,6 @@ def test_whitening_gives_mean_0_and_variance_1_and_zeros_for_equal_numbers(piece
     assert white_T.var().item() == pytest.approx(1, rel=1e-6)
     assert blockwise.whiten_(torch.full((9,), 0.1)).tolist() == [0.0] * 9
     assert blockwise.whiten_(torch.zeros(0)).tolist() == []
-
-
-def test_spread_repeats_each_value_on_all_tokens() -> None:
-    x_N = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    spread_T = blockwise.spread(x_N, torch.tensor([2, 0, 1]))
-    assert spread_T.tolist() == [1, 1, 3] and spread_T.dtype == torch.float32
 
 
 def test_statistics_of_groups_by_hand() -> None:

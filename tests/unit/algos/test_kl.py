@@ -11,11 +11,9 @@ import torch
 from grpo_rl.algos.kl import (
     KL_ESTIMATORS,
     AdaptiveKlController,
-    FixedKlController,
     full_kl,
     kl_estimate,
 )
-from grpo_rl.errors import ConfigError
 
 ALL = sorted(KL_ESTIMATORS)
 
@@ -39,16 +37,6 @@ def test_values_by_hand(kind: str, at_half: float, at_minus_two: float) -> None:
     assert kl_of(0.0, kind) == 0
 
 
-@pytest.mark.parametrize(("alias", "name"), [("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")])
-def test_both_names_of_an_estimator_are_the_same_function(alias: str, name: str) -> None:
-    assert KL_ESTIMATORS.get(alias) is KL_ESTIMATORS.get(name)
-
-
-def test_an_unknown_estimator_is_refused_with_the_nearest_names() -> None:
-    with pytest.raises(ConfigError, match="low_var_kl"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), "low_var")
-
-
 @pytest.mark.parametrize("d", [-100.0, -30.0, 30.0, 100.0])
 def test_k3_stops_at_ten_and_has_no_gradient_there(d: float) -> None:
     policy_T = torch.tensor([d], requires_grad=True)
@@ -63,13 +51,6 @@ def test_k3_stops_at_ten_and_has_no_gradient_there(d: float) -> None:
 def test_a_reference_that_has_broken_down_shows_in_every_estimator(kind: str, ref: float) -> None:
     policy_T = torch.tensor([-1.0], requires_grad=True)
     assert not kl_estimate(policy_T, torch.tensor([ref]), kind).isfinite().any()
-
-
-def test_k3_keeps_its_digits_where_policy_and_reference_almost_agree() -> None:
-    # e^x - x - 1 = x²/2 + x³/6 + ...; written like that it loses its digits here even in float64.
-    x = 2.0**-20
-    value = kl_estimate(torch.tensor([-1.0]), torch.tensor([-1.0 + x]), "k3").item()
-    assert value == pytest.approx(x**2 / 2 + x**3 / 6, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -113,16 +94,6 @@ def test_the_unbiased_k3_by_hand() -> None:
     assert policy_T.grad is not None and policy_T.grad.item() == pytest.approx(math.exp(0.2) * 0.7, rel=1e-7)
 
 
-@pytest.mark.parametrize(("d", "off"), [(100.0, 100.0), (-100.0, -100.0), (-100.0, 100.0), (5.0, -30.0)])
-def test_the_unbiased_k3_stays_finite_and_its_gradient_is_the_ratio_times_the_distance(d: float, off: float) -> None:
-    policy_T = torch.tensor([-100.0 + d / 2], requires_grad=True)
-    kl_T = kl_estimate(policy_T, policy_T.detach() - d, "k3_unbiased", policy_T.detach() - off)
-    kl_T.sum().backward()
-    assert torch.isfinite(kl_T).all()
-    ratio = math.exp(min(max(off, -20.0), 20.0))
-    assert policy_T.grad is not None and policy_T.grad.item() == pytest.approx(ratio * d, rel=1e-6)
-
-
 def test_full_kl_by_hand() -> None:
     policy_TV = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log()
     ref_TV = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
@@ -140,27 +111,11 @@ def test_full_kl_takes_logits_up_to_a_constant_and_never_falls_below_zero() -> N
     assert (full_kl(policy_TV, policy_TV) == 0).all()
 
 
-def test_full_kl_is_computed_in_float32_for_bfloat16_logits() -> None:
-    logits_TV = torch.randn(4, 100, generator=torch.Generator().manual_seed(1)).bfloat16()
-    kl_T = full_kl(logits_TV, torch.zeros_like(logits_TV))
-    assert kl_T.dtype == torch.float32
-    torch.testing.assert_close(kl_T, full_kl(logits_TV.double(), torch.zeros(4, 100).double()).float(), rtol=1e-5, atol=1e-6)
-
-
 def test_full_kl_gradient_is_that_of_finite_differences() -> None:
     generator = torch.Generator().manual_seed(2)
     policy_TV = torch.randn(3, 5, generator=generator, dtype=torch.float64).requires_grad_()
     ref_TV = torch.randn(3, 5, generator=generator, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda p: full_kl(p, ref_TV), policy_TV)
-
-
-def test_full_kl_is_finite_for_impossible_tokens_and_huge_logits() -> None:
-    policy_TV = torch.tensor([[0.0, -math.inf, 0.0], [1e4, 0.0, -1e4]], requires_grad=True)
-    ref_TV = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
-    kl_T = full_kl(policy_TV, ref_TV)
-    assert kl_T.tolist() == pytest.approx([math.log(1.5), math.log(3)], rel=1e-6)
-    kl_T.sum().backward()
-    assert policy_TV.grad is not None and torch.isfinite(policy_TV.grad).all()
 
 
 def softmax_logprobs(seed: int) -> torch.Tensor:
@@ -193,13 +148,6 @@ def test_which_estimators_have_the_gradient_of_the_kl_on_policy_by_enumeration(k
     assert torch.allclose(gradient_V, exact_V, rtol=1e-9, atol=1e-12) == (kind in RIGHT_GRADIENT)
 
 
-def test_on_policy_k1_has_no_gradient_and_k3_that_of_the_kl_the_other_way_round() -> None:
-    logits_V, ref_V = softmax_logprobs(5).requires_grad_(), softmax_logprobs(6)
-    assert mean_gradient("k1", logits_V, ref_V, logits_V.detach()).abs().max() < 1e-12
-    (reverse_V,) = torch.autograd.grad((ref_V.exp() * (ref_V - logits_V.log_softmax(-1))).sum(), logits_V)
-    torch.testing.assert_close(mean_gradient("k3", logits_V, ref_V, logits_V.detach()), reverse_V)
-
-
 def test_off_policy_only_the_unbiased_k3_keeps_value_and_gradient_by_enumeration() -> None:
     logits_V, ref_V, old_V = softmax_logprobs(7).requires_grad_(), softmax_logprobs(8), softmax_logprobs(9)
     (exact_V,) = torch.autograd.grad(full_kl(logits_V[None], ref_V[None]).sum(), logits_V)
@@ -208,12 +156,6 @@ def test_off_policy_only_the_unbiased_k3_keeps_value_and_gradient_by_enumeration
     policy_V = logits_V.detach()
     mean = (old_V.exp() * kl_estimate(policy_V, ref_V, "k3_unbiased", old_V)).sum()
     torch.testing.assert_close(mean, full_kl(policy_V[None], ref_V[None])[0])
-
-
-def test_the_fixed_controller_stays_where_it_is() -> None:
-    controller = FixedKlController(0.3)
-    controller.update(current_kl=100.0, num_rollouts=64)
-    assert controller.value == 0.3
 
 
 @pytest.mark.parametrize(
@@ -237,8 +179,3 @@ def test_the_adaptive_controller_goes_on_where_a_checkpoint_left_it() -> None:
 def test_a_horizon_that_could_turn_the_coefficient_negative_is_refused() -> None:
     with pytest.raises(ValueError, match="horizon=200 is too short for 1000 rollouts"):
         AdaptiveKlController(0.5, target_kl=0.1, horizon=200).update(0.0, num_rollouts=1000)
-
-
-def test_a_kl_that_is_not_a_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="nan"):
-        AdaptiveKlController(0.5, target_kl=0.1, horizon=1000).update(math.nan, num_rollouts=10)

@@ -18,6 +18,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError, FunctionError, exit_code_of
 from grpo_rl.plan.make import make_plan
+from grpo_rl.registry import needs_of, options_of
 from grpo_rl.types import Counts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -95,22 +96,6 @@ def test_a_loss_that_reads_the_reference_starts_it(tmp_path: Path) -> None:
         page(f"{A}.policy_loss.loss_mode={file}:silent")
 
 
-def test_the_plan_says_what_an_own_function_needs_and_does_not_read(tmp_path: Path) -> None:
-    file = write(
-        tmp_path,
-        "@needs('ref_logprobs', 'entropy')\ndef loss(inputs, *, weight: float = 0.0):\n"
-        "    loss_T = -inputs.policy_logprobs_T * inputs.entropy_T\n"
-        "    return TokenLoss(loss_T + weight * inputs.ref_logprobs_T if weight else loss_T)\n"
-        "@needs('baselines')\ndef estimator(inp):\n    return AdvantageOutput(inp.token_rewards_T)\n",
-    )
-    idle = f"policy loss {file}:loss says that it needs ref_logprobs, and did not read it when it was tried"
-    assert idle in " ".join(page(f"{A}.policy_loss.loss_mode={file}:loss").split())
-    read = page(f"{A}.policy_loss.loss_mode={file}:loss", f"{A}.policy_loss.options={{weight: 1.0}}")
-    assert "did not read it" not in read and "did not read it" not in page()
-    own = page(f"algorithm.adv_estimator={file}:estimator")
-    assert "says that it needs baselines, and did not read it when it was tried" in " ".join(own.split())
-
-
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -156,3 +141,19 @@ def test_what_a_function_prints_while_it_is_tried_does_not_reach_the_screen(tmp_
     print("afterwards")
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("afterwards\n", "")
+
+
+FUNCTIONS = [(kind, name) for kind in trial.KINDS.values() for name in sorted(kind.registry)]
+
+
+@pytest.mark.parametrize(("kind", "name"), FUNCTIONS, ids=lambda value: value if isinstance(value, str) else "")
+def test_every_function_of_the_package_keeps_to_its_interface_and_needs_all_that_it_says(
+    kind: trial.FunctionKind, name: str
+) -> None:
+    function = kind.registry.get(name)
+    options = {"loss_scale_factor": 7.0} if "loss_scale_factor" in options_of(function) else {}
+    trial.check(kind, name, options, kind.run)
+    read = kind.run(function, options).read
+    for need in needs_of(function):
+        assert set(kind.needs[need]) <= read or need in kind.supplied, f"{name} needs {need} and does not read it"
+    assert bool({"group", "pairs"} & needs_of(function)) == ("group_N" in read)

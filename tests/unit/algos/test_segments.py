@@ -24,13 +24,6 @@ def test_broadcast_puts_each_value_on_all_tokens_and_put_last_only_on_the_last()
     assert segments.put_last(x_N).tolist() == [0, 1, 2, 0, 0, 3]
 
 
-def test_positions_of_tokens_and_of_the_last_ones() -> None:
-    segments = Segments(LENGTHS)
-    assert segments.index_T.tolist() == [1, 1, 2, 4, 4, 4]
-    assert segments.last_index_N[segments.nonempty_N].tolist() == [1, 2, 5]
-    assert (segments.num_tokens, segments.num_sequences) == (6, 6)
-
-
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
 def test_batches_without_a_token_give_zeros_and_no_tokens(lengths: list[int]) -> None:
     segments = Segments(torch.tensor(lengths, dtype=torch.long))
@@ -53,13 +46,3 @@ def test_gradients_are_those_of_finite_differences() -> None:
         (segments.put_last, x_N),
     ):
         assert torch.autograd.gradcheck(function, x)
-
-
-def test_columns_that_do_not_fit_the_lengths_are_caught() -> None:
-    segments = Segments(LENGTHS)
-    with pytest.raises(AssertionError, match=r"5,.*6 tokens"):
-        segments.sum(torch.zeros(5))
-    with pytest.raises(AssertionError, match=r"5,.*6 responses"):
-        segments.broadcast(torch.zeros(5))
-    with pytest.raises(AssertionError, match="integers"):
-        Segments(torch.tensor([1.0, 2.0]))

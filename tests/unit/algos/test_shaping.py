@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -16,12 +15,6 @@ def test_the_overlong_penalty_falls_over_the_buffer_by_hand() -> None:
     lengths_N = torch.tensor([0, 60, 70, 80, 100, 130])
     assert overlong_penalty(lengths_N, max_length=100, buffer=40).tolist() == [0, 0, -0.25, -0.5, -1, -1]
     assert overlong_penalty(lengths_N, max_length=100, buffer=40, penalty_factor=2.0).tolist() == [0, 0, -0.5, -1, -2, -2]
-
-
-@pytest.mark.parametrize("buffer", [0, 101])
-def test_a_buffer_that_does_not_fit_is_refused(buffer: int) -> None:
-    with pytest.raises(ValueError, match="1 to 100"):
-        overlong_penalty(torch.tensor([1]), max_length=100, buffer=buffer)
 
 
 def test_only_groups_whose_scores_differ_have_a_signal() -> None:
@@ -39,13 +32,6 @@ def test_the_entropy_coefficient_rises_below_its_target_and_acts_only_there() ->
     assert values == [0.5, 0.75, 0.75, 0.0, 0.0, 0.5]
 
 
-def test_the_entropy_coefficient_never_turns_negative() -> None:
-    controller = AdaptiveEntropy(target_entropy=0.2, step=0.25, initial=0.1)
-    controller.update(1.0)
-    controller.update(0.1)
-    assert controller.value == 0.25
-
-
 def test_the_entropy_controller_goes_on_where_a_checkpoint_left_it() -> None:
     controller = AdaptiveEntropy(target_entropy=0.2, step=0.25)
     for entropy in (0.1, 0.1, 0.5):
@@ -56,18 +42,6 @@ def test_the_entropy_controller_goes_on_where_a_checkpoint_left_it() -> None:
     controller.update(0.1)
     resumed.update(0.1)
     assert resumed.value == controller.value == 0.5
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0])
-def test_an_entropy_that_is_none_is_refused(bad: float) -> None:
-    with pytest.raises(ValueError, match="broken down"):
-        AdaptiveEntropy(0.2, 0.1).update(bad)
-
-
-@pytest.mark.parametrize("bad", [{"target_entropy": 0.0, "step": 0.1}, {"target_entropy": 1.0, "step": 0.0}])
-def test_settings_that_steer_nowhere_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="target_entropy"):
-        AdaptiveEntropy(**bad)
 
 
 def test_a_prompt_retires_when_its_pass_rate_reaches_the_bound_and_stays_so() -> None:
@@ -89,14 +63,6 @@ def test_pass_rates_go_on_where_a_checkpoint_left_them() -> None:
     resumed.load_state_dict(json.loads(json.dumps(rates.state_dict())))
     assert resumed.is_retired("row 1") and not resumed.is_retired("row 2")
     assert resumed.rate("row 2") == 0.125 and resumed.state_dict() == rates.state_dict()
-
-
-@pytest.mark.parametrize(("passed", "sampled"), [(3, 2), (-1, 2), (0, 0)])
-def test_what_is_no_pass_rate_is_refused(passed: int, sampled: int) -> None:
-    with pytest.raises(ValueError, match="not a pass rate"):
-        PassRates().record(0, passed, sampled)
-    with pytest.raises(ValueError, match="bound"):
-        PassRates(bound=0.0)
 
 
 @pytest.mark.parametrize(

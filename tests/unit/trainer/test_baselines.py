@@ -42,13 +42,6 @@ def test_greedy_responses_count_in_one_metric_alone_once_per_prompt() -> None:
     assert (metrics["reward/mean"], metrics["reward/max"]) == (0.5, 1.0)
 
 
-def test_without_greedy_responses_nothing_is_compared() -> None:
-    given = [rollout("a", 0, 1.0), rollout("b", 0, 0.0)]
-    assert with_baselines(given) == given
-    assert [each.baseline for each in given] == [None, None]
-    assert "reward/greedy_baseline_mean" not in rollout_metrics(given)
-
-
 def test_a_prompt_that_alone_has_no_greedy_response_is_refused() -> None:
     with pytest.raises(ValueError, match="prompt b has no greedy response"):
         with_baselines([rollout("a", 0, 1.0), rollout("a", GREEDY, 1.0), rollout("b", 0, 0.0)])

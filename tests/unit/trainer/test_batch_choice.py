@@ -20,16 +20,6 @@ def test_a_batch_takes_first_what_would_be_too_old_in_the_next_one():
     assert choose([7, 6, 6, 7], needed, 2) == [0, 1], "the others are taken as they ended"
 
 
-def test_without_staleness_a_batch_is_the_one_that_was_drawn():
-    assert room(0, 4, lag=0) == 4 and room(2, 4, lag=0) == 12 and room(2, 4, lag=2) == 4 and room(1, 4, lag=3) == 0
-    needed = urgent({3: 4}, version=3, batch_size=4)
-    assert needed == {3: 4} and not is_enough({3: 3}, needed, 4) and choose([3, 3, 3, 3], needed, 4) == [0, 1, 2, 3]
-
-
-def test_a_deadline_that_has_passed_is_met_as_early_as_there_is_room():
-    assert urgent({1: 3, 4: 3}, version=3, batch_size=2) == {1: 2, 4: 2}
-
-
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 5])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_order_of_completion_breaks_the_bound_and_every_group_is_trained_once(max_staleness, seed):

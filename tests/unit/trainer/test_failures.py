@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 
 import pytest
-import torch
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES
-from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig
+from grpo_rl.config.schema.tree import AlgorithmConfig
 from grpo_rl.data.collate import collate
-from grpo_rl.registry import needs_of
-from grpo_rl.rewards.contract import summary
 from grpo_rl.trainer.sampled.advantage import Advantage, with_baselines
-from grpo_rl.trainer.sampled.reward_failures import failure_metrics, scored, with_reward
-from grpo_rl.trainer.sampled.trained_tokens import penalize_overlong
+from grpo_rl.trainer.sampled.reward_failures import scored, with_reward
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 
@@ -49,18 +43,6 @@ def test_failures_are_told_in_one_line_with_kinds_and_causes_and_nothing_where_t
     assert len(told) == 1
 
 
-def test_each_kind_of_failure_is_told_with_its_first_cause() -> None:
-    failures = [
-        ("reward_error", "e1"),
-        ("reward_error", "e2"),
-        ("reward_error", "e3"),
-        ("reward_timeout", "t1"),
-        ("reward_timeout", "t2"),
-    ]
-    told = summary(failures, 8)
-    assert told == "5 of 8 rewards failed (3 reward_error, 2 reward_timeout), first: e1; t1; e2"
-
-
 def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_reward() -> None:
     given = [
         rollout("a", 0, 1.0),
@@ -80,34 +62,6 @@ def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_rew
     ]
     assert joined[0].failure_cause == "reward_timeout: a is too hard"
     assert [(r.prompt.uid, r.sample_index) for r in with_reward(joined)] == [("b", 0), ("c", 0)]
-
-
-def test_the_penalty_for_length_leaves_failed_rewards_as_they_are() -> None:
-    given = [rollout("a", 0, 1.0), rollout("a", 1, None, "reward_error"), rollout("a", 2, -1.0, "reward_error")]
-    penalized = penalize_overlong(given, OverlongBufferConfig(len=2), max_length=2)
-    assert [r.reward for r in penalized] == [0.0, None, -1.0]
-
-
-@pytest.mark.parametrize("name", [name for name in ADVANTAGES if "steps" not in needs_of(ADVANTAGES.get(name))])
-def test_every_estimator_takes_groups_that_have_lost_members(name: str) -> None:
-    """Groups of four, one and three: what is left is finite, and does not see what was dropped."""
-    rewards = [1.0, 0.0, 0.0, 0.5, None, None, None, 1.0, 0.0, 1.0, None, 0.5]
-    given = [
-        dataclasses.replace(rollout("abc"[place // 4], place % 4, reward, None if reward is not None else "reward_error"), baseline=0.25)
-        for place, reward in enumerate(rewards)
-    ]  # fmt: skip
-    needs = needs_of(ADVANTAGES.get(name))
-    options = {"k": 1} if "k" in inspect.signature(ADVANTAGES.get(name)).parameters else {}
-    advantage = Advantage(AlgorithmConfig(adv_estimator=name, adv_options=options), {"rule": 1.0})
-    batch = collate(with_reward(given), advantage.parts)
-    if "values" in needs:
-        batch = batch.replace(values_T=torch.zeros(batch.num_trained_tokens))
-    batch, _ = advantage(batch)
-    assert batch.token_advantages() is not None and batch.num_rollouts == 8
-    assert torch.isfinite(batch.token_advantages()).all()
-    # The best of the first group comes out above its worst ones.
-    first = batch.token_advantages()[:8].reshape(4, 2).sum(1)
-    assert first[0] > max(first[1], first[2])
 
 
 def by_rollout(name: str, given: list[Rollout]) -> dict[tuple[str, int], list[float]]:
@@ -157,10 +111,3 @@ def test_steps_of_dropped_responses_take_no_part_in_the_comparison_of_steps() ->
     for left in (((1, 0.7),), ()):
         lone = dataclasses.replace(rollout("b", 1, 0.7), steps=left)
         assert by_rollout("grpo_process", [rollout("b", 0, None, "reward_error"), lone]) == {("b", 1): [0.0, 0.0]}
-
-
-def test_groups_that_compare_nothing_any_more_are_counted() -> None:
-    given = [rollout(uid, sample, reward, None if reward is not None else "reward_error") for uid, sample, reward in LOST]
-    metrics = failure_metrics([*given, rollout("d", 0, 1.0), rollout("a", GREEDY, 1.0)])
-    assert (metrics["reward/dropped"], metrics["reward/broken_groups"]) == (4.0, 2.0)
-    assert "reward/broken_groups" not in failure_metrics(given[:3])

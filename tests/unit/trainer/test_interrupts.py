@@ -176,36 +176,6 @@ def test_an_interrupt_while_the_command_is_still_loading_is_one_line(tmp_path: P
         assert run.screen().text().replace("^C", "").split() == ["ready", "interrupted"]
 
 
-def test_a_bar_that_has_gone_may_still_be_moved(terminal: tuple[Console, Callable[..., Screen]]) -> None:
-    console, look = terminal
-    with console.progress("training", 3) as bar:
-        bar.advance()
-    bar.advance(0, "saving")
-    bar.set_total(4)
-    bar.left(5.0)
-    assert "━" not in look().text() and bar.note == "saving"
-
-
-def test_lines_from_other_threads_leave_no_piece_of_a_bar_behind(terminal: tuple[Console, Callable[..., Screen]]) -> None:
-    console, look = terminal
-    lines = [f"line {n}" for n in range(600)]
-
-    def say(mine: list[str]) -> None:
-        for line in mine:
-            console.notice(line)
-
-    speakers = [threading.Thread(target=say, args=(lines[k::3],)) for k in range(3)]
-    for thread in speakers:
-        thread.start()
-    while any(thread.is_alive() for thread in speakers):
-        with console.progress("training", 9, keep=False) as outer, console.progress("validating", keep=False):
-            outer.advance()
-    screen = look()
-    shown = screen.text().splitlines()
-    assert "━" not in screen.text() and sorted(shown) == sorted(lines)
-    assert screen.cursor_is_visible and screen.lines[screen.row] == ""
-
-
 def test_the_standard_output_of_a_process_outlives_its_reader(tmp_path: Path) -> None:
     program = (
         "import sys\n"
@@ -229,27 +199,3 @@ def test_the_standard_output_of_a_process_outlives_its_reader(tmp_path: Path) ->
     assert process.wait(60) == 7, "not rich's 1, nor Python's 120"
     log = (tmp_path / "console.log").read_text()
     assert "line 0" in log and "line 1" in log and "work: " in log
-
-
-def test_a_console_without_lasting_streams_falls_silent_and_raises_nothing(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
-    with open(writer, "w", encoding="utf-8", closefd=False) as file:
-        console = Console(file)
-        console.log_to(tmp_path / "console.log")
-        for _ in range(3):
-            console.info("a line")
-            console.table("t", [[1]])
-        console.close()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
-    assert (tmp_path / "console.log").read_text().count("a line") == 3
-
-
-def test_a_disk_that_is_full_takes_neither_the_screen_nor_the_run(tmp_path: Path) -> None:
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        console = Console(full)
-        console._log = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
-        console.info("a line")
-        console.step(1, 2, {})
-        console._log = None
-        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())

@@ -17,7 +17,7 @@ from test_sync_trainer import Policy, dataset, make_config
 from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.config.derived import iteration_of, policy_steps
 from grpo_rl.config.schema.trainer import IterateConfig
-from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore, by_rule
+from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
@@ -179,14 +179,6 @@ def test_an_iteration_refreshes_the_reference_trains_the_reward_model_and_then_t
     assert [made.rows[step].get("reward_model/replayed_pairs") for step in (1, 2, 3, 6, 7)] == [0.0, 0.0, None, 2.0, 2.0]
 
 
-def test_without_steps_of_the_reward_model_only_the_reference_is_refreshed(make):
-    made = make(total_steps=4, reward_model_steps=0, steps_per_iteration=2)
-    made.run.fit()
-    calls = [call for call in made.policy.calls if call != "save"]
-    assert calls == ["reference <- 0", *POLICY * 2, "reference <- 2", *POLICY * 2]
-    assert made.model.value == 0.0 and not (made.run.output.run_dir.checkpoints / "step_4" / FILE).exists()
-
-
 def test_the_policy_is_trained_on_the_score_alone_and_the_rules_reward_is_logged_beside_it(make):
     made = make(total_steps=3)
     made.run.fit()
@@ -210,13 +202,6 @@ def test_the_pairs_are_the_best_and_the_worst_by_the_rules_of_which_the_earlier_
     assert rows[0] == {"num_seen": 2, "num_beside": 0}
     assert [row["rewards"] for row in rows[1:]] == [[1.0, 0.0]] * 2
     assert [row["rejected"] for row in rows[1:]] == ["no idea"] * 2 and rows[1]["iteration"] == 1
-
-
-def test_where_all_of_a_group_are_alike_there_is_no_pair_and_no_update(make):
-    made = make(total_steps=1)
-    made.policy.is_solved = lambda uid: True
-    made.run.fit()
-    assert made.model.batches == [] and made.rows[1]["reward_model/new_pairs"] == 0.0
 
 
 def test_validation_measures_the_rules_and_shows_the_models_opinion(make):
@@ -313,10 +298,3 @@ def test_the_gap_grows_where_the_score_rises_and_the_rules_do_not():
     assert again(rollouts([1, 1, 0, 1], [1.0, 3.0, 1.0, 3.0]), begins=False) == later
     assert opinion(rollouts([1, 1, 0, 1], [1.0, 3.0, 1.0, 3.0]), begins=True)["iterate/gap"] == 0.0
     assert "iterate/gap" not in Opinion()(rollouts([1, 1], [1.0, 2.0]), begins=True), "no spread, no unit"
-
-
-def test_by_rule_the_labels_are_exactly_the_rules_and_a_failure_stays_one():
-    one, failed = rollouts([0.1, 0.3], [1e9, -1e9])
-    failed.failure, failed.reward, failed.reward_parts = "reward_model_error", None, {}
-    labelled = by_rule([one, failed])
-    assert labelled[0].reward == 0.1 and labelled[1].reward is None and math.isclose(one.reward or 0.0, 1e9)

@@ -59,12 +59,3 @@ def test_values_of_tokens_lie_at_the_places_of_the_turns_that_are_trained() -> N
     assert first["token_advantages"] == pytest.approx([0.1, 0.2, None, None, None, 0.3, 0.4])
     assert not {"token_ratios", "token_advantages"} & masked.keys(), "nothing was trained"
     assert not {"token_ratios", "token_advantages"} & last.keys(), "no rank has seen it, and all tokens have one advantage"
-
-
-def test_without_masks_nothing_is_left_out() -> None:
-    batch = collate([episode(0, 1.0), episode(1, 0.0)])
-    assert batch.masked_N is None
-    batch, _ = Advantage(AlgorithmConfig())(batch)
-    trained, metrics = TrainedTokens(AlgorithmConfig())(batch)
-    assert trained is batch and metrics == {}
-    assert torch.equal(trained.trained_lengths_N, torch.tensor([4, 4]))

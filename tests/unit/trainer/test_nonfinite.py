@@ -44,15 +44,6 @@ def test_with_stop_the_first_one_ends_the_run_and_its_rollouts_are_kept(run_dir:
     assert len(read_rollouts(run_dir.path / "nonfinite_step_1.jsonl")) == 2
 
 
-def test_a_resumed_run_goes_on_counting(run_dir: RunDir) -> None:
-    before = NonFiniteUpdates(TrainerConfig(max_nonfinite_steps=1), run_dir)
-    before.check(1, BAD, rollouts())
-    after = NonFiniteUpdates(TrainerConfig(max_nonfinite_steps=1), run_dir)
-    after.load_state_dict(before.state_dict())
-    with pytest.raises(DivergedError):
-        after.check(2, BAD, rollouts())
-
-
 @pytest.mark.parametrize(
     ("loss", "grad_norm", "tokens", "nonfinite", "moves"),
     [

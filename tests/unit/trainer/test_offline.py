@@ -14,17 +14,14 @@ import torch
 from test_sync_trainer import make_config
 from torch import Tensor
 
-from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.cluster.launch import newest_best
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import PolicyLossConfig
 from grpo_rl.data.row_set import TrainingRows
-from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet, supervised_batch
+from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet
 from grpo_rl.data.training_rows.pairs import PairSet
-from grpo_rl.errors import CheckpointError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -84,17 +81,6 @@ class Learner:
 
     def saved(self, wait_s: float) -> Files | None:
         return self._written
-
-
-def test_its_loss_is_the_mean_cross_entropy_of_the_answers_tokens() -> None:
-    batch = supervised_batch([shown((5, 6), (8, 9)), shown((4,), (3,))])
-    logprobs_T = torch.tensor([-0.5, -1.5, -4.0], requires_grad=True)
-    # Advantages that would turn everything round, if they were read.
-    inputs = LossInput(logprobs_T, -torch.ones(3), Segments(batch.trained_lengths_N))
-    loss, stats = Objective(loss_mode="sft")(inputs, batch.counts())
-    assert float(loss.detach()) == pytest.approx(2.0) == float(stats["share/pg_loss"])
-    loss.backward()
-    assert logprobs_T.grad.tolist() == pytest.approx([-1 / 3] * 3)
 
 
 # ---- the schedule in a run -------------------------------------------------------------------------------
@@ -208,13 +194,6 @@ def test_a_resumed_run_goes_on_with_the_exact_next_rows(tmp_path: Path) -> None:
     assert trained(first) + trained(second) == trained(whole)
 
 
-def test_other_training_data_are_refused_on_resuming(tmp_path: Path) -> None:
-    run_of(tmp_path, Learner(), 2, save_freq=2).fit()
-    again = run_of(tmp_path, Learner(), 4, rows=8, save_freq=2)
-    with pytest.raises(CheckpointError, match=r"the training data have changed since the checkpoint: .*num_rows=8"):
-        again.resume(again.store.folder / "step_2")
-
-
 def test_training_ends_when_the_validation_loss_has_not_fallen_for_long_enough(tmp_path: Path, capsys: Any) -> None:
     losses = [1.0, 0.5, 0.6, 0.4, 0.4, math.nan, 0.1]
     actor = Learner(losses=[loss for loss in losses for _ in range(2)])  # three rows are two batches
@@ -277,19 +256,3 @@ def test_every_epoch_visits_every_row_once_in_a_new_order():
     assert sorted(first) == sorted(second) == list(range(6))
     assert first != second
     assert reported == [(0, 1.0), (1, 1 / 2), (2, 1 / 3), (3, 1 / 4)]
-
-
-def test_rows_left_over_at_the_end_of_an_epoch_open_the_next_batch():
-    steps, _ = fit(num_rows=5, num_steps=5, batch_size=3, seed=1)
-    drawn = [row for step in steps for row in step]
-    assert sorted(drawn[:5]) == sorted(drawn[5:10]) == sorted(drawn[10:]) == list(range(5))
-
-
-def test_a_batch_may_be_larger_than_the_data():
-    steps, _ = fit(num_rows=2, num_steps=1, batch_size=5, seed=0)
-    assert sorted(steps[0][:2]) == sorted(steps[0][2:4]) == [0, 1]
-
-
-def test_the_order_depends_on_the_seed_alone():
-    assert fit(20, 3, 6, seed=4) == fit(20, 3, 6, seed=4)
-    assert fit(20, 3, 6, seed=4) != fit(20, 3, 6, seed=5)

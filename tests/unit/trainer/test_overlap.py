@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import signal
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -84,18 +83,6 @@ def test_async_trains_every_prompt_once_and_no_token_beyond_the_bound(make, max_
     assert sum(version == 0 for _, version in pool.asked) == (max_staleness + 1) * BATCH
 
 
-def test_responses_live_through_weight_updates_and_each_token_is_labelled(make):  # noqa: F811
-    pool = Pool(lambda uid, sample: 12, slots=4)
-    actor = Actor(pool, ticks=5)
-    run, _ = make(config_of("async", max_staleness=3), 6, with_val=False, rows=12, policy=actor, pool=pool)
-    seen: list[Rollout] = []
-    train = run.schedule.train
-    run.schedule.train = lambda selected, timer: seen.extend(selected.trained) or train(selected, timer)
-    run.fit()
-    assert any(len(rollout.versions) > 1 for rollout in seen)
-    assert all(sum(number for _, number in rollout.versions) == 12 for rollout in seen)
-
-
 def test_async_without_staleness_is_the_synchronous_schedule(make):  # noqa: F811
     trained, samplings = [], []
     for schedule in ("sync", "async"):
@@ -145,22 +132,6 @@ def test_a_validation_waits_for_the_batch_that_is_sampled_where_weights_must_not
     assert versions == {"one_step_off": {1}, "async": {1, 2}}
 
 
-def test_long_responses_are_not_starved(make):  # noqa: F811
-    lengths = {}
-    for schedule, staleness in (("sync", 1), ("async", 4)):
-        pool = Pool(long_tailed(7), slots=6)
-        config = config_of(schedule, max_staleness=staleness)
-        run, _ = make(config, 15, with_val=False, rows=30, policy=Actor(pool, ticks=4), pool=pool)
-        run.fit()
-        by_step = ledger(run)
-        lengths[schedule] = [statistics.mean(length for _, length in by_step[step]) for step in sorted(by_step)]
-        everything = sorted(rollout for rollouts in by_step.values() for rollout in rollouts)
-        lengths[schedule + " all"] = everything
-    assert lengths["sync all"] == lengths["async all"], "the same responses, so the same mean length"
-    # What ends first is trained first, and no more than the bound ahead: over each half of the run the means are alike.
-    assert lengths["sync"] != lengths["async"]
-
-
 def test_a_rollout_that_broke_the_bound_is_dropped_with_its_group_and_asked_for_again(make):  # noqa: F811
     class Late(Pool):
         """Hands over one response with a token of much older weights than it can have."""
@@ -181,16 +152,6 @@ def test_a_rollout_that_broke_the_bound_is_dropped_with_its_group_and_asked_for_
     assert [row["rollouts/dropped_stale"] for row in rows].count(N) == 1 and max(row["staleness/max"] for row in rows) <= 1
     assert_each_prompt_is_trained_once(run, 6)
     assert max(Counter(uid for uid, _ in pool.asked).values()) == 2 and len(pool.asked) == 6 * BATCH + 1
-
-
-def test_weights_are_sent_as_rarely_as_is_asked(make):  # noqa: F811
-    pool = Pool(slots=4)
-    config = config_of("async", max_staleness=3, sync_every=2)
-    run, _ = make(config, 7, with_val=False, rows=20, policy=Actor(pool), pool=pool)
-    run.fit()
-    assert [call for call in pool.calls if call.startswith("sync")] == ["sync 0", "sync 2", "sync 4", "sync 6"]
-    assert max(row["staleness/max"] for row in rows_of(run)) <= 3
-    assert_each_prompt_is_trained_once(run, 7)
 
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])
@@ -290,17 +251,6 @@ def test_groups_without_a_signal_are_left_out_and_learnt_prompts_retire(make, sc
     trained = {uid.partition("-")[2] for rollouts in ledger(run).values() for uid, _ in rollouts}
     assert trained == {"r2", "r3", "r4", "r5"}
     assert min(row["filter_groups/kept_fraction"] for row in rows) < 1
-
-
-def test_a_greedy_baseline_belongs_to_its_group(make):  # noqa: F811
-    pool = Pool(long_tailed(2), slots=5)
-    config = config_of("async", algorithm=AlgorithmConfig(adv_estimator="remax"), max_staleness=2)
-    actor = Actor(pool)
-    run, _ = make(config, 4, with_val=False, rows=8, policy=actor, pool=pool)
-    run.fit()
-    assert_each_prompt_is_trained_once(run, 4)
-    assert all(batch.num_rollouts == BATCH * N for batch in actor.trained)
-    assert all(row["reward/greedy_baseline_mean"] == 0 for row in rows_of(run))
 
 
 def test_other_data_begin_without_the_prompts_of_the_old_ones(make):  # noqa: F811

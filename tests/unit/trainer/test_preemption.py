@@ -126,29 +126,6 @@ def test_a_step_that_was_saved_and_not_logged_is_logged_by_the_run_that_goes_on(
     assert learnt(resumed) == expected and policy.calls == ["load"]
 
 
-@pytest.mark.parametrize("now", ["1a2b", "3c4d"])
-def test_a_run_that_goes_on_with_other_code_says_so_in_one_line(make, capsys, now):  # noqa: F811
-    trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
-    trainer.context.code = "1a2b"
-    trainer.fit()
-    resumed, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
-    resumed.context.code = now
-    capsys.readouterr()
-    resumed.resume(trainer.store.folder / "step_1")
-    printed = capsys.readouterr()
-    said = [line for line in (printed.out + printed.err).splitlines() if "the code is another" in line]
-    assert len(said) == (now != "1a2b") and all("1a2b -> 3c4d" in line for line in said)
-
-
-def test_before_the_first_step_is_done_there_is_nothing_to_save(make, listening, monkeypatch):  # noqa: F811
-    trainer, policy = make(make_config(), total_steps=2, with_val=False)
-    listening(trainer)
-    interrupt_at(policy, monkeypatch, "generate", 1)
-    with pytest.raises(Preempted, match="no step was done, so the same command begins anew"):
-        trainer.fit()
-    assert steps_saved(trainer) == []
-
-
 def test_the_status_tells_phase_step_and_last_commit(make, tmp_path):  # noqa: F811
     trainer, policy = make(make_config(save_freq=2), total_steps=3, with_val=False)
     trainer.output.status = Status(tmp_path / "status.json")

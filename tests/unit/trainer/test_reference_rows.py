@@ -98,15 +98,6 @@ def test_a_row_that_was_not_looked_at_and_has_other_tokens_is_refused_when_it_is
         found.fill("train", [2, 3], other.batch([2, 3]))
 
 
-def test_rows_that_cannot_be_used_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = pairs(tmp_path, [*SUMS[:2], {**SUMS[0], "chosen": " "}, SUMS[3]], on_bad_row="skip")
-    data._rows = None  # as of a data set that is too large to be checked whole
-    found = prepare(tmp_path, TrainingRows(data), policy := Policy())
-    assert policy.asked == 2 * 3
-    filled = found.fill("train", [3, 1], data.batch([3, 1]))
-    assert filled.ref_logprobs_T is not None and len(filled.ref_logprobs_T) == filled.num_trained_tokens
-
-
 def test_logprobs_that_are_not_finite_end_the_run_and_are_not_kept(tmp_path: Path) -> None:
     class Broken(Policy):
         def logprobs(self, batch: Batch) -> Tensor:

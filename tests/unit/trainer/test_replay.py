@@ -45,21 +45,6 @@ def test_the_replayed_pairs_are_their_share_of_all_batches_together_however_smal
     assert replayed / (new + replayed) == pytest.approx(share, abs=1 / (new + replayed))
 
 
-def test_the_first_iteration_has_nothing_to_replay_and_owes_nothing_for_it():
-    history = ReplayHistory(100, 0.5, seed=1)
-    assert history.draw(8, 1, 1) == []
-    history.add(pairs(range(8), 1), 1)
-    assert history.draw(8, 1, 2) == []
-    assert len(history.draw(8, 2, 3)) == 8, "and nothing is owed for the first"
-
-
-def test_no_more_are_drawn_than_there_are_and_none_twice():
-    history = ReplayHistory(100, 0.9, seed=1)
-    history.add(pairs(range(4), 1), 1)
-    chosen = history.draw(64, 2, 5)
-    assert [pair.number for pair in chosen] == [0, 1, 2, 3]
-
-
 def test_a_draw_changes_nothing_and_depends_on_the_seed_and_the_step_alone():
     history, same, other = filled(share=0.5), filled(share=0.5), filled(share=0.5, seed=2)
     numbers = [pair.number for pair in history.draw(8, 3, 7)]
@@ -80,14 +65,6 @@ def test_a_full_history_is_an_even_sample_of_all_pairs_that_were_made():
         counts.update(pair.iteration for pair in history.pairs)
     # 1,000 each are expected, with a standard deviation of about 25 (hypergeometric, 200 draws of 20 of 100).
     assert all(abs(counts[iteration] - 1000) < 120 for iteration in range(1, 5)), counts
-
-
-def test_one_batch_after_the_other_keeps_what_all_at_once_would():
-    at_once, in_parts = ReplayHistory(10, 0.1, 3), ReplayHistory(10, 0.1, 3)
-    at_once.add(pairs(range(60), 1), 1)
-    for first in range(0, 60, 6):
-        in_parts.add(pairs(range(first, first + 6), 1), 1)
-    assert [p.number for p in at_once.pairs] == [p.number for p in in_parts.pairs]
 
 
 def test_a_history_that_was_saved_goes_on_as_if_nothing_had_been(tmp_path: Path):
@@ -119,10 +96,3 @@ def test_a_checkpoint_without_a_history_or_with_a_broken_one_is_refused(tmp_path
     (tmp_path / FILE).write_text('{"num_seen": 1, "num_beside": 0}\n{"number": 0}\n')
     with pytest.raises(CheckpointError, match=r"replay\.jsonl cannot be used: KeyError"):
         filled().load(tmp_path)
-
-
-def test_a_smaller_bound_at_a_resume_keeps_the_pairs_that_it_would_have_kept_from_the_beginning(tmp_path: Path):
-    history, smaller, always = filled(100), ReplayHistory(10, 0.1, 1), filled(10)
-    history.save(tmp_path)
-    smaller.load(tmp_path)
-    assert [pair.number for pair in smaller.pairs] == [pair.number for pair in always.pairs]

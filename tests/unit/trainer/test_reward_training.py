@@ -16,7 +16,6 @@ from grpo_rl.trainer.rows.reward_training import RowScores, quality, scored_rows
 from grpo_rl.types import Batch
 
 PAIRS = RewardModelTrainConfig(center_coef=0.1)
-STEPS = RewardModelTrainConfig(loss="steps")
 
 
 class Rows(list[Pair]):
@@ -40,19 +39,6 @@ def test_the_quality_of_pairs_by_hand():
     sure = [1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(-2.0))]
     assert found["val/brier"] == pytest.approx(((1 - sure[0]) ** 2 + sure[1] ** 2) / 2)
     assert found["val/calibration_error"] == pytest.approx((1 - sure[0] + sure[1]) / 2)
-
-
-def test_neutral_steps_count_in_the_loss_only():
-    found = quality(RowScores(scores_K=column(2.0, -1.0, 3.0), labels_K=column(1.0, 0.0, 0.5)), STEPS)
-    losses = [math.log1p(math.exp(-2.0)), math.log1p(math.exp(-1.0)), math.log1p(math.exp(-3.0)) + 1.5]
-    assert found["val/loss"] == pytest.approx(sum(losses) / 3)
-    assert found["val/accuracy"] == 1.0 and found["val/auc"] == 1.0 and found["val/good"] == 0.5
-
-
-def test_a_new_head_prefers_nothing_and_has_no_calibration_yet():
-    found = quality(RowScores(column(0.0, 0.0), column(0.0, 0.0), column(0.0, 0.0)), PAIRS)
-    assert found["val/loss"] == pytest.approx(math.log(2)) and found["val/accuracy"] == 0.5 == found["val/auc"]
-    assert "val/brier" not in found and "val/calibration_error" not in found
 
 
 def test_all_rows_are_scored_in_their_order_whatever_the_batch():

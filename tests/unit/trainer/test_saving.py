@@ -89,17 +89,6 @@ def test_a_disk_without_room_for_a_runs_own_checkpoint_does_not_end_it(make, mon
     assert "no other checkpoint to go back to" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_checkpoint_is_committed_at_the_next_phase_after_it_is_written(make, monkeypatch):  # noqa: F811
-    trainer, policy = make(make_config(save_freq=1), total_steps=2, with_val=False)
-    Slow(policy, looks=1).install(monkeypatch)
-    ended = saving.BackgroundThread.ended
-    monkeypatch.setattr(saving.BackgroundThread, "ended", lambda self, wait_s: ended(self, 10.0))  # a disk that is quick
-    seen = []
-    policy.is_solved = lambda uid: bool(seen.append((trainer.step, trainer.store.steps()))) or False
-    trainer.fit()
-    assert (2, [1]) in seen
-
-
 def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make, monkeypatch):  # noqa: F811
     trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=1), total_steps=5, with_val=False)
     store, events = trainer.store, []
@@ -173,22 +162,6 @@ def configured(in_background: bool, **trainer: Any) -> Any:
     return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor))
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_run_may_train_on_through_failing_saves_and_says_so(make, capsys, in_background):  # noqa: F811
-    config = configured(in_background, save_freq=1, on_save_error="continue", val_before_train=False)
-    trainer, policy = make(config, total_steps=4, with_val=False)
-    faults.arm("ckpt.call:enospc@call=open,file=manifest.json,n=2;ckpt.call:eio@call=rename,file=step_3")
-    try:
-        trainer.fit()
-    finally:
-        faults.arm("")
-    assert policy.version == 4 and trainer.store.steps() == [1, 4]
-    # A save that fails in the background is counted in the step in which it is found out.
-    assert failed_saves(trainer) == ([None, None, 1.0, 2.0] if in_background else [None, 1.0, 2.0, 2.0])
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("NOT SAVED") == 2 and "No space left on device" in said
-
-
 def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make):  # noqa: F811
     config = make_config(save_freq=2, on_save_error="continue")
     for count, steps in ((1, [2]), (2, [])):
@@ -219,14 +192,6 @@ def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhil
     with pytest.raises(ClusterError, match="actor0 died"):
         trainer.fit()
     assert trainer.store.steps() == [1]
-
-
-def test_a_full_disk_is_told_before_anything_is_written(make, monkeypatch):  # noqa: F811
-    trainer, policy = make(make_config(save_freq=1), total_steps=1, with_val=False)
-    monkeypatch.setattr(policy, "save_bytes", lambda: 10**18)
-    with pytest.raises(CheckpointError, match=r"nothing was written\); it needs 909494.7 TiB"):
-        trainer.fit()
-    assert "save" not in policy.calls
 
 
 @pytest.mark.parametrize(

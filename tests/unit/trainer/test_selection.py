@@ -14,12 +14,11 @@ from grpo_rl.config.schema.tree import (
     DataConfig,
     FilterGroupsConfig,
     OverlongBufferConfig,
-    RewardConfig,
 )
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import ConfigError, DataError, RewardError
+from grpo_rl.errors import DataError, RewardError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.trainer.sampled.selection import Selection, check_metric, metric_of
+from grpo_rl.trainer.sampled.selection import Selection, metric_of
 from grpo_rl.trainer.sampled.trained_tokens import penalize_overlong
 from grpo_rl.types import Prompt, Rollout
 
@@ -60,11 +59,6 @@ def uids(rollouts: Sequence[Rollout]) -> list[str]:
     return list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))
 
 
-def test_without_a_filter_every_group_is_trained(data):
-    selected = Selection(config_of(), data, FACTORS).next(answers({0: SOLVED, 1: FAILED}))
-    assert uids(selected.trained) == ["e0-r0", "e0-r1"] and selected.metrics == {}
-
-
 def test_rollouts_whose_reward_failed_are_sampled_and_not_trained(data):
     selected = Selection(config_of(), data, FACTORS).next(answers({0: [1.0, None, 0.0], 1: [None, None, None]}))
     assert [rollout.reward for rollout in selected.trained] == [1.0, 0.0]
@@ -93,13 +87,6 @@ def test_groups_without_signal_are_replaced_by_those_of_further_prompts(data):
     assert [rollout.reward for rollout in selected.trained] == MIXED + MIXED
     assert uids(selected.sampled) == [f"e0-r{row}" for row in range(6)]
     assert selected.metrics == {"filter_groups/num_gen_batches": 3.0, "filter_groups/kept_fraction": 0.5}
-
-
-def test_a_batch_of_prompts_may_be_larger_than_what_is_trained(data):
-    selection = Selection(config_of({}, gen_batch_size=3), data, FACTORS)
-    sample = answers({0: SOLVED, 1: MIXED, 2: MIXED, 3: MIXED, 4: MIXED, 5: MIXED})
-    assert uids(selection.next(sample).trained) == ["e0-r1", "e0-r2"]
-    assert uids(selection.next(sample).trained) == ["e0-r3", "e0-r4"]
 
 
 def test_too_few_groups_with_signal_end_the_run_with_the_numbers_and_the_keys(data):
@@ -148,16 +135,6 @@ def test_the_score_is_the_weighted_sum_of_the_parts(data):
         metric_of(rollout, "acc", {})
 
 
-def test_a_metric_that_no_reward_has_is_refused_before_anything_starts():
-    config = Config(reward=RewardConfig(functions=["auto", "0.2*format"]))
-    for possible in ("score", "seq_reward", "auto", "format", "auto/steps", "acc"):
-        check_metric(possible, config)
-    with pytest.raises(ConfigError, match=r"=acccuracy: no part .* one of score, seq_reward, auto, format"):
-        check_metric("acccuracy", config)
-    with pytest.raises(ConfigError):
-        check_metric("overlong", config)
-
-
 # ---- prompts that are learnt ------------------------------------------------------------------------------
 
 
@@ -176,29 +153,12 @@ def test_learnt_prompts_are_not_drawn_in_later_epochs(data):
     assert not selection.exhausted
 
 
-def test_solved_prompts_retire_though_their_groups_are_not_trained(data):
-    selection = Selection(config_of({"refill": False}, retire_above=1.0), data, FACTORS)
-    assert selection.next(answers({0: SOLVED, 1: MIXED})).metrics["data/retired_fraction"] == 1 / 6
-
-
-def test_what_counts_as_passing_is_configured(data):
-    selection = Selection(config_of(retire_above=1.0, retire_score=0.5), data, FACTORS)
-    assert selection.next(answers({0: [0.5, 0.7], 1: [0.4, 1.0]})).metrics["data/retired_fraction"] == 1 / 6
-
-
 def test_fewer_prompts_than_a_batch_are_the_end_of_the_data(data):
     selection = Selection(config_of(retire_above=0.9), data, FACTORS)
     sample = answers({0: SOLVED, 1: SOLVED, 2: SOLVED, 3: SOLVED, 4: SOLVED, 5: FAILED})
     ends = [selection.next(sample) and selection.exhausted for _ in range(3)]
     assert ends == [False, False, True]
     with pytest.raises(DataError, match="fewer than 2 of 6 training rows are left"):
-        selection.next(sample)
-
-
-def test_refilling_stops_where_all_other_prompts_are_retired(data):
-    selection = Selection(config_of({}, retire_above=0.9), data, FACTORS)
-    sample = answers({0: SOLVED, 1: SOLVED, 2: SOLVED, 3: SOLVED, 4: SOLVED, 5: MIXED})
-    with pytest.raises(DataError, match=r"only 1 of 6 groups .* in 3 batches .* all other prompts are retired"):
         selection.next(sample)
 
 

@@ -61,13 +61,6 @@ def test_a_step_that_will_not_end_in_time_or_has_taken_too_long_already_is_left(
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_second_sigterm_changes_nothing(stop: Stop) -> None:
-    stop.phase("update_actor")
-    signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGTERM)
-    assert stop.signal == "SIGTERM"
-
-
 def test_who_had_the_signals_before_gets_them_back() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     stop = Stop()
@@ -87,14 +80,6 @@ def ending(program: str) -> tuple[int, str]:
 def test_a_second_interrupt_ends_the_process_at_once() -> None:
     code, err = ending(
         "stop = Stop(60.0); stop.listen(); stop.phase('save')\n"
-        "signal.raise_signal(signal.SIGINT); time.sleep(ONE_PRESS_S + 0.1); signal.raise_signal(signal.SIGINT); time.sleep(60)"
-    )
-    assert code == 130 and "ended at once" in err
-
-
-def test_a_second_interrupt_ends_a_process_that_was_asked_to_stop_by_another_signal_before() -> None:
-    code, err = ending(
-        "stop = Stop(60.0); stop.listen(); stop.phase('save'); signal.raise_signal(signal.SIGTERM)\n"
         "signal.raise_signal(signal.SIGINT); time.sleep(ONE_PRESS_S + 0.1); signal.raise_signal(signal.SIGINT); time.sleep(60)"
     )
     assert code == 130 and "ended at once" in err

@@ -320,16 +320,6 @@ def test_groups_become_pairs_which_are_trained_whole_and_without_advantages(make
     assert [record["advantage"] for record in records] == [1.0, -1.0, *[None] * 6]
 
 
-def test_a_step_whose_groups_are_all_ties_makes_no_update(make):
-    trainer, policy = make(with_loss(make_config(), "dpo"), total_steps=2, with_val=False, reference=True)
-    policy.is_solved = lambda uid: policy.version == 0 and len(policy.prompts) == 1
-    trainer.fit()
-    assert policy.calls == ["sync", "generate 2x4", "sync", "generate 2x4", "old", "ref", "update"]
-    first, second = read_metrics(trainer.output.run_dir.metrics_file)
-    assert (first["pairs/num_pairs"], first["pairs/tied_fraction"]) == (0.0, 1.0) and "actor/loss" not in first
-    assert (second["pairs/num_pairs"], second["pairs/tied_fraction"]) == (2.0, 0.0)
-
-
 def test_validation_comes_before_the_first_step_every_so_often_and_at_the_end(make):
     trainer, policy = make(make_config(test_freq=2), total_steps=5)
     trainer.fit()
@@ -352,12 +342,6 @@ def test_validation_is_greedy_and_training_is_seeded_anew_in_every_step(make):
     assert again[1].samplings == policy.samplings
 
 
-def test_without_validation_data_there_is_none(make):
-    trainer, policy = make(make_config(), total_steps=1, with_val=False)
-    trainer.fit()
-    assert policy.calls == STEP
-
-
 def test_validation_only_trains_nothing_even_after_a_resume(make):
     trainer, policy = make(make_config(save_freq=1), total_steps=1, with_val=False)
     trainer.fit()
@@ -368,13 +352,6 @@ def test_validation_only_trains_nothing_even_after_a_resume(make):
     trainer, policy = make(make_config(val_only=True), total_steps=5)
     trainer.fit()
     assert policy.calls == VALIDATION
-
-
-def test_checkpoints_are_written_every_so_often_and_at_the_end(make):
-    trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=2), total_steps=5, with_val=False)
-    trainer.fit()
-    assert policy.calls.count("save") == 3 and "export" not in policy.calls
-    assert trainer.store.steps() == [4, 5]
 
 
 def test_a_checkpoint_holds_a_model_folder_where_it_was_asked_for(make):
@@ -503,15 +480,6 @@ def test_further_prompts_are_sampled_until_enough_groups_have_a_signal(make):
     records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
     trained = {record["uid"] for record in records if record["advantage"] is not None}
     assert len(records) == 16 and trained == {"e0-r1", "e0-r2"}
-
-
-def test_a_step_without_any_signal_trains_nothing(make):
-    trainer, policy = make(filtering({}, {"refill": False}), total_steps=1, with_val=False)
-    policy.is_solved = lambda uid: True
-    trainer.fit()
-    assert policy.calls == ["sync", "generate 2x4"]
-    [row] = read_metrics(trainer.output.run_dir.metrics_file)
-    assert row["reward/mean"] == 1.0 and row["filter_groups/kept_fraction"] == 0.0
 
 
 def test_training_ends_in_good_order_when_all_prompts_are_learnt(make, capsys):

@@ -51,11 +51,6 @@ def test_the_penalty_is_in_the_reward_and_a_part_of_its_own() -> None:
     ]
 
 
-def test_without_a_buffer_rewards_stay_what_they_are() -> None:
-    (out,) = penalize_overlong([rollout(10, 1.0)], OverlongBufferConfig(), max_length=10)
-    assert (out.reward, out.reward_parts) == (1.0, {"mine": 1.0})
-
-
 def test_without_correction_nothing_is_weighed_and_the_distance_is_left_to_the_actor() -> None:
     out, metrics = trained(make_batch([0.1, -0.3], [1, 1]))
     assert out.num_trained_tokens == 2 and out.weights_T is None and metrics == {}
@@ -63,13 +58,6 @@ def test_without_correction_nothing_is_weighed_and_the_distance_is_left_to_the_a
     _, measured = trained(make_batch([0.1, -0.3], [1, 1]), rollout_is="token")
     assert measured["rollout_corr/kl"] == pytest.approx(0.1, abs=1e-6)
     assert measured["rollout_corr/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
-
-
-def test_weights_are_ratios_cut_at_two_where_nothing_else_is_said() -> None:
-    out, _ = trained(make_batch([0.0, math.log(1.5), math.log(3.0)], [2, 1]), rollout_is="token")
-    assert out.weights_T.tolist() == pytest.approx([1.0, 1.5, 2.0])
-    out, _ = trained(make_batch([0.0, math.log(1.5), math.log(3.0)], [2, 1]), rollout_is="sequence", rollout_is_threshold=2.5)
-    assert out.weights_T.tolist() == pytest.approx([1.5, 1.5, 2.5])
 
 
 def test_what_is_outside_the_bounds_is_not_trained() -> None:
@@ -95,11 +83,6 @@ def test_rejections_are_made_among_the_responses_that_were_not_truncated() -> No
     bounds = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [1.5]}
     out, _ = trained(make_batch([0.0, 0.0, 3.0], [1, 1, 1], [False, True, False]), mask_truncated=True, **bounds)
     assert (out.positions_T.tolist(), out.trained_lengths_N.tolist()) == ([1], [1, 0, 0])
-
-
-def test_with_bypass_the_engines_own_logprobs_are_compared_with_nothing() -> None:
-    out, metrics = trained(make_batch([0.0], [1]), bypass_mode=True)
-    assert metrics == {} and out.num_trained_tokens == 1 and out.weights_T is None
 
 
 def test_a_step_whose_responses_were_all_cut_off_trains_nothing_and_its_metrics_say_so() -> None:
