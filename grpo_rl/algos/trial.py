@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-import sys
+import io
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -114,10 +113,12 @@ def pair_input() -> LossInput:
     """Return four pairs with every optional column, in which either response is the longer or the preferred one."""
     lengths_N, group_N = torch.tensor([30, 18, 24, 48, 36, 42, 12, 6]), torch.arange(4).repeat_interleave(2)
     generator = torch.Generator().manual_seed(0)
-    num_tokens = int(lengths_N.sum())
-    policy_T, old_T, ref_T, rollout_T = -0.02 - 3.0 * torch.rand(4, num_tokens, generator=generator, dtype=torch.float64)
+    policy_T, old_T, ref_T, rollout_T = -0.02 - 3.0 * torch.rand(
+        4, int(lengths_N.sum()), generator=generator, dtype=torch.float64
+    )
     chosen_N = torch.tensor([True, False, False, True, True, False, False, True])
-    return LossInput(
+    return replace(
+        loss_input(),
         policy_logprobs_T=policy_T.requires_grad_(),
         advantages_T=(2.0 * chosen_N.double() - 1.0).repeat_interleave(lengths_N),
         segments=Segments(lengths_N),
@@ -125,7 +126,7 @@ def pair_input() -> LossInput:
         ref_logprobs_T=ref_T,
         rollout_logprobs_T=rollout_T,
         entropy_T=(3.0 * old_T).abs(),
-        weights_T=torch.ones(num_tokens),
+        weights_T=torch.ones(len(policy_T)),
         group_N=group_N,
         chosen_N=chosen_N,
         group_tokens_N=group_tokens(lengths_N, group_N),
@@ -150,31 +151,10 @@ def recorder(inputs: T, read: set[str]) -> T:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Keep off the screen what a function prints while it is tried, and what programs print that it starts.
-
-    A trial's output has no meaning for a reader, and nothing hides the secrets of the environment in it, as the logs of
-    workers do.
-    """
-    streams = (sys.stdout, sys.stderr)
-    kept = []
-    with contextlib.ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
-        for descriptor in (1, 2):
-            with contextlib.suppress(OSError):  # closed: nothing can be printed to it
-                kept.append((descriptor, os.dup(descriptor)))
-        for stream in streams:
-            if stream is not None:
-                stream.flush()
-        sys.stdout = sys.stderr = nowhere
-        for descriptor, _ in kept:
-            os.dup2(nowhere.fileno(), descriptor)
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = streams
-            for descriptor, copy in kept:
-                os.dup2(copy, descriptor)
-                os.close(copy)
+    """Keep off the screen what a function prints while it is tried: it has no meaning for a reader."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
 
 
 @unheard()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -26,7 +25,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     metrics = failure_metrics(rollouts)
     if rewards:
         metrics |= {"reward/mean": _mean(rewards), "reward/max": max(rewards), "reward/min": min(rewards)}
-        metrics["reward/std"] = statistics.pstdev(rewards)
+        metrics["reward/std"] = float(np.std(rewards))
     metrics |= episode_metrics([rollout for rollout in rollouts if rollout.episode is not None])
     metrics["response_length/clip_ratio"] = _mean([float(rollout.finish_reason == "length") for rollout in rollouts])
     # One per prompt, which has as many equal ones as it has rollouts.
@@ -40,7 +39,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     # A part called `answer` is there for majority votes; its mean has no meaning.
     for name, values in parts.items():
         if name.rpartition("/")[2] != "answer":
-            metrics |= {f"reward/{name}": _mean(values), f"reward/{name}/std": statistics.pstdev(values)}
+            metrics |= {f"reward/{name}": _mean(values), f"reward/{name}/std": float(np.std(values))}
     return metrics
 
 
