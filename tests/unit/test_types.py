@@ -74,25 +74,10 @@ def test_any_split_put_together_again_is_the_batch(lengths, random, optional):
         assert (before is None and after is None) or torch.equal(before, after), column.name
 
 
-@given(rollout_lengths)
-def test_numbers_of_rollouts_and_tokens_are_those_of_the_columns(lengths):
-    batch = make_batch(lengths)
-    assert batch.num_rollouts == len(lengths)
-    assert batch.num_trained_tokens == sum(r for _, r in lengths) == batch.counts().num_tokens
-    assert batch.sequence_lengths_N.tolist() == [p + r for p, r in lengths]
-
-
 def test_counts_leave_out_rollouts_and_groups_without_a_trained_token():
     batch = make_batch([(2, 3), (2, 0), (1, 0), (1, 1), (1, 4)], groups=[0, 0, 1, 2, 2])
     assert batch.counts() == Counts(num_tokens=8, num_sequences=3, num_groups=2)
     assert make_batch([(2, 0)]).counts() == Counts(0, 0, 0)
-
-
-def test_replacing_a_column_leaves_the_others_and_the_original_alone():
-    batch = make_batch([(1, 2)])
-    changed = batch.replace(advantages_T=torch.tensor([1.0, 2.0]))
-    assert changed.advantages_T.tolist() == [1, 2] and batch.advantages_T is None
-    assert changed.token_ids_S is batch.token_ids_S
 
 
 # ---- which tokens are trained -------------------------------------------------------------------------

@@ -81,8 +81,6 @@ class ReplicaPool:
         """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
         self._ended: dict[str, ReceivedReport] = {}
         """Reports that were not handed over yet, in the order in which their requests ended."""
-        self._num_forgotten = 0
-        """The number of calls of `forget`."""
         self._quiet_s = 0.0
         """Seconds that the pool has waited since a response ended."""
 
@@ -242,21 +240,16 @@ class ReplicaPool:
         when a replica fails that cannot be replaced, or when nothing ends for `trainer.step_timeout_s`.
         """
         deadline = None if wait_s is None else time.monotonic() + wait_s
-        pending = None if only is None else set(only) & self._wanted.keys()
-        num_forgotten = self._num_forgotten
+        chosen = None if only is None else set(only)
         while True:
-            found = [one for one in self._ended if pending is None or one in pending]
+            found = [one for one in self._ended if chosen is None or one in chosen]
             for one in found:
                 # The caller may do anything between two of them, such as to forget some.
                 if one in self._ended:
                     yield self._hand_over(one)
-            if pending is not None:
-                pending.difference_update(found)
-                if num_forgotten != self._num_forgotten:
-                    num_forgotten, pending = self._num_forgotten, pending & self._wanted.keys()
             if found:
                 continue
-            if not (self._wanted if pending is None else pending):
+            if not self._wanted or (chosen is not None and chosen.isdisjoint(self._wanted)):
                 return
             left_s = POLL_S * 2 if deadline is None else min(POLL_S * 2, deadline - time.monotonic())
             if left_s < 0:
@@ -266,7 +259,6 @@ class ReplicaPool:
     def forget(self, ids: Collection[str]) -> None:
         """Hand these rollouts over no more. Engines that have begun them end them, and their answers are dropped."""
         self._ledger.forget(ids)
-        self._num_forgotten += 1
         for one in ids:
             self._wanted.pop(one, None)
             self._ended.pop(one, None)

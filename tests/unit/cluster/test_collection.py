@@ -20,7 +20,6 @@ from grpo_rl.config.schema.tree import (
     RolloutConfig,
 )
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.types import Metrics, Prompt, Rollout, Sampling
@@ -132,12 +131,3 @@ def test_what_was_sampled_with_other_settings_is_not_taken_over(tmp_path: Path) 
 
     assert files.has(settings(max_per_prompt=1))
     assert not files.has(settings(max_per_prompt=2)) and not files.has(settings(max_per_prompt=1, min_reward=0.5))
-
-
-def test_nothing_right_is_an_error_that_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"none of the 24 responses to 8 prompts has a reward of .*min_reward=1 \(mean reward -2\)"
-    ):
-        collect(tmp_path, Pool(), reward=Odd(0.0))
-    with pytest.raises(DataError, match="in none of the 8 groups of 3 responses is one better"):
-        collect(tmp_path / "pairs", Pool(), reward=Odd(0.0), pairs=True)

@@ -16,8 +16,6 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch
-from grpo_rl.cluster.roles.reference_role import ReferenceRole
-from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.plan.decisions import OldLogprobs
@@ -132,19 +130,6 @@ def test_a_rank_without_rollouts_is_asked_for_an_empty_pass():
     assert [rows for _, rows in ranks.asked[0][1]] == [[(0,)], [()], [()]]
 
 
-def test_the_reference_fills_both_columns_for_the_full_kl():
-    batch = make_batch([(1, 2), (3, 1), (1, 4)])
-
-    def answer(shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, torch.Tensor]]:
-        assert want_hidden
-        _, block = echo(shard, micro_batches)
-        return True, block | {"hidden_TD": block["logprobs_T"][:, None].expand(-1, 5)}
-
-    out = ReferenceRole(Ranks(2, answer), rule=MicroBatchRule(None, 1), want_hidden=True).logprobs(batch)
-    assert torch.equal(values(out.ref_logprobs_T), -batch.rollout_logprobs_T)
-    assert torch.equal(values(out.ref_hidden_TD), -batch.rollout_logprobs_T[:, None].expand(-1, 5))
-
-
 # ---- old log-probs ----------------------------------------------------------------------------------
 
 
@@ -153,12 +138,6 @@ def test_old_logprobs_are_left_out_where_the_plan_has_none():
     batch = make_batch([(1, 2), (1, 2)], groups=[0, 1])
     assert actor(ranks, "none", ppo_mini_batch_size=2).old_logprobs(batch).old_logprobs_T is None
     assert ranks.asked == []
-
-
-def test_old_logprobs_are_computed_where_the_plan_says_so():
-    batch = make_batch([(1, 2), (2, 1)], groups=[0, 1])
-    out = actor(Ranks(2, echo), "actor", ppo_mini_batch_size=2).old_logprobs(batch)
-    assert torch.equal(values(out.old_logprobs_T), -batch.rollout_logprobs_T)
 
 
 # ---- mini-batches -----------------------------------------------------------------------------------
@@ -201,11 +180,6 @@ def test_mini_batches_are_whole_groups_in_order_and_the_last_may_be_smaller():
 def test_all_ranks_make_the_same_number_of_passes():
     [steps] = run_update(INTERLEAVED, num_ranks=3, ppo_mini_batch_size=1)
     assert len({tuple(len(step.micro_batches) for step in rank) for rank in steps}) == 1
-
-
-def test_without_shuffling_every_epoch_is_the_same():
-    [steps] = run_update(INTERLEAVED, ppo_mini_batch_size=3, ppo_epochs=2)
-    assert groups_of(steps, INTERLEAVED) == [[0, 1, 2], [3, 4]] * 2
 
 
 def test_shuffling_orders_groups_anew_in_every_epoch_and_by_the_seed_alone():
@@ -282,13 +256,6 @@ def test_rejected_tokens_leave_every_count():
             assert tokens == sum(number for number, g in zip(kept, batch.group_N.tolist(), strict=True) if g == group)
 
 
-def test_with_bypass_the_engines_logprobs_are_the_old_ones():
-    ranks = Ranks(1, echo)
-    group = actor(ranks, "engine", ppo_mini_batch_size=1)
-    assert torch.equal(group.old_logprobs(INTERLEAVED).old_logprobs_T, INTERLEAVED.rollout_logprobs_T)
-    assert ranks.asked == []
-
-
 # ---- statistics -------------------------------------------------------------------------------------
 
 
@@ -313,15 +280,6 @@ def test_statistics_of_ranks_and_steps_are_combined_by_their_prefixes():
     )
 
 
-def test_the_difference_to_the_engine_has_a_mean_and_a_maximum_of_its_own():
-    stats = [[{"sum/rollout_logprob_diff": 6.0, "max/rollout_logprob_diff": 2.0}], [{}]]
-    assert combine_stats(stats, [Counts(4, 1, 1)]) == {"rollout/logprob_diff_mean": 1.5, "rollout/logprob_diff_max": 2.0}
-
-
-def test_a_step_without_any_trained_token_divides_by_nothing():
-    assert combine_stats([[{"sum/clipped": 0.0}]], [Counts(0, 0, 0)]) == {"actor/clipped": 0.0}
-
-
 # ---- seeds of sampling ------------------------------------------------------------------------------
 
 
@@ -332,10 +290,6 @@ def test_every_response_has_a_seed_of_its_own_that_never_changes():
     assert seeds[0, "e0-r1", 0] == sample_seed(0, "e0-r1", 0)
     # "e0-r1" with sample 11 and "e0-r11" with sample 1 are not the same words.
     assert sample_seed(0, "e0-r1", 11) != sample_seed(0, "e0-r11", 1)
-
-
-def test_without_a_seed_the_engine_draws_freely():
-    assert sample_seed(None, "e0-r1", 0) is None
 
 
 def test_a_greedy_response_is_sampled_without_chance_and_the_others_as_without_it():
@@ -374,11 +328,6 @@ def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_pa
     assert second.update(batch)["actor/entropy_coeff"] == 0.0
     # Below the target again: the weight that was saved has risen.
     assert second.entropy is not None and second.entropy.value == pytest.approx(0.07)
-
-
-def test_a_fixed_weight_of_the_entropy_bonus_does_not_travel():
-    steps = run_update(make_batch([(1, 2)]), num_ranks=1, entropy_coeff=0.01)
-    assert steps[0][0][0].entropy_coeff is None
 
 
 # ---- what is sent ---------------------------------------------------------------------------------------

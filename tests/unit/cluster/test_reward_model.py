@@ -151,11 +151,3 @@ def test_what_a_worker_raised_is_raised_to_whoever_waits_and_the_next_batch_is_s
     group.close()
     group._thread.join(20)
     assert not group._thread.is_alive()
-
-
-def test_the_same_sample_of_a_later_step_is_scored_anew():
-    group = make(Ranks())
-    assert group.wait([rollout(0, "1")]) == [ModelScore(expected("1"))]
-    group.submit(rollout(0, "1"))
-    assert group.wait([rollout(0, "22")]) == [ModelScore(expected("22"))]
-    group.close()

@@ -33,15 +33,6 @@ def test_no_rank_has_more_work_than_another_by_over_one_sequence(lengths_N, num_
     assert max(loads) - min(loads) <= max(map(cost, lengths_N), default=0)
 
 
-def test_the_longest_are_dealt_first_each_to_the_least_loaded_rank():
-    # 9 | 8, then 7 to the 8's rank, 6 to the 9's: 15 and 15; the last two one each.
-    assert split_over_ranks([6, 9, 2, 8, 2, 7], 2) == [[1, 0, 4], [3, 5, 2]]
-
-
-def test_equal_sequences_are_dealt_in_equal_numbers():
-    assert [len(share) for share in split_over_ranks([5] * 12, 4)] == [3, 3, 3, 3]
-
-
 @given(lengths, ranks, st.integers(0, 300))
 def test_a_token_budget_is_kept_and_nothing_is_lost(lengths_N, num_ranks, extra):
     budget = max(lengths_N, default=1) + extra
@@ -85,35 +76,9 @@ def test_evening_out_costs_no_extra_pass(lengths_N, num_ranks, times):
         assert len(passes) == fewest
 
 
-@given(lengths, ranks)
-def test_micro_batches_hold_sequences_of_neighbouring_lengths(lengths_N, num_ranks):
-    plan = plan_micro_batches(lengths_N, num_ranks, max_tokens=max(lengths_N, default=1) * 3)
-    for rank in plan:
-        in_order = [lengths_N[i] for rows in rank for i in rows]
-        assert in_order == sorted(in_order, reverse=True)
-
-
-def test_passes_are_evened_out():
-    # 10 sequences of 10 under a budget of 90: not 9 and 1, but nearer to halves.
-    plan = plan_micro_batches([10] * 10, 1, max_tokens=90)
-    assert [len(rows) for rows in plan[0]] == [5, 5]
-
-
-def test_a_rank_without_sequences_gets_empty_passes():
-    assert plan_micro_batches([4, 4, 4], 1, max_rollouts=1) == [[[0], [1], [2]]]
-    assert plan_micro_batches([7], 3, max_tokens=7) == [[[0]], [[]], [[]]]
-    assert plan_micro_batches([], 2, max_tokens=7) == [[[]], [[]]]
-
-
 def test_a_sequence_over_the_budget_is_refused():
     with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit into a micro-batch of 8"):
         plan_micro_batches([3, 9], 2, max_tokens=8)
-
-
-@pytest.mark.parametrize("rule", [{}, {"max_tokens": 5, "max_rollouts": 5}])
-def test_one_of_the_two_budgets_must_be_given(rule):
-    with pytest.raises(ValueError, match="either max_tokens or max_rollouts"):
-        plan_micro_batches([1], 1, **rule)
 
 
 # ---- units, and mini-batches ----------------------------------------------------------------------------
@@ -151,16 +116,6 @@ def test_every_mini_batch_is_even_over_the_ranks_by_itself(lengths_N, num_ranks,
     for part in parts:
         loads = [sum(cost(lengths_N[i]) for i in share if i in set(part)) for share in shares]
         assert max(loads) - min(loads) <= max((cost(lengths_N[i]) for i in part), default=0)
-
-
-def test_epochs_that_mix_the_groups_anew_stay_even_too():
-    # 16 groups of 4 in two epochs of 4 mini-batches each; no assignment can be even for all, a good one nearly is.
-    lengths_N = [50 + 13 * (n % 7) for n in range(64)]
-    epochs = [[[n for n in range(64) if (n // 4 * stride) % 16 // 4 == part] for part in range(4)] for stride in (1, 5)]
-    shares = split_over_ranks(lengths_N, 4, mini_batches=[part for epoch in epochs for part in epoch])
-    for part in (part for epoch in epochs for part in epoch):
-        loads = [sum(cost(lengths_N[i]) for i in share if i in part) for share in shares]
-        assert max(loads) < 1.35 * sum(loads) / 4
 
 
 @given(st.lists(st.integers(0, 40), max_size=40), ranks, st.integers(1, 3), st.booleans())
@@ -213,11 +168,6 @@ def test_groups_stay_together_unless_ranks_would_be_uneven(groups, num_ranks):
     assert slowest[1] <= slowest[0]
     if slowest[0] <= UNEVEN * sum(work(rows, lengths_N, prompts) for rows in members.values()) / num_ranks:
         assert all(any(set(rows) <= set(share) for share in shares) for rows in members.values())
-
-
-def test_a_single_group_is_cut_over_the_ranks():
-    shares = split_over_ranks([30] * 8, 4, prompts=Prompts([0] * 8, [10] * 8))
-    assert [len(share) for share in shares] == [2, 2, 2, 2]
 
 
 @given(groups_of_responses, st.integers(0, 200))
