@@ -211,7 +211,7 @@ def test_only_bounds_for_negative_advantages_are_idle_with_some_estimator(estima
 
 
 @pytest.mark.parametrize(("kind", "name"), FUNCTIONS, ids=lambda value: value if isinstance(value, str) else "")
-def test_every_function_keeps_to_its_interface_and_needs_all_that_it_says(kind: trial.Kind, name: str) -> None:
+def test_every_function_keeps_to_its_interface_and_needs_all_that_it_says(kind: trial.FunctionKind, name: str) -> None:
     function = kind.registry.get(name)
     options = {"loss_scale_factor": 7.0} if "loss_scale_factor" in options_of(function) else {}
     trial.check(kind, name, options, kind.run)
@@ -222,7 +222,7 @@ def test_every_function_keeps_to_its_interface_and_needs_all_that_it_says(kind: 
 
 
 @pytest.mark.parametrize(("kind", "name"), FUNCTIONS, ids=lambda value: value if isinstance(value, str) else "")
-def test_every_option_of_every_function_can_change_its_result(kind: trial.Kind, name: str) -> None:
+def test_every_option_of_every_function_can_change_its_result(kind: trial.FunctionKind, name: str) -> None:
     function = kind.registry.get(name)
     fixed: dict[str, Any] = {"loss_scale_factor": 7.0, "weights": [1.0, 0.5]}
     # gpg divides by nothing unless it is asked to.

@@ -18,7 +18,6 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.errors import ConfigError, FunctionError, exit_code_of
 from grpo_rl.plan.make import make_plan
-from grpo_rl.registry import needs_of, options_of
 from grpo_rl.types import Counts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -140,19 +139,3 @@ def test_what_a_function_prints_while_it_is_tried_does_not_reach_the_screen(tmp_
     print("afterwards")
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("afterwards\n", "")
-
-
-FUNCTIONS = [(kind, name) for kind in trial.KINDS.values() for name in sorted(kind.registry)]
-
-
-@pytest.mark.parametrize(("kind", "name"), FUNCTIONS, ids=lambda value: value if isinstance(value, str) else "")
-def test_every_function_of_the_package_keeps_to_its_interface_and_needs_all_that_it_says(
-    kind: trial.FunctionKind, name: str
-) -> None:
-    function = kind.registry.get(name)
-    options = {"loss_scale_factor": 7.0} if "loss_scale_factor" in options_of(function) else {}
-    trial.check(kind, name, options, kind.run)
-    read = kind.run(function, options).read
-    for need in needs_of(function):
-        assert set(kind.needs[need]) <= read or need in kind.supplied, f"{name} needs {need} and does not read it"
-    assert bool({"group", "pairs"} & needs_of(function)) == ("group_N" in read)
