@@ -119,9 +119,10 @@ def run(composed: Composed, plan: Plan) -> int:
     return 0
 
 
-def _connecting(launch: Launch, lost: Callable[[str], None]) -> AbstractContextManager[Connection]:
+def connecting_for(
+    plan: Plan, run_dir: RunDir, warn: Callable[[str], None], lost: Callable[[str], None]
+) -> AbstractContextManager[Connection]:
     """Return the connection to Ray, whose workers are copies of one process where they can be; `lost` is called with a cause."""
-    plan, run_dir, warn = launch.plan, launch.run_dir, launch.console.warn
     # A GPU's driver does not survive a fork.
     copied = modules_for(plan.config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
     ray_init, num_cpus, log = plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
@@ -135,7 +136,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
     """
     plan, run_dir, console = launch.plan, launch.run_dir, launch.console
     lost = ends_the_run(plan, launch.status, run_dir, console)
-    connection = stack.enter_context(_connecting(launch, lost))
+    connection = stack.enter_context(connecting_for(plan, run_dir, console.warn, lost))
     code = digest(sources(function_files(launch.composed.resolved)))
     launch.status.update(code=code)
 

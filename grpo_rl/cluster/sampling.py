@@ -7,18 +7,16 @@ The parts are those of a run that only validates (`trainer.val_only=true`): the 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.cluster.inputs import read_inputs
-from grpo_rl.cluster.launch import await_ray, ends_the_run, phase_of, reported
-from grpo_rl.cluster.processes.forks import modules_for
+from grpo_rl.cluster.launch import await_ray, connecting_for, ends_the_run, phase_of, reported
 from grpo_rl.cluster.processes.placement import raylets
 from grpo_rl.cluster.recovery.supervisor import Recoveries
-from grpo_rl.cluster.session.ray_session import Connection, clean_earlier, connecting
+from grpo_rl.cluster.session.ray_session import Connection, clean_earlier
 from grpo_rl.cluster.start_roles import Cluster, start_roles
 from grpo_rl.cluster.warm_start import ready_folder
 from grpo_rl.config.schema.tree import MultiTurnConfig
@@ -121,17 +119,12 @@ def sampling_session(plan: Plan, run_dir: RunDir, console: Console) -> Iterator[
     """Start Ray for plans like this one, with the status, the signals and the logs of a run in `run_dir`; end all after it."""
     from transformers.utils.logging import disable_progress_bar
 
-    config = plan.config
     with ExitStack() as stack:
         run_dir.logs.mkdir(parents=True, exist_ok=True)
         clean_earlier(run_dir.session_file)
         status, stop = stack.enter_context(reported(plan, run_dir, stack, console))
-        # A GPU's driver does not survive a fork.
-        copied = modules_for(config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
         lost = ends_the_run(plan, status, run_dir, console)
-        num_cpus, log = os.cpu_count() or 1, run_dir.logs / "ray.log"
-        ray_init = config.ray_kwargs.ray_init
-        connection = stack.enter_context(connecting(ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log))
+        connection = stack.enter_context(connecting_for(plan, run_dir, console.warn, lost))
         # Model and tokenizer files are small beside what follows; the screen has bars of its own.
         disable_progress_bar()
         yield SamplingSession(connection, run_dir, console, status, stop)

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import oracles
 import pytest
@@ -31,6 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 CONNECTS = """
 import json, sys, time
 from pathlib import Path
+from typing import Any
 import ray
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig
@@ -96,26 +96,6 @@ LOST_IN = {
 asleep then; what the run names. A raylet ends with its agents, and Ray a controller that hands an object to one that has gone."""
 
 
-@dataclass(frozen=True)
-class Killed:
-    """How a run ended after a process of its cluster was killed."""
-
-    run: Training
-    code: int
-    took: float
-
-
-def kill_one(run: Training, victim: str) -> Killed:
-    """Kill -9 this process of the run's cluster in its phase, and wait for the run's end."""
-    phase, *_ = LOST_IN[victim]
-    # Ray is connected when the first worker has a log.
-    run.until(lambda status: status["phase"] == phase and (run.path / "logs" / "rollout0.log").exists(), START_S)
-    os.kill(process_of(run, victim), signal.SIGKILL)
-    began = time.monotonic()
-    code = run.wait(START_S)
-    return Killed(run, code, time.monotonic() - began)
-
-
 class TwoNodes:
     """A cluster of two nodes on this machine: the head, where nothing can run, and another."""
 
@@ -164,22 +144,6 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
             cluster.kill(name)
 
 
-@pytest.fixture(scope="module")
-def killed(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Killed]]]:
-    """A run for each, side by side: most of a start keeps one processor busy."""
-    folder, made = tmp_path_factory.mktemp("lost"), {}
-    for number, (victim, (phase, seconds, _)) in enumerate(LOST_IN.items()):
-        fault = f"driver.phase:delay={seconds}@step=1,phase={phase}"
-        words = [*two_workers(run_words), "trainer.save_freq=1"]
-        made[victim] = Training(folder, f"lost{number}", words, fault)
-    try:
-        with ThreadPoolExecutor(len(made)) as pool:
-            yield {victim: pool.submit(kill_one, run.start(), victim) for victim, run in made.items()}
-    finally:
-        for run in made.values():
-            run.end()
-
-
 @pytest.fixture
 def on_two_nodes(
     run_words: list[str], two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,15 +157,21 @@ def on_two_nodes(
     run.end()
 
 
-@pytest.mark.parametrize("victim", LOST_IN)
-def test_a_run_whose_cluster_is_killed_says_so_and_ends(killed, victim):
-    end = killed[victim].result()
-    run = end.run
-    print(f"MEASURED {victim} killed: the run ended after {end.took:.2f} s")
-    assert end.code == 6, run.describe()
-    assert end.took < NAMED_S
+@pytest.mark.parametrize(
+    "victim", [one if number < 2 else pytest.param(one, marks=pytest.mark.campaign) for number, one in enumerate(LOST_IN)]
+)
+def test_a_run_whose_cluster_is_killed_says_so_and_ends(training: Any, run_words: list[str], victim: str) -> None:
+    phase, seconds, name = LOST_IN[victim]
+    fault = f"driver.phase:delay={seconds}@step=1,phase={phase}"
+    run = training("lost", [*two_workers(run_words), "trainer.save_freq=1"], fault).start()
+    # Ray is connected when the first worker has a log.
+    run.until(lambda status: status["phase"] == phase and (run.path / "logs" / "rollout0.log").exists(), START_S)
+    os.kill(process_of(run, victim), signal.SIGKILL)
+    began = time.monotonic()
+    assert run.wait(START_S) == 6, run.describe()
+    assert time.monotonic() - began < NAMED_S
     [line] = [line for line in run.error_lines() if "the Ray cluster is lost" in line]
-    assert line.startswith("error: ") and f"the Ray cluster is lost: {LOST_IN[victim][-1]} " in line
+    assert line.startswith("error: ") and f"the Ray cluster is lost: {name} " in line
     assert "the same command begins anew" in line
     status = run.status
     assert (status["state"], status["error"]["exit_code"], status["error"]["type"]) == ("failed", 6, "ClusterError")

@@ -124,7 +124,6 @@ WHILE_SAMPLING = [
     "rollout.submitted:kill9",
     "rollout.step:kill9@n=5",
     pytest.param("rollout.step:stop@n=5", marks=pytest.mark.campaign),
-    pytest.param("rollout.step:hold_gil@n=5", marks=pytest.mark.campaign),
     pytest.param("rollout.step:loop@n=5", marks=pytest.mark.campaign),
 ]
 
@@ -152,11 +151,8 @@ def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, f
 
 
 WHILE_WEIGHTS_MOVE = [
-    pytest.param("rollout.weights.begun:kill9", marks=pytest.mark.campaign),
-    pytest.param("rollout.weights.bucket:kill9@n=1", marks=pytest.mark.campaign),
     "rollout.weights.bucket:kill9@n=3",
     pytest.param("rollout.weights.before_finish:kill9", marks=pytest.mark.campaign),
-    pytest.param("rollout.weights.bucket:stop@n=2", marks=pytest.mark.campaign),
 ]
 
 
@@ -174,15 +170,12 @@ def test_a_replica_lost_while_weights_move_leaves_nobody_with_mixed_weights(scen
     scene.generate()
 
 
-@pytest.mark.parametrize("sent", [pytest.param(signal.SIGKILL, marks=pytest.mark.campaign), signal.SIGSTOP])
-def test_a_replica_lost_while_idle_is_noticed_and_replaced_before_it_is_needed(scene, sent):
+def test_a_replica_that_stops_while_idle_is_noticed_and_replaced_before_it_is_needed(scene):
     victim = scene.pool.replicas.serving[0]
-    os.kill(victim.pid, sent)
+    os.kill(victim.pid, signal.SIGSTOP)
     began = time.monotonic()
     until(lambda: bool(scene.ground.lines.warnings), FROZEN_S, "the loss is noticed")
-    took = time.monotonic() - began
-    assert took < (NOTICED_S if sent is signal.SIGKILL else FROZEN_S)
-    print(f"MEASURED idle {sent.name}: noticed after {took:.2f} s")
+    assert time.monotonic() - began < FROZEN_S
     until(lambda: bool(scene.pool.replicas.ready()), SERVING_AGAIN_S, "the replacement is ready")
     scene.actor.train()
     scene.pool.sync_weights(scene.actor)
