@@ -152,7 +152,8 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(options.output).expanduser() if options.output else _default(target, options.adapter)
         _fill(target, folder, console, adapter=options.adapter, trusted=options.trust_run)
         what = "adapter" if options.adapter else "model, tokenizer"
-        console.info(f"written: {folder} ({what}, {CARD}, {CONFIG}, {METRICS}{_and_curve(folder)})")
+        names = [name for name in (CARD, CONFIG, METRICS, CURVE) if (folder / name).is_file()]
+        console.info(f"written: {folder} ({what}, {', '.join(names)})")
         if options.push:
             _push(folder, options.push, console, private=not options.public)
     finally:
@@ -210,10 +211,6 @@ def _default(target: Target, adapter: bool) -> Path:
     if Path(target.model) == RunDir(target.run).model:
         return RunDir(target.run).path / "exports" / f"final{ending}"
     raise DataError(f"{target.label}: is the model that the run began with; export it with --output FOLDER if that is meant")
-
-
-def _and_curve(folder: Path) -> str:
-    return f", {CURVE}" if (folder / CURVE).is_file() else ""
 
 
 def _refuse_without_hub(name: str) -> None:

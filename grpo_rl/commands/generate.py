@@ -129,21 +129,13 @@ def _messages(rollout: Rollout) -> dict[str, Any]:
 
 def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:
     """Return whether the first row of the data has what a reward compares with, and a source that chooses the rule."""
-    from grpo_rl.data.rows import column
+    from grpo_rl.data.rows import BadRow, example
     from grpo_rl.data.sources.locate import open_source
 
     source = open_source(data[0], config.cache_dir)
-    row, where = source.row(0), source.where(0)
-    named = config.data_source or column(row, config.reward_fn_key, where, optional=True)
-    return named is not None and _given(row, config.ground_truth_key, where)
-
-
-def _given(row: dict[str, Any], key: str, where: str) -> bool:
-    from grpo_rl.data.rows import column
-
     try:
-        return column(row, key, where, optional=True) is not None
-    except DataError:  # a path through something that is no object
+        return example(source.row(0), source.where(0), config).ground_truth is not None
+    except BadRow:
         return False
 
 

@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def look_at(run: Path, num_samples: int) -> Look:
-    """Read the run's files. What is damaged or half written is as if it were not there."""
+    """Read the run's files; damaged and half-written ones are passed over."""
     status = read_status(run)
     step, samples = _last_samples(run, num_samples)
     return Look(run, status, read_metrics(run / "metrics.jsonl"), samples, step, is_gone(status))

@@ -21,7 +21,7 @@ RATE_MEMORY = 0.9
 
 
 class RowOrder(ABC):
-    """Draws rows, batch after batch. Where drawing fails, nothing has moved on."""
+    """Draws rows, batch after batch. A draw that fails leaves the position as it was."""
 
     wants_rates = False
     """True where rows are drawn by pass rates, which therefore have to be recorded."""

@@ -139,8 +139,8 @@ class TooLongRow(DataError):
 class RowSet(ABC, Generic[Row]):
     """The rows of one or several sources, by their number.
 
-    A set that was checked whole has rows that are all usable, numbered without those left out. Of a larger one some rows
-    turn out to be unusable when their turn comes: `usable` reports it, the same at any time.
+    Where all rows were checked at the start, the set has the usable ones alone, numbered without gaps. A row of larger data
+    may turn out to be unusable when it is drawn: `usable` says so, always the same for the same row.
     """
 
     kept_rows: ClassVar[int] = 65_536
@@ -223,7 +223,7 @@ class RowSet(ABC, Generic[Row]):
         return self._keep(index, found)
 
     def usable(self, row: int) -> bool:
-        """Return whether row `row` can be trained on; the same at any time, as the row alone decides.
+        """Return whether row `row` can be trained on, which depends on the row alone.
 
         Raises DataError for a bad row under data.on_bad_row=error, and for a long one that is neither filtered nor cut.
         """

@@ -122,11 +122,9 @@ def prompt_of(value: Any, where: str, key: str) -> list[Message] | str:
 def check_messages(messages: list[Any], where: str, key: str) -> None:
     """Raise BadRow unless all entries of the column are chat messages with a role and a content."""
     for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise wrong(where, f"{key}[{number}]", message, "a message {role, content}")
+        expect(message, dict, where, f"{key}[{number}]", "a message {role, content}")
         for part in ("role", "content"):
-            if not isinstance(message.get(part), str):
-                raise wrong(where, f"{key}[{number}].{part}", message.get(part), "a string")
+            expect(message.get(part), str, where, f"{key}[{number}].{part}", "a string")
 
 
 # ---- values ---------------------------------------------------------------------------------------
@@ -202,6 +200,12 @@ def wrong(where: str, column: str, found: Any, expected: str) -> BadRow:
     shown = repr(found)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
     return BadRow(f"{where}: column {column!r} is {shown} ({type(found).__name__}); expected {expected}")
+
+
+def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, expected: str) -> None:
+    """Raise BadRow, with place and column, for a value of another type."""
+    if not isinstance(value, kind):
+        raise wrong(where, column, value, expected)
 
 
 def near(name: str, names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -59,13 +60,17 @@ def run_sweep(words: Sequence[str]) -> int:
     keep the next from starting; a signal does, after the run that it meets has saved. Raises Preempted then.
     """
     sweep = sweep_of(words)
+    count = len(sweep.points)
     if sweep.dry_run:
-        _show_plans(sweep)
+        for number, point in enumerate(sweep.points, start=1):
+            plan = make_plan(sweep.composed[point.name])
+            print(redact(f"=== run {number} of {count}: {point.name}\n{plan.render()}"))
         return 0
     waiting = [point for point in sweep.points if not _is_done(sweep, point)]
     _check(sweep, waiting)
     sweep.write()
-    print(redact(_heading(sweep, waiting)), flush=True)
+    skipped = f"; {count - len(waiting)} of them are done and skipped" if len(waiting) < count else ""
+    print(redact("\n  ".join([f"sweep: {count} runs in {sweep.folder}{skipped}", *(one.name for one in waiting)])), flush=True)
     codes: dict[str, int] = {}
     with _Signals() as signals:
         for number, point in enumerate(sweep.points, start=1):
@@ -73,14 +78,15 @@ def run_sweep(words: Sequence[str]) -> int:
                 break
             if point not in waiting:
                 continue
-            print(redact(f"\n=== run {number} of {len(sweep.points)}: {point.name}"), flush=True)
+            print(redact(f"\n=== run {number} of {count}: {point.name}"), flush=True)
             codes[point.name] = signals.wait(subprocess.Popen([sys.executable, "-m", "grpo_rl.main", *sweep.words[point.name]]))
             if codes[point.name] in STOPPED_CODES:
                 signals.came = signals.came or "a signal to the run"
         came = signals.came
     print(redact(f"\n{summarize(sweep.folder, sweep.points)}"), flush=True)
     if came is not None:
-        raise Preempted(f"by {came}; {_going_on(sweep)}")
+        named = "" if sweep.is_named else f" with trainer.experiment_name={sweep.folder.name}"
+        raise Preempted(f"by {came}; the same command{named} goes on: runs that are done are skipped")
     return next((code for code in codes.values() if code), 0)
 
 
@@ -148,26 +154,6 @@ def _is_done(sweep: Sweep, point: Point) -> bool:
     return file.is_file() and file.read_text(encoding="utf-8") == sweep.composed[point.name].yaml()
 
 
-def _show_plans(sweep: Sweep) -> None:
-    for number, point in enumerate(sweep.points, start=1):
-        print(
-            redact(f"=== run {number} of {len(sweep.points)}: {point.name}\n{make_plan(sweep.composed[point.name]).render()}")
-        )
-
-
-def _heading(sweep: Sweep, waiting: Sequence[Point]) -> str:
-    done = len(sweep.points) - len(waiting)
-    skipped = f"; {done} of them are done and skipped" if done else ""
-    names = "\n".join(f"  {point.name}" for point in waiting)
-    return f"sweep: {len(sweep.points)} runs in {sweep.folder}{skipped}" + (f"\n{names}" if names else "")
-
-
-def _going_on(sweep: Sweep) -> str:
-    if sweep.is_named:
-        return "the same command goes on: runs that are done are skipped"
-    return f"the same command with trainer.experiment_name={sweep.folder.name} goes on: runs that are done are skipped"
-
-
 def sweep_of(words: Sequence[str]) -> Sweep:
     """Return the sweep that the words describe.
 
@@ -181,7 +167,9 @@ def sweep_of(words: Sequence[str]) -> Sweep:
     combinations = [dict(zip(axes.values, values, strict=True)) for values in itertools.product(*axes.values.values())]
     points = [Point(values, name_of(values)) for values in combinations]
     settings = {point.name: [*axes.fixed, *(f"{key}={value}" for key, value in point.values.items())] for point in points}
-    given = _given_name(settings[points[0].name])
+    given = None
+    with suppress(ConfigError):  # wrong words show below, in every run
+        given = compose(settings[points[0].name]).config.trainer.experiment_name
     name = given or f"sweep_{dated_name()}"
     found: dict[str, list[str]] = {}
     composed: dict[str, Composed] = {}
@@ -200,14 +188,6 @@ def sweep_of(words: Sequence[str]) -> Sweep:
     if len(folders) > 1:
         raise ConfigError(f"--multirun: the runs of a sweep lie in one folder, not in {' and '.join(sorted(folders))}")
     return Sweep(Path(folders.pop()) / name, points, lines, composed, is_named=given is not None)
-
-
-def _given_name(line: Sequence[str]) -> str | None:
-    """Return the name that the words or their recipe give; None without one, and where the words are wrong, which shows later."""
-    try:
-        return compose(line).config.trainer.experiment_name
-    except ConfigError:
-        return None
 
 
 def with_places(found: Mapping[str, Sequence[str]], num_runs: int) -> list[str]:

@@ -125,16 +125,6 @@ def test_checkpoints_are_those_that_were_committed(tmp_path: Path) -> None:
     assert grpo_rl.Run(run_dir.path).checkpoints == {2: run_dir.checkpoints / "step_2", 10: run_dir.checkpoints / "step_10"}
 
 
-def test_a_model_that_is_not_there_is_an_error_with_the_state_of_the_run(tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path)
-    run = grpo_rl.Run(run_dir.path)
-    with pytest.raises(DataError, match=r"no exported model.*This run: unknown"):
-        _ = run.model
-    run_dir.model.mkdir()
-    (run_dir.model / "config.json").write_text("{}")
-    assert run.model == run_dir.model
-
-
 def test_the_report_is_that_of_the_end_or_made_now_and_nothing_is_written(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path)
     run = grpo_rl.Run(run_dir.path)

@@ -196,22 +196,6 @@ def test_a_signal_lets_the_run_save_starts_no_other_and_says_how_to_go_on(
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_run_that_goes_on_elsewhere_is_refused_before_the_first(
-    tmp_path: Path, stand_in: list[list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_dir = write_run(tmp_path, "s/seed=2")
-    program = f"import sys, time; from grpo_rl.telemetry.run_lock import RunLock; from pathlib import Path\nRunLock.take(Path({str(run_dir.path)!r})); print('has it', flush=True); time.sleep(60)"
-    run_dir.release()
-    holder = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert holder.stdout is not None and holder.stdout.readline() == "has it\n"
-    try:
-        assert main(sweep_words(tmp_path, "--multirun", "seed=1,2")) == 2
-        assert "another process" in capsys.readouterr().err and stand_in == []
-    finally:
-        holder.kill()
-        holder.wait(10)
-
-
 def test_the_table_of_runs_that_were_submitted_one_by_one_goes_by_their_folders(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

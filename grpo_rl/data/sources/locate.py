@@ -43,25 +43,24 @@ def data_files(name: str) -> list[tuple[str, Path]]:
 
     Raises DataError for what is not there, empty, no regular file or of an unknown kind, and ConfigError for an option.
     """
-    path, split = _path_and_split(name)
+    path, split = Path(name).expanduser(), None
+    if not path.exists() and "?" in name:
+        base, options = split_options(name, known=("split",))
+        path, split = Path(base).expanduser(), options.get("split")
     files = [(str(file), file) for file in _folder_files(name, path, split)] if path.is_dir() else [(name, path)]
     for label, file in files:
-        _check_file(label, file)
+        if not file.name.endswith(DATA_SUFFIXES):
+            raise DataError(
+                f"{label}: a data file must end in {', '.join(DATA_SUFFIXES)}, or be task:NAME or hf:owner/name; "
+                f"found {file.suffix or 'none'!r}"
+            )
+        if kind := irregular(file):
+            raise DataError(f"{label}: is {kind}; expected a regular file")
+        if not file.is_file():
+            raise DataError(f"{label}: there is no such file")
+        if file.stat().st_size == 0:
+            raise DataError(f"{label}: the file is empty")
     return files
-
-
-def _check_file(name: str, path: Path) -> None:
-    if not path.name.endswith(DATA_SUFFIXES):
-        raise DataError(
-            f"{name}: a data file must end in {', '.join(DATA_SUFFIXES)}, or be task:NAME or hf:owner/name; "
-            f"found {path.suffix or 'none'!r}"
-        )
-    if kind := irregular(path):
-        raise DataError(f"{name}: is {kind}; expected a regular file")
-    if not path.is_file():
-        raise DataError(f"{name}: there is no such file")
-    if path.stat().st_size == 0:
-        raise DataError(f"{name}: the file is empty")
 
 
 def _file(name: str, path: Path, cache_dir: str | None) -> RowSource:
@@ -73,14 +72,6 @@ def _file(name: str, path: Path, cache_dir: str | None) -> RowSource:
         return open_json(name, path, cache_dir)
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
-
-
-def _path_and_split(name: str) -> tuple[Path, str | None]:
-    path = Path(name).expanduser()
-    if path.exists() or "?" not in name:
-        return path, None
-    base, options = split_options(name, known=("split",))
-    return Path(base).expanduser(), options.get("split")
 
 
 def _folder_files(name: str, path: Path, split: str | None) -> list[Path]:

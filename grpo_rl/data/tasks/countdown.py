@@ -40,7 +40,7 @@ class Solved(NamedTuple):
     """The solution that the demonstration ends with, after a slip and the game's answer; empty where it has one turn only."""
 
 
-class Expression(NamedTuple):
+class Term(NamedTuple):
     """An expression with its exact value; `binds` is 1 for a sum or difference, 2 for a product or quotient, 3 for a number."""
 
     text: str
@@ -148,17 +148,15 @@ def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
     return split_of_text(" ".join(map(str, sorted(numbers))))
 
 
-def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, whole_steps: bool) -> Expression | None:
+def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, whole_steps: bool) -> Term | None:
     """An expression of all the numbers with a whole value; None where the draw has none."""
-    parts: list[Expression] | None = [Expression(str(number), number, 3) for number in numbers]
+    parts: list[Term] | None = [Term(str(number), number, 3) for number in numbers]
     while parts is not None and len(parts) > 1:
         parts = _join(rng, parts, operations, whole_steps)
     return parts[0] if parts is not None and isinstance(parts[0].value, int) else None
 
 
-def _demonstrated(
-    rng: random.Random, numbers: tuple[int, ...], solution: Expression, slips: float, corrections: float
-) -> Solved:
+def _demonstrated(rng: random.Random, numbers: tuple[int, ...], solution: Term, slips: float, corrections: float) -> Solved:
     """The problem with its demonstration: the solution, or a slip, and perhaps the solution after it."""
     shown = _slip(solution.text) if rng.random() < slips else solution.text
     corrected = corrections > 0 and shown != solution.text and rng.random() < corrections
@@ -171,7 +169,7 @@ def _slip(text: str) -> str:
     return text if place < 0 else f"{text[:place]} {'-' if text[place + 1] == '+' else '+'} {text[place + 3 :]}"
 
 
-def _join(rng: random.Random, parts: list[Expression], operations: str, whole_steps: bool) -> list[Expression] | None:
+def _join(rng: random.Random, parts: list[Term], operations: str, whole_steps: bool) -> list[Term] | None:
     """The parts with two of them, drawn at random, joined by an operation; None where the draw has no result."""
     first, second = rng.sample(range(len(parts)), 2)
     left, right = parts[first], parts[second]
@@ -184,7 +182,7 @@ def _join(rng: random.Random, parts: list[Expression], operations: str, whole_st
     tight = binds + 1 if operation in "-/" else binds
     text = f"{_inside(left, binds)} {operation} {_inside(right, tight)}"
     rest = [part for index, part in enumerate(parts) if index not in (first, second)]
-    return [*rest, Expression(text, value, binds)]
+    return [*rest, Term(text, value, binds)]
 
 
 def _value(operation: str, left: Number, right: Number) -> Number | None:
@@ -202,7 +200,7 @@ def _value(operation: str, left: Number, right: Number) -> Number | None:
     return result if isinstance(result, int) or result.denominator != 1 else int(result)
 
 
-def _inside(part: Expression, at_least: int) -> str:
+def _inside(part: Term, at_least: int) -> str:
     return part.text if part.binds >= at_least else f"({part.text})"
 
 

@@ -19,7 +19,7 @@ from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
-from grpo_rl.data.rows import BadRow, check_values, column, wrong
+from grpo_rl.data.rows import BadRow, check_values, column, expect, wrong
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.types import Batch
 
@@ -95,13 +95,11 @@ def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
         raise wrong(where, key, value, "a list of {role, content} messages")
     messages = []
     for number, message in enumerate(value):
-        if not isinstance(message, dict):
-            raise wrong(where, f"{key}[{number}]", message, "a message {role, content}")
+        expect(message, dict, where, f"{key}[{number}]", "a message {role, content}")
         # Tables have every part in every message, with nothing in it where the message does not have it.
         message = {part: content for part, content in message.items() if content is not None}
         role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-        if not isinstance(role, str):
-            raise wrong(where, f"{key}[{number}].role", role, "a string")
+        expect(role, str, where, f"{key}[{number}].role", "a string")
         if content is None and calls:
             message["content"] = ""
         elif not isinstance(content, str):

@@ -20,7 +20,7 @@ from grpo_rl.config.derived import longest_sequence, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet
-from grpo_rl.data.rows import BadRow, Example, Message, check_messages, check_values, column, finite, prompt_of, wrong
+from grpo_rl.data.rows import BadRow, Example, Message, check_messages, check_values, column, expect, finite, prompt_of, wrong
 from grpo_rl.types import Batch, Rollout
 
 
@@ -81,8 +81,7 @@ def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_marg
 def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[list[Message] | str, str, str]:
     """Return prompt and answers, where the answers are plain texts."""
     for key, text in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
-        if not isinstance(text, str):
-            raise wrong(where, key, text, "a text, or a list of {role, content} messages")
+        expect(text, str, where, key, "a text, or a list of {role, content} messages")
     if prompt is not None:
         return prompt_of(prompt, where, config.prompt_key), chosen, rejected
     # The text that both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a
@@ -109,8 +108,7 @@ def _of_messages(
     """Return prompt and answers, where the answers are messages: one from the assistant, or a conversation that ends with it."""
     sides = []
     for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
-        if not isinstance(side, list):
-            raise wrong(where, key, side, "a list of {role, content} messages, as the other side has")
+        expect(side, list, where, key, "a list of {role, content} messages, as the other side has")
         check_messages(side, where, key)
         sides.append(side)
     before = [] if not isinstance(prompt, list) else prompt_of(prompt, where, config.prompt_key)

@@ -24,7 +24,7 @@ from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
-from grpo_rl.data.rows import BadRow, Example, Message, check_values, column, finite, prompt_of, wrong
+from grpo_rl.data.rows import BadRow, Example, Message, check_values, column, expect, finite, prompt_of, wrong
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
@@ -85,8 +85,7 @@ def _of_lists(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts
     steps, labels = row["completions"], row["labels"]
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):
         raise wrong(where, "completions", steps, "a list of texts, the steps")
-    if not isinstance(labels, list):
-        raise wrong(where, "labels", labels, "a list with one label for each step")
+    expect(labels, list, where, "labels", "a list with one label for each step")
     if len(labels) != len(steps):
         raise BadRow(
             f"{where}: labels has {len(labels)} entries, and completions has {len(steps)}; expected one label for each step"
@@ -112,8 +111,7 @@ def _of_next_step(row: dict[str, Any], where: str, config: DataConfig) -> RatedT
         raise wrong(where, "instruction", problem, "a non-empty text")
     if not isinstance(before, list) or not all(isinstance(text, str) for text in before):
         raise wrong(where, "responses", before, "a list of texts, the steps before")
-    if not isinstance(step, str):
-        raise wrong(where, "next_response", step, "a text, the step that is rated")
+    expect(step, str, where, "next_response", "a text, the step that is rated")
     labels = [None] * len(before) + [_rating(row["rating"], where, "rating")]
     return RatedTexts(_asked(problem), [*before, step], labels, bool(row.get("is_solution")))
 
@@ -167,8 +165,7 @@ def _of_marks(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts
     del config
     text, rated = row["input"], row["label"]
     for key, value in (("input", text), ("label", rated)):
-        if not isinstance(value, str):
-            raise wrong(where, key, value, "a text")
+        expect(value, str, where, key, "a text")
     *pieces, rest = text.split(STEP_MARK)
     if not pieces or _FIRST_STEP not in pieces[0]:
         raise BadRow(f"{where}: column 'input' is no problem, {_FIRST_STEP!r}, and {STEP_MARK!r} after every step")

@@ -11,7 +11,6 @@ import grpo_rl
 from grpo_rl.__main__ import main
 from grpo_rl.commands.targets import Target, find_target
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
-from grpo_rl.telemetry.rundir import find_run
 
 
 @pytest.fixture
@@ -51,13 +50,6 @@ def test_a_step_names_a_checkpoint(run: Path) -> None:
     assert find_target(f"{run}@start").model == "builtin:arithmetic"
     with pytest.raises(CheckpointError, match="no checkpoint of step 5; there are 4"):
         find_target(f"{run}@5")
-
-
-def test_a_run_is_found_by_its_name_below_runs(run: Path) -> None:
-    assert find_run("first").resolve() == run.resolve()
-    assert find_run("grpo_rl/first").resolve() == run.resolve()
-    with pytest.raises(ConfigError, match="Did you mean"):
-        find_run("frist")
 
 
 def test_every_command_that_looks_at_a_run_takes_its_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

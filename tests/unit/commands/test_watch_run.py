@@ -68,15 +68,6 @@ def test_hostile_responses_do_not_drive_the_terminal(tmp_path: Path, capsys: pyt
     assert "owned" in out and not {"\x1b", "\x07", "\r", "\u202e"} & set(out)
 
 
-def test_it_touches_nothing(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "still")
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
-    os.chmod(run, 0o555)
-    assert main(["watch", str(run)]) == 0 and main(["watch", str(run), "--once"]) == 0
-    os.chmod(run, 0o755)
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")} == before
-
-
 def test_on_a_terminal_one_picture_follows_the_run_to_its_end(tmp_path: Path) -> None:
     run = make_run(tmp_path, "live", state="running")
     command = [sys.executable, "-m", "grpo_rl", "watch", str(run), "--every", "0.2"]

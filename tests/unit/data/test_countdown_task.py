@@ -96,15 +96,11 @@ def test_a_corrected_slip_is_a_conversation_that_the_game_would_have_had(templat
     [
         ("task:countdown?num_numbers=7", "num_numbers=7 must be from 2 to 6"),
         ("task:countdown?operations=%2B", "must be some of"),
-        ("task:countdown?operations=++", "each once"),
         ("task:countdown?min_number=9&max_number=3", "min_number=9 and max_number=3"),
         ("task:countdown?min_target=9&max_target=3", "min_target=9 must not be above"),
         ("task:countdown?slips=1.5", "slips=1.5 is out of range, it must be >= 0 and <= 1"),
-        ("task:countdown?slips=0.5&corrections=1.5", "corrections=1.5 is out of range"),
         ("task:countdown?corrections=0.5", "corrections=0.5 needs slips above 0"),
-        ("task:countdown?num_rows=0", "num_rows=0 is out of range, it must be >= 1"),
         ("task:countdown?template=long", "template=long must be one of tags, short"),
-        ("task:countdown?num_number=3", "no option num_number"),
         ("task:countdown?operations=-&min_number=5&max_number=9&min_target=50", "none has a target from 50 to 100"),
     ],
 )

@@ -74,12 +74,10 @@ def test_countdown_keeps_target_and_numbers(tmp_path):
     [
         ("gsm8k", '{"question": "q", "answer": "#### 1"}\n{"question": "q"}\n', "a.jsonl, line 2: there is no 'answer'"),
         ("gsm8k", '\n{"question": "q", "answer": "one"}\n', "a.jsonl, line 2: the answer does not end with '#### NUMBER'"),
-        ("gsm8k", '{"question": 5, "answer": "#### 1"}\n', "line 1: 'question' must be text; found 5"),
         ("gsm8k", '{"question": "q",\n', "a.jsonl, line 1, column 18: broken JSON"),
         ("gsm8k", "[1]\n", "line 1: expected an object with the row's columns, found list"),
         ("math", '{"problem": "p", "solution": "s"}', "line 1: the solution has no complete \\boxed{...}"),
         ("countdown", '{"target": 1, "nums": [1, 2.5]}', "nums must be a list of whole numbers"),
-        ("countdown", '{"target": true, "nums": [1, 2]}', "target must be a whole number; found True"),
         ("gsm8k", "\n\n", "the file has no rows"),
         (
             "math",

@@ -53,13 +53,6 @@ def test_an_interval_has_the_width_of_the_normal_one_where_that_holds() -> None:
     assert math.isnan(interval(np.array([1.0])).low)
 
 
-def test_the_interval_covers_the_truth_in_about_95_of_100_samples() -> None:
-    rng = np.random.default_rng(2)
-    found = [interval(rng.binomial(8, 0.3, size=60) / 8, seed=number, resamples=600) for number in range(300)]
-    covered = sum(one.low <= 0.3 <= one.high for one in found)
-    assert 0.90 <= covered / 300 <= 0.985
-
-
 def test_a_paired_test_counts_all_signs_of_few_prompts() -> None:
     # Differences 1, 1, 1, 0: three that differ have 8 signs, of which two (all plus, all minus) are as far from 0.
     found = paired_difference(np.array([0.0, 0, 0, 1]), np.array([1.0, 1, 1, 1]))

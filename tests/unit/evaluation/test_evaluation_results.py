@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from grpo_rl.evaluation.evaluation_results import (
     as_json,
     differences_table,
-    estimate_text,
     results_of,
     shown_metrics,
     table,
-    values_of,
 )
 from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.types import Prompt, Rollout
@@ -105,14 +102,3 @@ def test_values_that_are_no_accuracies_are_marked() -> None:
     assert not found.binary and "pass@1" in shown_metrics(found)
     [lower] = results_of([{0: [line(0.5), line(0.25)], 1: [line(1.0), line(0.0)]}], pass_at=0.5)
     assert found.metrics["pass@2"][0].mean == 0.5 and lower.metrics["pass@2"][0].mean == 1.0
-
-
-def test_models_on_other_prompts_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="different prompts"):
-        results_of([GROUPS, {0: GROUPS[0]}])
-
-
-def test_one_prompt_has_no_interval() -> None:
-    [found] = results_of([{0: GROUPS[0]}])
-    assert estimate_text(found.metrics["mean@4"][0]) == "0.500"
-    assert np.isfinite(values_of(GROUPS).values_PN).all()
