@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, by_advantage
-from grpo_rl.config.schema.kinds import Coefficient, Positive, Ratio
+from grpo_rl.config.schema.kinds import Coefficient, Positive, Ratio, Taper
 
 
 @POLICY_LOSSES.register("reinforce", "gpg")
@@ -57,6 +57,27 @@ def cispo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -
     loss_T = -weight_T * inputs.advantages_T.double() * inputs.policy_logprobs_T.double()
     stats = {"pg_clipfrac": (weight_T != ratio_T).double(), "ppo_kl": -log_ratio_T, "ratio_max": ratio_T}
     return TokenLoss(loss_T, stats)
+
+
+@POLICY_LOSSES.register("topr")
+@by_advantage
+def topr(inputs: LossInput, *, negative_low: Taper = 0.0, negative_high: Taper = 1.0) -> TokenLoss:
+    """REINFORCE whose responses of negative advantage are weighted by their tapered ratio, and the others are not weighted.
+
+    Formula: -sg(w) A log π; w = 1 where A >= 0, else clip(s, negative_low, negative_high);
+    s = exp(mean over the response of log π / π_old)
+
+    Gradient: A where A >= 0, else clip(s, negative_low, negative_high) A
+
+    TOPR (arXiv 2503.14286), section 3, with the mean log-ratio of the response as in verl; sg stops the gradient. A response
+    that has become unlikely is not pushed down further; without a ratio it would be without end.
+    """
+    ratio_T = inputs.segments.broadcast(inputs.mean_log_ratio_N().detach()).exp()
+    advantages_T = inputs.advantages_T.double()
+    weight_T = torch.where(advantages_T < 0, ratio_T.clamp(negative_low, negative_high), torch.ones_like(ratio_T))
+    loss_T = -weight_T * advantages_T * inputs.policy_logprobs_T.double()
+    tapered_T = ((advantages_T < 0) & (weight_T != ratio_T)).double()
+    return TokenLoss(loss_T, {"pg_clipfrac": tapered_T, "ppo_kl": -inputs.log_ratio_T().detach(), "ratio_max": ratio_T})
 
 
 @POLICY_LOSSES.register("sapo")

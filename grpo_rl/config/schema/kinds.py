@@ -90,6 +90,7 @@ LogSpread = Annotated[float, Range(ge=0, le=5, reason="of the logarithm: at 5 on
 MinorShare = Annotated[float, Range(ge=0, le=0.9, reason="it is a share of a batch whose rest must be new")]
 PositiveFraction = Annotated[float, Range(ge=1e-6, le=1, reason="it is a share, and a smaller one is 0 after rounding")]
 Ratio = Annotated[float, Range(ge=1e-9, le=1e9, reason="a probability ratio outside is float32's rounding; 1e9 never clips")]
+Taper = Annotated[float, Range(ge=0, le=1e9, reason="a weight is not negative; 1e9 cuts none")]
 RatioAboveOne = Annotated[float, Range(gt=1, le=1e9, reason="a bound of 1 or less would cut every token; 1e9 cuts none")]
 LearningRate = Annotated[float, Range(ge=1e-15, le=10, reason="AdamW moves each weight by about lr, so 10 destroys any model")]
 Decay = Annotated[float, Range(ge=0, lt=1, reason="it is the share of an average that is kept")]

@@ -6,7 +6,7 @@ import math
 
 from algos_reference import Ragged
 
-STOPS_GRADIENTS = {"cispo", "gspo_token", "dppo_tv", "dppo_kl"}
+STOPS_GRADIENTS = {"cispo", "topr", "gspo_token", "dppo_tv", "dppo_kl"}
 """Losses whose gradient is on purpose not that of their value."""
 
 
@@ -83,6 +83,12 @@ def kl_cov(policy: float, old: float, advantage: float, low: float, high: float,
     return -advantage * math.exp(log_ratio) + (0.1 * abs(log_ratio) if selected else 0.0)
 
 
+def topr(policy: list[float], old: list[float], advantage: list[float], low: float, high: float) -> list[float]:
+    mean = sum(p - o for p, o in zip(policy, old, strict=True)) / len(policy)
+    weight = min(max(math.exp(min(mean, 10.0)), 0.0), 1.0)
+    return [-(weight if a < 0 else 1.0) * a * p for p, a in zip(policy, advantage, strict=True)]
+
+
 TOKEN_LOSSES = {
     "vanilla": vanilla,
     "reinforce": reinforce,
@@ -94,7 +100,7 @@ TOKEN_LOSSES = {
     "dro": dro,
 }
 SELECTING_LOSSES = {"clip_cov": clip_cov, "kl_cov": kl_cov}
-SEQUENCE_LOSSES = {"gspo": gspo, "gspo_token": gspo, "geo_mean": geo_mean}
+SEQUENCE_LOSSES = {"gspo": gspo, "gspo_token": gspo, "geo_mean": geo_mean, "topr": topr}
 
 
 def selected(data: Ragged) -> list[bool]:

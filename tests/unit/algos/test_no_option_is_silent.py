@@ -232,7 +232,8 @@ def test_every_option_of_every_function_can_change_its_result(kind: trial.Functi
         assert not trial.without_effect(function, options, option, kind.run), option
 
 
-LOSSES_WITH_OPTIONS = sorted(name for name in SINGLE if options_of(POLICY_LOSSES.get(name)))
+LOSSES_WITH_OPTIONS = sorted(name for name in SINGLE if options_of(POLICY_LOSSES.get(name)) and name != "topr")
+"""The losses whose options have keys of their own."""
 STILL_ACT = {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"}
 """Options that act at a ratio of 1 too, where it matters which tokens are left out. kl_cov's penalty has no gradient there, whichever tokens it is on."""
 

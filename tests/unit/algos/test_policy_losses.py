@@ -87,6 +87,15 @@ def test_cispo_weighs_reinforce_by_the_clipped_ratio(ratio: float, advantage: fl
     assert stats["pg_clipfrac"] == clipped
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight"), [(3.0, 2.0, 1.0), (0.5, 2.0, 1.0), (3.0, -2.0, 1.0), (0.25, -2.0, 0.25)]
+)
+def test_topr_tapers_the_ratio_of_responses_with_negative_advantage_only(ratio: float, advantage: float, weight: float) -> None:
+    value, slope, _ = one_token("topr", ratio, advantage)
+    assert value == pytest.approx(-weight * advantage * (math.log(ratio) - 1.0))
+    assert slope == pytest.approx(-weight * advantage)
+
+
 @pytest.mark.parametrize(("ratio", "advantage", "tau"), [(1.0, 2.0, 1.0), (3.0, 2.0, 1.0), (0.5, -1.0, 1.05)])
 def test_sapo_by_hand(ratio: float, advantage: float, tau: float) -> None:
     value, slope, _ = one_token("sapo", ratio, advantage)

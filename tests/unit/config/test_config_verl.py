@@ -321,7 +321,6 @@ def planned(name: str, away: Path, *more: str) -> str:
 NOT_HERE = {
     "codapo_trainer/run_qwen2_5_math_1_5b": "codapo_top_k: unknown key",
     "otb_trainer/run_qwen3_8b": "unknown advantage estimator 'optimal_token_baseline'",
-    "topr_trainer/run_qwen3_8b": "topr_negative_ratio_lower: unknown key",
     # verl's mean over a micro-batch would depend on the cut.
     "rollout_correction/run_qwen2_5_7b": "rollout_is_batch_normalize",
 }
