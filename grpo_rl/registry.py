@@ -73,7 +73,7 @@ class Registry(Generic[F]):
             f"or your own as my_package.module:function or path/to/file.py:function"
         )
 
-    def check_options(self, name: str, options: dict[str, Any]) -> None:
+    def check_keywords(self, name: str, options: dict[str, Any]) -> None:
         """Raise ConfigError when the function has no keyword parameter for one of `options`."""
         function = self.get(name)
         parameters = inspect.signature(function).parameters

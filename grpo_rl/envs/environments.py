@@ -71,11 +71,11 @@ def class_of(name: str, table: Mapping[str, str], kind: str) -> Any:
 def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
     """Return a new object of the class with its options. Raises ConfigError for options that it does not take."""
     found = class_of(named.name, table, kind)
-    check_options(named, found, kind)
+    check_class(named, found, kind)
     return found(**named.options)
 
 
-def check_options(named: Named, found: Any, kind: str) -> None:
+def check_class(named: Named, found: Any, kind: str) -> None:
     """Raise ConfigError, with the options that there are, unless the class takes these ones."""
     for theirs, own, contract in _OF_VERL:
         if hasattr(found, theirs) and not hasattr(found, own):

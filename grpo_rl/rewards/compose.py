@@ -206,7 +206,7 @@ def _component(spec: str, specs: list[str], config: RewardConfig) -> Component:
     given = BATCH_ARGUMENTS if batched else ARGUMENTS
     if set(options) & set(given):
         raise ConfigError(f"{name!r}: {', '.join(sorted(set(options) & set(given)))} is given with every call and no option")
-    REWARDS.check_options(name, options)
+    REWARDS.check_keywords(name, options)
     _check_signature(name, function, given, options, batched)
     if options:
         function = functools.partial(function, **options)

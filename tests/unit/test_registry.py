@@ -57,10 +57,10 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_with_all(colours):
 
 
 def test_options_are_checked_against_the_functions_signature(colours):
-    colours.check_options("red", {"bright": True})
-    colours.check_options("green", {"whatever": 1})
+    colours.check_keywords("red", {"bright": True})
+    colours.check_keywords("green", {"whatever": 1})
     with pytest.raises(ConfigError, match="colour 'red' has no option brihgt; it takes shade, bright"):
-        colours.check_options("red", {"brihgt": True, "shade": 1})
+        colours.check_keywords("red", {"brihgt": True, "shade": 1})
 
 
 def test_a_users_function_is_loaded_from_a_file(colours, tmp_path):

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 
 from grpo_rl.config import effects
 from grpo_rl.config.checks import (
+    contradictions,
     data_rules,
     engine_arguments,
     input_rules,
     reward_rules,
     security_rules,
     size_rules,
-    switch_rules,
 )
 from grpo_rl.config.derived import Machine, settled
 from grpo_rl.config.schema.fields import nearest
@@ -39,7 +39,8 @@ def _without_machine(config: Config, run: Config) -> Iterator[str]:
     yield from data_rules.problems(run)
     yield from input_rules.problems(run)
     yield from size_rules.problems_without_machine(run)
-    yield from switch_rules.problems(config)
+    yield from contradictions.problems(config)
+    yield from reward_rules.episode_problems(config)
     yield from security_rules.problems(run)
     yield from engine_arguments.problems(run)
 

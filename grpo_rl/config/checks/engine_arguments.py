@@ -1,9 +1,8 @@
-"""Arguments of an engine's constructor that `rollout.engine_kwargs` may pass, and those that it may not.
+"""Arguments of an engine's constructor that `rollout.engine_kwargs` may pass: settings of speed and memory that are listed here.
 
-`engine_kwargs` reaches the engine past every other check. So it takes only what is listed here: settings of speed
-and memory. What another key owns is refused with that key; what loads code, reaches the network or changes what is
-sampled is refused with the reason. The test of this table compares it with the EngineArgs of the installed vLLM,
-so a version with a new argument shows up there and has to be looked at first.
+`engine_kwargs` reaches the engine past every other check. So what another key owns is refused with that key, and everything
+that is not listed is refused: it may load code, reach the network or change what is sampled. A new version's new arguments
+are refused until someone has looked at them.
 """
 
 from __future__ import annotations
@@ -47,77 +46,7 @@ VLLM_OWNED: dict[str, str] = {
 }
 """Arguments that other keys own: the key to set instead."""
 
-_LOADS_CODE = "it names or loads code"
-_OF_WEIGHTS = "engines get the actor's weights over their own way of transfer, in the model's own form"
-_NETWORK = "it opens or names an address, and engines of a run talk to the run alone"
-_REPLICAS = "replicas are processes of the run, each with its own devices"
-_SAMPLING = "it changes what is sampled, or the log-probs that the trainer compares with"
-_PROGRAM = "the program sets it"
-_NOT_TEXT = "prompts and responses are token ids of text only"
-_NO_LORA = "engines get merged weights, not adapters; LoRA is actor_rollout_ref.model.lora_rank"
-_FILES = "it names a file or a folder that an engine reads or writes"
-
-VLLM_REFUSED: dict[str, str] = {
-    name: reason
-    for reason, names in {
-        _LOADS_CODE: (
-            "worker_cls worker_extension_cls scheduler_cls logits_processors io_processor_plugin reasoning_parser_plugin "
-            "reasoning_parser reasoning_config model_impl model_class_overrides compilation_config additional_config "
-            "kv_transfer_config ec_transfer_config ec_manager_config kernel_config attention_config distributed_executor_backend "
-            "structured_outputs_config engram_config mamba_config diffusion_config watermark_config aux_output_config "
-            "fault_tolerance_config ir_op_priority"
-        ),
-        _OF_WEIGHTS: (
-            "load_format config_format revision code_revision tokenizer_revision tokenizer_mode model_loader_extra_config "
-            "ignore_patterns pt_load_map_location safetensors_load_strategy safetensors_prefetch_block_size "
-            "safetensors_prefetch_num_threads max_parallel_loading_workers quantization_config "
-            "allow_deprecated_quantization runner convert pooler_config sleep_preserve_parameter_names cpu_offload_gb "
-            "cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_params offload_prefetch_step"
-        ),
-        _NETWORK: (
-            "hf_token master_addr master_port data_parallel_address data_parallel_rpc_port otlp_traces_endpoint "
-            "kv_events_config served_model_name"
-        ),
-        _REPLICAS: (
-            "pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend "
-            "dcp_kv_cache_interleave_size dcp_q_replicate cp_kv_cache_interleave_size data_parallel_backend "
-            "data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb data_parallel_rank "
-            "data_parallel_size_local data_parallel_start_rank disable_nccl_for_dp_synchronization dp_sync_interval "
-            "elastic_ep_max_dp_size enable_elastic_ep enable_fault_tolerance enable_expert_parallel enable_eplb eplb_config "
-            "enable_ep_weight_filter expert_placement_strategy device_ids ray_workers_use_nsight numa_bind numa_bind_cpus "
-            "numa_bind_nodes _api_process_count _api_process_rank"
-        ),
-        _SAMPLING: (
-            "generation_config override_generation_config logprobs_mode max_logprobs speculative_config spec_method spec_model "
-            "spec_tokens per_request_spec_decode_metrics disable_sliding_window swa_bounded_replay watermark return_sampling_mask "
-            "enable_return_routed_experts use_fp64_gumbel enable_batch_sharded_sampling"
-        ),
-        _PROGRAM: (
-            "skip_tokenizer_init tokens_only disable_log_stats use_tqdm_on_load enable_cumem_allocator "
-            "sleep_mode_offload_cudagraph shutdown_timeout max_num_queued_reqs max_num_queued_tokens max_num_active_seqs "
-            "fail_on_environ_validation custom_histogram_buckets enable_chunked_prefill log_level aggregate_engine_logging scheduling_policy enable_trace_replay"
-        ),
-        _NOT_TEXT: (
-            "allowed_local_media_path allowed_media_domains language_model_only limit_mm_per_prompt media_io_kwargs "
-            "interleave_mm_strings enable_mm_embeds enable_mm_processor_stats enable_prompt_embeds disable_chunked_mm_input "
-            "mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
-            "mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_only mm_encoder_tp_mode "
-            "mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device "
-            "mm_processor_kwargs mm_shm_cache_max_object_size_mb mm_tensor_ipc skip_mm_profiling video_pruning_method "
-            "video_pruning_rate enable_shm_tensor_arena renderer_num_workers"
-        ),
-        _NO_LORA: (
-            "enable_lora fully_sharded_loras default_mm_loras enable_mixed_moe_lora_format enable_moe_shared_loras "
-            "enable_tower_connector_lora lora_dtype lora_target_modules max_cpu_loras max_lora_cls_labels max_lora_rank max_loras "
-            "specialize_active_lora"
-        ),
-        _FILES: "download_dir log_config_file logging_config profiler_config collect_detailed_traces",
-    }.items()
-    for name in names.split()
-}
-"""Arguments that are refused, with the reason."""
-
-VLLM_ALLOWED: tuple[str, ...] = tuple(
+VLLM_ALLOWED = tuple(
     [
         "all2all_backend",
         "async_scheduling",
@@ -211,12 +140,13 @@ def _vllm_argument(name: str, value: Any) -> Iterator[str]:
     # Values are not shown: an argument may hold a secret.
     if name in VLLM_OWNED:
         yield f"{key}: cannot be passed around the configuration; set {VLLM_OWNED[name]}"
-    elif name in VLLM_REFUSED:
-        yield f"{key}: cannot be passed: {VLLM_REFUSED[name]}"
     elif name not in VLLM_ALLOWED:
         near = difflib.get_close_matches(name[:200], (*VLLM_ALLOWED, *VLLM_OWNED), n=2, cutoff=0.6)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        yield f"{key}: is not among vLLM's settings of speed and memory that may be passed.{hint} They are {', '.join(VLLM_ALLOWED)}"
+        yield (
+            f"{key}: is not among vLLM's settings of speed and memory, and others may load code, open an address, or change what is "
+            f"sampled.{hint} Those that may be passed are {', '.join(VLLM_ALLOWED)}"
+        )
     elif not _is_plain(value):
         yield f"{key}: takes a number, a text, true or false, null, or a list of these"
 

@@ -47,7 +47,7 @@ def task_rows(spec: str) -> Sequence[Row]:
     name, texts = split_options(spec)
     name = name.removeprefix(TASK_PREFIX)
     task = TASKS.get(name)
-    TASKS.check_options(name, texts)
+    TASKS.check_keywords(name, texts)
     options = typed_options(f"task {name!r}", task, texts)
     if name in TASKS:
         return task(**options)

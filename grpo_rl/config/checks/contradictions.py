@@ -1,4 +1,4 @@
-"""Settings that the schedule cannot do: with fixed responses, in iterations, or while responses are sampled."""
+"""Settings that contradict each other, or that the schedule cannot do."""
 
 from __future__ import annotations
 
@@ -19,15 +19,138 @@ from grpo_rl.config.derived import (
     trains_only_reward_model,
     trains_pairs,
 )
-from grpo_rl.config.effects import SAMPLING
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.effects import SAMPLING, profilers_of
+from grpo_rl.config.schema.fields import leaves, value_of
 from grpo_rl.config.schema.tree import Config
 
-_A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_OPTIMIZERS = (f"{_A}.optim", "critic.optim", "reward.reward_model.train.optim")
+_RESUMABLE = ("model", "optimizer", "extra")
 SUPERVISED_LOSS = "sft"
 
 
 def problems(config: Config) -> Iterator[str]:
+    """Yield contradictions between settings, and what does not go with the schedule."""
+    yield from _training(config)
+    yield from _sampling(config)
+    yield from _run(config)
+    yield from _lora(config)
+    yield from _schedule(config)
+
+
+def _training(config: Config) -> Iterator[str]:
+    """Yield contradictions between the loss, the optimizer and the model."""
+    algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield (
+            "algorithm.use_kl_in_reward=true: the KL is in the loss already (actor_rollout_ref.actor.use_kl_loss=true, "
+            "the default); set actor_rollout_ref.actor.use_kl_loss=false, or algorithm.use_kl_in_reward=false"
+        )
+    for key in _OPTIMIZERS:
+        if len(betas := value_of(config, f"{key}.betas")) != 2:
+            yield f"{key}.betas={show(betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
+    if actor.router_replay.mode == "R3":
+        yield (
+            "actor_rollout_ref.actor.router_replay.mode=R3: the engines do not report which experts a token took: vLLM 0.32 "
+            "returns them from its newer model runner, which needs a GPU, and their way to the trainer is not built; use R2"
+        )
+    if algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
+        yield (
+            "algorithm.filter_groups.enable=true: a group of one response never has a signal, and "
+            "actor_rollout_ref.rollout.n=1; usual is 5 to 16"
+        )
+    if actor.adaptive_entropy.enable and actor.entropy_coeff < 0:
+        yield (
+            f"actor_rollout_ref.actor.entropy_coeff={actor.entropy_coeff:g}: adaptive_entropy starts from it, "
+            "and its coefficient is never negative; 0 or more"
+        )
+    if model.use_fused_kernels and model.lm_head_precision == "bfloat16":
+        yield (
+            "actor_rollout_ref.model.use_fused_kernels=true: torch's fused head would round its logits to bfloat16 too; "
+            "set actor_rollout_ref.model.lm_head_precision=tf32 or float32"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    """Yield contradictions in sampling, and in validation by it."""
+    rollout, key = config.actor_rollout_ref.rollout, _R
+    if rollout.top_k == 0:
+        yield f"{key}.top_k=0: would leave no token; -1 takes all"
+    cuts = [
+        f"{key}.{name}={getattr(rollout, name):g}"
+        for name, off in (("top_p", 1.0), ("min_p", 0.0))
+        if getattr(rollout, name) != off
+    ]
+    if rollout.name == "vllm" and rollout.top_k == -1 and cuts:
+        yield (
+            f"{' and '.join(cuts)}: needs {key}.top_k: the trainer needs the tokens that could be sampled, and vllm reports "
+            "the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
+        )
+    if rollout.quantization is not None and rollout.name != "vllm":
+        yield f"{key}.quantization={rollout.quantization}: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+    if rollout.quantization is not None and rollout.dtype == "float32":
+        yield f"{key}.quantization={rollout.quantization}: quantizes weights of 16 bits; set {key}.dtype=bfloat16, or leave it out"
+    if rollout.fp32_lm_head and rollout.name != "vllm":
+        yield f"{key}.fp32_lm_head=true: needs rollout.name=vllm, and it is {rollout.name}; leave it out"
+    trainer, data = config.trainer, config.data
+    if not (data.val_files or data.val_prompt_files):
+        if trainer.test_freq > 0:
+            yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; give data.val_files, or test_freq=-1"
+        if trainer.val_only:
+            yield "trainer.val_only=true: there is nothing to validate on; give data.val_files"
+        return
+    values, key = rollout.val_kwargs, f"{_R}.val_kwargs"
+    if values.top_k == 0:
+        yield f"{key}.top_k=0: would leave no token; -1 takes all"
+    if values.n > 1 and not (values.do_sample and values.temperature):
+        yield f"{key}.n={values.n}: needs {key}.do_sample=true and a temperature above 0; validation is greedy, and all would be equal"
+
+
+def _run(config: Config) -> Iterator[str]:
+    """Yield contradictions between checkpoints, alarms and profiles."""
+    trainer = config.trainer
+    for name in ("save_freq", "test_freq"):
+        if getattr(trainer, name) == 0:
+            yield f"trainer.{name}=0: a number of steps >= 1, or -1 to switch it off"
+    if trainer.stop_on and trainer.on_alarm == "go_back" and (trainer.save_freq < 1 or trainer.max_actor_ckpt_to_keep == 1):
+        yield (
+            "trainer.on_alarm=go_back: needs a checkpoint from before the illness; set trainer.save_freq, and "
+            "trainer.max_actor_ckpt_to_keep to 2 or more, or leave it out"
+        )
+    contents, key = config.actor_rollout_ref.actor.checkpoint.save_contents, "actor_rollout_ref.actor.checkpoint.save_contents"
+    missing = [name for name in _RESUMABLE if name not in contents]
+    if missing and trainer.save_freq > 0:
+        yield f"{key}={show(contents)}: a run cannot resume without {' and '.join(missing)}; [model,optimizer,extra] and hf_model if wanted"
+    if len(set(contents)) < len(contents):
+        yield f"{key}={show(contents)}: something is named twice"
+    own, profilers = config.global_profiler, profilers_of(config)
+    enabled = [key for key, profiler in profilers.items() if profiler.enable]
+    if own.tool is not None and not enabled:
+        yield (
+            f"global_profiler.tool={own.tool}: profiles no role; switch one on: {', '.join(f'{key}.enable=true' for key in profilers)}"
+        )
+    if own.tool is None:
+        yield from (f"{key}.enable=true: needs global_profiler.tool: torch or torch_memory" for key in enabled)
+    for key, profiler in profilers.items():
+        if profiler.all_ranks and profiler.ranks:
+            yield f"{key}.ranks={show(profiler.ranks)}: contradicts {key}.all_ranks=true; give one of them"
+
+
+def _lora(config: Config) -> Iterator[str]:
+    model, key = config.actor_rollout_ref.model, _M
+    if model.lora_rank == 0:
+        return
+    if is_iterated(config):
+        yield f"{key}.lora_rank={model.lora_rank}: trainer.schedule=iterate moves the reference, which under adapters is the base model"
+    if not model.target_modules:
+        yield f"{key}.target_modules=[]: no layer would have an adapter; all-linear, or names such as [q_proj,v_proj]"
+    if "all-linear" in model.target_modules and len(model.target_modules) > 1:
+        yield f"{key}.target_modules={show(model.target_modules)}: all-linear stands alone; exclude_modules takes layers out of it"
+    if "quantization_config" in model.override_config:
+        yield f"{key}.override_config.quantization_config: LoRA over quantized weights (QLoRA) is not here; leave it out"
+
+
+def _schedule(config: Config) -> Iterator[str]:
     """Yield what does not go with the schedule."""
     loss, trainer = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.trainer
     key = f"{_A}.policy_loss.loss_mode"
