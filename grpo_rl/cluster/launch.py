@@ -166,6 +166,7 @@ def train(launch: Launch, stack: ExitStack) -> None:
             return
         except WorkerFailed as error:
             launch = _gone_back(launch, session, error)
+        gc.collect()  # what is left of the roles refers to objects in Ray's store
 
 
 @dataclass(slots=True)
@@ -299,7 +300,8 @@ def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
     await_ray(connection, launch.console)
     gc.enable()  # everything is imported
     # A million objects of modules, which live as long as the process: a garbage collection during a step need not visit them.
-    gc.freeze()
+    if not gc.get_freeze_count():  # later there is more than modules: what workers that were lost have left
+        gc.freeze()
     config = launch.plan.config
     policy, scorer = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
     ready = partial(ready_folder, machine=launch.plan.machine, log_dir=launch.run_dir.logs, console=launch.console)

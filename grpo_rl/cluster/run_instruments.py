@@ -11,7 +11,7 @@ from grpo_rl.config.effects import profilers_of
 from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.types import Metrics
-from grpo_rl.workers.instruments import GIB, Observation, PhaseMeasure
+from grpo_rl.workers.instruments import GIB, InstrumentOrder, PhaseMeasure
 from grpo_rl.workers.model_work import peak_tflops
 
 ANSWER_S = 60.0
@@ -98,7 +98,7 @@ class RunInstruments:
     ) -> None:
         """Send these ranks what to record from their next call on."""
         entries = self.config.global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries
-        order = Observation(tool, str(folder or self.folder), writes, entries)
+        order = InstrumentOrder(tool, str(folder or self.folder), writes, entries)
         for worker_group in self.worker_groups:
             _ask([worker_group.workers[rank] for rank in chosen.get(worker_group.role, ())], "observe", order)
 

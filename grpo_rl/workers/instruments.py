@@ -40,7 +40,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class InstrumentOrder:
     """The instruments of one process until the next order: which of them, and where their files go."""
 
     tool: str | None
@@ -66,14 +66,14 @@ class Instruments:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._order = Observation(None)
+        self._order = InstrumentOrder(None)
         self._measures: dict[str, PhaseMeasure] = {}
         self._num_traces: dict[str, int] = {}
         self._records_memory = False
         self._lock = threading.Lock()
         self._running = 0
 
-    def observe(self, order: Observation) -> None:
+    def observe(self, order: InstrumentOrder) -> None:
         """Follow this order from the next call on."""
         if self._order.tool == "torch_memory" and self._order.writes:
             self._dump(Path(self._order.folder) / f"{self.name}.memory.pickle")

@@ -40,7 +40,7 @@ PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Request:
+class ForkRequest:
     """The process that Ray asked for: what it would have inherited, and what it would have run."""
 
     words: list[str]
@@ -71,7 +71,7 @@ def main(order: dict[str, Any]) -> None:
         become(request)
 
 
-def serve(listener: socket.socket, later: Sequence[str]) -> Request | None:
+def serve(listener: socket.socket, later: Sequence[str]) -> ForkRequest | None:
     """Make copies until the controller is gone. Returns a request in each copy, and None here at the end."""
     # Copies that have ended leave no zombies behind, although nothing waits for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -120,7 +120,7 @@ def is_wanted(connection: socket.socket) -> bool:
     return False
 
 
-def receive(connection: socket.socket) -> Request:
+def receive(connection: socket.socket) -> ForkRequest:
     """Return the request that a client sends, with three descriptors. Raises OSError, ValueError or TypeError."""
     descriptors = array.array("i")
     data, ancillary, _, _ = connection.recvmsg(PIECE, socket.CMSG_SPACE(3 * descriptors.itemsize))
@@ -133,10 +133,10 @@ def receive(connection: socket.socket) -> Request:
         if not more:
             raise ValueError("half a request")
         data += more
-    return Request(**json.loads(data), descriptors=list(descriptors))
+    return ForkRequest(**json.loads(data), descriptors=list(descriptors))
 
 
-def become(request: Request) -> None:
+def become(request: ForkRequest) -> None:
     """Turn this copy into the process that Ray asked for: what a process inherits becomes what the client sent."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, descriptor in enumerate(request.descriptors):

@@ -19,7 +19,7 @@ from grpo_rl import faults
 from grpo_rl.cluster.processes.out_of_memory import out_of_memory
 from grpo_rl.config.redaction import HidingStream
 from grpo_rl.config.secrets import redact, remember, remember_environment
-from grpo_rl.workers.instruments import Instruments, Observation, PhaseMeasure, device_name
+from grpo_rl.workers.instruments import InstrumentOrder, Instruments, PhaseMeasure, device_name
 
 BEATS = "beats"
 """The thread in which a process answers `beat` while others work."""
@@ -134,7 +134,7 @@ class WorkerHost:
 
         return _guard(run, (), {}, self._instruments.failed)
 
-    def observe(self, order: Observation) -> None:
+    def observe(self, order: InstrumentOrder) -> None:
         """Use these instruments from the next call on."""
         _guard(self._instruments.observe, (order,), {})
 

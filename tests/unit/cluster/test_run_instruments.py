@@ -14,13 +14,13 @@ from grpo_rl.cluster.run_instruments import REQUEST, RunInstruments
 from grpo_rl.config.schema.model import ProfilerConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ClusterError
-from grpo_rl.workers.instruments import GIB, Observation, PhaseMeasure
+from grpo_rl.workers.instruments import GIB, InstrumentOrder, PhaseMeasure
 
 
 class Process:
     """A process that notes its orders, and answers with the same measures each time."""
 
-    def __init__(self, name: str, log: list[tuple[str, Observation]], measures: Any) -> None:
+    def __init__(self, name: str, log: list[tuple[str, InstrumentOrder]], measures: Any) -> None:
         self.name = name
         self.actor = SimpleNamespace(
             observe=SimpleNamespace(remote=lambda order: log.append((name, order))),
@@ -29,7 +29,7 @@ class Process:
 
 
 def instruments(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[RunInstruments, Any]:
-    log: list[tuple[str, Observation]] = []
+    log: list[tuple[str, InstrumentOrder]] = []
     monkeypatch.setattr(run_instruments, "wait_all", lambda workers, refs, timeout_s, what: refs)
     update = PhaseMeasure(2.0, 4e12, {"resident": GIB})
 

@@ -14,7 +14,7 @@ import torch
 from grpo_rl.cluster.run_instruments import figures_of
 from grpo_rl.errors import OutOfMemory
 from grpo_rl.workers import instruments as module
-from grpo_rl.workers.instruments import GIB, Instruments, Observation, PhaseMeasure
+from grpo_rl.workers.instruments import GIB, InstrumentOrder, Instruments, PhaseMeasure
 
 MIB = 2**20
 
@@ -53,11 +53,11 @@ def test_a_phase_has_its_own_peak_though_another_one_before_took_more() -> None:
 def test_a_chosen_step_leaves_a_trace_that_contains_the_update(tmp_path: Path) -> None:
     instruments, worker = Instruments("actor1"), Worker()
     call(instruments, worker)
-    instruments.observe(Observation("torch", str(tmp_path / "step_2"), writes=True))
+    instruments.observe(InstrumentOrder("torch", str(tmp_path / "step_2"), writes=True))
     call(instruments, worker)
     call(instruments, worker)
     call(instruments, worker, "save")
-    instruments.observe(Observation(None))
+    instruments.observe(InstrumentOrder(None))
     call(instruments, worker)
     assert sorted(file.name for file in tmp_path.rglob("*.gz")) == ["actor1.update.2.json.gz", "actor1.update.json.gz"]
     events = json.loads(gzip.decompress((tmp_path / "step_2" / "actor1.update.json.gz").read_bytes()))["traceEvents"]
@@ -86,11 +86,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_memory_has_a_history_from_the_start_and_a_snapshot_after_a_chosen_step(cuda: Recorder, tmp_path: Path) -> None:
     instruments = Instruments("actor0")
-    instruments.observe(Observation("torch_memory", str(tmp_path), max_entries=5))
+    instruments.observe(InstrumentOrder("torch_memory", str(tmp_path), max_entries=5))
     assert cuda.noted == [{"enabled": "all", "max_entries": 5}]
-    instruments.observe(Observation("torch_memory", str(tmp_path / "step_3"), writes=True))
+    instruments.observe(InstrumentOrder("torch_memory", str(tmp_path / "step_3"), writes=True))
     assert cuda.noted[1:] == []
-    instruments.observe(Observation(None))
+    instruments.observe(InstrumentOrder(None))
     assert cuda.noted[1] == "actor0.memory.pickle" and cuda.noted[2]["enabled"] is None
     assert (tmp_path / "step_3" / "actor0.memory.pickle").exists()
 
@@ -99,7 +99,7 @@ def test_memory_that_runs_out_leaves_a_snapshot_where_that_is_configured(cuda: R
     instruments = Instruments("actor0")
     instruments.failed(OutOfMemory("full"))
     assert cuda.noted == []
-    instruments.observe(Observation("torch_memory", str(tmp_path)))
+    instruments.observe(InstrumentOrder("torch_memory", str(tmp_path)))
     instruments.failed(ValueError("something else"))
     assert not list(tmp_path.iterdir())
     instruments.failed(OutOfMemory("full"))
