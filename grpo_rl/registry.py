@@ -166,7 +166,7 @@ def check_options(what: str, function: Callable[..., Any], options: Mapping[str,
     for name, value in options.items():
         if name not in known:
             problems.append(no_such_option(what, name, known))
-        elif not _fits(value, known[name]):
+        elif not fits(value, known[name]):
             problems.append(f"{what}: {name}={value!r} is not of the type of its default, {known[name]!r}")
     problems += out_of_bounds(what, function, options)
     if problems:
@@ -209,7 +209,8 @@ def no_such_option(what: str, name: str, known: Mapping[str, Any]) -> str:
     return f"{what} has no option {name}.{hint} It takes {', '.join(known) or 'none'}"
 
 
-def _fits(value: Any, default: Any) -> bool:
+def fits(value: Any, default: Any) -> bool:
+    """Return whether an option's value is of the type of its default; anything is where that is None."""
     if default is None:
         return True
     if isinstance(default, bool) or isinstance(value, bool):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.registry import load_function, out_of_bounds
+from grpo_rl.registry import fits, load_function, out_of_bounds
 
 _GAMES, _ADAPTERS, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.adapters", "grpo_rl.envs.tools"
 ENVIRONMENTS: dict[str, str] = {
@@ -19,17 +19,17 @@ ENVIRONMENTS: dict[str, str] = {
     "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",
     "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
     "gsm8k": f"{_GAMES}.answers_in_turns:Gsm8kInTurns",
-    "reasoning_gym": f"{_ADAPTERS}.reasoning_gym_turns:ReasoningGymInTurns",
+    "reasoning_gym": f"{_GAMES}.answers_in_turns:ReasoningGymInTurns",
     "gymnasium": f"{_ADAPTERS}.gymnasium_text:GymnasiumText",
     "verifiers": f"{_ADAPTERS}.verifiers_style:VerifiersEnvironment",
     "endpoint": "grpo_rl.envs.endpoint.chat_endpoint:ChatEndpoint",
 }
 """The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
 TOOLS: dict[str, str] = {
-    "calculator": f"{_TOOLS}.calculator:Calculator",
+    "calculator": f"{_TOOLS}.number_tools:Calculator",
     "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
     "search": f"{_TOOLS}.retrieval:Search",
-    "check_answer": f"{_TOOLS}.check_answer:CheckAnswer",
+    "check_answer": f"{_TOOLS}.number_tools:CheckAnswer",
     "mcp": f"{_ADAPTERS}.mcp_tools:McpTool",
 }
 """The place of each tool by its name."""
@@ -71,12 +71,12 @@ def class_of(name: str, table: Mapping[str, str], kind: str) -> Any:
 def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
     """Return a new object of the class with its options. Raises ConfigError for options that it does not take."""
     found = class_of(named.name, table, kind)
-    check_class(named, found, kind)
+    check_class(named, found, kind, is_ours=named.name in table)
     return found(**named.options)
 
 
-def check_class(named: Named, found: Any, kind: str) -> None:
-    """Raise ConfigError, with the options that there are, unless the class takes these ones."""
+def check_class(named: Named, found: Any, kind: str, *, is_ours: bool = False) -> None:
+    """Raise ConfigError, with the options that there are, unless the class takes these ones; of ours the types are known, too."""
     for theirs, own, contract in _OF_VERL:
         if hasattr(found, theirs) and not hasattr(found, own):
             raise ConfigError(
@@ -87,6 +87,10 @@ def check_class(named: Named, found: Any, kind: str) -> None:
     try:
         signature = inspect.signature(found)
         signature.bind(**named.options)
+        for name, value in named.options.items() if is_ours else ():
+            default = signature.parameters[name].default
+            if default is not inspect.Parameter.empty and not fits(value, default):
+                raise TypeError(f"{name}={value!r} is not of the type of its default, {default!r}")
     except TypeError as error:
         known = ", ".join(name for name in signature.parameters) or "none"
         raise ConfigError(f"{kind} {named.name!r}: {error}; its options are {known}") from None

@@ -24,8 +24,7 @@ from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
-from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, Failure, ModelReward, ModelScore
-from grpo_rl.rewards.episode_rewards import EpisodeRewarder
+from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, EpisodeRewarder, Failure, ModelReward, ModelScore
 from grpo_rl.rewards.models.rendering import Scorable, ScorableRenderer, tokenizer_for
 from grpo_rl.rewards.steps import Decode
 from grpo_rl.types import Batch, Metrics, Rollout

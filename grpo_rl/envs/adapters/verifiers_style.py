@@ -1,8 +1,8 @@
 """Environments in the style of the package verifiers: an object with `env_response`, `is_completed` and a rubric.
 
-The shape is that of `MultiTurnEnv` in its versions 0.1, up to 0.1.14: a state with a `trajectory`, stop conditions, a group of
-rubrics. The older one, up to 0.1.7, is recognized by the arguments of `is_completed`. Nothing of that package is imported: any object with
-these methods is taken, and each of them may be asynchronous. Later versions (0.4) have task sets and harnesses instead.
+The shape is that of `MultiTurnEnv` in its versions 0.1.8 to 0.1.14: a state with a `trajectory`, stop conditions, a group of
+rubrics. Nothing of that package is imported: any object with these methods is taken, and each of them may be asynchronous.
+Versions up to 0.1.7 passed the messages to `is_completed`, and later ones (0.4) have task sets and harnesses instead.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class VerifiersEnvironment:
             "answer": start.ground_truth,
             "task": start.data_source,
             "info": dict(start.extra_info),
-            # From 0.1.8 on: a step for each turn. Stop conditions and rubrics of the package count and read these.
+            # A step for each turn. Stop conditions and rubrics of the package count and read these.
             "trajectory": [],
             "trajectory_id": start.uid,
             "example_id": start.extra_info.get("index", 0),
@@ -54,9 +54,6 @@ class VerifiersEnvironment:
             "is_completed": False,
             "is_truncated": False,
             "timing": SimpleNamespace(**{name: SimpleNamespace(start=0.0, end=0.0) for name in _TIMED}),
-            # Up to 0.1.7.
-            "turn": 0,
-            "responses": [],
         }
         if hasattr(self._env, "setup_state"):
             self._state = await _called(self._env.setup_state, self._state) or self._state
@@ -67,7 +64,6 @@ class VerifiersEnvironment:
         state = self._state
         before, said = self._messages(), _Said({"role": "assistant", "content": turn.text})
         state["completion"].append(said)
-        state["turn"] += 1
         is_truncated = turn.finish_reason != "stop"
         state["is_truncated"] = is_truncated
         state["trajectory"].append({
@@ -75,18 +71,16 @@ class VerifiersEnvironment:
             "is_truncated": is_truncated, "trajectory_id": state["trajectory_id"], "extras": {},
         })  # fmt: skip
         most = getattr(self._env, "max_turns", -1)
-        if await self._completed() or 0 < most <= state["turn"]:
+        if await self._is_completed() or 0 < most <= self._num_turns:
             return await self._ended()
         found = await _called(self._env.env_response, self._messages(), state)
-        if isinstance(found, tuple):  # up to 0.1.7 with the state
-            found, self._state = found
         final = self._state.get("final_env_response")
         messages = _plain(found if final is None else final)
         self._state["completion"].extend(messages)
         # What the environment says may end the episode too; a last word that nothing answers is no context.
-        if final is not None or not messages or await self._completed():
+        if final is not None or not messages or await self._is_completed():
             return await self._ended()
-        return Observation(tuple(dict(message) for message in messages), info={"turns": float(self._state["turn"])})
+        return Observation(tuple(dict(message) for message in messages), info={"turns": float(self._num_turns)})
 
     async def close(self) -> None:
         """Call the environment's cleanup handlers, once; the environment itself is shared by all episodes of the process."""
@@ -94,19 +88,18 @@ class VerifiersEnvironment:
         if state and hasattr(self._env, "cleanup"):
             await _called(self._env.cleanup, state)
 
+    async def _is_completed(self) -> bool:
+        return bool(await _called(self._env.is_completed, self._state))
+
+    @property
+    def _num_turns(self) -> int:
+        return len(self._state["trajectory"])
+
     def _messages(self) -> list[Message]:
         return [*self._prompt, *self._state["completion"]]
 
-    async def _completed(self) -> bool:
-        """Return what `is_completed` says of the state, or, where it takes two arguments (up to 0.1.7), of messages and state."""
-        asked = self._env.is_completed
-        takes = [
-            p for p in inspect.signature(asked).parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        return bool(await (_called(asked, self._messages(), self._state) if len(takes) > 1 else _called(asked, self._state)))
-
     async def _ended(self) -> Observation:
-        total, info = 0.0, {"turns": float(self._state["turn"])}
+        total, info = 0.0, {"turns": float(self._num_turns)}
         for function, weight, rubric in _scored_by(self._env.rubric):
             value = await self._score(function, rubric)
             total += weight * value

@@ -84,15 +84,10 @@ class Game(ABC):
     """The `data_source` of the rows that the game is played from."""
 
     def __init__(self, *, turns: int, partial: float, rewards: Rewards = "end") -> None:
-        problems = []
-        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
-            problems.append(f"turns={turns!r} must be a whole number of at least 1")
-        if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 <= partial < 1:
-            problems.append(f"partial={partial!r} must be from 0 to less than 1, which a solved game is worth")
+        if partial >= 1:
+            raise ConfigError(f"environment {self.name}: partial={partial} must be less than 1, which a solved game is worth")
         if rewards not in ("end", "turns"):
-            problems.append(f"rewards={rewards!r} must be end or turns")
-        if problems:
-            raise ConfigError([f"environment {self.name}: {problem}" for problem in problems])
+            raise ConfigError(f"environment {self.name}: rewards={rewards!r} must be end or turns")
         self._turns, self._partial, self._rewards = turns, float(partial), rewards
         self._num_turns = self._num_malformed = 0
         self._worth = 0.0

@@ -87,9 +87,6 @@ class Search:
     }
 
     def __init__(self, *, folder: str = FACTS, top_k: Count = 3, max_characters: Count = 500) -> None:
-        for name, value in (("top_k", top_k), ("max_characters", max_characters)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"tool search: {name}={value!r} must be a whole number of at least 1")
         self._index, self._top_k, self._max_characters = index_of(folder), top_k, max_characters
 
     async def begin(self, start: Start) -> None:

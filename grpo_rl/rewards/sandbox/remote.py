@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.sandbox import candidate
+from grpo_rl.rewards.sandbox import inside
 from grpo_rl.rewards.sandbox.sandbox import GRACE_S, Case, CaseOutcome, Limits
 
 FIRST_PAUSE_S = 0.5
@@ -97,7 +97,7 @@ def _with_call(source: str, case: Case, mark: str) -> str:
     return "\n".join(
         [
             source,
-            inspect.getsource(candidate.encode),
+            inspect.getsource(inside.encode),
             f"_owner = Solution() if {case.function!r} not in globals() else None",
             f"_call = getattr(_owner, {case.function!r}) if _owner is not None else {case.function}",
             f"print('\\n{mark}' + encode(_call(*{case.arguments!r})))",
@@ -122,7 +122,7 @@ def _outcome(reply: Any, mark: str | None) -> CaseOutcome:
     if run.get("status") != "Finished":
         raise _Again(f"run_result.status {run.get('status')!r}: {run.get('stderr')}")
     stdout = str(run.get("stdout") or "")
-    stderr = str(run.get("stderr") or "")[: candidate.STDERR_BYTES].encode(errors="replace")
+    stderr = str(run.get("stderr") or "")[: inside.STDERR_BYTES].encode(errors="replace")
     code = run.get("return_code")
     value = ""
     if mark is not None:

@@ -16,9 +16,9 @@ from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.envs.adapters import mcp_tools
 from grpo_rl.envs.adapters.gymnasium_text import GymnasiumText
 from grpo_rl.envs.adapters.mcp_tools import McpTool
-from grpo_rl.envs.adapters.reasoning_gym_turns import ReasoningGymInTurns
 from grpo_rl.envs.adapters.verifiers_style import VerifiersEnvironment, rows
 from grpo_rl.envs.contract import ToolResult
+from grpo_rl.envs.games.answers_in_turns import ReasoningGymInTurns
 from grpo_rl.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -93,13 +93,12 @@ def test_rows_that_are_not_of_reasoning_gym_are_refused() -> None:
 # ---- verifiers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("load", "hint"), [("load_environment", "It has 4 letters. Try 1."), ("load_old", "No.")])
-def test_an_environment_of_verifiers_answers_and_scores(load: str, hint: str) -> None:
-    source = f"{HERE / 'verifiers_guess.py'}:{load}"
+def test_an_environment_of_verifiers_answers_and_scores() -> None:
+    source = f"{HERE / 'verifiers_guess.py'}:load_environment"
     row = rows(load=source)[0]
     assert row["prompt"] == [{"role": "system", "content": "You guess."}, {"role": "user", "content": "A word?"}]
     episode = play(VerifiersEnvironment(load=source), row, says("bush", "tree"))
-    assert episode.answers == [hint]
+    assert episode.answers == ["It has 4 letters. Try 1."]
     assert episode.rewards == [None, 1.0] and episode.info == {"right": 1.0, "short": 0.0, "turns": 2.0}
     assert play(VerifiersEnvironment(load=source), row, says("tree")).rewards == [1.5]
     # max_turns is 3: the third turn is the last one, right or not.

@@ -13,8 +13,9 @@ import pytest
 from machine_lacks import needs_sandbox
 
 from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.environments import TOOLS, Named, made
 from grpo_rl.envs.games.fact_chains import fact_chains, world
-from grpo_rl.envs.tools.calculator import Calculator
+from grpo_rl.envs.tools.number_tools import Calculator
 from grpo_rl.envs.tools.python_interpreter import PythonInterpreter
 from grpo_rl.envs.tools.retrieval import Search, index_of
 from grpo_rl.errors import ConfigError
@@ -245,5 +246,6 @@ def test_search_refuses_folders_without_texts(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="no UTF-8 text"):
         Search(folder=str(tmp_path))
-    with pytest.raises(ConfigError, match="top_k=0"):
-        Search(top_k=0)
+    for options, said in (({"top_k": 0}, "top_k=0"), ({"top_k": "3"}, "type of its default, 3")):
+        with pytest.raises(ConfigError, match=said):
+            made(Named("search", options), TOOLS, "tool")

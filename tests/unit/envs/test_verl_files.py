@@ -14,7 +14,7 @@ from grpo_rl.envs.environments import TOOLS, Named, made, schema_of
 from grpo_rl.envs.games.answers_in_turns import Gsm8kInTurns
 from grpo_rl.envs.runtime.episode_host import EpisodeHost
 from grpo_rl.envs.setup import EpisodeSetup
-from grpo_rl.envs.tools.check_answer import CheckAnswer
+from grpo_rl.envs.tools.number_tools import CheckAnswer
 from grpo_rl.envs.verl_files import CLASSES, interaction_file, tools_file
 from grpo_rl.errors import ConfigError
 

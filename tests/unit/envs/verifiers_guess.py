@@ -41,16 +41,6 @@ class GuessEnv:
         return [{"role": "user", "content": self.hint.format(len(state["answer"])) + f" Try {state['tries']}."}]
 
 
-class OldGuessEnv(GuessEnv):
-    """The methods as they were up to 0.1.7: with the messages, and the state returned."""
-
-    def is_completed(self, messages: list[dict[str, str]], state: dict[str, Any]) -> bool:  # type: ignore[override]
-        return messages[-1]["content"] == state["answer"]
-
-    def env_response(self, messages: list[dict[str, str]], state: dict[str, Any]) -> Any:  # type: ignore[override]
-        return [{"role": "user", "content": "No."}], {**state, "tries": state["tries"] + 1}
-
-
 class Text:
     """A message of a class of its own, as the package's are from 0.1.10 on."""
 
@@ -139,10 +129,6 @@ def load_of_groups() -> GuessEnv:
 
 def load_environment(**arguments: Any) -> GuessEnv:
     return GuessEnv(**arguments)
-
-
-def load_old() -> GuessEnv:
-    return OldGuessEnv()
 
 
 def load_nothing() -> object:

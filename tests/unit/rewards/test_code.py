@@ -17,7 +17,7 @@ from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.code.cases import decode, read_tests, same_output, same_value
 from grpo_rl.rewards.code.code_rule import check_code, code, code_problems, last_program
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.sandbox.candidate import encode
+from grpo_rl.rewards.sandbox.inside import encode
 from grpo_rl.rewards.sandbox.sandbox import Case, CaseOutcome, Limits, Sandbox, SandboxUnavailable
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"

@@ -12,9 +12,8 @@ from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.combined import CombinedRewarder
+from grpo_rl.rewards.combined import CombinedRewarder, EpisodeRewarder
 from grpo_rl.rewards.compose import sample_of
-from grpo_rl.rewards.episode_rewards import EpisodeRewarder
 from grpo_rl.trainer.metrics import episode_metrics, rollout_metrics
 from grpo_rl.types import Prompt, Rollout
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.models.judge_text import DEFAULT_TEMPLATE, Template, json_score, last_number, marked_score, parser_for
+from grpo_rl.rewards.models.judge import DEFAULT_TEMPLATE, Template, json_score, last_number, marked_score, parser_for
 from grpo_rl.types import Prompt, Rollout
 
 

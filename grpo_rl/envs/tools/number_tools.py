@@ -1,0 +1,97 @@
+"""Tools for numbers: a calculator, whose expression is read and never run, and a judge of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from grpo_rl.config.schema.kinds import Fraction as Share
+from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.rewards.rules.expressions import NotAnExpression, formula
+from grpo_rl.rewards.rules.number_rules import gsm8k_flexible
+
+LARGEST = 10**30
+DIGITS = 12
+
+
+class Calculator:
+    """The tool `calculator`: + - * / ** and brackets. Whole results are exact, others have 12 significant digits."""
+
+    schema: Mapping[str, Any] = {
+        "name": "calculator",
+        "description": "Work out an arithmetic expression of numbers, + - * / ** and brackets.",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "description": "for example (12 + 7) * 3"}},
+            "required": ["expression"],
+        },
+    }
+
+    async def begin(self, start: Start) -> None:
+        """Make no state: calls do not depend on each other."""
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        expression = arguments.get("expression")
+        if not isinstance(expression, str):
+            return ToolResult("expression must be a string such as (12 + 7) * 3", failed=True)
+        try:
+            return ToolResult(calculated(expression))
+        except NotAnExpression as error:
+            return ToolResult(f"not an expression: {error}", failed=True)
+
+    async def close(self) -> None:
+        """Release nothing."""
+
+
+def calculated(expression: str) -> str:
+    """Return the value of an expression as text. Raises NotAnExpression for other text, and for results of more than 30 digits."""
+    try:
+        value = Fraction(formula(expression, Fraction, {}, {}))
+    except (OverflowError, ValueError, ZeroDivisionError) as error:
+        raise NotAnExpression(str(error)) from error
+    except TypeError:  # a root of a negative number is complex
+        raise NotAnExpression("its value is no real number") from None
+    if abs(value) > LARGEST:
+        raise NotAnExpression("its value has more than 30 digits")
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.{DIGITS}g}"
+
+
+class CheckAnswer:
+    """The tool `check_answer`: compares a number with the row's ground truth, and says whether it is right.
+
+    It does the work of verl's Gsm8kTool, as which it takes `penalty` (0.05) off the reward for each answer that is no better than
+    the one before: a wrong one, and a right one that is given again. The first right answer has the reward 0; what the solution is
+    worth is for the reward functions to say. `extra_info.tools_kwargs.NAME.create_kwargs.ground_truth` has the precedence over the
+    row's ground truth, as there.
+    """
+
+    schema: Mapping[str, Any] = {
+        "name": "check_answer",
+        "description": "Check whether a number is the right answer of the problem.",
+        "parameters": {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "description": "the number, in digits"}},
+            "required": ["answer"],
+        },
+    }
+
+    def __init__(self, *, penalty: Share = 0.05) -> None:
+        self._penalty = float(penalty)
+        self._source, self._right, self._best = "", "", 0.0
+
+    async def begin(self, start: Start) -> None:
+        """Keep the row's ground truth."""
+        given = [one.get("create_kwargs") or {} for one in (start.extra_info.get("tools_kwargs") or {}).values() if one]
+        own = [one["ground_truth"] for one in given if "ground_truth" in one]
+        self._source, self._right = start.data_source, str(own[0] if own else start.ground_truth)
+
+    async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
+        answer = str(arguments.get("answer", ""))
+        score = gsm8k_flexible(self._source, answer, self._right)["score"]
+        reward = 0.0 if score > self._best else -self._penalty
+        self._best = score
+        return ToolResult(f"{answer[:80]} is {'right' if score else 'wrong'}.", reward)
+
+    async def close(self) -> None:
+        """Release nothing."""
