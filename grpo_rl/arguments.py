@@ -6,7 +6,8 @@ import argparse
 import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 from grpo_rl.errors import ConfigError
@@ -58,6 +59,15 @@ class Arguments(argparse.ArgumentParser):
         near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.5)
         meant = f" Did you mean {near[0]}?" if near else ""
         return f"{self.prog}: there is no option {word.partition('=')[0]}.{meant} There are {', '.join(known)}"
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Raise ConfigError where the block cannot write what an option names."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{what}: cannot be written: {error.strerror or error}") from error
 
 
 def counted(text: str) -> int:

@@ -14,7 +14,7 @@ import dataclasses
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_rl.arguments import Arguments
+from grpo_rl.arguments import Arguments, writing
 from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.evaluation import estimates
@@ -199,13 +199,10 @@ def main(argv: Sequence[str]) -> int:
     if len(folders) < 2:
         raise ConfigError("grpo-rl compare needs two runs at least: grpo-rl compare runs/grpo_rl/a runs/grpo_rl/b")
     groups = grouped([read_run(folder) for folder in folders])
-    console = Console()
-    try:
+    with closing(Console()) as console:
         _configurations(groups, console)
         found = _results(groups, console)
         _write(groups, found, Path(options.output).expanduser(), console)
-    finally:
-        console.close()
     return 0
 
 
@@ -265,7 +262,7 @@ def _honest(groups: Sequence[Method], found: Sequence[tuple[str, Comparison]]) -
 
 
 def _write(groups: Sequence[Method], found: Sequence[tuple[str, Comparison]], folder: Path, console: Console) -> None:
-    try:
+    with writing(f"--output {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         content = {
             "groups": {_letter(number): [str(run.folder) for run in group] for number, group in enumerate(groups)},
@@ -273,8 +270,6 @@ def _write(groups: Sequence[Method], found: Sequence[tuple[str, Comparison]], fo
             "results": [{"sides": sides, **dataclasses.asdict(one)} for sides, one in found],
         }
         write_whole(folder / "comparison.json", json.dumps(jsonable(content), indent=1))
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
     runs = " ".join(shlex.quote(safe_text(str(run.folder))) for group in groups for run in group)
     console.info("")
     console.info(f"written: {folder / 'comparison.json'}")

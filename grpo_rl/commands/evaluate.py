@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,18 +63,15 @@ def main(argv: Sequence[str]) -> int:
     options, words = _parser().read_with_settings(verl_words.of_evaluation(argv))
     if not options.targets:
         raise ConfigError("grpo-rl eval needs a model or a run: grpo-rl eval runs/grpo_rl/my_run --data FILE")
-    console = Console()
-    with ExitStack() as stack:
-        stack.callback(console.close)
-        _evaluate(options, words, console, stack)
+    with closing(Console()) as console, ExitStack() as stack:
+        if any(map(is_response_file, options.targets)):
+            _evaluate_files(options, words, console)
+        else:
+            _evaluate(options, words, console, stack)
     return 0
 
 
 def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Console, stack: ExitStack) -> None:
-    files = [text for text in options.targets if is_response_file(text)]
-    if files:
-        _evaluate_files(options, words, console)
-        return
     targets = [find_target(text, trusted=options.trust_run) for text in options.targets]
     if len({target.label for target in targets}) < len(targets):
         raise ConfigError("the same model is named twice")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 
 import grpo_rl
 from grpo_rl import hub
-from grpo_rl.arguments import Arguments
+from grpo_rl.arguments import Arguments, writing
 from grpo_rl.commands.targets import Target, find_target, model_folder
 from grpo_rl.commands.trust import add_trust_option
 from grpo_rl.config.schema.fields import flat, leaves
@@ -147,8 +147,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.target} belongs to no run: there is nothing to export")
     if options.push:
         _refuse_without_hub(options.push)
-    console = Console()
-    try:
+    with closing(Console()) as console:
         folder = Path(options.output).expanduser() if options.output else _default(target, options.adapter)
         _fill(target, folder, console, adapter=options.adapter, trusted=options.trust_run)
         what = "adapter" if options.adapter else "model, tokenizer"
@@ -156,8 +155,6 @@ def main(argv: Sequence[str]) -> int:
         console.info(f"written: {folder} ({what}, {', '.join(names)})")
         if options.push:
             _push(folder, options.push, console, private=not options.public)
-    finally:
-        console.close()
     return 0
 
 
@@ -169,7 +166,7 @@ def _fill(target: Target, folder: Path, console: Console, *, adapter: bool, trus
         if not (model / marks).is_file():
             raise ConfigError(f"{target.label}: has no adapter: it was trained without actor_rollout_ref.model.lora_rank")
     run_dir = RunDir(target.run)
-    try:
+    with writing(str(folder)):
         if folder.resolve() != model.resolve():
             if folder.exists() and any(folder.iterdir()) and not (folder / marks).is_file():
                 raise ConfigError(f"--output {folder}: is there and holds no model; give a new folder")
@@ -183,8 +180,6 @@ def _fill(target: Target, folder: Path, console: Console, *, adapter: bool, trus
             shutil.copyfile(run_dir.plots / CURVE, folder / CURVE)
         card = model_card(run_dir, run_config(target.run), target.step, has_curve=(folder / CURVE).is_file())
         (folder / CARD).write_text(redact(card), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
 def _draw(run_dir: RunDir, console: Console) -> bool:

@@ -10,7 +10,7 @@ import argparse
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,9 +51,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--output {output}: is written as {' or '.join(_SUFFIXES)}; give a name that ends so")
     if output.exists() and not options.overwrite:
         raise ConfigError(f"--output {output}: is there already; give another name, or --overwrite")
-    console = Console()
-    with ExitStack() as stack:
-        stack.callback(console.close)
+    with closing(Console()) as console, ExitStack() as stack:
         _generate(options, words, output, console, stack)
     return 0
 

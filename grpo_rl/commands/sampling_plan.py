@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from grpo_rl.arguments import Arguments, counted, not_negative
+from grpo_rl.arguments import Arguments, counted, not_negative, writing
 from grpo_rl.commands.targets import Target
 from grpo_rl.commands.trust import add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
@@ -102,10 +102,8 @@ def add_engine_options(parser: Arguments) -> None:
 def output_folder(folder: Path) -> RunDir:
     """Make a folder for responses and logs. Raises ConfigError where it cannot be made."""
     run_dir = RunDir(folder)
-    try:
+    with writing(f"--output {folder}"):
         run_dir.logs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {folder}: cannot be written: {error.strerror or error}") from error
     return run_dir
 
 

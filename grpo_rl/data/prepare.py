@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.arguments import Arguments, counted
+from grpo_rl.arguments import Arguments, counted, writing
 from grpo_rl.data.sources.locate import data_files, open_source
 from grpo_rl.errors import ConfigError, DataError, GrpoRlError
 from grpo_rl.rewards.rules.answers import last_boxed
@@ -143,11 +143,9 @@ def prepare(arguments: argparse.Namespace) -> str:
         raise DataError(f"{', '.join(arguments.source)}: there are no rows")
     from grpo_rl.data.sources.tables import write_rows  # which loads pyarrow
 
-    try:
+    with writing(f"--to {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)
         write_rows(target, rows)
-    except OSError as error:
-        raise ConfigError(f"--to: {target} cannot be written: {error.strerror or error}") from error
     longest = max(len(row["prompt"][-1]["content"]) for row in rows)
     return f"{target}: {len(rows)} rows of {arguments.format}, split {arguments.split}, longest prompt {longest} characters"
 
