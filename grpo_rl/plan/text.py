@@ -57,7 +57,7 @@ def describe(composed: Composed, plan: Plan) -> str:
         "one training step": _step(config, plan) if plan.trains else iter(()),
         "paradigm": components(config, plan) if plan.trains and plan.role("actor") else iter(()),
         "objective": (_objective if plan.role("actor") else _scoring)(config, plan) if plan.trains else iter(()),
-        "memory, estimated" + (_in_all(plan) if plan.machine.device == "cpu" else ", per GPU"): _memory(plan),
+        "memory, estimated" + (_in_all(plan) if plan.machine.device == "cpu" else ", per GPU"): _memory(plan, judged),
         f"fit on {plan.machine.name or 'this machine'}": _fit(plan, judged, instead),
         f"time of a step{' with these keys' if instead else ''}, estimated and not measured": _time(timed),
         "schedules on these GPUs, each in its best division, estimated": _schedules(timed),
@@ -450,13 +450,16 @@ def _in_all(plan: Plan) -> str:
     return f": {gib(needed)} in all with libraries, Ray and the controller; this {has.owner} has {gib(int(has.total))}"
 
 
-def _memory(plan: Plan) -> Rows:
+def _memory(plan: Plan, judged: Fit | None) -> Rows:
+    """Yield what each role needs; nothing where the table of the fit has that, for GPUs whose memory is known."""
     if plan.model is None:
         yield "unknown", "the sizes of this model are known only when its weights are read"
+    if plan.model is None or judged is not None:
+        return
     for need in plan.memory:
         yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
-    phases = gpu_phases(plan, plan.model) if plan.model is not None and fit_of(plan, plan.model) is None else ()
-    if phases:  # the GPUs' memory is not known here
+    phases = gpu_phases(plan, plan.model)
+    if phases:
         shown = [
             f"{one.name} {gib(one.num_bytes)}" + (f" + {one.engine_share:.0%}" if one.engine_share else "") for one in phases
         ]
