@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.config.compose import compose
-from grpo_rl.config.derived import Machine, MicroBatchRule, logprob_rule, update_rule
+from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.machine import probe_machine
@@ -89,15 +89,6 @@ def test_rows_that_may_be_dropped_leave_the_number_of_steps_open() -> None:
     assert plan_of("data.filter_overlong_prompts=true", "trainer.total_training_steps=7").sizes.total_steps == 7
 
 
-def test_old_logprobs_are_computed_only_where_an_update_or_the_reward_reads_them() -> None:
-    one_update = f"{A}.ppo_mini_batch_size=64"
-    kl_in_reward = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
-    assert not plan_of(one_update).recomputes_old_logprobs
-    assert plan_of().recomputes_old_logprobs
-    assert plan_of(one_update, f"{A}.ppo_epochs=2").recomputes_old_logprobs
-    assert plan_of(one_update, *kl_in_reward).recomputes_old_logprobs
-
-
 @pytest.mark.parametrize(
     ("words", "started"),
     [
@@ -131,36 +122,6 @@ def test_ranks_replicas_and_the_way_of_the_weights(
     plan = plan_of(*words, machine=machine)
     assert (plan.world_size, plan.num_replicas, plan.engine.weight_backend) == (ranks, replicas, backend)
     assert plan.world_size == machine.world_size(compose([*BASE, *words]).config)
-
-
-@pytest.mark.parametrize(
-    ("words", "update", "ref"),
-    [
-        ([], MicroBatchRule(16384, None, True), MicroBatchRule(16384, None, True)),
-        ([f"{A}.ppo_micro_batch_size_per_gpu=4"], MicroBatchRule(None, 4, True), MicroBatchRule(None, 4, True)),
-        (
-            ["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"],
-            MicroBatchRule(16384, None, True),
-            MicroBatchRule(None, 2, True),
-        ),
-        (
-            [f"{A}.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=5000"],
-            MicroBatchRule(None, 4, True),
-            MicroBatchRule(5000, None, True),
-        ),
-        (
-            [f"{A}.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=true"],
-            MicroBatchRule(None, 4, True),
-            MicroBatchRule(16384, None, True),
-        ),
-    ],
-)
-def test_forward_passes_without_settings_of_their_own_are_cut_like_the_update(
-    words: list[str], update: MicroBatchRule, ref: MicroBatchRule
-) -> None:
-    config = compose([*BASE, *words]).config
-    assert update_rule(config) == update
-    assert logprob_rule(config, "ref") == ref
 
 
 def test_the_machine_is_what_the_configuration_says_or_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,23 +228,3 @@ def test_the_page_fits_on_a_terminal_and_says_what_matters() -> None:
 def test_surprises_are_noted(words: list[str], machine: Machine, said: str) -> None:
     assert said in " ".join(plan_of(*words, machine=machine).render().split())
     assert said not in plan_of().render()
-
-
-def test_the_plan_says_who_scores_where_and_of_what_the_reward_is_made(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_text("")
-    model = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={tmp_path}", "reward.reward_model.weight=0.5"]
-    judge = ["reward.judge.base_url=http://127.0.0.1:8000/v1", "reward.judge.model=m", "reward.judge.requests_per_minute=60"]
-    text = " ".join(plan_of(*model, *judge).render().split())
-    assert "reward auto + 0.5*reward_model + judge, " in text
-    assert f"model score 1 rank on the actor's devices, FSDP2, {tmp_path}; one score per response" in text
-    assert "judge m at http://127.0.0.1:8000/v1, 16 requests at a time, 60 a minute" in text
-    own = [
-        "reward.reward_model.enable_resource_pool=true",
-        "reward.reward_model.nnodes=1",
-        "reward.reward_model.n_gpus_per_node=2",
-    ]
-    process = ["algorithm.adv_estimator=grpo_process", "reward.functions=[]", "reward.reward_model.step_separator='###'"]
-    text = " ".join(plan_of(*model, *own, *process).render().split())
-    assert "model score 2 ranks in a pool of their own" in text and "a score per step, cut at '###'" in text
-    assert "reward 0.5*reward_model; failures" in text

@@ -262,46 +262,6 @@ def test_clip_bounds_that_the_loss_does_not_have_are_refused(words: list[str], s
 
 
 @pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        ([f"{C}.rollout_is=token"], "ratio of old policy to engine, by token, at most 2"),
-        ([f"{C}.rollout_is=token"], "loss = avg(w·pg) + 0.001·avg(KL)"),
-        ([f"{C}.rollout_is=sequence", f"{C}.rollout_is_threshold=5"], "by sequence, at most 5"),
-        (
-            [f"{C}.rollout_is=token", f"{C}.rollout_rs=[token_k1]", f"{C}.rollout_rs_threshold=[5]"],
-            "by token rejected token_k1 below 0.2 or above 5",
-        ),
-        (
-            [
-                f"{C}.rollout_rs=[seq_max_k2,seq_mean_k1]",
-                f"{C}.rollout_rs_threshold=[0.5,1.01]",
-                f"{C}.rollout_rs_threshold_lower=[0.9]",
-            ],
-            "seq_max_k2 above 0.5 rejected seq_mean_k1 below 0.9 or above 1.01",
-        ),
-        ([f"{C}.rollout_is=token"], "computed for the correction of rollouts only"),
-        ([f"{C}.bypass_mode=true"], "against the engine's log-probs"),
-        ([f"{C}.bypass_mode=true", f"{C}.rollout_is=token"], "the ratio of the loss is that of the policy to the engine"),
-        (
-            [f"{C}.bypass_mode=true", f"{C}.rollout_is=token", f"{C}.loss_type=reinforce"],
-            "w = ratio of policy to engine, by token",
-        ),
-        (["algorithm.mask_truncated=true"], "only responses that were not cut off"),
-        (["reward.overlong_buffer.len=32"], "up to -1 in the reward, over the last 32 tokens"),
-    ],
-)
-def test_corrections_are_part_of_the_page(words: list[str], shown: str) -> None:
-    assert shown in page_of(*words)
-
-
-def test_old_logprobs_are_computed_for_weights_and_rejections_and_never_with_bypass() -> None:
-    assert not plan_of().recomputes_old_logprobs
-    assert plan_of(f"{C}.rollout_is=token").recomputes_old_logprobs
-    assert plan_of(f"{C}.rollout_rs=[seq_max_k2]", f"{C}.rollout_rs_threshold=[0.1]").recomputes_old_logprobs
-    assert not plan_of(f"{C}.bypass_mode=true", f"{A}.ppo_epochs=2").recomputes_old_logprobs
-
-
-@pytest.mark.parametrize(
     ("words", "said"),
     [
         ([f"{C}.rollout_is_threshold=3"], f"{C}.rollout_is_threshold=3.0: has no effect without rollout_is"),

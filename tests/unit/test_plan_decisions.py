@@ -11,7 +11,6 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import Plan, PoolPlan, decide
-from grpo_rl.plan.machine import available_cores
 from grpo_rl.plan.make import make_plan
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
@@ -172,16 +171,6 @@ def test_validation_without_data_is_refused_by_the_keys_name() -> None:
 def test_worlds_larger_than_the_machine_are_refused_with_the_reason(words: list[str], said: str) -> None:
     (problem,) = problems_of(*words, "data.train_batch_size=512", f"{A}.ppo_mini_batch_size=256")
     assert problem.startswith(said) and "at most" in problem
-
-
-def test_more_cores_than_a_machine_could_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    words, wanted = [*BASE, "trainer.device=cpu"], 9 * available_cores()
-    with pytest.raises(ConfigError) as caught:
-        make_plan(compose([*words, f"ray_kwargs.ray_init.num_cpus={wanted}"]))
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"ray_kwargs.ray_init.num_cpus={wanted}: this machine has {available_cores()} cores")
-    assert make_plan(compose([*words, f"ray_kwargs.ray_init.num_cpus={4 * available_cores()}"]))
 
 
 # ---- the other rooms obey ------------------------------------------------------------------------------

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.cluster.run_instruments import figures_of
 from grpo_rl.errors import OutOfMemory
 from grpo_rl.workers import instruments as module
-from grpo_rl.workers.instruments import GIB, InstrumentOrder, Instruments, PhaseMeasure
+from grpo_rl.workers.instruments import InstrumentOrder, Instruments
 
 MIB = 2**20
 
@@ -104,17 +103,3 @@ def test_memory_that_runs_out_leaves_a_snapshot_where_that_is_configured(cuda: R
     assert not list(tmp_path.iterdir())
     instruments.failed(OutOfMemory("full"))
     assert [file.name for file in tmp_path.iterdir()] == ["actor0.out_of_memory.pickle"]
-
-
-def test_figures_are_of_the_slowest_rank_and_the_fullest_one() -> None:
-    fast = PhaseMeasure(1.0, 3e12, {"allocated": 2 * GIB, "reserved": 4 * GIB})
-    slow = PhaseMeasure(2.0, 5e12, {"allocated": 3 * GIB, "reserved": 3 * GIB})
-    answers = [("NVIDIA A100-SXM4-40GB", {"update": fast}), ("NVIDIA A100-SXM4-40GB", {"update": slow})]
-    figures = figures_of("actor", answers, None)
-    assert figures["perf/memory/actor/update/allocated_gib"] == 3
-    assert figures["perf/memory/actor/update/reserved_gib"] == figures["perf/max_memory_reserved_gb"] == 4
-    assert figures["perf/tflops/actor"] == pytest.approx(8 / 2 / 2)
-    assert figures["perf/mfu/actor"] == pytest.approx(2 / 311.8)
-    assert figures_of("actor", answers, 20.0)["perf/mfu/actor"] == pytest.approx(0.1)
-    on_cpu = figures_of("reference", [(None, {"logprobs": PhaseMeasure(1.0, 1e12, {"resident": GIB})})], None)
-    assert on_cpu == {"perf/memory/ref/logprobs/resident_gib": 1, "perf/tflops/ref": 1.0}
