@@ -3,7 +3,6 @@
     .venv/bin/python scripts/paradigm.py                        # all methods, seeds 1 2 3
     .venv/bin/python scripts/paradigm.py --only rft grpo_os --seeds 1
     .venv/bin/python scripts/paradigm.py --out FOLDER --draw    # the table and the picture of runs that are there
-    .venv/bin/python scripts/paradigm.py --draw --publish       # the same into docs/paradigm.md and docs/paradigm.png
 
 The embedded model learns sums with carries (`TASK`) from demonstrations of which eight in ten forget to carry: that is the start.
 Every method then trains from it for the same number of steps, and samples the same number of rollouts: the online ones in
@@ -19,7 +18,6 @@ A run that is complete in the folder is not done again, so a command that was in
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 import time
@@ -148,7 +146,6 @@ METHODS = (
 )
 ORDERS = (("online_rft", "rft"), ("grpo_os", "online_rft"), ("grpo_ps", "grpo_os"), ("online_dpo", "dpo"), ("iterate", "fixed"))
 """The orders that the paper finds: the first method of each pair ends above the second."""
-MARKS = ("<!-- measured by scripts/paradigm.py -->", "<!-- end of what was measured -->")
 
 
 def main() -> int:
@@ -158,7 +155,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/paradigm"))
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     parser.add_argument("--draw", action="store_true", help="train nothing; draw what is there")
-    parser.add_argument("--publish", action="store_true", help="write table and picture into docs, too")
     arguments = parser.parse_args()
     methods = [method for method in METHODS if arguments.only is None or method.name in arguments.only]
     if not arguments.draw:
@@ -172,21 +168,7 @@ def main() -> int:
     (arguments.out / "table.md").write_text(text + "\n", encoding="utf-8")
     print(text)
     draw(found, arguments.out / "paradigm.png")
-    if arguments.publish:
-        publish(text, arguments.out / "paradigm.png", Path(__file__).parents[1] / "docs" / "paradigm.md")
     return 0
-
-
-def publish(text: str, picture: Path, page: Path) -> None:
-    """Put the text and the picture in the place of those that the page has, between its two marks."""
-    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
-    _, mark, after = rest.partition(MARKS[1])
-    if not mark:
-        sys.exit(f"{page}: there is no {MARKS[0]} ... {MARKS[1]}")
-    copied = page.with_suffix(".png")
-    shutil.copyfile(picture, copied)
-    shown = f"![accuracy against training step, of every method]({copied.name})"
-    page.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{shown}\n\n{MARKS[1]}{after}", encoding="utf-8")
 
 
 def train_all(methods: Sequence[Method], seeds: Sequence[int], out: Path, side_by_side: int) -> None:

@@ -1,0 +1,75 @@
+"""Scripts: each is named somewhere, what it imports from the package is there, and a missing extra is one line."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
+HIDDEN = """
+import runpy, sys
+for name in {modules!r}: sys.modules[name] = None
+sys.path.insert(0, {folder!r})
+sys.argv = {argv!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "modules", "extra"),
+    [
+        ("fuzz_parsers.py", ["jsonl", "--seconds", "1"], ["atheris"], "setup.sh dev data fuzz"),
+        ("build_docs.py", [], ["mkdocs.commands.build", "mkdocs.config"], "setup.sh docs"),
+    ],
+)
+def test_a_script_without_its_extra_says_which_one_it_needs(
+    script: str, argv: list[str], modules: list[str], extra: str
+) -> None:
+    path = str(SCRIPTS / script)
+    program = HIDDEN.format(modules=modules, folder=str(SCRIPTS), argv=[path, *argv], script=path)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=SCRIPTS.parent)
+    assert done.returncode == 1 and extra in done.stderr and "Traceback" not in done.stderr
+
+
+def names_in(source: Path) -> set[str]:
+    """Return what a module defines or imports, whatever the place."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+    return found
+
+
+def test_what_scripts_examples_and_recipes_import_from_the_package_is_there() -> None:
+    lacking = []
+    for path in sorted(file for folder in ("scripts", "examples", "recipes") for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("grpo_rl"):
+                continue
+            place = ROOT / str(node.module).replace(".", "/")
+            module = place.with_suffix(".py") if place.with_suffix(".py").is_file() else place / "__init__.py"
+            inside = names_in(module) if module.is_file() else set()
+            wanted = {alias.name for alias in node.names if not (place / alias.name).with_suffix(".py").is_file()}
+            lacking += [
+                f"{path.name}: {node.module} has no {name}" for name in sorted(wanted - inside) if not (place / name).is_dir()
+            ]
+    assert not lacking, lacking
+
+
+def test_every_script_is_named_by_a_document_or_a_test() -> None:
+    readers = [*ROOT.glob("*.md"), *(ROOT / "scripts").glob("*.sh"), ROOT / "pyproject.toml"]
+    readers += [file for folder in ("docs", "recipes", "tests", "docker") for file in (ROOT / folder).rglob("*.*")]
+    texts = "\n".join(
+        file.read_text(errors="ignore") for file in readers if file.suffix in (".md", ".py", ".sh", ".toml", ".cpu")
+    )
+    unnamed = [file.name for file in SCRIPTS.glob("*.*") if file.stem not in texts]
+    assert not unnamed, f"nobody would find {unnamed}"
