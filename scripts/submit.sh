@@ -88,7 +88,7 @@ print(json.dumps({
     "excludes": [f"/{name}" if "*" not in name else name for name in left_out],
     # By this variable of Ray's; its key `worker_process_setup_hook` reaches the job's workers and not what starts the job.
     "env_vars": {name: os.environ[name] for name in names if name in os.environ}
-    | {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "grpo_rl.processes.family.lead_path", "RAY_JOB_STOP_WAIT_TIME_S": "3600"},
+    | {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "grpo_rl.processes.family.lead_path", "RAY_JOB_STOP_WAIT_TIME_S": "90"},
 }))
 PYTHON
 )

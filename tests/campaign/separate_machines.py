@@ -78,12 +78,13 @@ class Machines:
         ready.unlink(missing_ok=True)
         places = [(path, '"$new"' + str(path).removeprefix("/tmp")) for path in sorted(self.shared)]
         binds = "; ".join(f"mkdir -p {place} && mount --rbind {path} {place}" for path, place in places) or "true"
+        # The shell stays: as the machine's first process it takes in the orphans that end, for which Ray would wait.
         script = f"""set -e
             hostname node-{number}; mount --make-rprivate /; mount --bind {hosts} /etc/hosts
             new=$(mktemp -d); mount -t tmpfs tmpfs "$new"; chmod 1777 "$new"
             {binds}
             mount --move "$new" /tmp; mount -t tmpfs tmpfs /dev/shm; mkdir -p /tmp/home
-            touch {ready}; exec sleep infinity"""
+            touch {ready}; sleep infinity & wait"""
         unshare = ["unshare", "--mount", "--pid", "--fork", "--uts", "--ipc", "--mount-proc", "bash", "-c", script]
         self._first[number] = subprocess.Popen(
             ["ip", "netns", "exec", netns, *unshare], start_new_session=True, stderr=subprocess.PIPE, text=True
