@@ -5,12 +5,10 @@ from __future__ import annotations
 import array
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,10 @@ if "SLEEP" in os.environ:
     import time; print(os.getpid(), flush=True); time.sleep(600)
 umask = os.umask(0)
 print(json.dumps({
+    "has": [name for name in ("ready_early", "ready_late") if name in sys.modules],
     "parent": os.getppid(), "group": os.getpgid(0), "pid": os.getpid(), "words": sys.argv[1:], "folder": os.getcwd(),
     "environment": dict(os.environ), "umask": umask, "nice": os.getpriority(os.PRIO_PROCESS, 0),
     "oom": open("/proc/self/oom_score_adj").read(), "input": sys.stdin.read(), "name": __name__,
-    "has": [name for name in ("ready_early", "ready_late", "ready_thread") if name in sys.modules],
     "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, "random": random.random(),
 }))
 """
@@ -41,14 +39,11 @@ RAY = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": "7"}
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Modules to be imported early and late, and one that leaves a thread behind."""
+    """Modules to be imported early and late."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "ready_early.py").write_text("import random, os\nassert 'RAY_JOB_ID' not in os.environ\n")
     (folder / "ready_late.py").write_text("import os\nassert os.environ['RAY_JOB_ID'] == '01000000'\n")
-    (folder / "ready_thread.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
-    )
     (tmp_path / "script.py").write_text(SCRIPT)
     monkeypatch.syspath_prepend(str(folder))
     return folder
@@ -130,12 +125,6 @@ def test_what_cannot_be_copied_is_started_from_nothing(serve, tmp_path):
     assert answer(ask(tmp_path))["parent"] == server.pid
 
 
-def test_a_thread_that_a_copy_would_lack_forbids_copies(serve, tmp_path):
-    serve("ready_early", "ready_thread")
-    process = ask(tmp_path)
-    assert answer(process)["pid"] == process.pid
-
-
 def test_without_the_process_to_copy_another_is_started(serve, tmp_path):
     server = serve("ready_early")
     os.kill(server.pid, signal.SIGKILL)
@@ -166,15 +155,6 @@ def test_who_no_longer_waits_for_a_copy_gets_none(serve, tmp_path):
     assert answer(ask(tmp_path))["parent"] == server.pid
 
 
-def test_who_goes_away_in_the_middle_of_a_request_leaves_the_next_one_alone(serve, tmp_path):
-    server = serve("ready_early")
-    for half in (b"", b"{", b"[]\n", b"{}\n"):
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(tmp_path / forks.SOCKET))
-            connection.sendall(half)
-    assert answer(ask(tmp_path))["parent"] == server.pid
-
-
 def test_it_ends_with_its_controller_and_its_copies_stay(serve, tmp_path):
     server = serve("ready_early")
     process = ask(tmp_path, SLEEP="yes")
@@ -187,11 +167,6 @@ def test_it_ends_with_its_controller_and_its_copies_stay(serve, tmp_path):
     finally:
         os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=60)
-
-
-def test_a_module_that_cannot_be_imported_is_left_to_who_needs_it(serve, tmp_path):
-    server = serve("no_such_module", "ready_early")
-    assert answer(ask(tmp_path))["parent"] == server.pid
 
 
 def test_only_workers_whose_variables_are_read_late_or_are_everybodys_are_copied(serve, tmp_path, monkeypatch):
@@ -215,58 +190,11 @@ def test_the_model_says_which_code_is_imported(tmp_path):
     assert modules_for(str(tmp_path / "missing")) == forks.MODULES
 
 
-NOBODY = 65534
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-
-
-@pytest.fixture
-def open_ground(tmp_path: Path) -> Iterator[Path]:
-    """A folder that another user can reach, which pytest's own are not: the ones above it are passed through."""
-    folder = Path(tempfile.mkdtemp(prefix="grpo-test-", dir="/dev/shm"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-def as_nobody(program: str, *words: str) -> subprocess.Popen[str]:
-    """A process of another user that runs this. What it imports is loaded before: Python may lie where others cannot read."""
-    become = f"import array, json, os, socket, sys; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
-    return subprocess.Popen([sys.executable, "-S", "-c", become + program, *words], stdout=subprocess.PIPE, text=True)
-
-
-IMPOSTOR = """
-import socket, sys
-listener = socket.socket(socket.AF_UNIX); listener.bind(sys.argv[1]); listener.listen(); print("ready", flush=True)
-listener.settimeout(60)
-connection, _ = listener.accept()
-print(len(connection.recv(1 << 16)), flush=True)
-"""
-
-
-@as_root
-def test_a_client_sends_nothing_into_a_folder_that_others_may_write_into(open_ground: Path) -> None:
-    address = open_ground / forks.SOCKET
-    open_ground.chmod(0o777)
-    impostor = as_nobody(IMPOSTOR, str(address))
-    assert impostor.stdout is not None and impostor.stdout.readline() == "ready\n"
-    with pytest.raises(fork_client.NotOurs, match="not this user's alone"):
-        fork_client.granted(str(address), ["script"])
-    impostor.kill()
-    assert impostor.communicate(timeout=60)[0] == "", "neither environment nor words were sent"
-
-
-@pytest.mark.parametrize("mode", [0o1777, 0o770, 0o705, 0o701])
-def test_no_server_starts_in_a_folder_that_others_may_write_or_look_into(tmp_path: Path, mode: int) -> None:
+@pytest.mark.parametrize("mode", [0o1777, 0o770, 0o705])
+def test_neither_end_uses_a_folder_that_others_may_write_or_look_into(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(ClusterError, match="not this user's alone"):
         ForkServer(tmp_path, [])
     assert list(tmp_path.iterdir()) == []
-
-
-@as_root
-def test_no_server_starts_in_a_folder_of_another_user(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    os.chown(tmp_path, NOBODY, NOBODY)
-    with pytest.raises(ClusterError, match=f"owner {NOBODY}"):
-        ForkServer(tmp_path, [])
+    with pytest.raises(fork_client.NotOurs, match="not this user's alone"):
+        fork_client.granted(str(tmp_path / forks.SOCKET), ["script"])

@@ -23,7 +23,6 @@ from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
-from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
 from grpo_rl.rollout.weights import WeightBucket
@@ -191,11 +190,6 @@ def test_on_one_gpu_the_engine_is_built_alone_and_sleeps_before_any_rank_touches
     ]
 
 
-def test_an_engine_that_keeps_its_memory_is_built_alone_all_the_same() -> None:
-    events = start_events(ONE_GPU, f"{R}.free_cache_engine=false")
-    assert events[:3] == ["rollout0 build", "waited for rollout engine", "actor0 build"]
-
-
 @pytest.mark.parametrize(
     ("machine", "words"),
     [(CPU, ()), (TWO_GPUS, (f"{R}.nnodes=1", f"{R}.n_gpus_per_node=1", "trainer.n_gpus_per_node=1"))],
@@ -222,22 +216,6 @@ def test_ranks_meet_on_the_loopback_only_where_the_whole_run_is_on_one_node(monk
     cluster.worker_groups = list(sets.values())  # type: ignore[arg-type]
     ranks = start_roles.Cluster.ranks(cluster, sets["actor"])  # type: ignore[arg-type]
     assert [(rank.master_address, rank.address) for rank in ranks] == [(meets_at, meets_at)] * 2
-
-
-def test_the_processes_that_ask_for_gpus_have_the_time_of_a_start(monkeypatch) -> None:
-    waits: list[float] = []
-
-    def get(refs: Any, timeout: float) -> Any:
-        waits.append(timeout)
-        raise placement.ray.exceptions.GetTimeoutError("not yet")
-
-    asked = SimpleNamespace(remote=lambda: None)
-    remote = lambda function: SimpleNamespace(options=lambda **_: asked)  # noqa: E731
-    fake_ray = SimpleNamespace(get=get, remote=remote, exceptions=placement.ray.exceptions)
-    monkeypatch.setattr(placement, "ray", fake_ray)
-    with pytest.raises(ClusterError, match="did not start within 600 s"):
-        placement._probe_gpus(SimpleNamespace(bundle_specs=[{}]), 600.0)  # type: ignore[arg-type]
-    assert waits == [600.0]
 
 
 # ---- a step ---------------------------------------------------------------------------------------------
