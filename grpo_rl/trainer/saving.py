@@ -68,10 +68,10 @@ class Saving:
             return
         try:
             self.finish()
-            self._begin(step, state(), self.own, in_background=self.in_background)
+            if self.own is not None:  # the one before may just have failed
+                self._begin(step, state(), self.own, in_background=self.in_background)
         except CheckpointError as error:
-            self.output.console.warn(f"{error}. This run has no other checkpoint to go back to when it loses ranks")
-            self.own = None
+            self._give_up_own(error)
         now = time.monotonic()
         self._next_own = now + max(OWN_EVERY_S, (now - began) / OWN_SHARE)
 
@@ -184,11 +184,19 @@ class Saving:
             store.abandon(draft)
             raise
 
+    def _give_up_own(self, error: CheckpointError) -> None:
+        self.output.console.warn(f"{error}. This run has no other checkpoint to go back to when it loses ranks")
+        self.own = None
+
     @contextmanager
     def _tolerant(self) -> Iterator[None]:
+        is_own = self._going is not None and self._going.store is self.own
         try:
             yield
         except CheckpointError as error:
+            if is_own:
+                self._give_up_own(error)
+                return
             self.num_failed += 1
             if self.trainer.on_save_error == "stop":
                 raise

@@ -75,11 +75,12 @@ def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, m
     assert verify(own.folder / "step_4").state["step"] == 4
 
 
-def test_a_disk_without_room_for_a_runs_own_checkpoint_does_not_end_it(make, monkeypatch, capsys):  # noqa: F811
+@pytest.mark.parametrize("in_background", [True, False])
+def test_a_disk_without_room_for_a_runs_own_checkpoint_does_not_end_it(make, monkeypatch, capsys, in_background):  # noqa: F811
     trainer, policy = make(make_config(), total_steps=3, with_val=False)
     monkeypatch.setattr(saving, "OWN_EVERY_S", 0.0)
     trainer.saving._next_own = 0.0
-    trainer.saving.in_background = False
+    trainer.saving.in_background = in_background
     faults.arm("ckpt.call:enospc@call=open,file=manifest.json,n=1")
     try:
         trainer.fit()
