@@ -196,7 +196,7 @@ Column: TypeAlias = Tensor | RemoteColumn
 
 
 def values(column: Column) -> Tensor:
-    """Return the values of a column, read if they lie elsewhere."""
+    """Return the values of a column, read where they lie if it is remote."""
     return column.read() if isinstance(column, RemoteColumn) else column
 
 

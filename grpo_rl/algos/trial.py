@@ -280,19 +280,6 @@ def check(kind: FunctionKind, name: str, options: Options, run: Callable[[Any, O
         raise ConfigError(problems)
 
 
-def unread_needs(kind: FunctionKind, function: Callable[..., Any], options: Options) -> list[str]:
-    """Return what a function says that it needs and did not read on the small batch, with these options.
-
-    What is supplied as a keyword is not observed, and neither is the need of groups, which is a claim about their size.
-    """
-    read = kind.run(function, options).read
-    return sorted(
-        need
-        for need in needs_of(function)
-        if need not in kind.supplied and need != "group" and not read.intersection(kind.needs.get(need, ()))
-    )
-
-
 def without_effect(
     function: Callable[..., Any],
     options: Options,

@@ -93,20 +93,6 @@ def without_effect_on_policy(config: Config) -> list[str]:
     return list(dict.fromkeys(idle))
 
 
-def unread_needs(config: Config) -> Iterator[str]:
-    """Yield a line for each of the user's own functions that says it needs what it does not read.
-
-    No refusal: it may read the column on other data, or with other options. But what it needs is computed for it.
-    """
-    for choice in (ESTIMATOR, LOSS):
-        kind, name = trial.KINDS[choice.kind], choice.name(config)
-        if name in kind.registry:
-            continue
-        run = _run_estimator(config) if choice is ESTIMATOR else kind.run
-        if unread := trial.unread_needs(dataclasses.replace(kind, run=run), kind.registry.get(name), _options(config, choice)):
-            yield f"{choice.kind} {name} says that it needs {' and '.join(unread)}, and did not read it when it was tried"
-
-
 def _is_used(config: Config, choice: Choice) -> bool:
     """Return whether a function is called at all; the full KL is none that is registered."""
     if choice is KL_IN_LOSS:

@@ -25,7 +25,7 @@ from grpo_rl.config.derived import (
 )
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.machine_memory import machine_memory
-from grpo_rl.plan.algorithm import advantage_formula, unread_needs, without_effect_on_policy
+from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
 from grpo_rl.plan.cost import assumptions, step_time
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import multiplies_bfloat16
@@ -277,8 +277,6 @@ def _step(config: Config, plan: Plan) -> Rows:
         yield "experts", "those that each token took in the pass for old log-probs (router replay R2)"
     if plan.passes.old_logprobs != "engine" and sizes.updates_per_step == 1 and (idle := without_effect_on_policy(config)):
         yield "no effect", f"with one update per batch: {', '.join(idle)}"
-    for line in unread_needs(config):
-        yield "not read", line
 
 
 def _overlap(config: Config) -> str:

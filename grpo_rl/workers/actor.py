@@ -76,15 +76,15 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         fsdp.reshard(self.model)
         return bit_sums(dict(self.model.named_parameters()))
 
-    def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
+    def update(self, shard: Batch, update: Update) -> list[dict[str, float]]:
         self._shown = {}
         if self.routers is not None and self.routers.replays:
             rows = [some for step in update.steps for some in (*step.micro_batches, *step.zero_advantage)]
-            if rows and not self.routers.has_choices_of(share):
+            if rows and not self.routers.has_choices_of(shard):
                 # A rank that took another's place after the pass for old log-probs: its weights are still those of that pass.
-                self.logprobs(share, rows)
-            share = share.replace(experts_S=self.routers.choices if rows else None)
-        return super().update(share, update)
+                self.logprobs(shard, rows)
+            shard = shard.replace(experts_S=self.routers.choices if rows else None)
+        return super().update(shard, update)
 
     def shown_logprobs(self) -> dict[int, Tensor]:
         """Return the log-probs [trained tokens] that the last update saw of each rollout of `Batch.shown_N`, by its number.

@@ -26,7 +26,7 @@ class RouterWatch:
         self.replays = spec.replays_routing
         self.coefficient = spec.objective.router_aux_loss_coef
         self.choices: Tensor | None = None
-        """The experts [S, layers, top_k] of each token of the last share that log-probs were computed of."""
+        """The experts [S, layers, top_k] of each token of the last shard that log-probs were computed of."""
         self._device = device
         self._sequences = sequences
         self._of_ids: Tensor | None = None
@@ -47,23 +47,23 @@ class RouterWatch:
         noted[place_S < 0] = nothing_given(dtype)
         self._noted.append(noted)
 
-    def keep_choices(self, share: Batch, micro_batches: Sequence[Rows]) -> None:
-        """Keep what was noted in the passes over these micro-batches of a share."""
+    def keep_choices(self, shard: Batch, micro_batches: Sequence[Rows]) -> None:
+        """Keep what was noted in the passes over these micro-batches of a shard."""
         if not self.replays:
             return
         dtype = choice_dtype(self.routing.num_experts)
-        shape = len(share.token_ids_S), self.routing.num_layers, self.routing.top_k
+        shape = len(shard.token_ids_S), self.routing.num_layers, self.routing.top_k
         choices = torch.full(shape, nothing_given(dtype), dtype=dtype)
         noted = iter(self._noted)
         for rows in micro_batches:
             if rows:
-                choices[segment_index(share.sequence_lengths_N, torch.tensor(rows))] = next(noted)
+                choices[segment_index(shard.sequence_lengths_N, torch.tensor(rows))] = next(noted)
         self._noted = []
-        self.choices, self._of_ids = choices, values(share.token_ids_S)
+        self.choices, self._of_ids = choices, values(shard.token_ids_S)
 
-    def has_choices_of(self, share: Batch) -> bool:
-        """Return whether the choices that are kept are of this share's tokens."""
-        return self._of_ids is not None and torch.equal(self._of_ids, values(share.token_ids_S))
+    def has_choices_of(self, shard: Batch) -> bool:
+        """Return whether the choices that are kept are of this shard's tokens."""
+        return self._of_ids is not None and torch.equal(self._of_ids, values(shard.token_ids_S))
 
     # ---- a step --------------------------------------------------------------------------------------
 

@@ -236,7 +236,7 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
 @torch.no_grad()
 def reference_columns(
     policy: PolicyModel,
-    share: Batch,
+    shard: Batch,
     micro_batches: Sequence[Rows],
     device: torch.device,
     *,
@@ -244,7 +244,7 @@ def reference_columns(
     want_hidden: bool,
 ) -> dict[str, Tensor]:
     """Return the micro-batches' log-probs of trained tokens, and with `want_hidden` their last hidden states, on the CPU."""
-    batches = [share.select(list(rows)) if rows else None for rows in micro_batches]
+    batches = [shard.select(list(rows)) if rows else None for rows in micro_batches]
     logprobs: list[Tensor] = []
     hidden: list[Tensor] = []
     for batch in batches:

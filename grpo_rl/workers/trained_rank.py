@@ -95,7 +95,7 @@ class TrainedRank(ABC, Generic[S, M]):
         """
 
     def begin_step(self, batch: Batch, step: OptimizerStep) -> None:
-        """Do what a kind of rank needs of the whole share before the first pass of an optimizer step: by default nothing."""
+        """Do what a kind of rank needs of the whole shard before the first pass of an optimizer step: by default nothing."""
 
     def end_step(self) -> dict[str, float]:
         """Return the statistics that only all passes of a step together have, with prefixes as `loss`: by default none."""
@@ -103,13 +103,13 @@ class TrainedRank(ABC, Generic[S, M]):
 
     # ---- training ------------------------------------------------------------------------------------
 
-    def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
-        """Take optimizer steps on this rank's share of a batch; return its share of each step's statistics.
+    def update(self, shard: Batch, update: Update) -> list[dict[str, float]]:
+        """Take optimizer steps on this rank's shard of a batch; return its share of each step's statistics.
 
         A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
         """
         self.memory.load_all()
-        batch = update.complete(share)
+        batch = update.complete(shard)
         results = [self._optimizer_step(batch, step) for step in update.steps]
         self.optimizer.zero_grad(set_to_none=True)
         self.memory.release()
@@ -166,11 +166,11 @@ class TrainedRank(ABC, Generic[S, M]):
     # ---- forward passes ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def per_token(self, share: Batch, micro_batches: Sequence[Rows]) -> Tensor:
+    def per_token(self, shard: Batch, micro_batches: Sequence[Rows]) -> Tensor:
         """Return what `measure` says of each trained token of the micro-batches, one after the other, on the CPU."""
         self.memory.load_weights()
         self.model.eval()
-        columns = [self.measure(share.select(list(rows)) if rows else None).cpu() for rows in micro_batches]
+        columns = [self.measure(shard.select(list(rows)) if rows else None).cpu() for rows in micro_batches]
         self.model.train()
         self.memory.release()
         return torch.cat(columns)

@@ -64,10 +64,9 @@ class MovingReferenceRole(SavedRole, ReferenceRole):
     )
 
     def become(self, actor: ActorRole) -> None:
-        """Take over the actor's weights, rank by rank: both sets have as many ranks, and are sharded alike.
+        """Take over the actor's weights, rank by rank: both groups have as many ranks, and are sharded alike.
 
-        Each rank's share goes through Ray's object store, from which only the rank in the same place reads it. A set that
-        fails is made anew with the state it had, and asked again.
+        Each rank's shard goes through Ray's object store, from which only the rank in the same place reads it.
         """
         assert len(actor.worker_group) == len(self.worker_group), "the same number of ranks"
         self.worker_group.call_each("update", [(part,) for part in actor.worker_group.parts("weights")])

@@ -108,7 +108,7 @@ class AsyncSchedule(OverlappingSchedule):
             if not stale:
                 return batch, num_dropped
             num_dropped += sum(len(group.rollouts) for group in stale)
-            self.groups.ask_again(stale)
+            self.groups.retry(stale)
 
     def _complete_batch(self) -> list[Group]:
         """Wait until a batch can be made of complete groups that keeps the bound for all others, and return it."""

@@ -108,7 +108,7 @@ class Groups:
         for batch in dict.fromkeys(group.batch for group in new):
             self._submit(batch, [group for group in new if group.batch == batch])
 
-    def ask_again(self, groups: Collection[Group]) -> None:
+    def retry(self, groups: Collection[Group]) -> None:
         """Forget the responses of these groups, which cannot be trained, and ask for others."""
         self._uncount(groups)
         for group in groups:

@@ -62,22 +62,22 @@ class Selection:
         Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
         cannot be used; the next step then begins with the same row.
         """
-        return self._or_again(lambda: self._next(sample))
+        return self._or_rewind(lambda: self._next(sample))
 
     def draw(self, sample: Sample) -> list[Rollout]:
         """Return all scored rollouts of the next batch of prompts, whatever their signal is. Raises DataError as `next`."""
-        return self._or_again(lambda: self._draw(sample))
+        return self._or_rewind(lambda: self._draw(sample))
 
     def prompts(self) -> list[tuple[int, Prompt]]:
         """Return the next batch of prompts, each with its row, for a schedule that samples ahead. Raises DataError as `next`."""
-        return self._or_again(self._prompts)
+        return self._or_rewind(self._prompts)
 
     def of_batch(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> Selected:
         """Return what is trained of the scored rollouts of one batch, of prompts of `rows` (by uid); nothing is drawn for them."""
         self._record(rows, rollouts)
         return self._without_refill(rollouts)
 
-    def _or_again(self, draw: Callable[[], Drawn]) -> Drawn:
+    def _or_rewind(self, draw: Callable[[], Drawn]) -> Drawn:
         """Return what `draw` returns; after a row that cannot be used the next draw begins with that row again."""
         position = self.sampler.position()
         try:

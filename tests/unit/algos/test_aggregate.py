@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import algos_reference as reference
 import pytest
 import torch
 from torch import Tensor
@@ -53,31 +52,12 @@ def test_only_the_global_counts_divide(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ALL)
-@pytest.mark.parametrize("seed", range(4))
-def test_every_mode_agrees_with_the_plain_python_reference(mode: str, seed: int) -> None:
-    data = reference.ragged(seed, num_rollouts=20)
-    lengths_N = torch.tensor(data.lengths)
-    tokens_N = group_tokens(lengths_N, torch.tensor(data.group))
-    assert tokens_N.tolist() == data.group_tokens
-    share = average(mode, reference.as_float32(data.policy), lengths_N, data.counts(), tokens_N)
-    expected = reference.average(mode, data.nested(data.policy), data.group_tokens, data.group, FACTOR)
-    assert share.item() == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("mode", ALL)
 def test_a_micro_batch_without_tokens_contributes_zero_with_a_gradient(mode: str) -> None:
     values_T = torch.zeros(0, requires_grad=True)
     for counts in (COUNTS, Counts(num_tokens=0, num_sequences=0, num_groups=0)):
         share = average(mode, values_T, torch.tensor([0, 0]), counts, torch.tensor([0, 3]))
         assert share.item() == 0
         share.backward()
-
-
-@pytest.mark.parametrize("mode", ALL)
-def test_gradients_of_every_mode_are_those_of_finite_differences(mode: str) -> None:
-    values_T = VALUES.double().requires_grad_()
-    tokens_N = group_tokens(LENGTHS, GROUP)
-    assert torch.autograd.gradcheck(lambda v: average(mode, v, LENGTHS, COUNTS, tokens_N), values_T)
 
 
 def test_counts_leave_out_what_has_no_trained_token() -> None:

@@ -138,13 +138,6 @@ def test_batches_without_a_token_give_finite_metrics(lengths: list[int]) -> None
     assert all(math.isfinite(value) for value in out.metrics.values())
 
 
-def test_nothing_is_differentiated() -> None:
-    old_T = torch.tensor([-1.0], requires_grad=True)
-    settings = RolloutCorrection(rollout_is="token", rollout_is_threshold=2.0)
-    out = correct(settings, old_T, torch.tensor([-2.0]), Segments(torch.tensor([1])))
-    assert out.weights_T is not None and not out.weights_T.requires_grad
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -33,16 +33,3 @@ def test_batches_without_a_token_give_zeros_and_no_tokens(lengths: list[int]) ->
     assert segments.mean(nothing_T).tolist() == zeros_N
     assert segments.broadcast(torch.ones(len(lengths))).tolist() == []
     assert segments.put_last(torch.ones(len(lengths))).tolist() == []
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    segments = Segments(LENGTHS)
-    x_T = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    x_N = torch.randn(6, dtype=torch.float64, requires_grad=True)
-    for function, x in (
-        (segments.sum, x_T),
-        (segments.mean, x_T),
-        (segments.broadcast, x_N),
-        (segments.put_last, x_N),
-    ):
-        assert torch.autograd.gradcheck(function, x)

@@ -87,27 +87,3 @@ def test_what_is_left_of_a_group_is_compared_with_itself_and_one_that_is_left_al
     expected = {("a", 0): [high] * 2, ("a", 1): [-high] * 2, ("b", 1): [0.0, 0.0]}
     assert found == {key: pytest.approx(row, abs=1e-6) for key, row in expected.items()}
     assert found["b", 1] == [0.0, 0.0]
-
-
-def test_steps_of_dropped_responses_take_no_part_in_the_comparison_of_steps() -> None:
-    steps = {
-        ("a", 0): ((0, 1.0), (1, 0.0)),
-        ("a", 1): ((1, 0.5),),
-        ("b", 1): ((0, 1.0), (1, 0.0)),
-    }
-    given = [
-        dataclasses.replace(
-            rollout(uid, sample, reward, None if reward is not None else "reward_timeout"), steps=steps.get((uid, sample))
-        )
-        for uid, sample, reward in LOST
-    ]
-    # Group a: steps 1, 0, 1/2 have mean 1/2 and sample deviation 1/2, so 1, -1 and 0; a token has the sum of its steps to come.
-    # Group b: the one response compares its own two steps, 1/2 from their mean, sample deviation sqrt(1/2).
-    alone = 0.5**0.5
-    found = by_rollout("grpo_process", given)
-    expected = {("a", 0): [0.0, -1.0], ("a", 1): [0.0, 0.0], ("b", 1): [0.0, -alone]}
-    assert found == {key: pytest.approx(row, abs=1e-5) for key, row in expected.items()}
-    # A single step that is left alone has nothing to be compared with, and a response without steps has none.
-    for left in (((1, 0.7),), ()):
-        lone = dataclasses.replace(rollout("b", 1, 0.7), steps=left)
-        assert by_rollout("grpo_process", [rollout("b", 0, None, "reward_error"), lone]) == {("b", 1): [0.0, 0.0]}

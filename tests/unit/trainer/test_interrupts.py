@@ -6,7 +6,6 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import termios
 import threading
@@ -174,28 +173,3 @@ def test_an_interrupt_while_the_command_is_still_loading_is_one_line(tmp_path: P
         run.press(b"\x03")
         assert run.wait(60) == 130
         assert run.screen().text().replace("^C", "").split() == ["ready", "interrupted"]
-
-
-def test_the_standard_output_of_a_process_outlives_its_reader(tmp_path: Path) -> None:
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from grpo_rl.telemetry.terminal.console import Console\n"
-        "from grpo_rl.telemetry.terminal.standard_streams import make_lasting\n"
-        "make_lasting(); console = Console(); console.log_to(Path('console.log'))\n"
-        "console.info('first'); sys.stdin.readline()\n"
-        "with console.progress('work', 2) as bar:\n"
-        "    for n in range(2): print('x' * 100_000); console.warn(f'line {n}'); bar.advance()\n"
-        "console.table('t', [[1]]); print('to the error stream', file=sys.stderr); sys.exit(7)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    assert process.stdin is not None and process.stdout is not None
-    assert process.stdout.readline() == b"first\n"
-    process.stdout.close()
-    process.stdin.write(b"go on\n")
-    process.stdin.close()
-    assert process.wait(60) == 7, "not rich's 1, nor Python's 120"
-    log = (tmp_path / "console.log").read_text()
-    assert "line 0" in log and "line 1" in log and "work: " in log

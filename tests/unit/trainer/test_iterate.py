@@ -238,15 +238,6 @@ def test_a_run_that_goes_on_after_any_step_does_what_it_would_have_done(make, st
     assert again.rows.keys() == set(range(1, 11))
 
 
-def test_phases_of_another_length_count_from_the_place_in_the_present_one(make):
-    made = make(total_steps=4)
-    made.run.fit()
-    longer = make(total_steps=8, steps_per_iteration=5)
-    longer.run.resume(made.run.output.run_dir.checkpoints / "step_4")
-    longer.run.fit()
-    assert [longer.rows[step]["iterate/policy_phase"] for step in range(3, 9)] == [1.0] * 5 + [0.0]
-
-
 @pytest.mark.parametrize(("model_steps", "steps"), [(2, 3), (0, 4), (1, 1), (7, 2)])
 def test_the_place_of_a_step_is_the_one_that_the_plan_counts_with(model_steps: int, steps: int):
     position, num_policy = Position(in_policy_phase=model_steps == 0), 0

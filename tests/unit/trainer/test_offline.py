@@ -219,20 +219,6 @@ def test_the_policy_with_the_lowest_validation_loss_is_the_one_that_is_exported(
     assert newest_best(other.output.run_dir) is None, "without early stopping the last policy is exported"
 
 
-def test_the_count_of_validations_without_progress_is_in_the_checkpoint() -> None:
-    stop = offline.EarlyStop(2)
-    stop.record(0, 1.0)
-    stop.record(1, 1.5)
-    again = offline.EarlyStop(2)
-    again.load_state_dict(json.loads(json.dumps(stop.state_dict())))
-    assert again.reason() is None
-    again.record(2, 1.2)
-    assert again.reason() is not None and "step 0" in str(again.reason())
-    fresh = offline.EarlyStop(None)
-    fresh.load_state_dict(json.loads(json.dumps(offline.EarlyStop(1).state_dict())))
-    assert math.isinf(fresh.lowest)
-
-
 # ---- the short fit -----------------------------------------------------------------------------------------
 
 

@@ -251,18 +251,3 @@ def test_groups_without_a_signal_are_left_out_and_learnt_prompts_retire(make, sc
     trained = {uid.partition("-")[2] for rollouts in ledger(run).values() for uid, _ in rollouts}
     assert trained == {"r2", "r3", "r4", "r5"}
     assert min(row["filter_groups/kept_fraction"] for row in rows) < 1
-
-
-def test_other_data_begin_without_the_prompts_of_the_old_ones(make):  # noqa: F811
-    pool = Pool()
-    config = config_of("async", save_freq=2, data={"allow_change": True})
-    run, _ = make(config, 4, with_val=False, rows=12, policy=Actor(pool), pool=pool)
-    run.fit()
-    state = run.state_dict()
-    state["groups"]["waiting"] = [[5, 3, "e0-r3"], [5, 4, "e0-r4"]]
-    other, _ = make(config, 4, with_val=False, rows=8, policy=Actor(pool), pool=pool)
-    other.load_state_dict(state)
-    assert len(other.schedule.groups) == 0
-    same, _ = make(config, 4, with_val=False, rows=12, policy=Actor(pool), pool=pool)
-    same.load_state_dict(state)
-    assert [group.prompt.uid for group in same.schedule.groups.waiting] == ["e0-r3", "e0-r4"]

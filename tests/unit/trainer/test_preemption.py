@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +11,6 @@ from test_sync_trainer import Policy, make, make_config  # noqa: F401
 
 from grpo_rl.errors import Preempted
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
-from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.stopping import Stop
 
@@ -124,16 +121,3 @@ def test_a_step_that_was_saved_and_not_logged_is_logged_by_the_run_that_goes_on(
     resumed.resume(trainer.store.folder / "step_2")
     resumed.fit()
     assert learnt(resumed) == expected and policy.calls == ["load"]
-
-
-def test_the_status_tells_phase_step_and_last_commit(make, tmp_path):  # noqa: F811
-    trainer, policy = make(make_config(save_freq=2), total_steps=3, with_val=False)
-    trainer.output.status = Status(tmp_path / "status.json")
-    seen = []
-    policy.is_solved = lambda uid: bool(seen.append(trainer.output.status.where())) or False
-    trainer.fit()
-    assert set(seen) == {"step 1, gen", "step 2, gen", "step 3, gen"}
-    trainer.output.status.end()
-    found = json.loads((tmp_path / "status.json").read_text())
-    assert (found["step"], found["total"], found["last_commit"]) == (3, 3, 3)
-    assert read_rollouts(trainer.output.run_dir.rollouts / "step_3.jsonl")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-from pool_in_ticks import Actor, Pool
-from test_overlap import config_of
 from test_sync_trainer import make, make_config  # noqa: F401
 
-from grpo_rl.telemetry.metrics.timeline import Interval, Timeline, busy_seconds, read_timeline
+from grpo_rl.telemetry.metrics.timeline import Timeline, read_timeline
 
 
 def test_each_phase_of_a_step_is_an_interval_of_its_role_also_after_a_resume(make: Callable[..., Any]) -> None:  # noqa: F811
@@ -47,26 +43,3 @@ def test_each_phase_of_a_step_is_an_interval_of_its_role_also_after_a_resume(mak
     fit(again)
     steps = [one.step for one in read_timeline(path) if one.role == "step"]
     assert steps == [1, 2, 3, 4], "step 3 of before is gone, and its times are after those of step 2"
-
-
-@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
-def test_schedules_that_overlap_show_sampling_beside_training(make: Callable[..., Any], schedule: str) -> None:  # noqa: F811
-    pool = Pool(lambda uid, sample: 12, slots=4)
-    actor = Actor(pool, ticks=5)
-    run, _ = make(config_of(schedule, max_staleness=1), 5, with_val=False, rows=12, policy=actor, pool=pool)
-    timeline = Timeline(run.output.run_dir.timeline_file)
-    run.timeline = run.progress.timeline = run.output.timeline = run.schedule.groups.timeline = timeline
-    run.fit()
-    timeline.close()
-    intervals = read_timeline(run.output.run_dir.timeline_file)
-
-    def of(role: str) -> list[Interval]:
-        return [one for one in intervals if one.role == role]
-
-    updates, sampling = [one for one in of("actor") if one.what == "update_actor"], of("rollout")
-    assert len(updates) == 5 and all(one.end > one.start for one in updates)
-    for update in updates[:-2]:
-        assert busy_seconds(sampling, update.start, update.end) > 0, "the next batch is sampled beside the update"
-    ends = sorted(sampling, key=lambda one: one.start)
-    assert all(before.end <= after.start + 1e-6 for before, after in itertools.pairwise(ends)), "none counts twice"
-    assert {one.what for one in of("wait")} == {"wait_for_rollouts"}

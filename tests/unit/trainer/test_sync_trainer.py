@@ -354,13 +354,6 @@ def test_validation_only_trains_nothing_even_after_a_resume(make):
     assert policy.calls == VALIDATION
 
 
-def test_a_checkpoint_holds_a_model_folder_where_it_was_asked_for(make):
-    contents = ["model", "optimizer", "extra", "hf_model"]
-    trainer, _ = make(make_config(save_contents=contents, save_freq=1), total_steps=1, with_val=False)
-    trainer.fit()
-    assert (trainer.store.folder / "step_1" / "huggingface" / "config.json").is_file()
-
-
 def test_a_resumed_run_goes_on_with_the_prompts_and_the_controller_that_it_stopped_with(make):
     control = dataclasses.replace(AlgorithmConfig().kl_ctrl, type="adaptive", horizon=100)
     config = make_config(AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control), save_freq=3)
@@ -439,15 +432,6 @@ def test_the_policy_stays_while_the_critic_warms_up(make):
     assert [("actor/loss" in row) for row in read_metrics(trainer.output.run_dir.metrics_file)] == [False, False, True]
 
 
-def test_a_checkpoint_holds_the_critic_too(make):
-    critic, again = Critic(), Critic()
-    trainer, _ = make(make_config(GAE, save_freq=1), total_steps=2, with_val=False, critic=critic)
-    trainer.fit()
-    resumed, _ = make(make_config(GAE), total_steps=3, with_val=False, critic=again)
-    resumed.resume(trainer.store.folder / "step_2")
-    assert len(again.calls) == 4
-
-
 def test_an_error_in_a_step_leaves_the_last_checkpoint_to_resume_from(make, monkeypatch):
     trainer, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
     real = policy.update
@@ -494,18 +478,3 @@ def test_training_ends_in_good_order_when_all_prompts_are_learnt(make, capsys):
     again.resume(trainer.store.folder / "step_3")
     again.fit()
     assert policy.calls == ["load"]
-
-
-def test_a_resumed_run_refills_with_the_prompts_of_one_that_was_not_interrupted(make):
-    config = filtering({}, {}, save_freq=2)
-
-    def trained(resume: bool) -> list[list[str]]:
-        trainer, policy = make(config, total_steps=5, with_val=False)
-        policy.is_solved = lambda uid: uid[-1] in "024"
-        if resume:
-            trainer.resume(trainer.store.folder / "step_2")
-        trainer.fit()
-        return policy.prompts
-
-    whole, resumed = trained(resume=False), trained(resume=True)
-    assert len(whole) > 5 and whole[-len(resumed) :] == resumed
