@@ -346,5 +346,10 @@ def _failure(what: str, error: Exception, interface: str) -> Iterator[str]:
     misused = getattr(error, "obj", None)
     if isinstance(error, AttributeError) and is_dataclass(misused):
         kind = misused if isinstance(misused, type) else type(misused)
-        methods = [name for name in dir(kind) if callable(getattr(kind, name)) and not name.startswith("_")]
-        yield f"{kind.__name__} has {', '.join([*(field.name for field in fields(kind)), *(f'{name}()' for name in methods)])}"
+        members = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
+        values = [
+            *(name for name, one in members.items() if isinstance(one, property)),
+            *(field.name for field in fields(kind)),
+        ]
+        methods = [f"{name}()" for name, one in members.items() if callable(one)]
+        yield f"{kind.__name__} has {', '.join([*values, *methods])}"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-class GroupStatistics:
-    """A partition of a batch: equal numbers in `group_N` belong together. GroupStatistics may differ in size and be interleaved.
+class Groups:
+    """A partition of a batch: equal numbers in `group_N` belong together. Groups may differ in size and be interleaved.
 
     Everything is computed in float64 and returned per member, unless the suffix is G.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.algos.group_statistics import GroupStatistics
+from grpo_rl.algos.group_statistics import Groups
 
 
 def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_factor: float = 1.0) -> Tensor:
@@ -31,7 +31,7 @@ def with_signal(scores_N: Tensor, group_N: Tensor) -> Tensor:
     Dynamic sampling: DAPO (arXiv 2503.14476), section 3.2; zero-variance filter: ScaleRL (arXiv 2510.13786), section 3.
     Compared on the scores themselves, not on a standard deviation that rounding keeps from 0.
     """
-    return ~GroupStatistics(group_N).constant(scores_N)
+    return ~Groups(group_N).constant(scores_N)
 
 
 class AdaptiveEntropy:

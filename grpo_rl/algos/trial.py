@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.algos.advantages import contract as advantages
+from grpo_rl.algos.advantages.contract import RolloutAdvantages
 from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, AdvantageOutput, token_rewards
 from grpo_rl.algos.aggregate import AGGREGATIONS, count, group_tokens
 from grpo_rl.algos.kl import KL_ESTIMATORS
@@ -74,7 +75,7 @@ def estimator_input(num_parts: int = 2) -> AdvantageInput:
     num_tokens = int(LENGTHS_N.sum())
     values_T = torch.sin(torch.arange(num_tokens) * 1.7)
     return AdvantageInput(
-        token_rewards_T=token_rewards(REWARDS_N, LENGTHS_N, kl_T=values_T.abs(), kl_coef=0.1),
+        token_rewards(REWARDS_N, LENGTHS_N, kl_T=values_T.abs(), kl_coef=0.1),
         lengths_N=LENGTHS_N,
         group_N=GROUP_N,
         rewards_N=REWARDS_N,
@@ -162,7 +163,7 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
     """Return the advantages and returns of the small batch."""
     read: set[str] = set()
     out = function(recorder(estimator_input(num_parts), read), **options)
-    if not isinstance(out, AdvantageOutput):
+    if not isinstance(out, AdvantageOutput | RolloutAdvantages):
         raise ConfigError(f"returns {_described(out)}, not an AdvantageOutput")
     _check_tokens("advantages_T", out.advantages_T)
     if "values" in needs_of(function) and out.returns_T is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ class AdvantageInput:
     rollouts, P the parts of a reward.
     """
 
-    token_rewards_T: Tensor
-    """The outcome at each response's last token, minus any KL penalty per token: see `token_rewards`."""
+    of_tokens_T: Tensor | None
+    """The reward of every token, where it does not follow from the outcomes (a KL penalty, rewards of turns): see `token_rewards_T`."""
     lengths_N: Tensor
     group_N: Tensor
     """The group of each rollout: equal numbers belong to one prompt."""
@@ -39,9 +39,19 @@ class AdvantageInput:
     reward_parts_NP: Tensor | None = None
     """The parts of each rollout's reward, before any weights."""
 
+    @property
+    def token_rewards_T(self) -> Tensor:
+        """The reward of every token, float32: the outcome at each response's last token, minus any KL penalty per token.
+
+        Made of the outcomes wherever it is read, unless it was given: estimators that compare whole responses cost nothing per token.
+        """
+        return token_rewards(self.rewards_N, self.lengths_N) if self.of_tokens_T is None else self.of_tokens_T
+
     def scores_N(self) -> Tensor:
         """Return the reward of each response in float64: the sum of its token rewards, or its outcome if it has no token."""
-        sums_N = blockwise.sums(self.token_rewards_T, self.lengths_N)
+        if self.of_tokens_T is None:  # a sum of zeros and of the outcome in float32
+            return torch.where(self.lengths_N > 0, self.rewards_N.float().double(), self.rewards_N.double())
+        sums_N = blockwise.sums(self.of_tokens_T, self.lengths_N)
         return torch.where(self.lengths_N > 0, sums_N, self.rewards_N.double())
 
     def column(self, name: str) -> Tensor:
@@ -49,27 +59,6 @@ class AdvantageInput:
         value = getattr(self, name)
         assert value is not None, f"there is no {name}: the estimator needs it, and has to declare that with @needs"
         return value
-
-
-@dataclass(frozen=True, slots=True)
-class OutcomeInput(AdvantageInput):
-    """The input of a batch whose responses are rewarded at their last tokens alone.
-
-    `token_rewards_T` follows from the outcomes. It is made anew wherever it is read, so that estimators which compare
-    whole responses cost nothing per token.
-    """
-
-    token_rewards_T: Tensor = field(init=False)
-
-    def __getattr__(self, name: str) -> Any:
-        # Python calls this for names that are not set, as the one field is that `__init__` leaves out.
-        if name == "token_rewards_T":
-            return token_rewards(self.rewards_N, self.lengths_N)
-        raise AttributeError(name)
-
-    def scores_N(self) -> Tensor:
-        """Return what `AdvantageInput.scores_N` returns, bit for bit: a sum of zeros and of the outcome in float32."""
-        return torch.where(self.lengths_N > 0, self.rewards_N.float().double(), self.rewards_N.double())
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,26 +70,22 @@ class AdvantageOutput:
     """The targets of a critic; only from estimators that discount rewards token by token."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutAdvantages(AdvantageOutput):
-    """The result of an estimator by which all tokens of a response have the same advantage.
+@dataclass(frozen=True, slots=True)
+class RolloutAdvantages:
+    """The result of an estimator by which all tokens of a response have the same advantage."""
 
-    `advantages_T` is made anew wherever it is read.
-    """
-
-    advantages_T: Tensor = field(init=False)
     advantages_N: Tensor
     lengths_N: Tensor
+    returns_T: ClassVar[None] = None
 
-    def __getattr__(self, name: str) -> Any:
-        # As in OutcomeInput.
-        if name == "advantages_T":
-            return blockwise.spread(self.advantages_N, self.lengths_N)
-        raise AttributeError(name)
+    @property
+    def advantages_T(self) -> Tensor:
+        """The advantage of each token, made anew wherever it is read."""
+        return blockwise.spread(self.advantages_N, self.lengths_N)
 
 
-AdvantageEstimator = Callable[..., AdvantageOutput]
-"""(inp: AdvantageInput, *, <own options with defaults>) -> AdvantageOutput"""
+AdvantageEstimator = Callable[..., AdvantageOutput | RolloutAdvantages]
+"""(inp: AdvantageInput, *, <own options with defaults>) -> AdvantageOutput, or RolloutAdvantages"""
 
 NEEDS: dict[str, tuple[str, ...]] = {
     "group": ("group_N",),

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput, RolloutAdvantages
-from grpo_rl.algos.group_statistics import GroupStatistics
+from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, RolloutAdvantages
+from grpo_rl.algos.group_statistics import Groups
 from grpo_rl.config.schema.kinds import Epsilon, Factor
 from grpo_rl.registry import formula_by, needs
 
@@ -36,7 +36,7 @@ def divided(formula: str, options: Mapping[str, Any]) -> str:
 @ADVANTAGES.register("grpo")
 @needs("group")
 @formula_by(divided)
-def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) -> AdvantageOutput:
+def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) -> RolloutAdvantages:
     """The group-normalised reward of the response.
 
     Formula: A = (R - mean(R of group)) / (std(R of group) + epsilon)
@@ -44,14 +44,14 @@ def grpo(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) ->
     DeepSeekMath (arXiv 2402.03300), section 4.1.2. The standard deviation is the sample's (n - 1). `std` takes
     another one, or none: see `Std`. A group whose rewards are all equal, and so every group of one, gives exactly 0.
     """
-    groups = GroupStatistics(inp.group_N)
+    groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     return _same_on_all_tokens(inp, _scaled(groups.deviation(scores_N), scores_N, groups, std, epsilon))
 
 
 @ADVANTAGES.register("dr_grpo")
 @needs("group")
-def dr_grpo(inp: AdvantageInput) -> AdvantageOutput:
+def dr_grpo(inp: AdvantageInput) -> RolloutAdvantages:
     """The distance to the group's mean: `grpo` without a standard deviation.
 
     Formula: A = R - mean(R of group)
@@ -59,25 +59,25 @@ def dr_grpo(inp: AdvantageInput) -> AdvantageOutput:
     Dr. GRPO (arXiv 2503.20783), section 3.2, which averages with a constant (`seq-mean-token-sum-norm`) too.
     A group of one gives exactly 0.
     """
-    return _same_on_all_tokens(inp, GroupStatistics(inp.group_N).deviation(inp.scores_N()))
+    return _same_on_all_tokens(inp, Groups(inp.group_N).deviation(inp.scores_N()))
 
 
 @ADVANTAGES.register("rloo")
 @needs("group")
-def rloo(inp: AdvantageInput) -> AdvantageOutput:
+def rloo(inp: AdvantageInput) -> RolloutAdvantages:
     """The distance to the mean of the other responses of the group.
 
     Formula: A = R - mean(R of the others in the group) = n/(n - 1) (R - mean(R of group))
 
     RLOO (arXiv 2402.14740), section 3. A group of one has no others and gives exactly 0.
     """
-    groups = GroupStatistics(inp.group_N)
+    groups = Groups(inp.group_N)
     factor_N = groups.count_N / (groups.count_N - 1).clamp(min=1)
     return _same_on_all_tokens(inp, factor_N * groups.deviation(inp.scores_N()))
 
 
 @ADVANTAGES.register("rft")
-def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> AdvantageOutput:
+def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> RolloutAdvantages:
     """The indicator of a response that is good enough: it is learnt as a demonstration is, and the others are left alone.
 
     Formula: A = 1 where R >= threshold, else 0
@@ -90,7 +90,7 @@ def rft(inp: AdvantageInput, *, threshold: Factor = 1.0) -> AdvantageOutput:
 
 @ADVANTAGES.register("opo")
 @needs("group")
-def opo(inp: AdvantageInput) -> AdvantageOutput:
+def opo(inp: AdvantageInput) -> RolloutAdvantages:
     """The distance to the group's mean weighted by length, the baseline of least variance where gradients grow with length.
 
     Formula: A = R - Σ_group length R / Σ_group length
@@ -98,20 +98,20 @@ def opo(inp: AdvantageInput) -> AdvantageOutput:
     OPO (arXiv 2505.23585). A response without a token has weight 0. A group in which only one response has
     tokens, or all that have are equal, gives exactly 0.
     """
-    groups = GroupStatistics(inp.group_N)
+    groups = Groups(inp.group_N)
     scores_N, lengths_N = inp.scores_N(), inp.lengths_N.double()
     baseline_N = groups.sum(lengths_N * scores_N) / groups.sum(lengths_N).clamp(min=1)
     # Empty responses take no part, so they must not make a constant group look otherwise.
     filled_N = inp.lengths_N > 0
     constant_N = torch.ones_like(filled_N)
-    constant_N[filled_N] = GroupStatistics(inp.group_N[filled_N]).constant(scores_N[filled_N])
+    constant_N[filled_N] = Groups(inp.group_N[filled_N]).constant(scores_N[filled_N])
     return _same_on_all_tokens(inp, torch.where(constant_N, 0.0, scores_N - baseline_N))
 
 
 @ADVANTAGES.register("gpg")
 @needs("group")
 @formula_by(divided)
-def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> AdvantageOutput:
+def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> RolloutAdvantages:
     """The distance to the group's mean, scaled up for the groups that give no signal.
 
     Formula: A = α (R - mean(R of group)); α = rollouts / rollouts in groups with differing rewards
@@ -119,7 +119,7 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> A
     GPG (arXiv 2504.02546), section 2: α makes up for the zeros that groups without signal put into the average.
     `std` divides, as in `grpo`. A group of one gives exactly 0, and counts as one without signal.
     """
-    groups = GroupStatistics(inp.group_N)
+    groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     alpha = len(scores_N) / max(1, int((~groups.constant(scores_N)).sum()))
     return _same_on_all_tokens(inp, alpha * _scaled(groups.deviation(scores_N), scores_N, groups, std, epsilon))
@@ -128,7 +128,7 @@ def gpg(inp: AdvantageInput, *, std: Std = "none", epsilon: Epsilon = 1e-6) -> A
 @ADVANTAGES.register("grpo_passk")
 @needs("group")
 @formula_by(divided)
-def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) -> AdvantageOutput:
+def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e-6) -> RolloutAdvantages:
     """Give the best response of the group its lead over the second best, and all others 0.
 
     Formula: A = (best - second best) / (std(R of group) + epsilon) on the best response, else 0
@@ -136,7 +136,7 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e
     Pass@k training (arXiv 2503.19595). `std` as in `grpo`. Several best responses have no lead: 0. A group of
     one has no second best and gives exactly 0.
     """
-    groups = GroupStatistics(inp.group_N)
+    groups = Groups(inp.group_N)
     scores_N = inp.scores_N()
     best_N = scores_N == groups.highest(scores_N)
     second_N = groups.highest(torch.where(best_N, -torch.inf, scores_N))
@@ -152,7 +152,7 @@ def grpo_passk(inp: AdvantageInput, *, std: Std = "group", epsilon: Epsilon = 1e
 @formula_by(divided)
 def gdpo(
     inp: AdvantageInput, *, weights: Sequence[Factor] | None = None, std: Std = "group", epsilon: Epsilon = 1e-6
-) -> AdvantageOutput:
+) -> RolloutAdvantages:
     """The weighted sum of each reward's own group-normalised value, brought to unit spread over the batch.
 
     Formula: A = s / (std(s of batch) + epsilon); s = Σ_parts weight (r - mean(r of group)) / (std(r of group) + epsilon)
@@ -166,7 +166,7 @@ def gdpo(
     weights = [1.0] * parts_NP.shape[1] if weights is None else list(weights)
     if len(weights) != parts_NP.shape[1]:
         raise ValueError(f"{len(weights)} weights for {parts_NP.shape[1]} parts of the reward; one each")
-    groups = GroupStatistics(inp.group_N)
+    groups = Groups(inp.group_N)
     sum_N = torch.zeros(len(parts_NP), dtype=torch.float64)
     for weight, part_N in zip(weights, parts_NP.unbind(1), strict=True):
         sum_N += weight * _scaled(groups.deviation(part_N), part_N, groups, std, epsilon)
@@ -175,7 +175,7 @@ def gdpo(
 
 @ADVANTAGES.register("reinforce_plus_plus_baseline")
 @needs("group")
-def reinforce_plus_plus_baseline(inp: AdvantageInput) -> AdvantageOutput:
+def reinforce_plus_plus_baseline(inp: AdvantageInput) -> RolloutAdvantages:
     """The distance to the group's mean, whitened over all trained tokens.
 
     Formula: A = whiten(R - mean(R of group)); whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
@@ -184,7 +184,7 @@ def reinforce_plus_plus_baseline(inp: AdvantageInput) -> AdvantageOutput:
     variance. A group of one has distance 0, and so has a constant group; whitening then moves all distances by the
     same amount, so these are exactly 0 only if all are.
     """
-    deviation_N = GroupStatistics(inp.group_N).deviation(inp.scores_N())
+    deviation_N = Groups(inp.group_N).deviation(inp.scores_N())
     lengths_N = inp.lengths_N.double()
     total = float(lengths_N.sum())
     # Over tokens, but computed on rollouts, each as often as it has tokens.
@@ -196,15 +196,15 @@ def reinforce_plus_plus_baseline(inp: AdvantageInput) -> AdvantageOutput:
     return _same_on_all_tokens(inp, centred_N * (variance + 1e-8).rsqrt())
 
 
-def _same_on_all_tokens(inp: AdvantageInput, advantages_N: Tensor) -> AdvantageOutput:
+def _same_on_all_tokens(inp: AdvantageInput, advantages_N: Tensor) -> RolloutAdvantages:
     return RolloutAdvantages(advantages_N=advantages_N.float(), lengths_N=inp.lengths_N)
 
 
-def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: GroupStatistics, std: Std, epsilon: float) -> Tensor:
+def _scaled(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
     return deviation_N / _divisor(deviation_N, scores_N, groups, std, epsilon)
 
 
-def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: GroupStatistics, std: Std, epsilon: float) -> Tensor:
+def _divisor(deviation_N: Tensor, scores_N: Tensor, groups: Groups, std: Std, epsilon: float) -> Tensor:
     """Return the divisor that `std` names, plus epsilon. Raises ValueError for another name."""
     if std == "group":
         return groups.std(deviation_N) + epsilon

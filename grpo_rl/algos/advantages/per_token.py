@@ -11,7 +11,7 @@ import torch
 from grpo_rl.algos.advantages import blockwise
 from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput
 from grpo_rl.algos.advantages.group_relative import divided
-from grpo_rl.algos.group_statistics import GroupStatistics
+from grpo_rl.algos.group_statistics import Groups
 from grpo_rl.config.schema.kinds import Epsilon, Fraction
 from grpo_rl.registry import formula_by, needs
 
@@ -30,7 +30,7 @@ def gae(inp: AdvantageInput, *, gamma: Fraction = 1.0, lam: Fraction = 1.0, whit
     Formula: A = whiten(Σ_l (γ λ)^l δ_(t+l)); δ_t = r_t + γ V_(t+1) - V_t, V after the last token = 0;
     γ = gamma, λ = lam; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the batch
 
-    GAE (arXiv 1506.02438), eq. 16; PPO (arXiv 1707.06347), eq. 11. returns = unwhitened A + V. GroupStatistics play no
+    GAE (arXiv 1506.02438), eq. 16; PPO (arXiv 1707.06347), eq. 11. returns = unwhitened A + V. Groups play no
     part. A batch whose differences are all equal, such as one of a single token, gives exactly 0. Raises
     ValueError for gamma or lam outside [0, 1].
     """
@@ -58,7 +58,7 @@ def reinforce_plus_plus(inp: AdvantageInput, *, gamma: Fraction = 1.0) -> Advant
     Formula: A = whiten(Σ_l γ^l r_(t+l)); γ = gamma; whiten(x) = (x - mean) / sqrt(var + 1e-8), over all tokens of the
     batch
 
-    REINFORCE++ (arXiv 2501.03262). returns are the unwhitened sums. GroupStatistics play no part, so a group of one is like
+    REINFORCE++ (arXiv 2501.03262). returns are the unwhitened sums. Groups play no part, so a group of one is like
     any other. A batch whose sums are all equal gives exactly 0. Raises ValueError for gamma outside [0, 1].
     """
     returns_T = torch.empty(len(inp.token_rewards_T))
@@ -74,7 +74,7 @@ def remax(inp: AdvantageInput) -> AdvantageOutput:
 
     Formula: A = Σ_l r_(t+l) - R(greedy response)
 
-    ReMax (arXiv 2310.10505), algorithm 1. GroupStatistics play no part: one response per prompt is enough.
+    ReMax (arXiv 2310.10505), algorithm 1. Groups play no part: one response per prompt is enough.
     """
     baselines_N = inp.column("baselines_N").double()
     advantages_T, returns_T = torch.empty(len(inp.token_rewards_T)), torch.empty(len(inp.token_rewards_T))
@@ -115,7 +115,7 @@ def grpo_process(
     ends_K, rewards_K = ends_K[order_K], rewards_K[order_K].double()
     rollout_K = torch.searchsorted(token_ends_N, ends_K, right=True)
 
-    groups = GroupStatistics(inp.group_N[rollout_K])
+    groups = Groups(inp.group_N[rollout_K])
     deviation_K = groups.deviation(rewards_K)
     normalised_K = deviation_K / (groups.std(deviation_K) + epsilon) if std == "group" else deviation_K
     steps_N = torch.bincount(rollout_K, minlength=len(inp.lengths_N))

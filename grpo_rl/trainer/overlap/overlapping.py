@@ -56,7 +56,7 @@ class Group:
         return sorted(self.rollouts, key=lambda rollout: (rollout.sample_index == GREEDY, rollout.sample_index))
 
 
-class Groups:
+class GroupsInFlight:
     """All groups between draw and training, in the order in which their prompts were drawn.
 
     It is part of a checkpoint as a list of prompts: a run that resumes asks for all of them again, so that none is lost and
@@ -233,7 +233,7 @@ class OverlappingSchedule(SyncSchedule):
         super().__init__(context)
         n, greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
         timeline = context.output.timeline
-        self.groups = Groups(
+        self.groups = GroupsInFlight(
             self.rollout, n, lambda batch: training_sampling(self.config, batch), greedy=greedy, timeline=timeline
         )
         self.batch_size = self.config.data.train_batch_size

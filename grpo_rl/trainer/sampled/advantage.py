@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_rl.algos.advantages.contract import OutcomeInput, RolloutAdvantages, check_rewards
+from grpo_rl.algos.advantages.contract import RolloutAdvantages, check_rewards
 from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, token_rewards
 from grpo_rl.algos.kl import AdaptiveKlController, FixedKlController, kl_estimate
 from grpo_rl.algos.segments import Segments
@@ -157,7 +157,7 @@ def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: 
         return AdvantageInput(rewards_T.index_add_(0, ends_K, batch.step_rewards_K), **columns)
     if kl_T is None:
         check_rewards(batch.rewards_N)
-        return OutcomeInput(**columns)
+        return AdvantageInput(None, **columns)
     return AdvantageInput(token_rewards(batch.rewards_N, batch.trained_lengths_N, kl_T, kl_coef), **columns)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_rl.algos.advantages import blockwise
-from grpo_rl.algos.group_statistics import GroupStatistics
+from grpo_rl.algos.group_statistics import Groups
 
 
 @pytest.fixture(params=[1, 7, 64, 1 << 17])
@@ -68,7 +68,7 @@ def test_whitening_gives_mean_0_and_variance_1_and_zeros_for_equal_numbers(piece
 
 
 def test_statistics_of_groups_by_hand() -> None:
-    groups = GroupStatistics(torch.tensor([7, 2, 7, 2, 7, 5]))
+    groups = Groups(torch.tensor([7, 2, 7, 2, 7, 5]))
     x_N = torch.tensor([0.0, 1.0, 3.0, 1.0, 6.0, 4.0])
     assert groups.count_N.tolist() == [3, 2, 3, 2, 3, 1]
     assert groups.sum(x_N).tolist() == [9, 2, 9, 2, 9, 4]

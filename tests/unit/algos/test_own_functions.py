@@ -124,7 +124,7 @@ def test_a_failure_in_the_run_names_the_file_the_line_and_the_interface(tmp_path
     assert f"advantage estimator {file}:mine failed: AttributeError" in message
     assert f"in {file}, line 5, in mine: return AdvantageOutput(inp.segments)" in message
     assert "estimator(inp: AdvantageInput, *, option=default, ...) -> AdvantageOutput" in message
-    assert "AdvantageInput has token_rewards_T, lengths_N" in message and exit_code_of(caught.value) == 5
+    assert "AdvantageInput has token_rewards_T, of_tokens_T, lengths_N" in message and exit_code_of(caught.value) == 5
 
 
 def test_what_a_function_prints_while_it_is_tried_does_not_reach_the_screen(tmp_path, capfd):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 
 import pytest
 import torch
@@ -57,6 +59,13 @@ def test_failed_rewards_are_counted_by_kind_and_are_in_no_mean():
     assert metrics["reward/mean"] == 0.75
     counts = {name: metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "dropped", "failed_baselines")}
     assert counts == {"timeouts": 2.0, "errors": 1.0, "invalid": 1.0, "dropped": 5.0, "failed_baselines": 1.0}
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by one second whenever it is read."""
+    clock = itertools.count(100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
 
 
 def test_lengths_and_throughput_count_prompts_and_responses(ticking):
