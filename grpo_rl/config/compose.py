@@ -1,4 +1,4 @@
-"""Composition of a checked Config from the command line: Hydra composes, `convert.py` enforces the schema's rules.
+"""Composition of a checked Config from the command line: layers are laid over each other, `convert.py` enforces the schema's rules.
 
 Later ones win: the schema's defaults, `conf/config.yaml`, the recipe (and before it those it builds on),
 the command line.
@@ -63,7 +63,7 @@ def compose(argv: Sequence[str]) -> Composed:
     if recipe_is_default:
         recipe_name = recipes.DEFAULT_RECIPE
     notes = list(line.notes)
-    recipe = layers.of_recipe(recipe_name, problems, notes) if recipe_name is not None else ()
+    recipe = layers.of_recipe(recipe_name, problems, notes) if recipe_name is not None else []
     composed = layers.compose(recipe, line.overrides, problems, notes)
     problems += _useless_clearing(composed, line.cleared)
     raw, safe = _resolve(composed, problems)
@@ -72,7 +72,7 @@ def compose(argv: Sequence[str]) -> Composed:
         notes += _implied(tree, given)
     config, value_problems = convert_or_explain(raw)
     names = (config.actor_rollout_ref.model.path, config.data.train_files)
-    if verl_answers.looks_like_verls(given, *names) and all(layer.option == recipes.OWN_FILE for layer in recipe):
+    if verl_answers.looks_like_verls(given, *names) and all(layer.folder is not None for layer in recipe):
         notes += filter(None, [verl_answers.other_defaults(given, {key: leaf.default for key, leaf in leaves().items()})])
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += _without_environment(value_problems, raw, safe)

@@ -1,24 +1,20 @@
-"""The layers that Hydra lays over each other: defaults, `conf/config.yaml`, a recipe after those it builds on, the command line."""
+"""The layers that are laid over each other: defaults, `conf/config.yaml`, a recipe after those it builds on, the command line."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
-from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.config import overrides, recipes, relative_paths
 from grpo_rl.config.convert import show, unknown_key
+from grpo_rl.config.recipes import Recipe
 from grpo_rl.config.schema.fields import leaves, sections
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.verl import verl_answers
@@ -27,18 +23,8 @@ from grpo_rl.errors import ConfigError
 _ENVIRONMENT = "actor_rollout_ref.rollout.multi_turn.environment"
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A recipe in the form that Hydra takes."""
-
-    option: str
-    text: str
-    """The node as text, by which layers are compared."""
-    node: dict[str, Any] = field(compare=False)
-
-
-def of_recipe(name: str, problems: list[str], notes: list[str]) -> tuple[Layer, ...]:
-    """Return the recipe and, after it, all that it builds on; nothing if it cannot be read.
+def of_recipe(name: str, problems: list[str], notes: list[str]) -> list[Recipe]:
+    """Return all that the recipe builds on and, after it, the recipe, each with the keys of the schema; nothing if it cannot be read.
 
     What is wrong with its keys is added to `problems`, what is taken without a meaning here to `notes`.
     """
@@ -46,18 +32,18 @@ def of_recipe(name: str, problems: list[str], notes: list[str]) -> tuple[Layer, 
         family = recipes.with_parents(recipes.read(name))
     except ConfigError as error:
         problems += error.problems
-        return ()
-    layers = []
+        return []
+    known = []
     for recipe in family:
         where = f" (in recipe {recipe.name})"
-        known = _known_keys(_in_place(recipe.content, where, notes), where, problems, notes)
-        node = recipe.node(known if recipe.folder is None else relative_paths.from_folder(known, recipe.folder))
-        layers.append(Layer(recipe.option, repr(node), node))
-    return tuple(layers)
+        keys = _known_keys(_in_place(recipe.content, where, notes), where, problems, notes)
+        keys = keys if recipe.folder is None else relative_paths.from_folder(keys, recipe.folder)
+        known.append(dataclasses.replace(recipe, content=keys))
+    return known
 
 
-def given(layers: Sequence[Layer]) -> set[str]:
-    """Return the keys that the layers set."""
+def given(family: Sequence[Recipe]) -> set[str]:
+    """Return the keys that the recipes set."""
 
     def keys(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         for name, value in tree.items():
@@ -66,14 +52,17 @@ def given(layers: Sequence[Layer]) -> set[str]:
             else:
                 yield f"{prefix}{name}"
 
-    return {key for layer in layers for key in keys(layer.node)}
+    return {key for recipe in family for key in keys(recipe.content)}
 
 
-def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list[str], notes: list[str]) -> DictConfig:
-    """Return what Hydra composes; another environment than the recipe's has none of its options, which is noted. If Hydra refuses, that is one more problem, and the defaults stand in for the rest."""
-    folder = recipes.folder("conf").absolute()
+def compose(family: Sequence[Recipe], words: Sequence[Override], problems: list[str], notes: list[str]) -> DictConfig:
+    """Return all layers over each other; another environment than the recipe's has none of its options, which is noted.
+
+    Where two layers do not go together, that is one more problem, and the defaults stand in for the rest.
+    """
     try:
-        composed = copy.deepcopy(_below_the_words(str(folder), (folder / "config.yaml").read_text(encoding="utf-8"), layers))
+        composed = copy.deepcopy(_defaults())
+        composed.merge_with(OmegaConf.load(recipes.folder("conf") / "config.yaml"), *(recipe.content for recipe in family))
         before = OmegaConf.select(composed, _ENVIRONMENT)
         for word in words:
             if (
@@ -89,45 +78,28 @@ def compose(layers: tuple[Layer, ...], words: Sequence[Override], problems: list
         for word in words:
             _apply(word, composed)
         return composed
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, ValueError) as error:
         problems.append(f"the configuration cannot be composed: {one_line(error)}")
-        return OmegaConf.create(_plain_defaults())
-
-
-@lru_cache(maxsize=32)
-def _below_the_words(folder: str, text: str, layers: tuple[Layer, ...]) -> DictConfig:
-    """Return defaults, `config.yaml` (its `text`) and the recipe, composed. Hydra takes a tenth of a second, so equal ones are kept."""
-    store = _store_with_defaults()
-    for layer in layers:
-        group, _, option = f"recipe/{layer.option}".rpartition("/")
-        store.store(option, layer.node, group=group, package="_global_")
-    with initialize_config_dir(version_base="1.3", config_dir=folder):
-        return hydra_compose("config", overrides=[f"recipe={layer.option}" for layer in layers[:1]])
+        return copy.deepcopy(_defaults())
 
 
 @cache
-def _store_with_defaults() -> ConfigStore:
-    """Return Hydra's store, in which the defaults lie; putting them there takes a sixth of the time of a composition."""
-    store = ConfigStore.instance()
-    store.store("schema", _plain_defaults())
-    return store
+def _defaults() -> DictConfig:
+    return OmegaConf.create(dataclasses.asdict(Config()))
 
 
 def _apply(word: Override, composed: DictConfig) -> None:
     """Change `composed` as Hydra does for `++key=value` and of `~key`, the two that `grpo_rl.config.overrides` leaves."""
     key = word.key_or_group
-    if word.is_delete():
-        if OmegaConf.select(composed, key, throw_on_missing=False) is None:
-            raise ConfigCompositionException(f"Could not delete from config. '{key}' does not exist.")
-        above, _, name = key.rpartition(".")
-        with open_dict(composed):
-            del OmegaConf.select(composed, above)[name]
-        return
-    assert word.is_force_add()
-    try:
+    if not word.is_delete():
+        assert word.is_force_add()
         OmegaConf.update(composed, key, word.value(), merge=True, force_add=True)
-    except OmegaConfBaseException as error:
-        raise ConfigCompositionException(f"Error merging override {word.input_line}") from error
+        return
+    if OmegaConf.select(composed, key, throw_on_missing=False) is None:
+        raise ValueError(f"~{key}: there is no such key")
+    above, _, name = key.rpartition(".")
+    with open_dict(composed):
+        del OmegaConf.select(composed, above)[name]
 
 
 def _in_place(tree: Mapping[str, Any], where: str, notes: list[str]) -> dict[str, Any]:
@@ -170,11 +142,6 @@ def _known_keys(tree: Mapping[str, Any], where: str, problems: list[str], notes:
             notes += verl_answers.notes(key, value, where)
             problems += [unknown_key(key, where)] if answers is None else answers
     return kept
-
-
-def _plain_defaults() -> dict[str, Any]:
-    # Frozen dataclasses as Hydra nodes would be read-only, and Literal types refused: plain data merges.
-    return dataclasses.asdict(Config())
 
 
 def one_line(error: Exception) -> str:

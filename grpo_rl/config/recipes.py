@@ -10,7 +10,6 @@ import copy
 import difflib
 import io
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,9 +25,6 @@ from grpo_rl.config.verl.verl_answers import ANSWERS
 from grpo_rl.errors import ConfigError
 
 DEFAULT_RECIPE = "arithmetic/grpo"
-OWN_FILE = "own_file"
-"""The name that Hydra has for a recipe which lies outside recipes/."""
-
 _PARENT = "/recipe/"
 _LARGEST = 100_000
 """The most entries of a recipe, aliases unfolded."""
@@ -46,18 +42,10 @@ class Recipe:
 
     name: str
     """The name that the user gave."""
-    option: str
-    """The name in Hydra's group `recipe`."""
     content: dict[str, Any]
     parents: tuple[str, ...] = ()
     folder: Path | None = None
-    """The folder in which a user's recipe's relative paths start; None for the package's recipes."""
-
-    def node(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the node for Hydra: `content` with the list of parents before it."""
-        if not self.parents:
-            return dict(content)
-        return {"defaults": [*(_PARENT + parent for parent in self.parents), "_self_"], **content}
+    """The folder of a user's own file, in which its relative paths start; None for the package's recipes."""
 
 
 def folder(name: str) -> Path:
@@ -84,31 +72,26 @@ def read(name: str) -> Recipe:
     if own.suffix in (".yaml", ".yml"):
         if not own.is_file():
             raise ConfigError(f"recipe={name}: there is no file {own.absolute()}. {_list_of_recipes()}")
-        return _read(own, name, OWN_FILE)
+        return _read(own, name, own=True)
     path = folder("recipes") / f"{name}.yaml"
     if name not in known_recipes() or not path.is_file():
         near = difflib.get_close_matches(name, known_recipes(), n=2, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ConfigError(f"recipe={name}: unknown recipe.{hint} {_list_of_recipes()}")
-    return _read(path, name, name)
+    return _read(path, name, own=False)
 
 
-def with_parents(recipe: Recipe) -> list[Recipe]:
-    """The recipe and all it builds on, each once. Raises ConfigError for a circle."""
-    found: dict[str, Recipe] = {}
-
-    def add(entry: Recipe, below: tuple[str, ...]) -> None:
-        if entry.option in below:
-            raise ConfigError(f"recipe={recipe.name}: builds on itself: {' -> '.join((*below, entry.option))}")
-        found[entry.option] = entry
-        for parent in entry.parents:
-            add(read(parent), (*below, entry.option))
-
-    add(recipe, ())
-    return list(found.values())
+def with_parents(recipe: Recipe, below: tuple[str, ...] = ()) -> list[Recipe]:
+    """Return all that the recipe builds on, each once and before those that build on it, and the recipe. Raises ConfigError for a circle."""
+    if recipe.name in below:
+        raise ConfigError(f"recipe={below[0]}: builds on itself: {' -> '.join((*below, recipe.name))}")
+    found: list[Recipe] = []
+    for parent in recipe.parents:
+        found += [entry for entry in with_parents(read(parent), (*below, recipe.name)) if entry not in found]
+    return [*found, recipe]
 
 
-def _read(path: Path, name: str, option: str) -> Recipe:
+def _read(path: Path, name: str, *, own: bool) -> Recipe:
     no_keys = ConfigError(f"recipe={name}: {path} holds no keys; a recipe is a mapping such as trainer: {{save_freq: 10}}")
     try:
         if path.stat().st_size > _LARGEST_FILE:
@@ -123,12 +106,10 @@ def _read(path: Path, name: str, option: str) -> Recipe:
         raise ConfigError(
             f"recipe={name}: {path}: none of its {len(entries)} keys is one of a configuration, so it is no recipe"
         )
-    if option == OWN_FILE and isinstance(entries.get("hydra"), dict) and set(entries["hydra"]) == {"searchpath"}:
+    if own and isinstance(entries.get("hydra"), dict) and set(entries["hydra"]) == {"searchpath"}:
         del entries["hydra"]  # the place of verl's defaults, in verl's own files
     parents = _parents(entries.pop("defaults", None), name)
-    return Recipe(
-        name, option, _without_empty_sections(entries), parents, path.absolute().parent if option == OWN_FILE else None
-    )
+    return Recipe(name, _without_empty_sections(entries), parents, path.absolute().parent if own else None)
 
 
 @lru_cache(maxsize=64)
