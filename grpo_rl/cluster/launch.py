@@ -19,10 +19,9 @@ from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster.processes.forks import modules_for
 from grpo_rl.cluster.session.ray_session import Connection, clean_earlier, connecting
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.redaction import scrub
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.config.secrets import redact
+from grpo_rl.config.secrets import redact, scrub
 from grpo_rl.errors import (
     CheckpointError,
     ClusterError,

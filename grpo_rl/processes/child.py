@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from grpo_rl.config.redaction import HiddenLines
-from grpo_rl.config.secrets import redact
+from grpo_rl.config.secrets import HiddenLines, redact
 from grpo_rl.processes.family import kill_tree, shielded
 
 START_S = 120.0

@@ -553,7 +553,7 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "secret over a line's end",
-        "config/redaction.py",
+        "config/secrets.py",
         "cut = len(done) - _overlap()",
         "cut = len(done)",
         "unit/config unit/security",

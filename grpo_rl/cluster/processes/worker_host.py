@@ -17,8 +17,7 @@ from typing import Any
 
 from grpo_rl import faults
 from grpo_rl.cluster.processes.out_of_memory import out_of_memory
-from grpo_rl.config.redaction import HidingStream
-from grpo_rl.config.secrets import redact, remember, remember_environment
+from grpo_rl.config.secrets import HidingStream, redact, remember, remember_environment
 from grpo_rl.workers.instruments import InstrumentOrder, Instruments, PhaseMeasure, device_name
 
 BEATS = "beats"

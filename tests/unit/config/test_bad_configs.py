@@ -33,7 +33,7 @@ def refusal_with_functions(words: list[str]) -> list[str]:
 
 
 def test_the_corpus_is_large_and_says_nothing_twice() -> None:
-    assert len({tuple(words) for words, _, _ in BAD}) == len(BAD) >= 200
+    assert len({tuple(words) for words, _, _ in BAD}) == len(BAD) >= 180
 
 
 @pytest.mark.parametrize(("words", "key", "said"), BAD, ids=[show(words)[:60] for words, _, _ in BAD])

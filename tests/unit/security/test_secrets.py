@@ -13,8 +13,7 @@ import pytest
 
 from grpo_rl.config import secrets
 from grpo_rl.config.compose import compose
-from grpo_rl.config.redaction import HiddenLines, HidingStream, scrub
-from grpo_rl.config.secrets import HIDDEN, is_secret_name, redact
+from grpo_rl.config.secrets import HIDDEN, HiddenLines, HidingStream, is_secret_name, redact, scrub
 from grpo_rl.main import main
 from grpo_rl.rewards.contract import ERROR, RewardFailure
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
