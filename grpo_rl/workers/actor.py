@@ -81,7 +81,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         if self.routers is not None and self.routers.replays:
             rows = [some for step in update.steps for some in (*step.micro_batches, *step.zero_advantage)]
             if rows and not self.routers.has_choices_of(shard):
-                # A rank that took another's place after the pass for old log-probs: its weights are still those of that pass.
+                # A pass over other rollouts came in between; the weights are still those of the pass for old log-probs.
                 self.logprobs(shard, rows)
             shard = shard.replace(experts_S=self.routers.choices if rows else None)
         return super().update(shard, update)

@@ -130,10 +130,7 @@ class ActorRole(SavedRole):
         return metrics
 
     def shown_logprobs(self) -> dict[int, Tensor]:
-        """Return the log-probs of the trained tokens that the last update saw, by the numbers of its batch's `shown_N`.
-
-        Ranks that were made anew since then have none.
-        """
+        """Return the log-probs of the trained tokens that the last update saw, by the numbers of its batch's `shown_N`."""
         seen: dict[int, Tensor] = {}
         for part in self.worker_group.call("shown_logprobs"):
             seen |= part
