@@ -200,7 +200,7 @@ def check_policy(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     yield passed("policy: log-probs in float32 against the CPU's", error < 2e-4, f"{error:.1e}", "2e-4")
     yield passed("policy: gradient in float32, relative", relative < 1e-3, f"{relative:.1e}", "1e-3")
     actor = actor_of(Path(path), device, policy={"dtype": "bfloat16"})
-    rough = float((actor.logprobs(batch, [ALL]).float() - logprobs_T).abs().mean())
+    rough = float((actor.per_token(batch, [ALL]).float() - logprobs_T).abs().mean())
     yield passed("policy: log-probs of FSDP's bfloat16 layers, mean", 0 < rough < 0.05, f"{rough:.1e}", "above 0, below 0.05")
 
 
@@ -210,7 +210,7 @@ def check_shared(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     found = {}
     for share in (False, True):
         actor = actor_of(path, device, policy={"share_prompts": share})
-        logprobs_T = actor.logprobs(batch, [ALL]).float()
+        logprobs_T = actor.per_token(batch, [ALL]).float()
         (stats,) = actor.update(batch, update_of(batch))
         seconds = seconds_of(lambda actor=actor: actor.update(batch, update_of(batch)), device)
         found[share] = logprobs_T, stats["same/grad_norm"], seconds
@@ -230,7 +230,7 @@ def check_learns(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     signs_T = batch.advantages_T.sign()
 
     def margin() -> float:
-        return float((actor.logprobs(batch, [ALL]).float() * signs_T).mean())
+        return float((actor.per_token(batch, [ALL]).float() * signs_T).mean())
 
     before = margin()
     for _ in range(12):
