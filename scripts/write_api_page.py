@@ -125,7 +125,7 @@ def escaped(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Return the first sentence of a docstring for a cell of a table; `help()` shows the whole."""
-    return escaped(re.split(r"(?<=[.:])\s(?=[A-Z])", re.sub(r"\s+", " ", text).strip())[0])
+    return escaped(re.split(r"(?<=[.])\s(?=[A-Z])", re.sub(r"\s+", " ", text).strip())[0])
 
 
 def main() -> int:

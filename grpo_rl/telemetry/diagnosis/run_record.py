@@ -114,11 +114,6 @@ class RunRecord:
         """The number of training steps that were logged."""
         return len(self.training)
 
-    @property
-    def is_sampled(self) -> bool:
-        """True where responses were sampled and rewarded, and not only read from rows."""
-        return any("reward/mean" in record for record in self.training)
-
     def setting(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key of the configuration, `default` where there is none that the key takes."""
         value: Any = self.config

@@ -34,12 +34,6 @@ class Bar:
                 self.note = safe_text(note, limit=120)
             self._show(advance=k, note=self.note)
 
-    def set_total(self, total: float) -> None:
-        """Set how long the work is, once that is known."""
-        with self._lock:
-            self.total = total
-            self._show(total=total)
-
     def left(self, seconds: float | None) -> None:
         """Set how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
         with self._lock:
