@@ -106,9 +106,9 @@ def template(data: bytes, folder: Path) -> None:
         own = given.decode("utf-8", "replace") if b"{{" in given or b"{%" in given else None
         renderer = Renderer(DataConfig(chat_template=own), _tokenizer())
         row = example(parse_row(line, "line 1"), "line 1", DataConfig())
-        text = renderer.render(row, "line 1")
+        text = renderer.render(row.prompt, "line 1")
         if own is None:
-            renderer.tokenize([row], [text])
+            renderer.tokenize([row.prompt], [text])
 
 
 ROW = {"data_source": "d", "prompt": [{"role": "user", "content": "1 + 1"}], "reward_model": {"ground_truth": "2"}}

@@ -11,10 +11,12 @@ import numpy as np
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import MARK, unmarked
-from grpo_rl.data.prompts import TOKENIZED_AT_ONCE, truncate
+from grpo_rl.data.prompts import truncate
 from grpo_rl.data.row_set import BadRows, RowSet
 from grpo_rl.data.rows import BadRow, Example, column, difficulty_of, example, prompt_of
 from grpo_rl.types import Prompt
+
+TOKENIZED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class PromptDataset(RowSet[PromptRow]):
         """Row `row_index` as a Prompt that is called `uid` in this run. Raises DataError for one that cannot be used."""
         read = self.row(row_index)
         row = read.example
-        messages = self.renderer.messages(row)
+        messages = self.renderer.messages(row.prompt)
         return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
 
     def usable(self, row: int) -> bool:
@@ -102,10 +104,10 @@ class PromptDataset(RowSet[PromptRow]):
                 try:
                     where = self._source.where(index)
                     row = self._example(self._source.row(index), where)
-                    rows.append((index, row, self.renderer.render(row, where)))
+                    rows.append((index, row, self.renderer.render(row.prompt, where)))
                 except BadRow as error:
                     yield index, error
-            ids = self.renderer.tokenize([row for _, row, _ in rows], [text for _, _, text in rows])
+            ids = self.renderer.tokenize([row.prompt for _, row, _ in rows], [text for _, _, text in rows])
             for (index, row, text), token_ids in zip(rows, ids, strict=True):
                 self.report.num_control += MARK in text
                 if token_ids:

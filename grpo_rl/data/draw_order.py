@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,6 +26,8 @@ class RowOrder(ABC):
 
     wants_rates = False
     """True where rows are drawn by pass rates, which therefore have to be recorded."""
+    placed_by: ClassVar[tuple[str, ...]]
+    """The attributes that are the position."""
 
     def __init__(
         self, num_rows: int, batch_size: int, *, size_key: str = "data.train_batch_size", is_usable: Usable = lambda row: True
@@ -56,13 +59,14 @@ class RowOrder(ABC):
         """Return what decides which rows come next, for the log; nothing where the seed alone does."""
         return {}
 
-    @abstractmethod
     def position(self) -> dict[str, Any]:
         """Return where it is; small."""
+        return copy.deepcopy({name: getattr(self, name) for name in self.placed_by})
 
-    @abstractmethod
     def seek(self, position: dict[str, Any]) -> None:
         """Go back to where `position` was taken."""
+        for name in self.placed_by:
+            setattr(self, name, copy.deepcopy(position[name]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what was recorded, and what the order depends on."""
@@ -108,16 +112,18 @@ class EpochOrder(RowOrder):
     are skipped.
     """
 
+    placed_by = ("epoch", "place")
+
     def __init__(
         self, num_rows: int, batch_size: int, shuffle: bool, seed: int, *, difficulty: np.ndarray | None = None, **options: Any
     ) -> None:
         super().__init__(num_rows, batch_size, **options)
         self._shuffle, self._seed, self._difficulty = shuffle, seed, difficulty
-        self._position = 0
+        self.place = 0
         self._order = self._order_of(0)
 
     def next_batch(self) -> list[tuple[int, str]]:
-        epoch, position, order = self.epoch, self._position, self._order
+        epoch, position, order = self.epoch, self.place, self._order
         taken = self._first_usable(map(int, order[position:]))
         if taken is None:
             epoch, position, order = epoch + 1, 0, self._order_of(epoch + 1)
@@ -125,18 +131,15 @@ class EpochOrder(RowOrder):
         if taken is None:
             raise self._too_few()
         rows, num_looked_at = taken
-        self.epoch, self._position, self._order = epoch, position + num_looked_at, order
+        self.epoch, self.place, self._order = epoch, position + num_looked_at, order
         return [(row, f"e{epoch}-r{row}") for row in rows]
 
-    def position(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self._position}
-
     def seek(self, position: dict[str, Any]) -> None:
-        self.epoch, self._position = position["epoch"], position["position"]
+        super().seek(position)
         self._order = self._order_of(self.epoch)
 
     def start_after(self, state: dict[str, Any]) -> None:
-        self.seek({"epoch": int(state["epoch"]) + 1, "position": 0})
+        self.seek({"epoch": int(state["epoch"]) + 1, "place": 0})
 
     def _identity(self) -> dict[str, Any]:
         order = "none" if self._difficulty is None else "difficulty"
@@ -155,25 +158,26 @@ class PassRateOrder(RowOrder):
     """
 
     wants_rates = True
+    placed_by = ("epoch", "first_epoch", "num_draws", "num_drawn")
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, floor: float, **options: Any) -> None:
         super().__init__(num_rows, batch_size, **options)
         self._seed, self._floor = seed, floor
-        self._num_draws = self._num_drawn = self._first_epoch = 0
+        self.num_draws = self.num_drawn = self.first_epoch = 0
         self._rates = np.full(num_rows, np.nan)
 
     def next_batch(self) -> list[tuple[int, str]]:
         taken = self._first_usable(self._by_priority())
         if taken is None:
             raise self._too_few()
-        self.epoch = self._first_epoch + self._num_drawn // self._num_rows
-        batch = [(row, f"d{self._num_draws}-r{row}") for row in taken[0]]
-        self._num_draws += 1
-        self._num_drawn += self.batch_size
+        self.epoch = self.first_epoch + self.num_drawn // self._num_rows
+        batch = [(row, f"d{self.num_draws}-r{row}") for row in taken[0]]
+        self.num_draws += 1
+        self.num_drawn += self.batch_size
         return batch
 
     def _by_priority(self) -> Iterator[int]:
-        noise = np.random.default_rng((self._seed, self._num_draws)).gumbel(size=self._num_rows)
+        noise = np.random.default_rng((self._seed, self.num_draws)).gumbel(size=self._num_rows)
         keys = -(np.log(weight_of_rate(self._rates, self._floor)) + noise)
         # Nearly always the best few are enough, and finding them is ten times cheaper than ordering a million.
         few = min(2 * self.batch_size + 64, self._num_rows)
@@ -189,14 +193,6 @@ class PassRateOrder(RowOrder):
         found = {"data/seen_fraction": len(seen) / self._num_rows}
         return found | ({"data/pass_rate": float(seen.mean())} if len(seen) else {})
 
-    def position(self) -> dict[str, Any]:
-        counts = {"num_draws": self._num_draws, "num_drawn": self._num_drawn}
-        return {"epoch": self.epoch, "first_epoch": self._first_epoch} | counts
-
-    def seek(self, position: dict[str, Any]) -> None:
-        self.epoch, self._first_epoch = position["epoch"], position["first_epoch"]
-        self._num_draws, self._num_drawn = position["num_draws"], position["num_drawn"]
-
     def state_dict(self) -> dict[str, Any]:
         seen = np.flatnonzero(~np.isnan(self._rates))
         rates = [[row, rate] for row, rate in zip(seen.tolist(), self._rates[seen].tolist(), strict=True)]
@@ -209,8 +205,8 @@ class PassRateOrder(RowOrder):
             self._rates[row] = rate
 
     def start_after(self, state: dict[str, Any]) -> None:
-        self.epoch = self._first_epoch = int(state["epoch"]) + 1
-        self._num_draws, self._num_drawn = int(state.get("num_draws", 0)), 0
+        self.epoch = self.first_epoch = int(state["epoch"]) + 1
+        self.num_draws, self.num_drawn = int(state.get("num_draws", 0)), 0
 
     def _identity(self) -> dict[str, Any]:
         rest: dict[str, Any] = {"curriculum": "pass_rate", "weights": None}
@@ -227,6 +223,8 @@ class MixedOrder(RowOrder):
 
     With a `floor` the weights are multiplied by max(floor, 4p(1-p)), p a moving average of the source's pass rates.
     """
+
+    placed_by = ("epoch", "first_epoch", "num_drawn", "credits", "passes", "places")
 
     def __init__(
         self,
@@ -246,9 +244,9 @@ class MixedOrder(RowOrder):
         self._sizes, self._starts = list(sizes), np.cumsum([0, *sizes])
         self._weights = np.array(weights, dtype=np.float64) / sum(weights)
         self._shuffle, self._seed, self._floor, self._difficulty = shuffle, seed, floor, difficulty
-        self._credits = [0.0] * len(self._sizes)
-        self._passes, self._places = [0] * len(self._sizes), [0] * len(self._sizes)
-        self._num_drawn = self._first_epoch = 0
+        self.credits = [0.0] * len(self._sizes)
+        self.passes, self.places = [0] * len(self._sizes), [0] * len(self._sizes)
+        self.num_drawn = self.first_epoch = 0
         self._rates = np.full(len(self._sizes), np.nan)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
@@ -265,8 +263,8 @@ class MixedOrder(RowOrder):
         except DataError:
             self.seek(before)
             raise
-        self.epoch = self._first_epoch + self._num_drawn // self._num_rows
-        self._num_drawn += len(batch)
+        self.epoch = self.first_epoch + self.num_drawn // self._num_rows
+        self.num_drawn += len(batch)
         return batch
 
     def _draw(self) -> list[tuple[int, str]]:
@@ -275,25 +273,25 @@ class MixedOrder(RowOrder):
         while len(batch) < self.batch_size:
             if not shares.any():
                 raise DataError("no training row is left in any source, all are retired or cannot be used")
-            source = int(np.argmax(np.where(shares > 0, self._credits + shares, -np.inf)))
+            source = int(np.argmax(np.where(shares > 0, self.credits + shares, -np.inf)))
             drawn = self._next_row(source)
             if drawn is None:
-                shares[source], self._credits[source] = 0.0, 0.0
+                shares[source], self.credits[source] = 0.0, 0.0
                 shares = shares / (shares.sum() or 1.0)
                 continue
-            self._credits = (self._credits + shares).tolist()
-            self._credits[source] -= 1.0
+            self.credits = (self.credits + shares).tolist()
+            self.credits[source] -= 1.0
             batch.append(drawn)
         return batch
 
     def _next_row(self, source: int) -> tuple[int, str] | None:
         """The source's next usable row; None where a whole pass has none."""
         for _ in range(self._sizes[source]):
-            if self._places[source] == self._sizes[source]:
-                self._passes[source], self._places[source] = self._passes[source] + 1, 0
-            place, number = self._places[source], self._passes[source]
+            if self.places[source] == self._sizes[source]:
+                self.passes[source], self.places[source] = self.passes[source] + 1, 0
+            place, number = self.places[source], self.passes[source]
             row = int(self._starts[source] + self._order(source, number)[place])
-            self._places[source] += 1
+            self.places[source] += 1
             if self._is_usable(row):
                 return row, f"e{number}-r{row}"
         return None
@@ -316,21 +314,6 @@ class MixedOrder(RowOrder):
         rates = {f"data/pass_rate/{source}": float(rate) for source, rate in enumerate(self._rates) if not np.isnan(rate)}
         return shares | rates
 
-    def position(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "first_epoch": self._first_epoch,
-            "num_drawn": self._num_drawn,
-            "credits": list(self._credits),
-            "passes": list(self._passes),
-            "places": list(self._places),
-        }
-
-    def seek(self, position: dict[str, Any]) -> None:
-        self.epoch, self._first_epoch = position["epoch"], position["first_epoch"]
-        self._num_drawn, self._credits = position["num_drawn"], list(position["credits"])
-        self._passes, self._places = list(position["passes"]), list(position["places"])
-
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"rates": [None if np.isnan(rate) else rate for rate in self._rates.tolist()]}
 
@@ -339,10 +322,10 @@ class MixedOrder(RowOrder):
         self._rates = np.array([np.nan if rate is None else rate for rate in state["rates"]])
 
     def start_after(self, state: dict[str, Any]) -> None:
-        self.epoch = self._first_epoch = int(state["epoch"]) + 1
+        self.epoch = self.first_epoch = int(state["epoch"]) + 1
         # Each occurrence of a row has a name of its own: no source may begin a pass that it has begun before.
         first = max([int(number) for number in state.get("passes", [])], default=self.epoch) + 1
-        self._passes = [max(first, self.epoch)] * len(self._sizes)
+        self.passes = [max(first, self.epoch)] * len(self._sizes)
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -13,11 +13,10 @@ from typing import Any
 from grpo_rl.config.checks.data_rules import irregular
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords
-from grpo_rl.data.rows import LARGEST_ROW, BadRow, Example, Message
+from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message
 from grpo_rl.errors import ConfigError, DataError
 
 SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
-TOKENIZED_AT_ONCE = 1024
 RENDER_S = 10.0
 """Longest time for one prompt. Templates take a tenth of a millisecond."""
 
@@ -48,30 +47,30 @@ class Renderer:
         """True where there is a chat template at all."""
         return self.options.get("chat_template") is not None or getattr(self.tokenizer, "chat_template", None) is not None
 
-    def render(self, row: Example, where: str) -> str:
+    def render(self, asked: Asked, where: str) -> str:
         """The prompt as text. Raises BadRow for messages that the template refuses, DataError where there is no template."""
-        if isinstance(row.prompt, str):
+        if isinstance(asked, str):
             if self.system_prompt is not None:
                 raise BadRow(
                     f"{where}: column {self.prompt_key!r} is plain text, which data.system_prompt cannot be put before; "
                     "expected a list of {role, content} messages"
                 )
-            return str(self.words.marked(row.prompt))
+            return str(self.words.marked(asked))
         if not self.has_template:
             raise DataError(
                 f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template; "
                 f"take an instruction-tuned model, give one as data.chat_template, or plain strings as prompts"
             )
-        return self.text(self.with_system(row.prompt), where)
+        return self.text(self.with_system(asked), where)
 
-    def answer(self, row: Example, prompt: str, answer: str, where: str) -> str:
+    def answer(self, asked: Asked, prompt: str, answer: str, where: str) -> str:
         """Return what follows the rendered `prompt` where the assistant gives this answer; a plain string's answer is itself.
 
         Raises BadRow where the template does not make a conversation that begins with its own prompt.
         """
-        if isinstance(row.prompt, str):
+        if isinstance(asked, str):
             return str(self.words.marked(answer))
-        answered = [*self.with_system(row.prompt), {"role": "assistant", "content": answer}]
+        answered = [*self.with_system(asked), {"role": "assistant", "content": answer}]
         text = self.text(answered, where, add_generation_prompt=False)
         if not text.startswith(prompt):
             raise BadRow(
@@ -85,14 +84,12 @@ class Renderer:
 
         What a template writes after that token is never sampled.
         """
-        end, ids = self.tokenizer.eos_token_id, []
-        for start in range(0, len(texts), TOKENIZED_AT_ONCE):
-            ids += self.words.encode(texts[start : start + TOKENIZED_AT_ONCE], add_special_tokens=False)["input_ids"]
+        end, ids = self.tokenizer.eos_token_id, self.words.encode(texts, add_special_tokens=False)["input_ids"]
         return [[*(answer[: answer.index(end)] if end in answer else answer), end] for answer in ids]
 
-    def messages(self, row: Example) -> tuple[Message, ...] | None:
-        """The chat messages that the row's text is rendered from; None for a plain string."""
-        return None if isinstance(row.prompt, str) else tuple(self.with_system(row.prompt))
+    def messages(self, asked: Asked) -> tuple[Message, ...] | None:
+        """The chat messages that a prompt's text is rendered from; None for a plain string."""
+        return None if isinstance(asked, str) else tuple(self.with_system(asked))
 
     def with_system(self, messages: list[Any]) -> list[Any]:
         """Return the messages after `data.system_prompt`, unless they begin with a system message."""
@@ -128,15 +125,14 @@ class Renderer:
         except Exception as error:
             raise BadRow(f"{where}: {self._template} refuses the messages: {_cause(error)}") from error
 
-    def tokenize(self, rows: Sequence[Example], texts: Sequence[str]) -> list[list[int]]:
-        """Token ids per row; a rendered template brings its own special tokens, a plain string gets the tokenizer's."""
+    def tokenize(self, asked: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of rendered prompts; a template brings its own special tokens, a plain string gets the tokenizer's."""
         ids: list[list[int]] = [[] for _ in texts]
         for is_plain in (False, True):
-            chosen = [index for index, row in enumerate(rows) if isinstance(row.prompt, str) == is_plain]
-            for start in range(0, len(chosen), TOKENIZED_AT_ONCE):
-                some = chosen[start : start + TOKENIZED_AT_ONCE]
-                encoded = self.words.encode([texts[index] for index in some], add_special_tokens=is_plain)["input_ids"]
-                for index, token_ids in zip(some, encoded, strict=True):
+            chosen = [index for index, one in enumerate(asked) if isinstance(one, str) == is_plain]
+            if chosen:
+                encoded = self.words.encode([texts[index] for index in chosen], add_special_tokens=is_plain)["input_ids"]
+                for index, token_ids in zip(chosen, encoded, strict=True):
                     ids[index] = token_ids
         return ids
 

@@ -12,6 +12,8 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.errors import DataError
 
 Message = dict[str, str]
+Asked = list[Message] | str
+"""A prompt: chat messages, or a plain string that is used as it is."""
 LARGEST_ROW = 8 * 2**20
 """Bytes of one row, or characters of one text in it. A longer one is a mistake, and would hold up the whole run."""
 DEEPEST_ROW = 64
@@ -24,9 +26,9 @@ class BadRow(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row before its prompt is rendered: chat messages, or a plain string that is used as it is."""
+    """A row before its prompt is rendered."""
 
-    prompt: list[Message] | str
+    prompt: Asked
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
@@ -109,7 +111,7 @@ def column(row: dict[str, Any], key: str, where: str, optional: bool = False) ->
     return value
 
 
-def prompt_of(value: Any, where: str, key: str) -> list[Message] | str:
+def prompt_of(value: Any, where: str, key: str) -> Asked:
     """Return the value of the prompt's column. Raises BadRow unless it is text or chat messages."""
     if isinstance(value, str) and value:
         return value

@@ -236,8 +236,8 @@ FAULTS: list[Fault] = [
     _F(
         "lost position",
         "data/draw_order.py",
-        'self.epoch, self._position = position["epoch"], position["position"]',
-        'self.epoch = position["epoch"]',
+        "for name in self.placed_by:\n",
+        "for name in self.placed_by[:1]:\n",
         "unit/data unit/trainer",
     ),
     # ---- rewards

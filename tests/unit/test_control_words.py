@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerFast
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords, unmarked
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import Example
 from grpo_rl.data.training_rows.conversations import Chat, Tokenizing
 from grpo_rl.data.training_rows.pairs import PairTexts, tokenized_pair
 from grpo_rl.envs.chat_deltas import ChatDeltas
@@ -58,11 +57,11 @@ def test_messages_pairs_and_answers_of_tools_cannot_write_control_tokens(tokeniz
     deltas = ChatDeltas(renderer, tokenizer, frozenset([tokenizer.eos_token_id]))
 
     def prompt(text):
-        row = Example([{"role": "user", "content": text}], "", None, {})
+        row = [{"role": "user", "content": text}]
         return renderer.tokenize([row], [renderer.render(row, "here")])[0]
 
     def plain_prompt(text):
-        row = Example(text, "", None, {})
+        row = text
         return renderer.tokenize([row], [renderer.render(row, "here")])[0]
 
     def learnt(text):
@@ -101,7 +100,7 @@ def test_text_around_a_control_word_has_the_tokens_of_the_template_around_it(tok
 
 def test_rows_that_mean_it_have_control_tokens_and_what_an_environment_says_never_has(tokenizer):
     renderer = Renderer(DataConfig(control_tokens_in_text=True), tokenizer)
-    row = Example(f"a{tokenizer.eos_token}b", "", None, {})
+    row = f"a{tokenizer.eos_token}b"
     assert tokenizer.eos_token_id in renderer.tokenize([row], [renderer.render(row, "here")])[0]
     deltas = ChatDeltas(renderer, tokenizer, frozenset())
     shown = deltas.between([{"role": "user", "content": tokenizer.eos_token}], ended=False, plain=True)
@@ -123,7 +122,7 @@ def test_words_that_are_not_called_special_are_control_words_where_the_template_
     )
     renderer = Renderer(DataConfig(chat_template=template), own)
     text = "1".join(turns + others)
-    row = Example([{"role": "user", "content": text}], "", None, {})
+    row = [{"role": "user", "content": text}]
     found = list(renderer.tokenize([row], [renderer.render(row, "here")])[0])
     assert [one for one in found if one in ids.values()] == [ids[word] for word in (turns[0], *others)]
     shown = ChatDeltas(renderer, own, frozenset([own.eos_token_id])).between([{"role": "tool", "content": text}], ended=True)

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -78,27 +78,32 @@ def is_array(path: Path, head: bytes) -> bool:
 
 
 def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
-    """The object that one line holds; `start` is the line's place in the file. Raises BadRow and nothing else."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = data[error.start]
-        raise BadRow(
-            f"{where}: byte {byte:#04x} is not UTF-8 (byte {start + error.start} of the file); expected UTF-8 text"
-        ) from error
-    if "\0" in text:
-        place = text.index("\0")
-        raise BadRow(f"{where}, column {place + 1}: a NUL byte (byte {start + data.index(0)} of the file); expected JSON")
-    try:
-        row = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        byte = start + len(text[: error.pos].encode("utf-8"))
-        raise BadRow(f"{where}, column {error.colno}: {_broken(text, error)} (byte {byte} of the file)") from error
-    except (ValueError, RecursionError) as error:
-        raise BadRow(f"{where}: broken JSON: {first_line(error)}") from error
+    """Return the object that one line holds; `start` is the line's place in the file. Raises BadRow and nothing else."""
+    row = _parsed(data, lambda line: where, start)
     if not isinstance(row, dict):
         raise BadRow(f"{where}: expected an object with the row's columns, found {type(row).__name__}")
     return row
+
+
+def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
+    """Return the value of a JSON text; `where` gives the place of a line of it. Raises BadRow and nothing else."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place, byte = where(data.count(b"\n", 0, error.start) + 1), data[error.start]
+        found = f"byte {byte:#04x} is not UTF-8 (byte {start + error.start} of the file); expected UTF-8 text"
+        raise BadRow(f"{place}: {found}") from error
+    try:
+        if "\0" in text:
+            raise json.JSONDecodeError("a NUL byte", text, text.index("\0"))
+        return _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        byte = start + len(text[: error.pos].encode("utf-8"))
+        found = repr(text[error.pos : error.pos + 30]) if error.pos < len(text) else "the end"
+        place = f"{where(error.lineno)}, column {error.colno}"
+        raise BadRow(f"{place}: broken JSON: {error.msg}; found {found} (byte {byte} of the file)") from error
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"{where(1)}: broken JSON: {first_line(error)}") from error
 
 
 def _index(file: IO[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
@@ -163,20 +168,7 @@ def _array(name: str, file: IO[bytes], num_bytes: int) -> RowSource:
             f"{name}: a JSON array of {size} bytes can only be read whole; over {LARGEST_ARRAY} bytes write one object a line "
             "(.jsonl), or parquet"
         )
-    content = os.pread(file.fileno(), size, 0)
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{name}, line {line}: byte {content[error.start]:#04x} is not UTF-8 (byte {error.start} of the file)"
-        ) from error
-    try:
-        rows = _DECODER.decode(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{name}, line {error.lineno}, column {error.colno}: {_broken(text, error)}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name}: broken JSON: {first_line(error)}") from error
+    rows = _parsed(os.pread(file.fileno(), size, 0), lambda line: f"{name}, line {line}")
     return Rows(name, rows, num_bytes)
 
 
@@ -197,11 +189,6 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_pairs)
-
-
-def _broken(text: str, error: json.JSONDecodeError) -> str:
-    found = repr(text[error.pos : error.pos + 30]) if error.pos < len(text) else "the end"
-    return f"broken JSON: {error.msg}; found {found}"
 
 
 def first_line(error: BaseException) -> str:

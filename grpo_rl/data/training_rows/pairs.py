@@ -20,7 +20,7 @@ from grpo_rl.config.derived import longest_sequence, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet
-from grpo_rl.data.rows import BadRow, Example, Message, check_messages, check_values, column, expect, finite, prompt_of, wrong
+from grpo_rl.data.rows import Asked, BadRow, check_messages, check_values, column, expect, finite, prompt_of, wrong
 from grpo_rl.types import Batch, Rollout
 
 
@@ -28,7 +28,7 @@ from grpo_rl.types import Batch, Rollout
 class PairTexts:
     """A row before it is rendered."""
 
-    prompt: list[Message] | str
+    prompt: Asked
     chosen: str
     rejected: str
     margin: float | None = None
@@ -78,7 +78,7 @@ def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_marg
     return PairTexts(*texts, None if margin is None else finite(margin))
 
 
-def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[list[Message] | str, str, str]:
+def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
     """Return prompt and answers, where the answers are plain texts."""
     for key, text in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(text, str, where, key, "a text, or a list of {role, content} messages")
@@ -102,9 +102,7 @@ def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataC
     return before, chosen[len(before) :], rejected[len(before) :]
 
 
-def _of_messages(
-    prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig
-) -> tuple[list[Message] | str, str, str]:
+def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
     """Return prompt and answers, where the answers are messages: one from the assistant, or a conversation that ends with it."""
     sides = []
     for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
@@ -169,10 +167,9 @@ class PairSet(TrainingSet[Pair]):
 
 def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str) -> Pair:
     """Return a pair as the chat template makes it, in tokens. Raises BadRow for a prompt without any, and for two equal answers."""
-    row = Example(texts.prompt, "", None, {})
-    prompt = renderer.render(row, where)
-    answers = [renderer.answer(row, prompt, answer, where) for answer in (texts.chosen, texts.rejected)]
-    (prompt_ids,) = renderer.tokenize([row], [prompt])
+    prompt = renderer.render(texts.prompt, where)
+    answers = [renderer.answer(texts.prompt, prompt, answer, where) for answer in (texts.chosen, texts.rejected)]
+    (prompt_ids,) = renderer.tokenize([texts.prompt], [prompt])
     chosen_ids, rejected_ids = renderer.tokenize_answers(answers)
     if chosen_ids == rejected_ids or not prompt_ids:
         what = "prompt has no tokens" if not prompt_ids else "two answers have the same tokens"

@@ -24,7 +24,7 @@ from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
-from grpo_rl.data.rows import BadRow, Example, Message, check_values, column, expect, finite, prompt_of, wrong
+from grpo_rl.data.rows import Asked, BadRow, Message, check_values, column, expect, finite, prompt_of, wrong
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
@@ -38,7 +38,7 @@ _RATINGS = {-1: 0.0, 0: 0.5, 1: 1.0}
 class RatedTexts:
     """A row before it is rendered."""
 
-    prompt: list[Message] | str
+    prompt: Asked
     steps: list[str]
     labels: list[float | None]
     """The label of each step, from 0 to 1; None: it has none."""
@@ -235,8 +235,7 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
     A step ends with the token of its last character, the separator's after it included, as a reward model reads the steps of
     a response (`rewards/models/rendering.py`). Raises BadRow for two steps that end in one token.
     """
-    row = Example(texts.prompt, "", None, {})
-    (prompt_ids,) = renderer.tokenize([row], [renderer.render(row, where)])
+    (prompt_ids,) = renderer.tokenize([texts.prompt], [renderer.render(texts.prompt, where)])
     words = renderer.words
     text, ends = "", []
     for number, step in enumerate(texts.steps):

@@ -35,7 +35,7 @@ def load(path: Path, action: str = "error", **options: object) -> PromptDataset:
 
 BAD_LINES = [
     (b'{"a": 1,}\n', r"line 2, column 9: broken JSON: .*found '\}' \(byte 104 of the file\)"),
-    (b'{"a": "\x00"}\n', r"line 2, column 8: a NUL byte \(byte 103 of the file\)"),
+    (b'{"a": "\x00"}\n', r"line 2, column 8: broken JSON: a NUL byte; .*\(byte 103 of the file\)"),
     (b'{"a": "\xff"}\n', r"line 2: byte 0xff is not UTF-8 \(byte 103 of the file\); expected UTF-8"),
     (line(prompt="a\0b"), r"line 2: column 'prompt' has a NUL character at 1"),
     (line(prompt="a\ud800b"), r"line 2: column 'prompt' has the lone surrogate \\ud800 at 1"),
