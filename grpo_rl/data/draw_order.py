@@ -59,18 +59,18 @@ class RowOrder(ABC):
         """Return what decides which rows come next, for the log; nothing where the seed alone does."""
         return {}
 
-    def position(self) -> dict[str, Any]:
+    def place(self) -> dict[str, Any]:
         """Return where it is; small."""
         return copy.deepcopy({name: getattr(self, name) for name in self.placed_by})
 
-    def seek(self, position: dict[str, Any]) -> None:
-        """Go back to where `position` was taken."""
+    def seek(self, place: dict[str, Any]) -> None:
+        """Go back to where `place` was taken."""
         for name in self.placed_by:
-            setattr(self, name, copy.deepcopy(position[name]))
+            setattr(self, name, copy.deepcopy(place[name]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, what was recorded, and what the order depends on."""
-        return self.position() | self._identity()
+        return self.place() | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises DataError when the order would be another one."""
@@ -112,18 +112,18 @@ class EpochOrder(RowOrder):
     are skipped.
     """
 
-    placed_by = ("epoch", "place")
+    placed_by = ("epoch", "position")
 
     def __init__(
         self, num_rows: int, batch_size: int, shuffle: bool, seed: int, *, difficulty: np.ndarray | None = None, **options: Any
     ) -> None:
         super().__init__(num_rows, batch_size, **options)
         self._shuffle, self._seed, self._difficulty = shuffle, seed, difficulty
-        self.place = 0
+        self.position = 0
         self._order = self._order_of(0)
 
     def next_batch(self) -> list[tuple[int, str]]:
-        epoch, position, order = self.epoch, self.place, self._order
+        epoch, position, order = self.epoch, self.position, self._order
         taken = self._first_usable(map(int, order[position:]))
         if taken is None:
             epoch, position, order = epoch + 1, 0, self._order_of(epoch + 1)
@@ -131,15 +131,15 @@ class EpochOrder(RowOrder):
         if taken is None:
             raise self._too_few()
         rows, num_looked_at = taken
-        self.epoch, self.place, self._order = epoch, position + num_looked_at, order
+        self.epoch, self.position, self._order = epoch, position + num_looked_at, order
         return [(row, f"e{epoch}-r{row}") for row in rows]
 
-    def seek(self, position: dict[str, Any]) -> None:
-        super().seek(position)
+    def seek(self, place: dict[str, Any]) -> None:
+        super().seek(place)
         self._order = self._order_of(self.epoch)
 
     def start_after(self, state: dict[str, Any]) -> None:
-        self.seek({"epoch": int(state["epoch"]) + 1, "place": 0})
+        self.seek({"epoch": int(state["epoch"]) + 1, "position": 0})
 
     def _identity(self) -> dict[str, Any]:
         order = "none" if self._difficulty is None else "difficulty"
@@ -257,7 +257,7 @@ class MixedOrder(RowOrder):
         return weights / weights.sum()
 
     def next_batch(self) -> list[tuple[int, str]]:
-        before = self.position()
+        before = self.place()
         try:
             batch = self._draw()
         except DataError:

@@ -45,7 +45,7 @@ class RowSchedule:
 
     def draw(self) -> Batch:
         """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
-        position = self.sampler.position()
+        position = self.sampler.place()
         try:
             rows = [row for row, _ in self.sampler.next_batch()]
             batch = self.train_data.batch(rows)

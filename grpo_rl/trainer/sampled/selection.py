@@ -79,7 +79,7 @@ class Selection:
 
     def _or_rewind(self, draw: Callable[[], Drawn]) -> Drawn:
         """Return what `draw` returns; after a row that cannot be used the next draw begins with that row again."""
-        position = self.sampler.position()
+        position = self.sampler.place()
         try:
             return draw()
         except DataError:

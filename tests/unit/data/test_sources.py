@@ -234,7 +234,7 @@ def test_bad_and_long_rows_that_are_met_late_are_passed_over_every_time(large: C
     data = large({13: "{broken\n", 15: row(10**20)}, shuffle=False, **options)
     sampler = make_row_order(Config(data=data.config), data, None)
     for _ in range(2):
-        sampler.seek({"epoch": 0, "place": 11})
+        sampler.seek({"epoch": 0, "position": 11})
         assert [number for number, _ in sampler.next_batch()] == [11, 12, 14, 16]
         assert data.bad_rows.num_rows == 1
 
