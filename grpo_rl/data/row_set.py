@@ -356,7 +356,7 @@ def batch_of_sequences(rows: Sequence[Tokens], prompt_lengths: Sequence[int], re
         prompt_lengths_N=prompt_lengths_N,
         response_lengths_N=lengths_N - prompt_lengths_N,
         group_N=torch.arange(len(rows)),
-        token_ids_S=torch.from_numpy(np.concatenate([row.token_ids for row in rows]).astype(np.int64)),
+        token_ids_S=torch.from_numpy(np.concatenate([row.token_ids for row in rows], dtype=np.int32)),
         rewards_N=torch.full((len(rows),), rewards),
         **columns,
     )

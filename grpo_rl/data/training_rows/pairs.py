@@ -195,7 +195,7 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
             prompt_lengths_N=torch.tensor(list(map(len, prompts)), dtype=torch.long),
             response_lengths_N=response_lengths_N,
             group_N=torch.arange(len(pairs)).repeat_interleave(2),
-            token_ids_S=torch.from_numpy(np.concatenate(pieces, dtype=np.int64) if pieces else np.empty(0, dtype=np.int64)),
+            token_ids_S=torch.from_numpy(np.concatenate(pieces, dtype=np.int32) if pieces else np.empty(0, dtype=np.int32)),
             rewards_N=torch.tensor([1.0, 0.0]).repeat(len(pairs)),
             margins_N=_margins(pairs),
         )

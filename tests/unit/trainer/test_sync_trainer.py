@@ -354,6 +354,13 @@ def test_validation_only_trains_nothing_even_after_a_resume(make):
     assert policy.calls == VALIDATION
 
 
+def test_checkpoints_are_written_every_so_often_and_at_the_end(make):
+    trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=2), total_steps=5, with_val=False)
+    trainer.fit()
+    assert policy.calls.count("save") == 3 and "export" not in policy.calls
+    assert trainer.store.steps() == [4, 5]
+
+
 def test_a_resumed_run_goes_on_with_the_prompts_and_the_controller_that_it_stopped_with(make):
     control = dataclasses.replace(AlgorithmConfig().kl_ctrl, type="adaptive", horizon=100)
     config = make_config(AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=control), save_freq=3)
