@@ -318,6 +318,9 @@ class RowSet(ABC, Generic[Row]):
 class TrainingSet(RowSet[Row]):
     """The rows of a training that samples nothing, of any kind."""
 
+    def _sizes(self, row: Any) -> tuple[int, int, int]:
+        return len(row.token_ids), len(row.token_ids), len(row.positions)
+
     @abstractmethod
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch; what a row makes, one rollout or several, is one group. Raises DataError for one that cannot be used."""

@@ -201,8 +201,3 @@ def test_a_documented_module_exists_and_has_the_options(page: Path) -> None:
 def test_a_documented_script_exists(page: Path) -> None:
     for name in set(re.findall(r"\bscripts/[\w.-]+\.(?:sh|py)\b", page.read_text())):
         assert (ROOT / name).is_file(), name
-
-
-def test_the_tutorials_group_is_that_of_its_first_run() -> None:
-    (size,) = re.findall(r"a \*group\* of (\d+) responses", (ROOT / "docs" / "tutorial.md").read_text())
-    assert int(size) == compose(["recipe=arithmetic/grpo"]).config.actor_rollout_ref.rollout.n

@@ -284,9 +284,6 @@ class DemonstrationSet(TrainingSet[Demonstration]):
         """Return these rows as a batch: see `supervised_batch`."""
         return supervised_batch([self.row(row) for row in rows])
 
-    def _sizes(self, row: Demonstration) -> tuple[int, int, int]:
-        return len(row.token_ids), len(row.token_ids), len(row.positions)
-
     def _tokenized(self, row: dict[str, Any], where: str) -> Demonstration:
         return self._tokenizing(conversation(row, where, self.config), where)
 

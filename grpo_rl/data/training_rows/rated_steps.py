@@ -222,9 +222,6 @@ class RatedStepSet(TrainingSet[RatedSteps]):
         """Return these rows as a batch: see `rated_batch`."""
         return rated_batch([self.row(row) for row in rows])
 
-    def _sizes(self, row: RatedSteps) -> tuple[int, int, int]:
-        return len(row.token_ids), len(row.token_ids), len(row.positions)
-
     def _tokenized(self, row: dict[str, Any], where: str) -> RatedSteps:
         return tokenized_steps(rated_row(row, where, self.config), self.renderer, self._separator, where)
 

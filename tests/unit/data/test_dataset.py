@@ -64,15 +64,6 @@ def test_parquet_json_and_jsonl_give_the_same_prompts(tmp_path, tokenizer):
     assert [len(data) for data in loaded] == [2, 2, 2]
 
 
-def test_several_files_and_tasks_are_concatenated_in_order(tmp_path, tokenizer):
-    first = write_jsonl(tmp_path / "a.jsonl", [row("1+1=", "2")])
-    second = write_jsonl(tmp_path / "b.jsonl", [row("x", "y", data_source="mine")])
-    data = load([first, "task:arithmetic?num_rows=3", second], tokenizer)
-    assert len(data) == 5
-    assert data.prompt(4, "u").ground_truth == "y"
-    assert data.data_sources == ["arithmetic", "mine"]
-
-
 def test_a_plain_string_prompt_is_tokenized_as_it_is(tmp_path, tokenizer):
     data = load(write_jsonl(tmp_path / "a.jsonl", [row(prompt="1+1="), row("2+2=")]), tokenizer)
     assert data.prompt(0, "u").token_ids.tolist() == tokenizer.encode("1+1=")
