@@ -26,26 +26,32 @@ Keys = str | tuple[str, ...]
 """Keys, or beginnings of keys that end in a dot or an underscore."""
 Reasons = Iterator[tuple[Keys, str]]
 
+
+def _in(group: str, names: str) -> tuple[str, ...]:
+    """Return the keys of a group by their names, with spaces between them."""
+    return tuple(f"{group}.{name}" for name in names.split())
+
+
 SAMPLING = ("sync", ONE_STEP_OFF, ASYNC, ITERATE)
 """The schedules of this package that train on sampled responses; one of the user's own may read whatever it likes."""
-_OF_DISTRIBUTION = tuple(f"{R}.{name}" for name in ("n", "temperature", "top_p", "top_k", "min_p", "ignore_eos"))
-_OF_PROMPTS = ("data.curriculum", "data.curriculum_floor", "data.difficulty_key", "data.dynamic_weights", "data.retire_")
-_OF_ROLLOUTS = tuple(f"trainer.{name}" for name in ("save_rollouts", "rollout_data_format", "log_token_groups"))
-_ANSWERS = ("data.response_key", "data.messages_key", "data.tools_key", "data.enable_thinking_key")
+_OF_DISTRIBUTION = _in(R, "n temperature top_p top_k min_p ignore_eos")
+_OF_PROMPTS = _in("data", "curriculum curriculum_floor difficulty_key dynamic_weights retire_")
+_OF_ROLLOUTS = _in("trainer", "save_rollouts rollout_data_format log_token_groups")
+_ANSWERS = _in("data", "response_key messages_key tools_key enable_thinking_key")
 _PAIRS = ("data.chosen_key", "data.rejected_key")
-_SOURCE = ("data.reward_fn_key", "data.data_source", "data.ground_truth_key", "data.extra_info_key")
+_SOURCE = _in("data", "reward_fn_key data_source ground_truth_key extra_info_key")
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 _CRITIC = ("critic.", "trainer.critic_warmup")
 
 HARMLESS = (
     *(f"{REF}.", f"{R}.log_prob_", f"{R}.val_kwargs.", f"{R}.checkpoint_engine."),
-    *(f"{R}.{name}" for name in ("gpu_memory_utilization", "kv_cache_memory_bytes", "kv_cache_gib", "free_cache_engine")),
-    *(f"{R}.{name}" for name in ("enforce_eager", "enable_prefix_caching", "cpu_threads", "engine_kwargs")),
-    *(f"{A}.ppo_micro_batch_size_per_gpu", f"{A}.fsdp_config.fsdp_size", "critic.fsdp.fsdp_size"),
-    f"{A}.clip_ratio_c",
-    *("critic.ppo_micro_batch_size_per_gpu", "reward.overlong_buffer."),
-    *("trainer.val_before_train", "trainer.log_val_generations", f"{RAY}.num_cpus", f"{RAY}.object_store_memory"),
-    "global_profiler.tool",
+    *_in(R, "gpu_memory_utilization kv_cache_memory_bytes kv_cache_gib free_cache_engine"),
+    *_in(R, "enforce_eager enable_prefix_caching cpu_threads engine_kwargs"),
+    *_in(A, "ppo_micro_batch_size_per_gpu clip_ratio_c fsdp_config.fsdp_size"),
+    *_in("critic", "ppo_micro_batch_size_per_gpu fsdp.fsdp_size"),
+    *_in("trainer", "val_before_train log_val_generations"),
+    *_in(RAY, "num_cpus object_store_memory"),
+    *("reward.overlong_buffer.", "global_profiler.tool"),
 )
 """Keys that are set by habit, and change nothing that is learned where another key has switched them off in plain sight."""
 
@@ -119,7 +125,7 @@ def _of_schedule(config: Config) -> Reasons:
     if not offline:
         yield (
             ("data.val_prompt_files", *_ANSWERS, *_PAIRS, "data.max_length", "trainer.early_stop_patience"),
-            ("it is of data.responses=rows and initial_policy"),
+            "it is of data.responses=rows and initial_policy",
         )
     if not collects:
         yield "algorithm.rejection.", "it is of data.responses=initial_policy"
@@ -131,10 +137,7 @@ def _of_schedule(config: Config) -> Reasons:
         yield "trainer.iterate.replay_", "trainer.iterate.reward_model_steps=0 trains no reward model"
     elif config.trainer.iterate.replay_share == 0:
         yield "trainer.iterate.replay_pairs", "trainer.iterate.replay_share=0 replays none"
-    own, flying = (
-        config.trainer.asynchronous,
-        tuple(f"trainer.asynchronous.{name}" for name in ("partial_rollout", "keep_cache")),
-    )
+    own, flying = config.trainer.asynchronous, _in("trainer.asynchronous", "partial_rollout keep_cache")
     if offline or schedule != ASYNC:
         yield "trainer.asynchronous.", f"it is of trainer.schedule={ASYNC}"
     elif own.max_staleness == 0:
@@ -146,15 +149,7 @@ def _of_schedule(config: Config) -> Reasons:
     fixed = f"data.responses={data.responses} " + (
         "samples before training" if collects else "trains on the answers in the data"
     )
-    unsampled = (
-        *_CRITIC,
-        f"{REF}.",
-        f"{A}.kl_loss_",
-        f"{A}.ppo_epochs",
-        f"{A}.shuffle",
-        f"{A}.data_loader_seed",
-        f"{R}.log_prob_",
-    )
+    unsampled = (*_CRITIC, f"{REF}.", *_in(A, "kl_loss_ ppo_epochs shuffle data_loader_seed"), f"{R}.log_prob_")
     yield (*unsampled, *_OF_PROMPTS, *_OF_ROLLOUTS, *_algorithm_but("rejection.")), fixed
     if not collects:
         yield (*_OF_DISTRIBUTION, "data.gen_batch_size"), fixed
@@ -173,19 +168,12 @@ def _of_schedule(config: Config) -> Reasons:
 @cache
 def _all_but_reward_models() -> tuple[str, ...]:
     """Return the keys that the training of a reward model does not read."""
-    scorer = (
-        "train.",
-        "model_path",
-        "tokenizer_path",
-        "trust_remote_code",
-        "step_separator",
-        "max_token_len_per_gpu",
-        "dtype",
-        "param_offload",
-    )
     unread_data = (*_ANSWERS, *_SOURCE, *_OF_PROMPTS, "data.truncation", "data.gen_batch_size", "data.val_prompt_files")
     unread_run = ("trainer.iterate.", "trainer.asynchronous.", "trainer.critic_warmup", *_OF_ROLLOUTS)
-    read = (*(f"{SCORER}.{name}" for name in scorer), f"{A}.checkpoint.", "data.", "trainer.", "ray_kwargs.")
+    scorer = _in(
+        SCORER, "train. model_path tokenizer_path trust_remote_code step_separator max_token_len_per_gpu dtype param_offload"
+    )
+    read = (*scorer, f"{A}.checkpoint.", "data.", "trainer.", "ray_kwargs.")
     return tuple(key for key in leaves() if not _lies_in(key, read) or _lies_in(key, (*unread_data, *unread_run)))
 
 
@@ -244,10 +232,7 @@ def _of_algorithm(config: Config) -> Reasons:
             yield f"{key}.lr_warmup_steps_ratio", f"{key}.lr_warmup_steps={optim.lr_warmup_steps} is there; -1 takes the ratio"
     model = config.actor_rollout_ref.model
     if model.lora_rank == 0:
-        yield (
-            tuple(f"{M}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")),
-            f"needs {M}.lora_rank above 0",
-        )
+        yield _in(M, "lora_alpha target_modules exclude_modules lora_adapter_path"), f"needs {M}.lora_rank above 0"
     for key in (M, "critic.model"):
         if not value_of(config, f"{key}.enable_gradient_checkpointing"):
             yield (
@@ -283,34 +268,21 @@ def _of_data(config: Config) -> Reasons:
 def _of_sampling(config: Config, machine: Machine) -> Reasons:
     """The engine, validation by sampling, and episodes."""
     rollout, data, values = config.actor_rollout_ref.rollout, config.data, config.actor_rollout_ref.rollout.val_kwargs
-    of_vllm = (
-        "gpu_memory_utilization",
-        "kv_cache_memory_bytes",
-        "kv_cache_gib",
-        "free_cache_engine",
-        "enforce_eager",
-        "enable_prefix_caching",
-    )
+    of_gpus, of_cpus = "gpu_memory_utilization free_cache_engine kv_cache_memory_bytes", "kv_cache_gib cpu_threads"
     if rollout.name == "hf":
-        yield tuple(f"{R}.{name}" for name in of_vllm), f"needs {R}.name=vllm, and it is hf"
+        of_vllm = f"{of_gpus} kv_cache_gib enforce_eager enable_prefix_caching"
+        yield _in(R, of_vllm), f"needs {R}.name=vllm, and it is hf"
     else:
         yield f"{R}.hf.", f"needs {R}.name=hf, and it is {rollout.name}"
     if rollout.engine_kwargs and rollout.name not in rollout.engine_kwargs:
         yield f"{R}.engine_kwargs", f"it names engines other than {R}.name={rollout.name}"
-    idle = (
-        ("gpu_memory_utilization", "free_cache_engine", "kv_cache_memory_bytes")
-        if machine.device == "cpu"
-        else ("kv_cache_gib", "cpu_threads")
-    )
-    yield tuple(f"{R}.{name}" for name in idle), "it is for GPUs" if machine.device == "cpu" else "it is for CPUs"
+    yield (_in(R, of_gpus), "it is for GPUs") if machine.device == "cpu" else (_in(R, of_cpus), "it is for CPUs")
     if not derived.is_colocated(config):
         yield f"{R}.free_cache_engine", "engines have devices of their own, and keep their memory"
     elif rollout.n_gpus_per_node is not None:
         yield f"{R}.n_gpus_per_node", f"with {R}.nnodes=0 engines share the actor's devices; {R}.nnodes gives them their own"
-    prompts, greedy = (
-        "val_prompt_files" if derived.is_offline(config) else "val_files",
-        tuple(f"{R}.val_kwargs.{name}" for name in ("temperature", "top_p", "top_k")),
-    )
+    prompts = "val_prompt_files" if derived.is_offline(config) else "val_files"
+    greedy = _in(f"{R}.val_kwargs", "temperature top_p top_k")
     if not getattr(data, prompts):
         yield f"{R}.val_kwargs.", f"needs data.{prompts}: only validation reads it"
     elif not values.do_sample:
@@ -322,14 +294,8 @@ def _of_sampling(config: Config, machine: Machine) -> Reasons:
         yield tuple(key for key in _of(f"{TURNS}.") if key != f"{TURNS}.enable"), f"needs {TURNS}.enable=true"
         return
     if not has_tools(config):
-        of_calls = (
-            "format",
-            "max_parallel_calls",
-            "max_tool_response_length",
-            "tool_response_truncate_side",
-            "environment.tool_timeout_s",
-        )
-        yield tuple(f"{TURNS}.{name}" for name in of_calls), f"needs {TURNS}.tools or tool_config_path"
+        of_answers = "max_tool_response_length tool_response_truncate_side environment.tool_timeout_s"
+        yield _in(TURNS, f"format max_parallel_calls {of_answers}"), f"needs {TURNS}.tools or tool_config_path"
     if turns.environment.name is None:
         yield f"{TURNS}.environment.options", f"needs {TURNS}.environment.name"
     if turns.environment.reward_weight == 0:

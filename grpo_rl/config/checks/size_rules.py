@@ -13,6 +13,7 @@ from grpo_rl.config.schema.tree import Config
 _NEAR = 100_000
 _MOST_ROLLOUTS = 2**24
 """The most rollouts of a step: above it the responses of one step alone (a few kB each) fill the memory of any machine."""
+_PARTS = "actor_rollout_ref"
 _BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 
 
@@ -60,18 +61,8 @@ def _critic(config: Config) -> Iterator[str]:
             f"critic.ppo_mini_batch_size={mini}: must divide data.train_batch_size={batch}; "
             f"nearest: {_nearest_divisors(batch, mini)}"
         )
-    tokens = critic.ppo_max_token_len_per_gpu
-    rule = derived.critic_rule(config)
-    if critic.use_dynamic_bsz is False and rule.max_rollouts is None:
+    if critic.use_dynamic_bsz is False and derived.critic_rule(config).max_rollouts is None:
         yield "critic.use_dynamic_bsz=false: needs critic.ppo_micro_batch_size_per_gpu, the rollouts per forward pass"
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    together = critic.ulysses_sequence_parallel_size
-    if tokens is not None and tokens * together < longest:
-        split = f" on {together} ranks together" if together > 1 else ""
-        yield (
-            f"critic.ppo_max_token_len_per_gpu={tokens}: shorter than one sequence{split}, which may have data.max_prompt_length + "
-            f"data.max_response_length = {longest} tokens; at least {-(-longest // together)}"
-        )
     steps, warmup = config.trainer.total_training_steps, config.trainer.critic_warmup
     if steps is not None and warmup >= steps:
         yield (
@@ -106,24 +97,25 @@ def _lengths(config: Config) -> Iterator[str]:
     sampled = config.data.max_prompt_length + config.data.max_response_length
     trained = derived.longest_sequence(config)
     rollout = config.actor_rollout_ref.rollout
-    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    actor, ref, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic
     by_tokens, together = derived.update_rule(config).max_tokens is not None, actor.ulysses_sequence_parallel_size
     budgets = {
-        "actor.ppo_max_token_len_per_gpu": (actor.ppo_max_token_len_per_gpu if by_tokens else None, together),
-        "ref.log_prob_max_token_len_per_gpu": (
+        f"{_PARTS}.actor.ppo_max_token_len_per_gpu": (actor.ppo_max_token_len_per_gpu if by_tokens else None, together),
+        f"{_PARTS}.ref.log_prob_max_token_len_per_gpu": (
             ref.log_prob_max_token_len_per_gpu,
             derived.reference_sequence_ranks(config),
         ),
-        "rollout.log_prob_max_token_len_per_gpu": (rollout.log_prob_max_token_len_per_gpu, together),
-        "rollout.max_model_len": (rollout.max_model_len, 1),
+        f"{_PARTS}.rollout.log_prob_max_token_len_per_gpu": (rollout.log_prob_max_token_len_per_gpu, together),
+        f"{_PARTS}.rollout.max_model_len": (rollout.max_model_len, 1),
+        "critic.ppo_max_token_len_per_gpu": (critic.ppo_max_token_len_per_gpu, critic.ulysses_sequence_parallel_size),
     }
     for key, (budget, ranks) in budgets.items():
-        longest = trained if key.startswith("actor.") else sampled
+        longest = trained if ".actor." in key else sampled
         of = "data.max_length" if longest != sampled else "data.max_prompt_length + data.max_response_length"
         if budget is not None and budget * ranks < longest:
             split = f" on {ranks} ranks together" if ranks > 1 else ""
             yield (
-                f"actor_rollout_ref.{key}={budget}: shorter than one sequence{split}, which may have {of} = {longest} tokens; "
+                f"{key}={budget}: shorter than one sequence{split}, which may have {of} = {longest} tokens; "
                 f"at least {-(-longest // ranks)}"
             )
     buffer = config.reward.overlong_buffer.tokens
