@@ -59,3 +59,13 @@ def test_a_row_is_drawn_the_same_whatever_the_other_rows_are() -> None:
     tokens_B, logprobs_B, _ = sample(LOGITS_V.repeat(9, 1), settings, [*range(8), 99], [0] * 9)
     together = list(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True))[:8]
     assert together == alone
+
+
+@pytest.mark.parametrize("of_one_request", [False, True])
+def test_tokens_are_drawn_as_often_as_their_probability_says(of_one_request: bool) -> None:
+    count = 4000
+    seeds, positions = ([7] * count, range(count)) if of_one_request else (range(count), [0] * count)
+    tokens_B, _, _ = sample(LOGITS_V.repeat(count, 1), [Sampling(1)] * count, seeds, positions)
+    shares = torch.bincount(tokens_B, minlength=4) / count
+    # Five standard deviations of a share of 4000 draws are at most 0.04.
+    assert shares.tolist() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.04)

@@ -12,6 +12,7 @@ from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.senders import ObjectStoreSender
 from grpo_rl.rollout.weights import (
     WeightTransferError,
+    WeightUpdate,
     check_digests,
     describe,
     digest,
@@ -121,3 +122,18 @@ def test_digests_are_those_of_the_last_update_and_none_without_verifying() -> No
     quiet = ObjectStoreSender(100)
     list(quiet.buckets([("f", FLOATS)]))
     assert quiet.sent_digests() == {}
+
+
+def test_an_update_that_lacks_a_tensor_or_has_one_twice_does_not_go_live() -> None:
+    update = WeightUpdate({"a": (2,), "b": (1,)})
+    first = describe([("a", torch.zeros(2))])
+    update.start(1, num_unfinished=0)
+    update.receive(first)
+    with pytest.raises(WeightTransferError, match="arrived twice in one update: a"):
+        update.receive(first)
+    with pytest.raises(WeightTransferError, match="1 of 2 tensors are missing: b"):
+        update.finish()
+    assert update.version == 0 and update.active
+    update.receive(describe([("b", torch.zeros(1))]))
+    update.finish()
+    assert update.version == 1 and not update.active
