@@ -375,3 +375,12 @@ def test_rollouts_that_stay_together_shard_a_micro_batch_whatever_the_rule(rule)
     together = [{shard[row] for row in rows} for shard, rank in zip(dispatched.shards, planned, strict=True) for rows in rank]
     for unit in range(5):
         assert sum({3 * unit, 3 * unit + 1, 3 * unit + 2} <= rows for rows in together) == 1
+
+
+def test_the_two_sides_of_a_pair_meet_in_one_micro_batch():
+    lengths = [(1, 1 + 3 * (n % 4) + n) for n in range(12)]
+    batch = make_batch(lengths, groups=[n // 2 for n in range(12)]).replace(chosen_N=torch.arange(12) % 2 == 0)
+    loss = PolicyLossConfig(loss_mode="dpo")
+    [steps] = run_update(batch, ppo_mini_batch_size=6, policy_loss=loss, loss_agg_mode="seq-mean-token-mean")
+    for part in gathered(steps, 0):
+        assert all(int((part.group_N == group).sum()) == 2 for group in part.group_N)

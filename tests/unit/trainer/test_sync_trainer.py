@@ -359,6 +359,8 @@ def test_checkpoints_are_written_every_so_often_and_at_the_end(make):
     trainer.fit()
     assert policy.calls.count("save") == 3 and "export" not in policy.calls
     assert trainer.store.steps() == [4, 5]
+    saved = [row["step"] for row in read_metrics(trainer.output.run_dir.metrics_file) if "timing_s/save" in row]
+    assert saved == [2, 4, 5]
 
 
 def test_a_resumed_run_goes_on_with_the_prompts_and_the_controller_that_it_stopped_with(make):
