@@ -95,7 +95,7 @@ class CaseOutcome:
     exit_code: int = -1
     stdout: bytes = b""
     value: bytes = b""
-    """The returned value as `candidate.encode` writes it; to be read with `returned_values.decode`."""
+    """The returned value as `inside.encode` writes it; to be read with `cases.decode`."""
     stderr: bytes = b""
 
     @property

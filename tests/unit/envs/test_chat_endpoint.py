@@ -247,24 +247,11 @@ def test_a_turns_calls_are_the_clients_tool_calls_and_their_results_the_next_obs
     assert noted(tmp_path) == [["tool_calls", "Both.", calls], ["stop", "5 and 9", []]]
 
 
-def test_a_call_that_cannot_be_read_stays_in_the_text(played, tmp_path: Path) -> None:
-    broken = "<tool_call>{nothing</tool_call>"
-    assert played("uses_tools", broken)[-1].done and noted(tmp_path) == [["stop", broken, []]]
-
-
 def test_a_turn_that_was_cut_off_says_so_and_is_the_last_one(played, tmp_path: Path) -> None:
     _, last = played("goes_on_after_the_end", "and so...")
     assert (last.done, last.reward) == (True, None)
     assert noted(tmp_path) == [["length", "context_length_exceeded", "invalid_request_error", "messages"]]
     assert played("returns_after_the_end", "and so...")[-1].reward == 1.0
-
-
-def test_openais_client_is_asked_not_to_try_again_what_cannot_be_answered(played, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not continue the conversation"):
-        played("rewrites_by_the_client", "hm")
-    assert noted(tmp_path) == [["conversation_rewritten", "invalid_request_error"]]
-    with pytest.raises(ValueError, match="its tools are not those"):
-        played("changes_its_tools", "hm")
 
 
 def test_an_agent_that_still_waits_when_its_episode_ends_reads_that_it_is_over(played, tmp_path: Path) -> None:

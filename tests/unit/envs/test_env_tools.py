@@ -158,20 +158,6 @@ def test_code_sees_nothing_of_this_process() -> None:
     assert "home" not in folders and "proc" not in folders and "etc" not in folders
 
 
-@needs_sandbox
-def test_two_episodes_run_side_by_side() -> None:
-    async def both() -> float:
-        tools = [PythonInterpreter(time_s=30.0) for _ in range(3)]
-        await asyncio.gather(*(tool.call({"code": "import time"}) for tool in tools))
-        began = time.monotonic()
-        await asyncio.gather(*(tool.call({"code": "time.sleep(1)"}) for tool in tools))
-        waited = time.monotonic() - began
-        await asyncio.gather(*(tool.close() for tool in tools))
-        return waited
-
-    assert asyncio.run(both()) < 2.5
-
-
 # ---- search --------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ from grpo_rl.config.compose import compose
 from grpo_rl.envs.contract import Start, Turn
 from grpo_rl.envs.environments import TOOLS, Named, made, schema_of
 from grpo_rl.envs.games.answers_in_turns import Gsm8kInTurns
-from grpo_rl.envs.runtime.episode_host import EpisodeHost
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.envs.tools.number_tools import CheckAnswer
 from grpo_rl.envs.verl_files import CLASSES, interaction_file, tools_file
@@ -106,12 +105,6 @@ def test_an_interaction_file_names_one_environment_of_ours(tmp_path: Path, text:
     with pytest.raises(ConfigError, match="interaction_config_path") as raised:
         interaction_file(str(written(tmp_path, text)))
     assert why in str(raised.value)
-
-
-def test_a_run_plays_the_environment_of_its_interaction_file(tmp_path: Path) -> None:
-    file = written(tmp_path, "interaction: [{name: gsm8k, class_name: gsm8k, config: {turns: 2}}]")
-    setup = EpisodeSetup.of(compose([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.interaction_config_path={file}"]).config)
-    assert setup is not None and isinstance(EpisodeHost(setup.host).environment, Gsm8kInTurns) and setup.roles == ("user",)
 
 
 @pytest.mark.parametrize(

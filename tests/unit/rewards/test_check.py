@@ -53,16 +53,6 @@ def test_each_row_is_shown_with_its_score_and_parts_and_the_timings(check):
     assert "2 rows, 0 failed" in shown
 
 
-def test_failures_are_named_with_their_row_and_cause_and_end_in_2(check, my_file):
-    rows = [row(response=text) for text in ("four", "bad", "nan", "text")]
-    code, shown = check(my_file, rows)
-    assert code == 2
-    assert "4 rows, 3 failed" in shown
-    assert "row 1: reward_error: KeyError: 'level'" in shown
-    assert "row 2: reward_invalid: level is nan, not a finite number" in shown
-    assert "row 3: reward_invalid: score is 'one' (str), not a number" in shown
-
-
 def test_a_function_that_fails_on_a_strange_response_is_found(check, tmp_path):
     (tmp_path / "last.py").write_text(
         "def last(data_source, solution_str, ground_truth, extra_info=None):\n    return float(solution_str.split()[-1] == ground_truth)\n"

@@ -18,7 +18,7 @@ from grpo_rl.rewards.code.cases import decode, read_tests, same_output, same_val
 from grpo_rl.rewards.code.code_rule import check_code, code, code_problems, last_program
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.sandbox.inside import encode
-from grpo_rl.rewards.sandbox.sandbox import Case, CaseOutcome, Limits, Sandbox, SandboxUnavailable
+from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Sandbox, SandboxUnavailable
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
 ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nThat is it."
@@ -79,13 +79,6 @@ def test_what_went_wrong_is_counted() -> None:
     result = code("code", program, tests, time_s=0.3, output_kb=100)
     assert (result["timed_out"], result["crashed"], result["too_much"], result["num_passed"]) == (1.0, 1.0, 1.0, 1.0)
     assert code("code", "```bash\nls\n```", tests)["no_code"] == 1.0
-
-
-@needs_sandbox
-def test_cases_without_time_are_failed_and_not_run() -> None:
-    program = "```python\nimport time\ntime.sleep(9)\n```"
-    result = code("code", program, {"inputs": ["", "", ""], "outputs": ["x"] * 3}, total_s=1.5)
-    assert (result["score"], result["timed_out"], result["not_run"]) == (0.0, 1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -194,14 +187,6 @@ def test_no_expected_output_is_in_what_a_sandbox_gets() -> None:
     assert tests[0].case == Case(stdin="5")
     _, tests = read_tests(["assert f(5) == 'secret'"])
     assert tests[0].case == Case(function="f", arguments=(5,))
-
-
-def test_an_output_that_crashed_or_was_cut_passes_nothing() -> None:
-    _, (test,) = read_tests({"inputs": [""], "outputs": ["x"]})
-    assert test.holds(CaseOutcome("ended", 0, b"x"))
-    assert not test.holds(CaseOutcome("ended", 1, b"x"))
-    assert not test.holds(CaseOutcome("timeout", 0, b"x"))
-    assert not test.holds(CaseOutcome("output", 0, b"x"))
 
 
 # ---- where there is no sandbox ----------------------------------------------------------------------------

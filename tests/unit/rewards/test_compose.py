@@ -48,12 +48,6 @@ def test_the_default_takes_the_rule_of_the_data_source():
     assert parts == {"auto": 1.0, "auto/acc": 1.0, "auto/answer": 55.0, "acc": 1.0, "answer": 55.0}
 
 
-def test_a_rule_sees_a_short_question():
-    score = from_functions("math").score
-    assert score(rollout("\\boxed{47+8}")).reward == 0 and score(rollout("\\boxed{55}")).reward == 1
-    assert score(rollout("\\boxed{47+8}", question="Which sum?")).reward == 1
-
-
 def test_the_reward_is_the_weighted_sum_and_the_parts_are_unweighted(my_file):
     function = from_functions("arithmetic", "0.2*format", f"-0.5*{my_file}:half")
     reward, parts, _ = function.score(rollout("<think>a</think><answer>55</answer>"))

@@ -62,22 +62,6 @@ def test_with_another_template_the_messages_are_rendered_anew_and_steps_end_at_t
     assert own.decode(cut_off.token_ids) == "Q:1+1 A:3" and cut_off.positions == (8,)
 
 
-def test_tokens_of_several_characters_are_scored_where_the_step_is_complete():
-    class Pairs:
-        """Two characters a token."""
-
-        eos_token_id = None
-        is_fast = True
-
-        def __call__(self, text, **_):
-            starts = range(0, len(text), 2)
-            return {"input_ids": list(starts), "offset_mapping": [(start, min(start + 2, len(text))) for start in starts]}
-
-    seen = ScorableRenderer(decode, Pairs(), "|")(rollout("abc|d|efg", messages=None))
-    # The prompt "ab" is token 0; then ab c| d| ef g: steps end with "c|", "d|" and "g".
-    assert seen.positions == (2, 3, 5)
-
-
 def test_rollouts_are_rendered_anew_only_where_tokens_or_template_differ():
     template, words = build_tokenizer(128), build_tokenizer(120)
     template.chat_template = "other"
