@@ -60,6 +60,7 @@ ESCAPES = {
     "mounts": "import ctypes; assert ctypes.CDLL(None).mount(b'proc', b'/tmp', b'proc', 0, None) == 0",
     "leaves by chroot": "import os; os.mkdir('/tmp/d'); os.chroot('/tmp/d')",
     "traces the first process": "import ctypes; assert ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",
+    "asks to be traced": "import ctypes; assert ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0",
     "raises its limits": "import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))",
     "raises the limit of the first process": "import resource as r; r.prlimit(1, r.RLIMIT_CPU, (0, 0))",
     "takes memory outside of its limit": "import os; os.memfd_create('x')",
