@@ -48,62 +48,6 @@ def addresses(pids: list[int]) -> set[str]:
     return found
 
 
-@dataclass(frozen=True)
-class Local:
-    """A local Ray of a user who has never used one."""
-
-    folder: Path
-    """The session's."""
-    home: Path
-    opened: set[int]
-    """The ports on which somebody listens since it is there."""
-
-
-@pytest.fixture(scope="module")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
-    home, before = tmp_path_factory.mktemp("home"), listeners()
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-            patch.delenv(name, raising=False)
-        patch.setenv("HOME", str(home))
-        with ray_session(RayInitConfig(), 1):
-            yield Local(Path(os.environ[SESSION_FOLDER]), home, listeners() - before)
-
-
-def test_no_listener_of_a_local_cluster_answers_a_stranger(local_ray: Local) -> None:
-    assert int(_gcs().rpartition(":")[2]) in local_ray.opened
-    assert not auth.answers_without_token(_gcs())
-    assert [port for port in local_ray.opened if auth.answers_without_token(f"127.0.0.1:{port}")] == []
-    auth.refuse_open_cluster(_gcs(), allowed=False)
-
-
-def test_other_users_find_neither_files_nor_sockets_nor_the_token_of_a_local_ray(local_ray: Local) -> None:
-    found = local_ray.folder.stat()
-    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), 0o700)
-    sockets = [path for path in local_ray.folder.rglob("*") if path.is_socket()]
-    assert sockets, "Ray's own are below"
-    assert list(local_ray.home.rglob("*")) == [], "no token in the home folder"
-    assert auth.refuses_our_token(_gcs()) is False, "and yet there is one"
-    assert not auth.answers_without_token(_gcs())
-
-
-def test_a_local_ray_is_out_of_reach_of_other_machines_and_of_signals_to_its_controller(local_ray: Local) -> None:
-    import ray
-
-    assert ray.get(ray.remote(lambda: ray.util.get_node_ip_address()).remote(), timeout=60) == "127.0.0.1"
-    family = list(run_watcher.processes(os.environ[run_watcher.TOKEN]))
-    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
-    assert {"raylet", "gcs_server"} <= names
-    listening = addresses([*family, os.getpid()])
-    assert listening and listening <= {"0100007F", "0000000000000000FFFF00000100007F"}, (
-        "127.0.0.1, as IPv4 and as IPv6 write it"
-    )
-    assert [pid for pid in family if os.getpgid(pid) == os.getpgid(0) or os.getsid(pid) == os.getsid(0)] == []
-    stops = sum(1 << (number - 1) for number in STOP_SIGNALS)
-    open_to = [pid for pid in family if _mask(pid, "SigBlk") & stops != stops]
-    assert open_to == []
-
-
 def _mask(pid: int, name: str) -> int:
     [line] = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(name)]
     return int(line.split()[1], 16)
@@ -180,3 +124,59 @@ def test_a_cluster_that_answers_strangers_is_refused_unless_allowed() -> None:
         auth.refuse_open_cluster(f"127.0.0.1:{port}", allowed=True)
     finally:
         server.stop(None)
+
+
+@dataclass(frozen=True)
+class Local:
+    """A local Ray of a user who has never used one. It stays until the file's end: tests with a Ray of their own come before."""
+
+    folder: Path
+    """The session's."""
+    home: Path
+    opened: set[int]
+    """The ports on which somebody listens since it is there."""
+
+
+@pytest.fixture(scope="module")
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
+    home, before = tmp_path_factory.mktemp("home"), listeners()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HOME", str(home))
+        with ray_session(RayInitConfig(), 1):
+            yield Local(Path(os.environ[SESSION_FOLDER]), home, listeners() - before)
+
+
+def test_no_listener_of_a_local_cluster_answers_a_stranger(local_ray: Local) -> None:
+    assert int(_gcs().rpartition(":")[2]) in local_ray.opened
+    assert not auth.answers_without_token(_gcs())
+    assert [port for port in local_ray.opened if auth.answers_without_token(f"127.0.0.1:{port}")] == []
+    auth.refuse_open_cluster(_gcs(), allowed=False)
+
+
+def test_other_users_find_neither_files_nor_sockets_nor_the_token_of_a_local_ray(local_ray: Local) -> None:
+    found = local_ray.folder.stat()
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (os.geteuid(), 0o700)
+    sockets = [path for path in local_ray.folder.rglob("*") if path.is_socket()]
+    assert sockets, "Ray's own are below"
+    assert list(local_ray.home.rglob("*")) == [], "no token in the home folder"
+    assert auth.refuses_our_token(_gcs()) is False, "and yet there is one"
+    assert not auth.answers_without_token(_gcs())
+
+
+def test_a_local_ray_is_out_of_reach_of_other_machines_and_of_signals_to_its_controller(local_ray: Local) -> None:
+    import ray
+
+    assert ray.get(ray.remote(lambda: ray.util.get_node_ip_address()).remote(), timeout=60) == "127.0.0.1"
+    family = list(run_watcher.processes(os.environ[run_watcher.TOKEN]))
+    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
+    assert {"raylet", "gcs_server"} <= names
+    listening = addresses([*family, os.getpid()])
+    assert listening and listening <= {"0100007F", "0000000000000000FFFF00000100007F"}, (
+        "127.0.0.1, as IPv4 and as IPv6 write it"
+    )
+    assert [pid for pid in family if os.getpgid(pid) == os.getpgid(0) or os.getsid(pid) == os.getsid(0)] == []
+    stops = sum(1 << (number - 1) for number in STOP_SIGNALS)
+    open_to = [pid for pid in family if _mask(pid, "SigBlk") & stops != stops]
+    assert open_to == []
