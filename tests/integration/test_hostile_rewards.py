@@ -29,27 +29,17 @@ def rule(request: pytest.FixtureRequest) -> Iterator[tuple[str, RewardRunner]]:
     runner.close()
 
 
-EVERY = [
-    pytest.param(slice(None), marks=pytest.mark.campaign, id="all"),
-    pytest.param(None, id="a third for each rule"),
-]
-
-
 def peak_mib(pid: int) -> float:
     """The most memory that the process has had. What getrusage says of children counts what they were forked from, too."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-@pytest.mark.parametrize("part", EVERY)
-def test_each_is_scored_0_or_fails_within_its_deadline_and_its_neighbour_is_right(
-    rule: tuple[str, RewardRunner], part: slice | None
-) -> None:
+def test_each_is_scored_0_or_fails_within_its_deadline_and_its_neighbour_is_right(rule: tuple[str, RewardRunner]) -> None:
     name, runner = rule
     CANARY.unlink(missing_ok=True)
     cases = hostile_responses()
     assert len(cases) >= 150
-    cases = cases[part or slice([*TRUTHS].index(name), None, len(TRUTHS))]
     late, scored, neighbours, peaks = [], [], [], []
     for case, text in cases:
         hostile, good = (
