@@ -584,7 +584,7 @@ FAULTS: list[Fault] = [
         "plan/decisions.py",
         "derived.updates_per_step(config) > 1 and not objective.needs_pairs",
         "derived.updates_per_step(config) > 1",
-        "unit/test_plan_paradigm.py unit/test_plan.py",
+        "unit/test_plan_paradigm.py unit/test_plan.py unit/config/test_schedule_rules.py",
     ),
     _F(
         "biased estimate",
