@@ -80,7 +80,7 @@ def make_saving(worker: Any, run_dir: Path) -> Any:
     actor = ActorRole(group, ActorConfig(), train_rule=rule, forward_rule=rule, old_logprobs="none", objective=Objective())
     metrics = MetricsFile(run_dir / "metrics.jsonl", print)
     output: Any = SimpleNamespace(
-        run_dir=SimpleNamespace(checkpoints=run_dir / "checkpoints"),
+        run_dir=SimpleNamespace(checkpoints=run_dir / "checkpoints", recovery=run_dir / "recovery"),
         console=SimpleNamespace(warn=print),
         sinks=metrics,
         rollouts=SimpleNamespace(flush=lambda: None),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
+import os
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -152,9 +153,23 @@ def recorder(inputs: T, read: set[str]) -> T:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Keep off the screen what a function prints while it is tried: it has no meaning for a reader."""
-    nowhere = io.StringIO()
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    """Keep off the screen what a function prints while it is tried, and what programs print that it starts.
+
+    A trial's output has no meaning for a reader, and nothing hides the secrets of the environment in it, as the logs of
+    workers do.
+    """
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            if stream is not None:
+                stream.flush()
+            with contextlib.suppress(OSError):  # closed: nothing can be printed to it
+                copy = os.dup(descriptor)
+                stack.callback(os.close, copy)
+                stack.callback(os.dup2, copy, descriptor)
+                os.dup2(nowhere.fileno(), descriptor)
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
         yield
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from whole_runs import arithmetic, train
 
 from grpo_rl.cluster.roles.critic_role import CriticRole
+from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
 from grpo_rl.models import builtin
@@ -50,25 +51,25 @@ def with_returns(seed: int) -> Batch:
 
 def learn(worker_group: CriticRole, batches: list[Batch]) -> tuple[list[Tensor], list[dict[str, float]]]:
     """Values before each batch's update, and its metrics."""
-    values, metrics = [], []
+    found, metrics = [], []
     for batch in batches:
         batch = worker_group.values(batch)
-        values.append(batch.values_T)
+        found.append(values(batch.values_T))
         metrics.append(worker_group.update(batch.keep(batch.rollout_logprobs_T > -2.5)))
-    return values, metrics
+    return found, metrics
 
 
 def test_values_gradients_and_parameters_do_not_depend_on_the_layout(ranks, model):
     batches = [with_returns(seed) for seed in (1, 2)]
-    values, metrics = learn(critic(ranks[1], model, WHOLE, False), batches)
+    before, metrics = learn(critic(ranks[1], model, WHOLE, False), batches)
     gradients, parameters = ranks[1].call("gradients")[0], ranks[1].call("parameters")[0]
-    assert len(gradients) == 8 and not values[0].any() and float(values[1].abs().max()) > 1e-3
+    assert len(gradients) == 8 and not before[0].any() and float(before[1].abs().max()) > 1e-3
     # The body learns from the second step on: the head was 0 in the first.
     assert float(gradients[1]["lm.layers.0.mlp.up_proj.weight"].abs().max()) > 0
     assert "lm.lm_head.weight" not in parameters
     for name, (size, rule, recompute) in LAYOUTS.items():
         other_values, other_metrics = learn(critic(ranks[size], model, rule, recompute), batches)
-        for ours, theirs in zip(values, other_values, strict=True):
+        for ours, theirs in zip(before, other_values, strict=True):
             torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0, msg=name)
         first = ranks[size].call("gradients")[0][0]
         largest = max(float(gradient.abs().max()) for gradient in gradients[0].values())

@@ -20,6 +20,7 @@ from grpo_rl.checkpoint import policy_state
 from grpo_rl.checkpoint.exporting import export_policy
 from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster.roles.reference_role import BaseReferenceRole
+from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.errors import CheckpointError
@@ -205,16 +206,17 @@ def test_the_reference_is_the_base_model_under_the_adapters(ranks, path, tmp_pat
     update(actor, range(2))
     batch = actor.old_logprobs(BATCHES[2])
     found = reference.logprobs(batch)
-    torch.testing.assert_close(found.ref_logprobs_T, logprobs_of(base, batch), atol=1e-5, rtol=1e-6)
-    assert found.ref_hidden_TD.shape == (batch.num_trained_tokens, 48)
+    ref_logprobs_T, old_logprobs_T = values(found.ref_logprobs_T), values(batch.old_logprobs_T)
+    torch.testing.assert_close(ref_logprobs_T, logprobs_of(base, batch), atol=1e-5, rtol=1e-6)
+    assert values(found.ref_hidden_TD).shape == (batch.num_trained_tokens, 48)
     actor.export(tmp_path)
     adapted = PeftModel.from_pretrained(base, str(tmp_path / lora.FOLDER))
-    torch.testing.assert_close(batch.old_logprobs_T, logprobs_of(adapted, batch), atol=1e-5, rtol=1e-6)
+    torch.testing.assert_close(old_logprobs_T, logprobs_of(adapted, batch), atol=1e-5, rtol=1e-6)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
-    torch.testing.assert_close(batch.old_logprobs_T, logprobs_of(merged, batch), atol=1e-4, rtol=1e-6)
-    assert float((batch.old_logprobs_T - found.ref_logprobs_T).abs().max()) > 1e-3
+    torch.testing.assert_close(old_logprobs_T, logprobs_of(merged, batch), atol=1e-4, rtol=1e-6)
+    assert float((old_logprobs_T - ref_logprobs_T).abs().max()) > 1e-3
     # The ranks still have the share of this batch, and the adapters are on again.
-    assert torch.equal(actor.old_logprobs(batch).old_logprobs_T, batch.old_logprobs_T)
+    assert torch.equal(values(actor.old_logprobs(batch).old_logprobs_T), old_logprobs_T)
     actor.update(found)
 
 

@@ -12,6 +12,7 @@ from test_layout_invariance import ALONE, WHOLE, Layout, assert_same, grpo, repl
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.roles.critic_role import CriticRole
+from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.types import Batch
@@ -117,7 +118,7 @@ def test_the_critic_learns_the_same(ranks, path):
         rule = MicroBatchRule(None, 4, sequence_ranks=together)
         critic = CriticRole(ranks[size], rule=rule, mini_batch_size=2, epochs=1)
         critic.update(critic.values(batch))
-        seen.append((critic.values(batch).values_T, ranks[size].call("gradients")[0]))
+        seen.append((values(critic.values(batch).values_T), ranks[size].call("gradients")[0]))
     (values_T, gradients), *others = seen
     assert float(values_T.abs().max()) > 1e-3
     for other_T, other in others:

@@ -129,9 +129,10 @@ def test_a_failure_in_the_run_names_the_file_the_line_and_the_interface(tmp_path
 
 def test_what_a_function_prints_while_it_is_tried_does_not_reach_the_screen(tmp_path, capfd):
     (tmp_path / "loud.py").write_text(
+        "import os, subprocess\n"
         "from grpo_rl.algos.losses.registered import TokenLoss\n"
         "def loud(inputs):\n"
-        "    print('by Python')\n"
+        "    print('by Python'); os.write(2, b'by the system'); subprocess.run(['echo', 'by a program'])\n"
         "    return TokenLoss(-inputs.advantages_T * inputs.policy_logprobs_T)\n"
     )
     kind = trial.KINDS[POLICY_LOSSES.kind]
