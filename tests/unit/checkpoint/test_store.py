@@ -316,3 +316,16 @@ def test_a_resumed_run_reads_every_file_once(store, monkeypatch):
     monkeypatch.setattr(Path, "open", note)
     assert newest(store) == 2
     assert sorted(read) == ["config.json", "trainer.json", "weights.bin"]
+
+
+def test_a_file_is_flushed_whole_before_its_writing_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    write_file(tmp_path / "one.bin", [b"abc", b"de"])
+    assert flushed == [((tmp_path / "one.bin").stat().st_ino, 5)]
