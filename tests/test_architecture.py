@@ -261,7 +261,7 @@ ENDLESS_WAITS = {
         "envs/endpoint/chat_endpoint.py",
         "_next",
     ): "the next request of an agent, or its end: cancelled at environment.step_timeout_s",
-    ("envs/adapters/mcp_tools.py", "_hold"): "a task that holds a server for as long as its episode or its process lives",
+    ("envs/tools/mcp_tools.py", "_hold"): "a task that holds a server for as long as its episode or its process lives",
     ("rewards/runtime/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("processes/child.py", "receive"): "the channel does not block: it is read when poll says so",
     (

@@ -11,7 +11,7 @@ from typing import Any
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import fits, load_function, out_of_bounds
 
-_GAMES, _ADAPTERS, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.adapters", "grpo_rl.envs.tools"
+_GAMES, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.tools"
 ENVIRONMENTS: dict[str, str] = {
     "number_guessing": f"{_GAMES}.number_guessing:NumberGuessing",
     "word_game": f"{_GAMES}.word_game:WordGame",
@@ -20,8 +20,6 @@ ENVIRONMENTS: dict[str, str] = {
     "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
     "gsm8k": f"{_GAMES}.answers_in_turns:Gsm8kInTurns",
     "reasoning_gym": f"{_GAMES}.answers_in_turns:ReasoningGymInTurns",
-    "gymnasium": f"{_ADAPTERS}.gymnasium_text:GymnasiumText",
-    "verifiers": f"{_ADAPTERS}.verifiers_style:VerifiersEnvironment",
     "endpoint": "grpo_rl.envs.endpoint.chat_endpoint:ChatEndpoint",
 }
 """The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
@@ -30,7 +28,7 @@ TOOLS: dict[str, str] = {
     "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
     "search": f"{_TOOLS}.retrieval:Search",
     "check_answer": f"{_TOOLS}.number_tools:CheckAnswer",
-    "mcp": f"{_ADAPTERS}.mcp_tools:McpTool",
+    "mcp": f"{_TOOLS}.mcp_tools:McpTool",
 }
 """The place of each tool by its name."""
 
