@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from grpo_rl.types import Counts
 MAX_LOG_WEIGHT = 20.0
 """Logs of weights and ratios are cut to +-20 before exp, as in verl."""
 
-MODES: tuple[str, ...] = get_args(RejectionMode)
-"""The modes of rejection: the quantity (each token, or a response's sum, mean or largest token) and its measure."""
-
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
@@ -41,13 +38,12 @@ class Rejection:
     """
 
     mode: RejectionMode
+    """The quantity (each token, or a response's sum, mean or largest token) and its measure."""
     lower: float | None = None
     upper: float | None = None
 
     def problems(self) -> list[str]:
         """Return the settings that are wrong, an empty list if none is."""
-        if self.mode not in MODES:
-            return [f"rollout_rs={self.mode}: one of {', '.join(MODES)}"]
         if not self.mode.endswith("k1"):
             if self.lower is not None or self.upper is None or not self.upper > 0:
                 return [f"rollout_rs={self.mode}: takes an upper bound > 0 and no lower one, not {self.lower} and {self.upper}"]
@@ -127,18 +123,14 @@ class RolloutCorrection:
         return dataclasses.replace(self, rollout_is=None, rollout_is_threshold=None) if has_ratio else self
 
     def _weight_problems(self) -> list[str]:
-        if self.rollout_is is None:
-            problems = []
-            if self.rollout_is_threshold is not None:
-                problems.append(f"rollout_is_threshold={self.rollout_is_threshold}: has no effect without rollout_is")
-            if self.rollout_is_batch_normalize:
-                problems.append("rollout_is_batch_normalize=true: has no effect without rollout_is")
-            return problems
-        if self.rollout_is not in ("token", "sequence"):
-            return [f"rollout_is={self.rollout_is}: token, sequence or null"]
-        if self.rollout_is_threshold is not None and not self.rollout_is_threshold > 1.0:
-            return [f"rollout_is_threshold={self.rollout_is_threshold}: a number > 1; the weight of equal policies is 1"]
-        return []
+        if self.rollout_is is not None:
+            return []
+        problems = []
+        if self.rollout_is_threshold is not None:
+            problems.append(f"rollout_is_threshold={self.rollout_is_threshold}: has no effect without rollout_is")
+        if self.rollout_is_batch_normalize:
+            problems.append("rollout_is_batch_normalize=true: has no effect without rollout_is")
+        return problems
 
     def _bound_problems(self) -> list[str]:
         if self.rollout_is is None:

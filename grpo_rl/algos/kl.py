@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,29 +150,14 @@ def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
     return (policy_logprobs_TV.exp() * log_ratio_TV).sum(-1)
 
 
-class KlController(Protocol):
-    """A rule for the weight of the KL penalty in the reward, from step to step."""
-
-    value: float
-
-    def update(self, current_kl: float, num_rollouts: int) -> None:
-        """Take in the KL measured on `num_rollouts` rollouts."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state that a checkpoint contains."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore what `state_dict` returned."""
-
-
 class FixedKlController:
-    """A coefficient that stays what it is."""
+    """A weight of the KL penalty in the reward that stays what it is."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current_kl: float, num_rollouts: int) -> None:
-        """Change nothing: the measurement has no effect here."""
+        """Take in the KL measured on `num_rollouts` rollouts; it has no effect here."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}

@@ -34,43 +34,36 @@ def auc(scores_K: Tensor, good_K: Tensor) -> float:
 
 
 class Calibration(NamedTuple):
-    """A reliability diagram, and the error that it shows. Bin b holds the probabilities in (b/B, (b+1)/B], 0 in the first one."""
+    """How far probabilities are from frequencies."""
 
     error: float
-    """The expected calibration error: the mean distance of |frequency - probability| over the bins, weighed by their counts."""
+    """The expected calibration error: the mean distance of |frequency - probability| over bins, weighed by their counts.
+    Bin b holds the probabilities in (b/B, (b+1)/B], 0 in the first one."""
     brier: float
     """The mean squared distance of probability and outcome."""
-    counts_B: Tensor
-    probability_B: Tensor
-    """The mean probability of each bin; NaN for an empty one."""
-    frequency_B: Tensor
-    """The share of good ones in each bin; NaN for an empty one."""
 
 
 def calibration(probability_K: Tensor, good_K: Tensor, *, num_bins: int = 10) -> Calibration:
     """Return how well probabilities agree with frequencies, in bins of equal width.
 
     Guo et al. (arXiv 1706.04599), eq. 3; Brier (1950). For a pair the probability is that of the response with the larger score,
-    sigmoid(abs(r_w - r_l)), and good is that it is the chosen one: see `pair_calibration`. Raises ValueError for numbers
-    outside of 0 to 1; without any, the errors are NaN.
+    sigmoid(abs(r_w - r_l)), and good is that it is the chosen one: see `pair_calibration`. Without any the errors are NaN.
     """
     probability_K, good_K = probability_K.double(), good_K.double()
-    if not bool(((probability_K >= 0) & (probability_K <= 1)).all()):
-        raise ValueError("probabilities must lie in 0 to 1")
     bin_K = (torch.ceil(probability_K * num_bins).long() - 1).clamp(0, num_bins - 1)
     counts_B = torch.bincount(bin_K, minlength=num_bins)
     probability_B = torch.bincount(bin_K, probability_K, minlength=num_bins).double() / counts_B
     frequency_B = torch.bincount(bin_K, good_K, minlength=num_bins).double() / counts_B
     distance_B = torch.where(counts_B > 0, (frequency_B - probability_B).abs(), 0.0)
     error = float((distance_B * counts_B).sum() / counts_B.sum())
-    return Calibration(error, float((probability_K - good_K).square().mean()), counts_B, probability_B, frequency_B)
+    return Calibration(error, float((probability_K - good_K).square().mean()))
 
 
-def pair_calibration(chosen_P: Tensor, rejected_P: Tensor, *, num_bins: int = 10) -> Calibration:
+def pair_calibration(chosen_P: Tensor, rejected_P: Tensor) -> Calibration:
     """Return the calibration of a Bradley-Terry model: how often the response that it prefers, and how surely, is the chosen one.
 
     Scores that are equal prefer neither, so they are left out.
     """
     difference_P = chosen_P.double() - rejected_P.double()
     difference_P = difference_P[difference_P != 0]
-    return calibration(difference_P.abs().sigmoid(), difference_P > 0, num_bins=num_bins)
+    return calibration(difference_P.abs().sigmoid(), difference_P > 0)

@@ -57,12 +57,6 @@ class Segments:
         self._check_sequences(x_N)
         return x_N.index_select(0, self.index_T)
 
-    def put_last(self, x_N: Tensor) -> Tensor:
-        """Each response's value on its last token, 0 on the others. Values of empty responses are dropped."""
-        self._check_sequences(x_N)
-        x_T = x_N.new_zeros(self.num_tokens)
-        return x_T.index_put((self.last_index_N[self.nonempty_N],), x_N[self.nonempty_N])
-
     def _check_tokens(self, x_T: Tensor) -> None:
         assert x_T.shape == (self.num_tokens,), f"{tuple(x_T.shape)} values for {self.num_tokens} tokens"
 

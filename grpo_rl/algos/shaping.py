@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
@@ -42,8 +41,6 @@ class AdaptiveEntropy:
     """
 
     def __init__(self, target_entropy: float, step: float, initial: float = 0.0) -> None:
-        if not (target_entropy > 0 and step > 0 and initial >= 0):
-            raise ValueError(f"target_entropy={target_entropy}, step={step}, initial={initial}: > 0, > 0 and >= 0")
         self.target_entropy = target_entropy
         self.step = step
         self._coefficient = initial
@@ -76,36 +73,24 @@ class PassRates:
     data, not by an occurrence in the run.
     """
 
-    def __init__(self, bound: float = 0.9, min_samples: int = 1) -> None:
-        if not (0.0 < bound <= 1.0 and min_samples >= 1):
-            raise ValueError(f"bound={bound}, min_samples={min_samples}: in (0, 1] and >= 1")
+    def __init__(self, bound: float) -> None:
         self.bound = bound
-        self.min_samples = min_samples
-        self._rates: dict[Hashable, float] = {}
-        self._retired: set[Hashable] = set()
+        self._retired: set[int] = set()
 
-    def record(self, prompt: Hashable, passed: int, sampled: int) -> None:
-        """Note how many of the sampled responses to a prompt passed. Fewer than `min_samples` retire nothing."""
-        if not 0 <= passed <= sampled or sampled == 0:
-            raise ValueError(f"{passed} of {sampled} responses passed: not a pass rate")
-        self._rates[prompt] = passed / sampled
-        if sampled >= self.min_samples and passed >= self.bound * sampled:
-            self._retired.add(prompt)
+    def record(self, row: int, passed: int, sampled: int) -> None:
+        """Note how many of the sampled responses to a prompt passed."""
+        if passed >= self.bound * sampled:
+            self._retired.add(row)
 
-    def is_retired(self, prompt: Hashable) -> bool:
-        return prompt in self._retired
+    def is_retired(self, row: int) -> bool:
+        return row in self._retired
 
     @property
     def num_retired(self) -> int:
         return len(self._retired)
 
-    def rate(self, prompt: Hashable) -> float | None:
-        """The latest pass rate of a prompt, None before its first."""
-        return self._rates.get(prompt)
-
     def state_dict(self) -> dict[str, Any]:
-        # Pairs, as the keys of a mapping would come back from JSON as text.
-        return {"rates": [list(item) for item in self._rates.items()], "retired": sorted(self._retired, key=repr)}
+        return {"retired": sorted(self._retired)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rates, self._retired = dict(state["rates"]), set(state["retired"])
+        self._retired = set(state["retired"])

@@ -1,20 +1,16 @@
-"""Functions of the algorithm run once on a small batch, to see that they keep to their interface and that options
-matter.
+"""Functions of the algorithm run once on a small batch before a run starts, to see that they keep to their interface.
 
-So a user's own estimator, loss, average or KL is refused before a run starts, and not at its first step. All columns
-are there in the small batch; recorders note which of them a function reads, and it may read only what it declared with
-`@needs`.
+So a user's own estimator, loss, average or KL is refused before a run, and not at its first step. As in the run, a function
+is given the columns that it declared with `@needs`; the others are None.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,26 +25,14 @@ from grpo_rl.algos.losses import contract as losses
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_of
 from grpo_rl.algos.segments import Segments
 from grpo_rl.errors import ConfigError, FunctionError
-from grpo_rl.registry import Registry, needs_of, options_of, own_options
+from grpo_rl.registry import Registry, needs_of, own_options
 
-T = TypeVar("T")
+T = TypeVar("T", AdvantageInput, LossInput)
 
 Options = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TrialResult:
-    """The results of a function on the small batch, and the columns that it read."""
-
-    values: tuple[Tensor, ...]
-    """Its results, and their gradient with respect to the policy's log-probs where it has one."""
-    read: frozenset[str]
-    """The columns that it read."""
-
-    def same(self, other: TrialResult, last: int) -> bool:
-        """Return whether the last so many values are equal in both, up to the rounding of the last digits."""
-        pairs = zip(self.values[-last:], other.values[-last:], strict=True)
-        return all(torch.allclose(x, y, rtol=1e-12, atol=1e-15, equal_nan=True) for x, y in pairs)
+Trial = Callable[[Any, Options], tuple[Tensor, ...]]
+"""(function, its options) -> its results on the small batch, and as the last one their gradient with respect to the policy's
+log-probs where it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +46,7 @@ class FunctionKind:
     """Each need with the columns that it allows to read."""
     supplied: Mapping[str, str]
     """Needs that are supplied as a keyword."""
-    run: Callable[[Any, Options], TrialResult]
+    run: Trial
 
 
 LENGTHS_N = torch.tensor([30, 18, 0, 48, 36, 42, 12, 6])
@@ -135,20 +119,19 @@ def pair_input() -> LossInput:
     )
 
 
-def recorder(inputs: T, read: set[str]) -> T:
-    """Return a copy of a frozen dataclass that notes in `read` which of its fields are read."""
-    names = {field.name for field in fields(inputs)}  # type: ignore[arg-type]
+def undeclared(needs: Mapping[str, tuple[str, ...]], function: Callable[..., Any], options: Options) -> dict[str, str]:
+    """Return the columns that a function is not given, each with the need that it would have to declare.
 
-    class Recorder(type(inputs)):  # type: ignore[misc]
-        __slots__ = ()
+    All responses have a group; to need several of them to a prompt is the function's own claim.
+    """
+    given = needs_of(function, options) | {"group"}
+    return {column: need for need, columns in needs.items() if need not in given for column in columns}
 
-        def __getattribute__(self, name: str) -> Any:
-            if name in names:
-                read.add(name)
-            return super().__getattribute__(name)
 
-    Recorder.__name__ = type(inputs).__name__  # as messages call it
-    return Recorder(**{name: getattr(inputs, name) for name in names})
+def as_declared(inputs: T, needs: Mapping[str, tuple[str, ...]], function: Callable[..., Any], options: Options) -> T:
+    """Return the input as a function gets it: what it does not declare is None."""
+    hidden: dict[str, Any] = dict.fromkeys(undeclared(needs, function, options))
+    return replace(inputs, **hidden)
 
 
 @contextlib.contextmanager
@@ -174,10 +157,9 @@ def unheard() -> Iterator[None]:
 
 
 @unheard()
-def run_estimator(function: Callable[..., Any], options: Options, num_parts: int = 2) -> TrialResult:
+def run_estimator(function: Callable[..., Any], options: Options, num_parts: int = 2) -> tuple[Tensor, ...]:
     """Return the advantages and returns of the small batch."""
-    read: set[str] = set()
-    out = function(recorder(estimator_input(num_parts), read), **options)
+    out = function(as_declared(estimator_input(num_parts), advantages.NEEDS, function, options), **options)
     if not isinstance(out, AdvantageOutput | RolloutAdvantages):
         raise ConfigError(f"returns {_described(out)}, not an AdvantageOutput")
     _check_tokens("advantages_T", out.advantages_T)
@@ -185,42 +167,40 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
         raise ConfigError("gives no returns_T for the critic to learn")
     if out.returns_T is not None:
         _check_tokens("returns_T", out.returns_T)
-    return TrialResult((out.advantages_T,) if out.returns_T is None else (out.advantages_T, out.returns_T), frozenset(read))
+    return (out.advantages_T,) if out.returns_T is None else (out.advantages_T, out.returns_T)
 
 
 @unheard()
-def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> TrialResult:
+def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> tuple[Tensor, ...]:
     """Return the loss of each token of the small batch, its statistics and, as the last value, its gradient.
 
     A loss over pairs is tried on pairs, whatever the other `inputs` are.
     """
-    if "pairs" in needs_of(function):
-        inputs = pair_input()
-    inputs, read = inputs or loss_input(), set[str]()
+    inputs = pair_input() if "pairs" in needs_of(function) else inputs or loss_input()
     if selection := selection_of(function):
         generator = torch.Generator().manual_seed(0)
         selected_T = selection(inputs.advantages_T, inputs.old_T(), generator, **own_options(selection, options))
         inputs = replace(inputs, selected_T=selected_T)
-    out = function(recorder(inputs, read), **own_options(function, options))
+    out = function(as_declared(inputs, losses.NEEDS, function, options), **own_options(function, options))
     if not isinstance(out, tuple) or len(out) != 2:
         raise ConfigError(f"returns {_described(out)}, not TokenLoss(loss_T, stats)")
     loss_T, stats = out
     for name, value_T in {"loss_T": loss_T, **stats}.items():
         _check_tokens(name, value_T, inputs.segments.num_tokens)
-    return TrialResult((loss_T.detach(), *stats.values(), _gradient(loss_T, inputs)), frozenset(read))
+    return (loss_T.detach(), *stats.values(), _gradient(loss_T, inputs))
 
 
 def has_ratio(function: Callable[..., Any], options: Options) -> bool:
-    """Return whether a loss depends on the old log-probs; True for one that fails when it is tried, which is reported by itself."""
+    """Return whether a loss's gradient depends on the old log-probs; True for one that fails when it is tried, which is reported by itself."""
     try:
-        outcomes = [run_loss(function, options, loss_input(one_update=one)) for one in (False, True)]
+        gradient_T, other_T = (run_loss(function, options, loss_input(one_update=one))[-1] for one in (False, True))
     except Exception:
         return True
-    return not outcomes[0].same(outcomes[1], last=1)
+    return not torch.allclose(gradient_T, other_T, rtol=1e-12, atol=1e-15, equal_nan=True)
 
 
 @unheard()
-def run_average(function: Callable[..., Any], options: Options) -> TrialResult:
+def run_average(function: Callable[..., Any], options: Options) -> tuple[Tensor, ...]:
     """Return the average of the small batch's log-probs."""
     inputs = loss_input()
     supplied = {"group_tokens_N": inputs.group_tokens_N} if "group_tokens" in needs_of(function) else {}
@@ -228,17 +208,17 @@ def run_average(function: Callable[..., Any], options: Options) -> TrialResult:
     share = function(inputs.policy_logprobs_T.double(), inputs.segments, counts, **supplied, **options)
     if not isinstance(share, Tensor) or share.ndim:
         raise ConfigError(f"returns {_described(share)}, not a tensor without dimensions")
-    return TrialResult((share.detach(),), frozenset())
+    return (share.detach(),)
 
 
 @unheard()
-def run_kl(function: Callable[..., Any], options: Options) -> TrialResult:
+def run_kl(function: Callable[..., Any], options: Options) -> tuple[Tensor, ...]:
     """Return the KL of each token of the small batch and, as the last value, its gradient."""
     inputs = loss_input()
     supplied = {"old_logprobs_T": inputs.old_T()} if "old_logprobs" in needs_of(function) else {}
     kl_T = function(inputs.policy_logprobs_T, inputs.column("ref_logprobs_T"), **supplied, **options)
     _check_tokens("kl_T", kl_T)
-    return TrialResult((kl_T.detach(), _gradient(kl_T, inputs)), frozenset())
+    return kl_T.detach(), _gradient(kl_T, inputs)
 
 
 KINDS: dict[str, FunctionKind] = {
@@ -262,85 +242,28 @@ KINDS: dict[str, FunctionKind] = {
 """Each kind of function by the name that its registry has for it."""
 
 
-def check(kind: FunctionKind, name: str, options: Options, run: Callable[[Any, Options], TrialResult]) -> None:
-    """Raise ConfigError, with all problems, when a function does not keep to its interface with these options.
-
-    That is: it cannot be called as it will be, needs what nothing supplies, fails,
-    returns something else, or reads a column that it does not declare.
-    """
+def check(kind: FunctionKind, name: str, options: Options, run: Trial) -> None:
+    """Raise ConfigError where a function cannot be called as it will be, needs what nothing supplies, fails, or returns something else."""
     function = kind.registry.get(name)
     wanted = needs_of(function)
     what = f"{kind.registry.kind} {name!r}"
     supplied = dict.fromkeys(keyword for need, keyword in kind.supplied.items() if need in wanted)
     kind.registry.check_call(name, *kind.arguments, **supplied)
-    problems = [
-        f"{what} needs {need!r}, which nothing supplies; it can need {', '.join(kind.needs)}"
-        for need in wanted - set(kind.needs)
-    ]
-    if problems:
-        raise ConfigError(problems)
+    if unknown := wanted - set(kind.needs):
+        known = ", ".join(kind.needs)
+        raise ConfigError([f"{what} needs {need!r}, which nothing supplies; it can need {known}" for need in unknown])
     try:
-        outcome = run(function, options)
+        run(function, options)
     except FunctionError as error:
-        raise ConfigError(f"{error}\n  (tried on a batch of {len(LENGTHS_N)} responses)") from error
+        absent = [
+            f'{column} is None without @needs("{need}")' for column, need in undeclared(kind.needs, function, options).items()
+        ]
+        tried = "; ".join([f"tried on a batch of {len(LENGTHS_N)} responses", *absent])
+        raise ConfigError(f"{error}\n  ({tried})") from error
     except ConfigError as error:
         raise ConfigError([f"{what} {problem}" for problem in error.problems]) from error
     except ValueError as error:
         raise ConfigError(f"{what}: {error}") from error
-    for need, columns in kind.needs.items():
-        undeclared = [column for column in columns if column in outcome.read]
-        # All responses have a group; to need several of them per prompt is the function's own claim.
-        if undeclared and need not in wanted and need != "group":
-            problems.append(f'{what} reads {" and ".join(undeclared)}, which it is given only with @needs("{need}")')
-    if problems:
-        raise ConfigError(problems)
-
-
-def without_effect(
-    function: Callable[..., Any],
-    options: Options,
-    name: str,
-    run: Callable[[Any, Options], TrialResult],
-    others: Iterable[Any] | None = None,
-    last: int = 0,
-) -> bool:
-    """Return whether other values of one option give the same results; `others` are such as a reader of it answers differently.
-
-    Compared are the `last` so many of the results (0: all). False too where no other value can be tried: an option that
-    is no number, no switch and no choice of words.
-    """
-    base, tried = run(function, options), False
-    if others is None:
-        others = _other_values(function, name, options.get(name, options_of(function)[name]))
-    for value in others:
-        try:
-            other = run(function, {**options, name: value})
-        except Exception:
-            continue  # not a value of this option
-        tried = True
-        if len(other.values) != len(base.values) or not base.same(other, last or len(base.values)):
-            return False
-    return tried
-
-
-def _other_values(function: Callable[..., Any], name: str, value: Any) -> Iterator[Any]:
-    """Yield values of an option that a function which reads it should answer differently."""
-    if isinstance(value, bool):
-        yield not value
-    elif isinstance(value, (int, float)):
-        yield from (2 * value + 1, type(value)(value / 4), type(value)(0.4 * value + 0.3), type(value)(value / 1000))
-    elif isinstance(value, str):
-        yield from (other for other in _words(function, name) if other != value)
-    elif isinstance(value, (list, tuple)):
-        yield [2 * entry + 1 if isinstance(entry, (int, float)) and not n else entry for n, entry in enumerate(value)]
-
-
-def _words(function: Callable[..., Any], name: str) -> tuple[Any, ...]:
-    """Return the words that a Literal annotation allows for an option."""
-    for owner in (selection_of(function), inspect.unwrap(function)):
-        if owner is not None and name in (hints := typing.get_type_hints(inspect.unwrap(owner))):
-            return typing.get_args(hints[name])
-    return ()
 
 
 def _gradient(x_T: Tensor, inputs: LossInput) -> Tensor:

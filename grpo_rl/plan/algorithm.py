@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,10 +30,13 @@ from grpo_rl.config.function_options import (
 from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.registry import check_options, needs_of, options_of, own_options, shown
+from grpo_rl.registry import check_options, needs_of, options_of, shown
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.sampled.advantage import estimator_options
 from grpo_rl.trainer.sampled.selection import check_metric
+
+ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
+"""Options of losses that change the gradient where every ratio is 1, too; those of the others are bounds of the ratio."""
 
 
 def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -46,7 +48,6 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
         return  # nothing is sampled that could be corrected or filtered
     if derived.estimates_advantages(config):
         yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
-        yield "", lambda: _check_pair(config)
         yield "algorithm.rollout_correction.", lambda: _check_correction(config)
     groups, data = config.algorithm.filter_groups, config.data
     if groups.enable:
@@ -74,22 +75,11 @@ def without_effect_on_policy(config: Config) -> list[str]:
 
     They are not refused, for people set clip bounds by habit, and the number of updates is changed more often than they are.
     """
-    loss = POLICY_LOSSES.get(LOSS.name(config))
-    inputs = trial.loss_input(one_update=True)
-    options = _options(config, LOSS)
-
-    def run(function: Any, options: trial.Options) -> trial.TrialResult:
-        return trial.run_loss(function, options, inputs)
-
-    # The value may change by a constant (sapo's 4/tau); what trains is the gradient.
-    idle = []
-    for option, (key, value) in LOSS.given(config).items():
-        # What the setting changes is asked against the loss's own default; a much smaller bound could act at a ratio of 1.
-        others = [options_of(loss).get(option)] if option in own_options(loss, options) else None
-        if others == [value] and isinstance(value, (int, float)):
-            others = [2 * value + 1]
-        if option in options and trial.without_effect(loss, options, option, run, others, last=1):
-            idle.append(key)
+    name = LOSS.name(config)
+    if name not in POLICY_LOSSES or not _has_ratio(config):
+        return []
+    options = options_of(POLICY_LOSSES.get(name))
+    idle = [key for option, (key, _) in LOSS.given(config).items() if option in options and option not in ACTS_AT_ONE]
     return list(dict.fromkeys(idle))
 
 
@@ -112,7 +102,6 @@ def _bind(config: Config, choice: Choice) -> None:
         function = kind.registry.get(name)
     if problems := [*_idle_keys(config, choice, function), *_fits(config, choice, function)]:
         raise ConfigError(problems)
-    own = name not in kind.registry
     options = _options(config, choice)
     given = value_of(config, f"{choice.section}.{choice.options_key}")
     with _problems_of(f"{choice.section}.{choice.options_key}: "):
@@ -124,10 +113,15 @@ def _bind(config: Config, choice: Choice) -> None:
     for option, (key, value) in choice.given(config).items():
         if key == "algorithm.norm_adv_by_std_in_grpo" and options_of(function)[option] == value:
             raise ConfigError(f"{key}=false: {name} has {option}={value} anyway; leave it out")
-        if not own and option in options and trial.without_effect(function, options, option, run):
-            others = ", ".join(f"{other}={given}" for other, given in options.items() if other != option)
+        undivided = (
+            choice is ESTIMATOR
+            and name in ADVANTAGES
+            and name != "gdpo"
+            and (options_of(function) | options).get("std") == "none"
+        )
+        if option == "epsilon" and undivided:
             raise ConfigError(
-                f"{key}: {option}={value} has no effect with {name}" + (f" and {others}" if others else "") + "; leave it out"
+                f"{key}: epsilon={value} has no effect with {name} and std=none, which divides by nothing; leave it out"
             )
 
 
@@ -209,37 +203,6 @@ def _pairs(config: Config, chosen: str) -> Iterator[str]:
         )
 
 
-def _check_pair(config: Config) -> None:
-    """Raise ConfigError for bounds on negative advantages with an estimator that gives none (grpo_passk).
-
-    Only for functions of this package, whose advantages on the small batch are known to be typical.
-    """
-    estimator, name = ESTIMATOR.name(config), LOSS.name(config)
-    if estimator not in ADVANTAGES or name not in POLICY_LOSSES:
-        return
-    try:
-        outcome = _run_estimator(config)(ADVANTAGES.get(estimator), _options(config, ESTIMATOR))
-    except (ConfigError, TypeError, ValueError):
-        return  # reported by itself
-    if bool((outcome.values[0] < 0).any()):
-        return
-    inputs = trial.loss_input()
-    inputs = dataclasses.replace(inputs, advantages_T=inputs.advantages_T.abs())
-    loss, options = POLICY_LOSSES.get(name), _options(config, LOSS)
-
-    def run(function: Any, options: trial.Options) -> trial.TrialResult:
-        return trial.run_loss(function, options, inputs)
-
-    problems = [
-        f"{key}={value:g}: has no effect with {ESTIMATOR.section}.{ESTIMATOR.key}={estimator} and {LOSS.key}={name}: no advantage "
-        "of this estimator is negative; leave it out"
-        for option, (key, value) in LOSS.given(config).items()
-        if option in options and trial.without_effect(loss, options, option, run, last=1)
-    ]
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-
-
 def _options(config: Config, choice: Choice) -> dict[str, Any]:
     """Return the keywords that a chosen function will be called with, as far as they are known without the data."""
     if choice is ESTIMATOR:
@@ -254,7 +217,7 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
     return chosen_options(choice, section, options_of(function))
 
 
-def _run_estimator(config: Config) -> Callable[[Any, trial.Options], trial.TrialResult]:
+def _run_estimator(config: Config) -> trial.Trial:
     """Return the trial of an estimator with as many parts of the reward as the run has."""
     try:
         num_parts = max(1, len(config.algorithm.reward_parts or factors_of(config)))

@@ -7,6 +7,7 @@ and returns an `AdvantageOutput` in float32. Register one with `@ADVANTAGES.regi
 
 from __future__ import annotations
 
+from grpo_rl.algos.advantages import group_relative, per_token
 from grpo_rl.algos.advantages.contract import (
     ADVANTAGES,
     AdvantageEstimator,
@@ -15,18 +16,6 @@ from grpo_rl.algos.advantages.contract import (
     reads_token_rewards,
     token_rewards,
 )
-from grpo_rl.algos.advantages.group_relative import (
-    dr_grpo,
-    gdpo,
-    gpg,
-    grpo,
-    grpo_passk,
-    opo,
-    reinforce_plus_plus_baseline,
-    rft,
-    rloo,
-)
-from grpo_rl.algos.advantages.per_token import gae, grpo_process, reinforce_plus_plus, remax
 from grpo_rl.registry import needs
 
 __all__ = [
@@ -34,20 +23,9 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageInput",
     "AdvantageOutput",
-    "dr_grpo",
-    "gae",
-    "gdpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "grpo_process",
+    "group_relative",
     "needs",
-    "opo",
+    "per_token",
     "reads_token_rewards",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rft",
-    "rloo",
     "token_rewards",
 ]

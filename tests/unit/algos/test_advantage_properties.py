@@ -13,7 +13,8 @@ from advantage_cases import complete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, AdvantageOutput, gae
+from grpo_rl.algos.advantages.per_token import gae
+from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, AdvantageOutput
 from grpo_rl.registry import needs_of
 
 ALL = sorted(ADVANTAGES)

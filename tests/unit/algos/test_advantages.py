@@ -8,8 +8,8 @@ import pytest
 import torch
 from advantage_cases import inputs
 
-from grpo_rl.algos.advantages.registered import (
-    AdvantageInput,
+from grpo_rl.algos.advantages.contract import AdvantageInput, token_rewards
+from grpo_rl.algos.advantages.group_relative import (
     dr_grpo,
     gdpo,
     gpg,
@@ -18,7 +18,6 @@ from grpo_rl.algos.advantages.registered import (
     opo,
     reinforce_plus_plus_baseline,
     rft,
-    token_rewards,
 )
 from grpo_rl.algos.segments import Segments
 

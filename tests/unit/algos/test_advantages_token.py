@@ -8,7 +8,8 @@ import pytest
 import torch
 from advantage_cases import inputs
 
-from grpo_rl.algos.advantages.registered import AdvantageInput, gae, grpo_process, reinforce_plus_plus, remax
+from grpo_rl.algos.advantages.contract import AdvantageInput
+from grpo_rl.algos.advantages.per_token import gae, grpo_process, reinforce_plus_plus, remax
 
 HALF = 0.5
 

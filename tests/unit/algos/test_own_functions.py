@@ -91,7 +91,7 @@ def test_a_loss_that_reads_the_reference_starts_it(tmp_path: Path) -> None:
     assert "reference 1 rank on the actor's devices, for the loss" in page(
         f"{A}.use_kl_loss=false", f"{A}.policy_loss.loss_mode={file}:declared"
     )
-    with pytest.raises(ConfigError, match=r'reads ref_logprobs_T, which it is given only with @needs\("ref_logprobs"\)'):
+    with pytest.raises(ConfigError, match=r'ref_logprobs_T is None without @needs\("ref_logprobs"\)'):
         page(f"{A}.policy_loss.loss_mode={file}:silent")
 
 

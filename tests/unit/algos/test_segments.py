@@ -17,11 +17,10 @@ def test_sums_and_means_of_each_response_are_those_worked_out_by_hand() -> None:
     assert segments.mean(torch.tensor(VALUES)).tolist() == [0, 1.5, 10, 0, 5, 0]
 
 
-def test_broadcast_puts_each_value_on_all_tokens_and_put_last_only_on_the_last() -> None:
+def test_broadcast_puts_each_value_on_all_tokens() -> None:
     segments = Segments(LENGTHS)
     x_N = torch.tensor([7.0, 1.0, 2.0, 8.0, 3.0, 9.0])
     assert segments.broadcast(x_N).tolist() == [1, 1, 2, 3, 3, 3]
-    assert segments.put_last(x_N).tolist() == [0, 1, 2, 0, 0, 3]
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
@@ -32,4 +31,3 @@ def test_batches_without_a_token_give_zeros_and_no_tokens(lengths: list[int]) ->
     assert segments.sum(nothing_T).tolist() == zeros_N
     assert segments.mean(nothing_T).tolist() == zeros_N
     assert segments.broadcast(torch.ones(len(lengths))).tolist() == []
-    assert segments.put_last(torch.ones(len(lengths))).tolist() == []
