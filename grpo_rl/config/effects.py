@@ -394,8 +394,6 @@ def _of_run(config: Config) -> Reasons:
         yield "trainer.resume_from_path", "needs trainer.resume_mode=resume_path"
     if trainer.val_only:
         yield "trainer.stop_on", "nothing is trained with trainer.val_only=true"
-    if not trainer.stop_on:
-        yield "trainer.on_alarm", "needs trainer.stop_on=[...], the alarms that end the run"
     if trainer.recover == "off":
         restarted = ("trainer.on_out_of_memory", "trainer.max_restarts", "trainer.restart_window_s")
         yield restarted, "needs trainer.recover=auto: ranks are started again"

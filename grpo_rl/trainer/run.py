@@ -156,36 +156,22 @@ class RunLoop:
             self.output.page.step(self.step)
 
     def _answer_alarms(self) -> None:
-        """End the run where an alarm of `trainer.stop_on` has begun and steps are left; see `trainer.on_alarm`.
+        """End the run, and save it, where an alarm of `trainer.stop_on` has begun and steps are left.
 
         Raises StoppedByAlarm. Nothing is changed and tried again by itself: the same settings on the same data would lead
         to the same illness, and which remedy is right is for a person to say.
         """
-        trainer = self.config.trainer
-        finding = next((one for one in self._begun if one.name in trainer.stop_on), None)
+        finding = next((one for one in self._begun if one.name in self.config.trainer.stop_on), None)
         if finding is None or self.step >= self.total_steps:
             return
         self.output.stop.finishing()
         self.progress.phase("save")
-        if trainer.on_alarm == "stop":
-            self.saving.settle(self.step, self.state_dict)
-            place = f"step {self.step} of {self.total_steps} is saved: the same command goes on from it, with a changed key or without"
-        else:
-            place = self._gone_back(finding.since)
+        self.saving.settle(self.step, self.state_dict)
         raise StoppedByAlarm(
-            f"{finding.title} [{finding.name}, since step {finding.since}; trainer.stop_on]\n"
-            f"{finding.evidence}\n{place}\nlikeliest remedy: {finding.advice[0]}"
+            f"{finding.title} [{finding.name}, since step {finding.since}; trainer.stop_on]\n{finding.evidence}\n"
+            f"step {self.step} of {self.total_steps} is saved: the same command goes on from it, with a changed key or without; "
+            f"from an earlier one by trainer.resume_mode=resume_path\nlikeliest remedy: {finding.advice[0]}"
         )
-
-    def _gone_back(self, since: int) -> str:
-        """Make the newest checkpoint from before step `since` the newest of the run, and return where the run goes on."""
-        self.saving.finish()
-        before = [step for step in self.store.steps() if step < since]
-        if not before:
-            return f"there is no checkpoint from before step {since}: give the remedy to a run of a new name, or resume_mode=disable"
-        aside = self.store.set_aside_after(before[-1])
-        kept = f"; {len(aside)} later checkpoint{'s' if len(aside) > 1 else ''} set aside" if aside else ""
-        return f"the same command goes on from step {before[-1]}, the last one saved before; add the remedy to it{kept}"
 
     def _phase(self, name: str) -> None:
         self.output.status.update(phase=name)

@@ -112,11 +112,6 @@ def _run(config: Config) -> Iterator[str]:
     for name in ("save_freq", "test_freq"):
         if getattr(trainer, name) == 0:
             yield f"trainer.{name}=0: a number of steps >= 1, or -1 to switch it off"
-    if trainer.stop_on and trainer.on_alarm == "go_back" and (trainer.save_freq < 1 or trainer.max_actor_ckpt_to_keep == 1):
-        yield (
-            "trainer.on_alarm=go_back: needs a checkpoint from before the illness; set trainer.save_freq, and "
-            "trainer.max_actor_ckpt_to_keep to 2 or more, or leave it out"
-        )
     contents, key = config.actor_rollout_ref.actor.checkpoint.save_contents, "actor_rollout_ref.actor.checkpoint.save_contents"
     missing = [name for name in _RESUMABLE if name not in contents]
     if missing and trainer.save_freq > 0:

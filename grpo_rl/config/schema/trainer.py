@@ -169,10 +169,7 @@ class TrainerConfig:
     max_nonfinite_steps: CountOrZero = 3
     """skip: so many training steps in a row may leave an update out, then the run stops."""
     stop_on: list[Illness] = field(default_factory=list)
-    """Alarms of the doctor that end the run when they begin, with exit code 76: [kl_runaway,entropy_collapse]; docs/doctor.md."""
-    on_alarm: Literal["stop", "go_back"] = "stop"
-    """The state in which an alarm of stop_on leaves the run. stop: the step is saved, and the same command goes on from it;
-    go_back: the newest checkpoint from before the illness is where the same command goes on, and later ones are set aside."""
+    """Alarms of the doctor that end the run when they begin, saved, with exit code 76: [kl_runaway,entropy_collapse]; docs/doctor.md."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The parts that both schedules share which sample while they train: groups in flight, training in a thread of its own."""
+"""Sampling beside training: groups in flight, training in a thread of its own, and the schedule that is a batch apart."""
 
 from __future__ import annotations
 
@@ -285,3 +285,45 @@ class OverlappingSchedule(SyncSchedule):
         same_data = self.selection.load_state_dict(state["sampler"])
         self.advantage.load_state_dict(state["advantage"])
         self.groups.load_state_dict(state["groups"], self.train_data.prompt if same_data else None)
+
+
+class OneStepOffSchedule(OverlappingSchedule):
+    """Sampling and training side by side, a batch apart: every batch is trained by the policy after the one that sampled it.
+
+    The staleness of every token is exactly 1, and 0 in the first batch of a start. What is sampled does not depend on
+    timing: a batch is sampled as a whole with the same weights.
+    """
+
+    def step(self) -> Metrics:
+        """Wait for this step's batch, begin to sample the next one with the newest weights, and train."""
+        timer = self.context.progress.timer()
+        if not self.groups.asked:
+            self._begin(timer)
+        with timer("wait_for_rollouts"):
+            self._sample_all()
+        batch = self.groups.waiting[: self.batch_size]
+        with timer("sync_weights"):
+            self.rollout.sync_weights(self.actor)
+        if len(self.groups) < 2 * self.batch_size and self.may_draw():
+            self.draw()
+        self.groups.ask(2 * self.batch_size)
+        return self.train_beside(self.selected(batch, timer), timer)
+
+    def _begin(self, timer: Timer) -> None:
+        """Ask for the first batch of a start: there is none that was sampled beside a training."""
+        with timer("sync_weights"):
+            self.rollout.sync_weights(self.actor)
+        if not len(self.groups):
+            self.draw()
+        self.groups.ask(self.batch_size)
+
+    def _sample_all(self) -> None:
+        """Wait until all that was asked for has ended."""
+        on_end = self.context.progress.counting(self.rewarder.submit, self.groups.unfinished)
+        self.groups.wait(lambda: self.groups.unfinished == 0, on_end)
+
+    def evaluate(self) -> Metrics:
+        """Validate the current policy. What is being sampled is sampled to its end first: new weights would come into it."""
+        if self.context.validates:
+            self._sample_all()
+        return super().evaluate()

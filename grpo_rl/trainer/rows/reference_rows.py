@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     # The plan looks up the schedule, and need not wait for what draws.
     from grpo_rl.telemetry.terminal.console import Console
 
-COMPARED = 1024
-"""Rows of each part whose tokens are compared with the file's before it is used; of the others each is when it is drawn."""
 PARTS = ("train", "val")
 _KEY = "key"
 
@@ -48,7 +45,7 @@ class ReferenceRows:
     def prepare(cls, rows: TrainingRows, actor: Actor, file: Path, batch_size: int, console: Console) -> ReferenceRows:
         """Return the log-probs that `file` has, or those of the actor, which must not have been trained yet, and write the file.
 
-        The file is used for the same weights, data and tokens only. Raises DivergedError for log-probs that are not finite.
+        The file is used for the same weights and data only. Raises DivergedError for log-probs that are not finite.
         """
         key = _key(rows, actor)
         found = cls(rows, file, key, {})
@@ -68,15 +65,15 @@ class ReferenceRows:
         for row, digest in zip(rows, _digests(batch), strict=True):
             if int(digests_R[row]) != digest:
                 raise DataError(
-                    f"row {row} of the {part} data has other tokens than when {self.file} was written, though the first rows are "
-                    "the same: the data, the tokenizer or the chat template have changed. Remove the file to compute it again"
+                    f"row {row} of the {part} data has other tokens than when {self.file} was written: the data, the tokenizer or "
+                    "the chat template have changed. Remove the file to compute it again"
                 )
         logprobs_T = self._columns[f"{part}.logprobs"]
         pieces = [logprobs_T[int(starts_R[row]) : int(starts_R[row + 1])] for row in rows]
         return batch.replace(ref_logprobs_T=torch.cat(pieces))
 
     def _read(self) -> bool:
-        """Read the file; return whether it is there and of these weights, these data and these tokens."""
+        """Read the file; return whether it is there and of these weights and these data."""
         try:
             with safe_open(self.file, framework="pt") as opened:
                 if (opened.metadata() or {}).get(_KEY) != self.key:
@@ -84,15 +81,6 @@ class ReferenceRows:
             self._columns = load_file(self.file)
         except (OSError, SafetensorError):
             return False
-        return all(self._fits(part, data) for part, data in self._sets.items())
-
-    def _fits(self, part: str, data: TrainingSet[Any]) -> bool:
-        """Return whether some of the rows have the tokens that the file has log-probs of."""
-        digests_R = self._columns[f"{part}.digests"]
-        for row in np.unique(np.linspace(0, len(data) - 1, COMPARED, dtype=np.int64)).tolist():
-            digest = _digests(data.batch([row]))[0] if data.usable(row) else 0
-            if int(digests_R[row]) != digest:
-                return False
         return True
 
     def _write(self) -> None:

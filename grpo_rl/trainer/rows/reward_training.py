@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,7 +13,6 @@ from grpo_rl.algos.scoring_quality import auc, calibration, pair_accuracy, pair_
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.protocols import TrainedRewardModel
-from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.trainer.rows.offline import RowSchedule
 from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.types import Metrics
@@ -51,7 +48,7 @@ class RewardModelSchedule(RowSchedule):
         )
 
     def evaluate(self) -> Metrics:
-        """Measure loss, accuracy, ranking and calibration on the validation rows; their scores go to `val/scores_step_N.jsonl`."""
+        """Measure loss, accuracy, ranking and calibration on the validation rows."""
         if self.val_data is None:
             return {}
         timer = self.context.progress.timer()
@@ -59,7 +56,6 @@ class RewardModelSchedule(RowSchedule):
             scored = scored_rows(self.model, self.val_data, self.config.data.train_batch_size)
         metrics = quality(scored, self.settings)
         self.early_stop.record(self.context.step, metrics["val/loss"])
-        write_scores(self.context.output.run_dir, self.context.step, scored)
         return metrics | timer.metrics()
 
 
@@ -121,19 +117,3 @@ def quality(scored: RowScores, settings: RewardModelTrainConfig) -> Metrics:
     measured |= {"val/calibration_error": reliability.error, "val/brier": reliability.brier} | more
     # Before the first update of a new head all scores are equal, and no pair has a preferred side.
     return {name: value for name, value in measured.items() if value == value}
-
-
-def write_scores(run_dir: RunDir, step: int, scored: RowScores) -> None:
-    """Write a line for each pair, `{chosen, rejected}`, or for each labelled step, `{score, label}`."""
-    run_dir.val.mkdir(parents=True, exist_ok=True)
-    text = "".join(f"{json.dumps(line)}\n" for line in _lines(scored))
-    (run_dir.val / f"scores_step_{step}.jsonl").write_text(text, encoding="utf-8")
-
-
-def _lines(scored: RowScores) -> Iterator[dict[str, float]]:
-    if scored.scores_K is not None and scored.labels_K is not None:
-        for score, label in zip(scored.scores_K.tolist(), scored.labels_K.tolist(), strict=True):
-            yield {"score": score, "label": label}
-    elif scored.chosen_P is not None and scored.rejected_P is not None:
-        for chosen, rejected in zip(scored.chosen_P.tolist(), scored.rejected_P.tolist(), strict=True):
-            yield {"chosen": chosen, "rejected": rejected}

@@ -90,9 +90,16 @@ class Selection:
         if not self.groups.enable:
             return Selected(with_reward(rollouts), rollouts, self._data_metrics())
         kept, num_groups = self._with_signal(rollouts)
-        metrics = {"filter_groups/num_gen_batches": 1.0, "filter_groups/kept_fraction": len(kept) / num_groups}
+        return self._selected(kept, rollouts, num_groups, 1)
+
+    def _selected(self, kept: list[list[Rollout]], sampled: list[Rollout], num_groups: int, num_batches: int) -> Selected:
+        """Return as many of the groups with a signal as a step trains."""
+        metrics = {
+            "filter_groups/num_gen_batches": float(num_batches),
+            "filter_groups/kept_fraction": len(kept) / num_groups,
+        }
         trained = [rollout for group in kept[: self.num_wanted] for rollout in group]
-        return Selected(trained, rollouts, metrics | self._data_metrics())
+        return Selected(trained, sampled, metrics | self._data_metrics())
 
     def _next(self, sample: Sample) -> Selected:
         if not (self.groups.enable and self.groups.refill):
@@ -111,12 +118,7 @@ class Selection:
             kept += found
             num_groups += drawn
             num_batches += 1
-        metrics = {
-            "filter_groups/num_gen_batches": float(num_batches),
-            "filter_groups/kept_fraction": len(kept) / num_groups,
-        }
-        trained = [rollout for group in kept[: self.num_wanted] for rollout in group]
-        return Selected(trained, sampled, metrics | self._data_metrics())
+        return self._selected(kept, sampled, num_groups, num_batches)
 
     @property
     def epoch(self) -> int:

@@ -196,7 +196,6 @@ def test_the_reasons_name_keys_that_exist() -> None:
         ({}, "reward.custom_reward_function.name", "f", "custom_reward_function.path"),
         ({}, "reward.failure_value", 0.0, "on_failure=value"),
         ({}, f"{A}.checkpoint.async_save", False, "trainer.save_freq"),
-        ({}, "trainer.on_alarm", "go_back", "trainer.stop_on"),
         ({"trainer.recover": "off"}, "trainer.max_restarts", 2, "needs trainer.recover=auto"),
         ({"trainer.on_nonfinite": "stop"}, "trainer.max_nonfinite_steps", 2, "on_nonfinite=skip"),
         ({}, "trainer.resume_from_path", "x", "resume_mode=resume_path"),

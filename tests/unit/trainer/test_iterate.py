@@ -24,8 +24,7 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.iterate.iterations import Opinion, Position, opinions
-from grpo_rl.trainer.iterate.replay import FILE
+from grpo_rl.trainer.iterate import FILE, Opinion, Position, opinions
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of

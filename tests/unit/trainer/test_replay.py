@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from grpo_rl.errors import CheckpointError
-from grpo_rl.trainer.iterate.replay import FILE, LabelledPair, ReplayHistory
+from grpo_rl.trainer.iterate import FILE, LabelledPair, ReplayHistory
 from grpo_rl.types import Prompt, Rollout
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -11,8 +10,7 @@ import torch
 
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
-from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.rows.reward_training import RowScores, quality, scored_rows, write_scores
+from grpo_rl.trainer.rows.reward_training import RowScores, quality, scored_rows
 from grpo_rl.types import Batch
 
 PAIRS = RewardModelTrainConfig(center_coef=0.1)
@@ -50,17 +48,3 @@ def test_all_rows_are_scored_in_their_order_whatever_the_batch():
     for size in (1, 2, 5):
         scored = scored_rows(model, data, size)
         assert scored.chosen_P.tolist() == [1, 2, 3] and scored.rejected_P.tolist() == [2, 3, 4] and not scored.margin_P.any()
-
-
-@pytest.mark.parametrize(
-    ("scored", "line"),
-    [
-        (RowScores(column(1.0, 0.5), column(0.0, 2.0), column(0.0, 0.0)), {"chosen": 1.0, "rejected": 0.0}),
-        (RowScores(scores_K=column(2.0, -1.0), labels_K=column(1.0, 0.0)), {"score": 2.0, "label": 1.0}),
-    ],
-)
-def test_the_scores_of_a_validation_are_kept(tmp_path, scored, line):
-    run_dir = RunDir(tmp_path)
-    for step in (2, 10):
-        write_scores(run_dir, step, scored)
-    assert json.loads((run_dir.val / "scores_step_10.jsonl").read_text().splitlines()[0]) == line

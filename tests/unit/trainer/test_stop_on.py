@@ -1,4 +1,4 @@
-"""An alarm that `trainer.stop_on` names ends the run in the step in which it begins, in the state that `on_alarm` says."""
+"""An alarm that `trainer.stop_on` names ends the run in the step in which it begins, saved."""
 
 from __future__ import annotations
 
@@ -74,17 +74,3 @@ def test_the_same_command_goes_on_and_is_not_stopped_by_the_same_alarm_again(tmp
     with pytest.raises(StoppedByAlarm, match="nonfinite, since step 7"):
         again.fit()
     assert steps_of(again) == [1, 2, 3, 4, 5, 6, 7]
-
-
-def test_going_back_leaves_the_newest_checkpoint_from_before_as_the_newest(tmp_path: Path) -> None:
-    run = sickening(tmp_path, stop_on=["nonfinite"], on_alarm="go_back", save_freq=2)
-    with pytest.raises(StoppedByAlarm) as stopped:
-        run.fit()
-    assert run.store.steps() == [2, 4, 6]
-    assert "goes on from step 6, the last one saved before" in str(stopped.value)
-
-
-def test_without_a_checkpoint_from_before_it_says_so(tmp_path: Path) -> None:
-    run = sickening(tmp_path, stop_on=["nothing_trained"], on_alarm="go_back", save_freq=5)
-    with pytest.raises(StoppedByAlarm, match="there is no checkpoint from before step 5"):
-        run.fit()
