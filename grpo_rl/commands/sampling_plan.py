@@ -21,7 +21,7 @@ from grpo_rl.commands.targets import Target
 from grpo_rl.commands.trust import add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
-from grpo_rl.config.schema.fields import flat, leaves
+from grpo_rl.config.schema.fields import flat, leaves, nested
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir, find_run, run_config
 
@@ -227,24 +227,12 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
 def _planned(keys: Mapping[str, Any], typed: set[str], words: Sequence[str], recipe: Path) -> SamplingPlan:
     from grpo_rl.plan.make import make_plan
 
-    tree = nested({key: value for key, value in keys.items() if key not in typed})
-    tree = relative_paths.from_folder(tree, Path.cwd())
+    untyped = {key: value for key, value in keys.items() if key not in typed}
+    tree = nested(relative_paths.from_folder(untyped, Path.cwd()))
     recipe.parent.mkdir(parents=True, exist_ok=True)
     recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")
     composed = compose([f"recipe={recipe}", *words])
     return SamplingPlan(composed, make_plan(composed))
-
-
-def nested(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as nested mappings."""
-    tree: dict[str, Any] = {}
-    for key, value in keys.items():
-        *parents, name = key.split(".")
-        place = tree
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = value
-    return tree
 
 
 def _typed(words: Sequence[str]) -> set[str]:

@@ -1,31 +1,34 @@
-"""Composition of a checked Config from the command line: layers are laid over each other, `convert.py` enforces the schema's rules.
+"""Composition of a checked Config: layers are laid over each other, `convert.py` enforces the schema's rules.
 
-Later ones win: the schema's defaults, `conf/config.yaml`, the recipe (and before it those it builds on),
-the command line.
+Later ones win: the schema's defaults, the recipe (and before it those it builds on), the command line.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import layers, overrides, recipes, relative_paths, secrets
+from grpo_rl.config import overrides, recipes, relative_paths, secrets
 from grpo_rl.config.checks import all_rules, security_rules
 from grpo_rl.config.convert import convert_or_explain, show
-from grpo_rl.config.schema.fields import free_mapping, leaves
+from grpo_rl.config.overrides import REMOVED, Settings
+from grpo_rl.config.schema.fields import flat, free_mapping, leaves, nested
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.verl import verl_answers
 from grpo_rl.errors import ConfigError
 
 _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
+_ENVIRONMENT = "actor_rollout_ref.rollout.multi_turn.environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,27 +59,31 @@ def compose(argv: Sequence[str]) -> Composed:
     """
     secrets.remember_environment()
     secrets.remember(_typed_secrets(argv))
-    line = overrides.read(list(argv))
-    problems = list(line.problems)
+    line = overrides.read(argv)
     recipe_name = line.recipe
     recipe_is_default = recipe_name is None and not line.keys & _RECIPE_UNLESS_SET
     if recipe_is_default:
         recipe_name = recipes.DEFAULT_RECIPE
-    notes = list(line.notes)
-    recipe = layers.of_recipe(recipe_name, problems, notes) if recipe_name is not None else []
-    composed = layers.compose(recipe, line.overrides, problems, notes)
-    problems += _useless_clearing(composed, line.cleared)
-    raw, safe = _resolve(composed, problems)
-    given = line.keys | layers.given(recipe)
+    problems, notes = line.problems, line.notes
+    family = []
+    try:
+        family = recipes.with_parents(recipe_name) if recipe_name is not None else []
+    except ConfigError as error:
+        problems += error.problems
+    layers = [*map(_of_recipe, family), line]
+    for layer in layers[:-1]:
+        problems += layer.problems
+        notes += layer.notes
+    raw, safe = _resolve(_laid_over(layers, problems, notes), problems)
+    given = {key for layer in layers for key in layer.keys}
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, given)
     config, value_problems = convert_or_explain(raw)
     names = (config.actor_rollout_ref.model.path, config.data.train_files)
-    if verl_answers.looks_like_verls(given, *names) and all(layer.folder is not None for layer in recipe):
+    if verl_answers.looks_like_verls(given, *names) and all(recipe.folder is not None for recipe in family):
         notes += filter(None, [verl_answers.other_defaults(given, {key: leaf.default for key, leaf in leaves().items()})])
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
-    problems += _without_environment(value_problems, raw, safe)
-    problems += security_rules.targets(raw)
+    problems += value_problems
     problems += _own_code_in_recipe(config, line)
     if problems:
         problems += all_rules.between_sound_keys(config, problems)
@@ -89,6 +96,51 @@ def compose(argv: Sequence[str]) -> Composed:
         overrides=tuple(_hide_secret(word) for word in argv),
         notes=tuple(secrets.redact(note) for note in dict.fromkeys(notes)),
     )
+
+
+def _of_recipe(recipe: recipes.Recipe) -> Settings:
+    found = Settings(where=f" (in recipe {recipe.name})")
+    for key, value in recipe.content.items():
+        found.take(key, value)
+    if recipe.folder is not None:
+        found.pairs = list(relative_paths.from_folder(dict(found.pairs), recipe.folder).items())
+    return found
+
+
+def _laid_over(layers: Sequence[Settings], problems: list[str], notes: list[str]) -> DictConfig:
+    """Return all layers over each other, the command line last. What does not go together is one more problem."""
+    composed = copy.deepcopy(_defaults())
+    recipes_environment = None
+    for layer in layers:
+        for key, value in layer.pairs:
+            if key == f"{_ENVIRONMENT}.name":
+                before = OmegaConf.select(composed, _ENVIRONMENT)
+                if recipes_environment not in (None, value) and layer is layers[-1] and before.options:
+                    before.options = {}
+                    notes.append(
+                        f"{_ENVIRONMENT}.options: those of {recipes_environment} in the recipe are left out, as the environment is {value}"
+                    )
+                recipes_environment = value
+            try:
+                if value is REMOVED:
+                    above, _, name = key.rpartition(".")
+                    OmegaConf.select(composed, above).pop(name)
+                else:
+                    OmegaConf.update(composed, key, value, merge=bool(value), force_add=True)
+            except (OmegaConfBaseException, ValueError, AttributeError, KeyError) as error:
+                problems.append(f"{key}: cannot be set: {_one_line(error)}")
+    return composed
+
+
+@cache
+def _defaults() -> DictConfig:
+    return OmegaConf.create(dataclasses.asdict(Config()))
+
+
+def _one_line(error: Exception) -> str:
+    """Return the first line of an exception's message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
 
 
 def _implied(tree: dict[str, Any], given: Collection[str]) -> Iterator[str]:
@@ -117,19 +169,12 @@ def to_yaml(tree: Mapping[str, Any]) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(dict(tree)))
 
 
-def _useless_clearing(composed: DictConfig, cleared: list[str]) -> Iterator[str]:
-    for key in cleared:
-        if OmegaConf.select(composed, key):
-            yield f"{key}={{}}: adds nothing and clears nothing; ~{key} clears it"
-
-
 def _resolve(composed: DictConfig, problems: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return all values with `${...}` filled in, and the same with values from the environment left as expressions.
 
     An expression that refers to a value from the environment is left as one, too. Keys whose expression
     cannot be resolved become problems and fall back to their defaults.
     """
-    OmegaConf.set_struct(composed, False)
     failed: set[str] = set()
     raw: Any = None
     while raw is None:
@@ -137,25 +182,17 @@ def _resolve(composed: DictConfig, problems: list[str]) -> tuple[dict[str, Any],
             raw = OmegaConf.to_container(composed, resolve=True)
         except OmegaConfBaseException as error:
             key = (getattr(error, "full_key", None) or "").partition("[")[0]
-            problems.append(f"{key or 'a value'}: cannot be resolved: {layers.one_line(error)}")
+            problems.append(f"{key or 'a value'}: cannot be resolved: {_one_line(error)}")
             if not key or key in failed:
                 return {}, {}
             failed.add(key)
             OmegaConf.update(composed, key, leaves()[key].default if key in leaves() else None)
-    if not _reads_environment(OmegaConf.to_container(composed)):
-        assert isinstance(raw, dict)
-        return _text_keys(raw), _text_keys(raw)
-    guarded = composed.copy()
-    _guard_environment(guarded)
-    safe = OmegaConf.to_container(guarded, resolve=True)
-    assert isinstance(raw, dict) and isinstance(safe, dict)
-    return _text_keys(raw), _text_keys(safe)
-
-
-def _reads_environment(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_reads_environment, value.values()))
-    return any(map(_reads_environment, value)) if isinstance(value, list) else isinstance(value, str) and "oc.env" in value
+    safe: Any = copy.deepcopy(raw)
+    if "oc.env" in str(OmegaConf.to_container(composed)):
+        guarded = composed.copy()
+        _guard_environment(guarded)
+        safe = OmegaConf.to_container(guarded, resolve=True)
+    return raw, safe
 
 
 def _guard_environment(node: Any) -> None:
@@ -168,10 +205,6 @@ def _guard_environment(node: Any) -> None:
                 node[position] = expression.replace("${", "\\${")
         elif OmegaConf.is_config(child) and not child._is_none() and not child._is_missing():
             _guard_environment(child)
-
-
-def _text_keys(tree: dict[Any, Any]) -> dict[str, Any]:
-    return {str(name): _text_keys(value) if isinstance(value, dict) else value for name, value in tree.items()}
 
 
 def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +227,7 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
     shareable = merge(dataclasses.asdict(config), raw, safe, "")
     assert isinstance(shareable, dict)
     # The file is a recipe in another folder, and has to mean the same there.
-    return relative_paths.from_folder(shareable, Path.cwd())
+    return nested(relative_paths.from_folder(flat(shareable), Path.cwd()))
 
 
 def _escaped(value: Any) -> Any:
@@ -217,24 +250,7 @@ def _typed_secrets(words: Sequence[str]) -> Iterator[str]:
             yield value.strip("'\"")
 
 
-def _without_environment(problems: list[str], raw: dict[str, Any], safe: dict[str, Any]) -> list[str]:
-    """Return the lines with the expression in place of each value that came from the environment."""
-    shown = []
-    for problem in problems:
-        key, _, rest = problem.partition("=")
-        before, after = (_at(tree, key) for tree in (raw, safe))
-        rest = rest.removeprefix(show(before)) if before != after else rest
-        shown.append(problem if before == after else f"{key}={show(after)}{rest}")
-    return shown
-
-
-def _at(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, Mapping) else None
-    return tree
-
-
-def _own_code_in_recipe(config: Config, line: overrides.CommandLine) -> Iterator[str]:
+def _own_code_in_recipe(config: Config, line: Settings) -> Iterator[str]:
     """Yield a line where a recipe allows the code of a model folder to run, which only the user may allow."""
     for key in security_rules.allows_code(config):
         if key not in line.keys:

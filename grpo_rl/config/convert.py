@@ -19,8 +19,6 @@ from grpo_rl.config.schema.tree import Config, Range
 from grpo_rl.errors import ConfigError
 
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
-_LARGEST_INT = 2**63 - 1
-"""The largest integer that torch, numpy and files store as one number."""
 
 
 class _Wrong(Exception):
@@ -58,16 +56,13 @@ def value_problem(key: str, value: Any) -> str | None:
 
 def unknown_key(key: str, where: str = "") -> str:
     """Return the line for a key that is not in the schema, with the nearest ones."""
-    near = nearest(key)
-    if near == (key,):
-        hint = "Dots do not nest in a YAML file: write each part on its own, indented line."
-    elif near:
+    if near := nearest(key):
         hint = f"Did you mean {' or '.join(near)}?"
     elif siblings(key):
         hint = f"There are: {', '.join(siblings(key))}."
     else:
         hint = "All keys are in docs/configuration.md; --cfg prints them with their values."
-    return f"{key}: unknown key{where}. {hint}"
+    return f"{show(key)}: unknown key{where}. {hint}"
 
 
 def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
@@ -165,8 +160,6 @@ def _int(value: Any) -> int:
     if isinstance(value, str) and len(value) <= 40 and _WHOLE.fullmatch(value.strip()):
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        if abs(value) > _LARGEST_INT:
-            raise _Wrong(f"is too large; at most {_LARGEST_INT}")
         return value
     if isinstance(value, float) and math.isfinite(value):
         if value == int(value):

@@ -20,8 +20,8 @@ _INTRODUCTION = """\
 Generated from `grpo_rl/config/schema/*.py` by `python -m grpo_rl.config.reference_page > docs/configuration.md`.
 
 A key is set on the command line (`trainer.save_freq=10`) or in a recipe, which is a YAML file with the same
-keys (`recipe=arithmetic/grpo`, or `recipe=path/to/my.yaml`). Later ones win: defaults, `conf/config.yaml`, the
-recipe, the command line. `~trainer.save_freq` goes back to the default, `${trainer.project_name}` is the value
+keys (`recipe=arithmetic/grpo`, or `recipe=path/to/my.yaml`). Later ones win: defaults, the recipe, the command
+line. `~trainer.save_freq` goes back to the default, `${trainer.project_name}` is the value
 of another key, `${oc.env:NAME}` that of an environment variable (which is not written into the run's folder).
 A recipe builds on another with `defaults: [/recipe/arithmetic/grpo]`.
 

@@ -35,14 +35,14 @@ def test_a_recipe_is_a_valid_configuration(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", known_recipes())
 def test_a_recipe_holds_only_what_differs_from_the_defaults(recipe: str) -> None:
-    content = yaml.safe_load((folder("recipes") / f"{recipe}.yaml").read_text())
+    content = yaml.safe_load((folder() / f"{recipe}.yaml").read_text())
     content.pop("defaults", None)
     same = {key: value for key, value in flat(content).items() if leaves()[key].default == value}
     assert same == {}
 
 
 def test_every_recipe_has_a_readme_and_is_in_the_list() -> None:
-    root = folder("recipes")
+    root = folder()
     table = (root / "README.md").read_text()
     for recipe in known_recipes():
         place = Path(recipe)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from grpo_rl.config.schema.tree import Config
 
@@ -18,23 +17,6 @@ def problems(config: Config) -> Iterator[str]:
     """Yield paths and names that lead elsewhere, and model folders that bring code of their own."""
     yield from _paths(config)
     yield from _code_in_models(config)
-
-
-def targets(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield each `_target_` and its relatives anywhere in `tree`: a configuration names no function to be called by Hydra."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if str(name) in ("_target_", "_partial_", "_recursive_", "_convert_", "_args_"):
-            yield (
-                f"{key}: a configuration never names code to run this way; functions are named where a key takes one, as "
-                "file.py:function (reward.functions, algorithm.adv_estimator, policy_loss.loss_mode)"
-            )
-        elif isinstance(value, Mapping):
-            yield from targets(value, f"{key}.")
-        elif isinstance(value, list):
-            for index, entry in enumerate(value):
-                if isinstance(entry, Mapping):
-                    yield from targets(entry, f"{key}[{index}].")
 
 
 def _paths(config: Config) -> Iterator[str]:

@@ -8,7 +8,7 @@ a note. All others are refused with what to use instead.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,46 +114,25 @@ def answer_for(key: str) -> Answer | None:
     return None
 
 
-def refusals(key: str, value: Any, where: str = "") -> list[str] | None:
-    """Return why verl's `key` cannot have `value` here: one line per refused key, none if it is right.
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What is said of a value of one of verl's keys: why it is refused, or that it is taken and means nothing here."""
 
-    `value` may be a mapping of keys below `key`. None means that verl has no such key either.
-    """
-    problems: list[str] = []
-    for leaf, entry in _flatten(key, value):
-        answer = answer_for(leaf)
-        if answer is None:
-            return None
-        if answer.hint or _is_right(entry, answer):
-            continue
-        if answer.accepts:
-            right = " or ".join(show(right) for right in answer.accepts)
-            problems.append(f"{leaf}={show(entry)}: only {right} is possible here{where}: {answer.advice}")
-        else:
-            problems.append(f"{leaf}: a key of verl's that is not here{where}: {answer.advice}")
-    return problems
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-def notes(key: str, value: Any, where: str = "") -> list[str]:
-    """Return one line per key of verl's below `key` that is taken and that means nothing here."""
-    found = ((leaf, entry, answer_for(leaf)) for leaf, entry in _flatten(key, value))
-    return [
-        f"{leaf}={show(entry)}: has no meaning here{where}: {answer.advice}"
-        for leaf, entry, answer in found
-        if answer is not None and answer.hint and not _is_right(entry, answer)
-    ]
-
-
-def _is_right(value: Any, answer: Answer) -> bool:
-    return value is None or any(_same(value, right) for right in answer.accepts)
-
-
-def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for name, entry in value.items():
-            yield from _flatten(f"{key}.{name}", entry)
-    else:
-        yield key, value
+def reply(key: str, value: Any, where: str = "") -> Reply | None:
+    """Return what is said of verl's `key` with this value; nothing where that is right here. None: verl has no such key either."""
+    answer = answer_for(key)
+    if answer is None or value is None or any(_same(value, right) for right in answer.accepts):
+        return None if answer is None else Reply()
+    if answer.hint:
+        return Reply(notes=(f"{key}={show(value)}: has no meaning here{where}: {answer.advice}",))
+    if not answer.accepts:
+        return Reply((f"{key}: a key of verl's that is not here{where}: {answer.advice}",))
+    right = " or ".join(show(right) for right in answer.accepts)
+    return Reply((f"{key}={show(value)}: only {right} is possible here{where}: {answer.advice}",))
 
 
 def _same(value: Any, right: str) -> bool:

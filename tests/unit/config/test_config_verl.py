@@ -11,8 +11,9 @@ from config_tools import CPU, A, R
 from verl_commands import COMMANDS
 
 from grpo_rl.config.compose import compose
+from grpo_rl.config.overrides import read
 from grpo_rl.config.schema.fields import free_mapping, leaves, sections
-from grpo_rl.config.verl.verl_answers import ANSWERS, answer_for, notes, refusals
+from grpo_rl.config.verl.verl_answers import ANSWERS, Reply, answer_for, reply
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
 
@@ -85,12 +86,12 @@ def test_no_key_of_the_schema_has_an_answer_for_keys_that_are_missing() -> None:
 def test_every_answer_takes_its_right_values_and_null_and_refuses_or_notes_others_with_advice(key: str) -> None:
     answer = ANSWERS[key]
     for value in (None, *answer.accepts):
-        assert refusals(key, value) == []
-        assert notes(key, value) == []
-    refused, noted = refusals(key, "something else") or [], notes(key, "something else")
-    (line,) = [*refused, *noted]
+        assert reply(key, value) == Reply()
+    other = reply(key, "something else")
+    assert other is not None
+    (line,) = [*other.problems, *other.notes]
     assert line.startswith(key) and answer.advice in line
-    assert bool(noted) == answer.hint == ("has no meaning here" in line)
+    assert bool(other.notes) == answer.hint == ("has no meaning here" in line)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_every_answer_takes_its_right_values_and_null_and_refuses_or_notes_other
 )
 def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]) -> None:
     for value in values:
-        assert refusals(key, value) == []
+        assert reply(key, value) == Reply()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,9 @@ def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]
     ],
 )
 def test_other_values_are_refused_and_true_is_not_one(key: str, value: object) -> None:
-    (problem,) = refusals(key, value) or [""]
+    answer = reply(key, value)
+    assert answer is not None
+    (problem,) = answer.problems
     assert "only" in problem and "possible here" in problem
 
 
@@ -171,13 +174,13 @@ def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str
     ],
 )
 def test_keys_of_parts_that_are_not_here_are_answered_or_unknown_never_taken(key: str) -> None:
-    answers = refusals(key, 64)
-    assert answers is None or len(answers) == 1
+    answer = reply(key, 64)
+    assert answer is None or len(answer.problems) == 1
 
 
 def test_a_mapping_of_keys_is_answered_key_by_key() -> None:
-    problems = refusals("reward_model", {"strategy": "fsdp", "model": {"fsdp_config": 1}, "micro_batch_size": None})
-    assert problems is not None and [problem.partition(":")[0] for problem in problems] == ["reward_model.model.fsdp_config"]
+    problems = read(["reward_model={strategy: fsdp, model: {fsdp_config: 1}, micro_batch_size: null}"]).problems
+    assert [problem.partition(":")[0] for problem in problems] == ["reward_model.model.fsdp_config"]
 
 
 DAPO_COMMAND = """
@@ -294,7 +297,8 @@ def test_a_hint_in_a_recipe_is_noted_with_the_recipes_name(tmp_path: Path) -> No
     ],
 )
 def test_what_changes_the_mathematics_is_still_refused(key: str, value: object) -> None:
-    assert refusals(key, value) and not notes(key, value)
+    answer = reply(key, value)
+    assert answer is not None and answer.problems and not answer.notes
 
 
 @pytest.fixture(scope="module")
