@@ -134,8 +134,9 @@ def _list(item: Kind, value: Any) -> list[Any]:
 
 
 def _choice(choices: tuple[str, ...], value: Any) -> str:
-    if value in choices and isinstance(value, str):
-        return value
+    for choice in choices:
+        if isinstance(value, str) and value.lower() == choice.lower():  # verl writes AdamW
+            return choice
     near = difflib.get_close_matches(str(value)[:200], choices, n=1)
     raise _Wrong("is not one of the choices" + (f", did you mean {near[0]}?" if near else ""))
 

@@ -1,4 +1,4 @@
-"""AdamW and its learning-rate schedule."""
+"""AdamW, Muon, and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -6,25 +6,85 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from grpo_rl.config.schema.tree import OptimConfig
+from grpo_rl.models.fsdp import full_tensor
+from grpo_rl.models.load import decoder_layers
+from grpo_rl.models.sharded_load import local_of, rows_of
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov & Hutter 2019) with weight decay on matrices only."""
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of the parameters that are trained, with weight decay on matrices only."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    if config.optimizer == "adamw":
+        return _adamw(trained, config)
+    hidden = {id(p) for layer in decoder_layers(model.lm) for p in layer.parameters() if p.ndim >= 2}
+    return Muon([p for p in trained if id(p) in hidden], _adamw([p for p in trained if id(p) not in hidden], config), config)
+
+
+def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """Return AdamW (Loshchilov & Hutter 2019)."""
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
-        fused=all(p.device.type in ("cuda", "cpu") for p in trained),
+        fused=all(p.device.type in ("cuda", "cpu") for p in parameters),
     )
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices of the transformer blocks, AdamW for embeddings, head and vectors, at one learning rate.
+
+    The momentum of a matrix [m, n] is brought close to the nearest matrix with orthogonal rows or columns, times
+    0.2 sqrt(max(m, n)), so that an update is about as large as AdamW's at the same rate (Jordan et al., "Muon", 2024;
+    arXiv 2502.16982, section 2.2, eq. 4). Each matrix of a stack of experts is taken by itself. Every rank gathers a matrix whole,
+    computes the same update and keeps its rows, so that the number of ranks changes nothing but the rounding of the gradient's sum.
+    """
+
+    def __init__(self, matrices: list[nn.Parameter], others: torch.optim.AdamW, config: OptimConfig) -> None:
+        self._others = others
+        group = {"params": matrices, "weight_decay": config.weight_decay, "momentum": config.betas[0]}
+        super().__init__([group, *others.param_groups], {"lr": config.lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step; there is no closure."""
+        # Loading a state replaces both, so that they are shared anew here.
+        self._others.state, self._others.param_groups = self.state, self.param_groups[1:]
+        self._others.step()
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+            momentum.lerp_(parameter.grad, 1.0 - group["momentum"])
+            ahead = parameter.grad.lerp(momentum, group["momentum"])  # Nesterov's
+            update = orthogonal(full_tensor(ahead))
+            scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+            parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+            rows = local_of(parameter)
+            rows.sub_(update[slice(*rows_of(parameter))].to(rows), alpha=group["lr"] * scale)
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return the matrix, or each one of a stack [..., m, n], with its singular values brought near to 1 (0.7 to 1.2).
+
+    Five steps of the quintic Newton-Schulz iteration of Jordan et al. (2024), in bfloat16 on a GPU and float32 elsewhere.
+    """
+    x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.mT if tall else x
 
 
 def make_scheduler(

@@ -210,3 +210,23 @@ def test_a_save_that_fails_in_the_background_is_told_when_it_is_asked_for(ranks,
     with pytest.raises(CheckpointError, match=r"cannot write .*: File exists; it needs .* KiB, .* are free there"):
         while actor.saved(1.0) is None:
             pass
+
+
+def test_muon_takes_the_same_steps_on_any_number_of_ranks_and_goes_on_bit_for_bit(ranks, path, tmp_path):
+    spec = spec_for(path, optimizer="muon", betas=[0.95, 0.999])
+    spec = replace(spec, policy=replace(spec.policy, model=ModelConfig(path=str(path))))
+    weights = {}
+    for world_size in (1, 2, 4):
+        actor = start(ranks[world_size], spec)
+        update(actor, range(3))
+        if world_size == 2:
+            actor.save(tmp_path)
+        update(actor, range(3, 4))
+        weights[world_size] = ranks[world_size].call("parameters")[0]
+    for name, weight in weights[1].items():
+        for world_size in (2, 4):
+            torch.testing.assert_close(weights[world_size][name], weight, rtol=0.0, atol=1e-6)
+    actor = start(ranks[2], spec)
+    actor.load(tmp_path)
+    update(actor, range(3, 4))
+    assert_equal_bits(weights[2], ranks[2].call("parameters")[0])

@@ -21,7 +21,7 @@ class CriticModelConfig:
 @dataclass(frozen=True, slots=True)
 class CriticOptimConfig(OptimConfig):
     lr: LearningRate = 1e-5
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
 
 
 @dataclass(frozen=True, slots=True)

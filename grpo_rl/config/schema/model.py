@@ -82,14 +82,16 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class OptimConfig:
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the transformer blocks, AdamW for embeddings, head and vectors, with one learning rate for both."""
     lr: LearningRate = 1e-6
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])
-    """AdamW's two decay rates."""
+    """AdamW's two decay rates; the first is Muon's momentum, which is usually 0.95."""
     eps: Epsilon = 1e-8
     """AdamW's epsilon."""
     weight_decay: WeightDecay = 0.01
-    """AdamW's decoupled weight decay, applied to matrices and not to vectors (norms, biases)."""
+    """Decoupled weight decay, applied to matrices and not to vectors (norms, biases)."""
     lr_warmup_steps: CountOrOff = -1
     """Optimizer steps of linear warm-up; -1: take lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: Fraction = 0.0

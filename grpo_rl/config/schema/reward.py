@@ -53,7 +53,7 @@ class OverlongBufferConfig:
 @dataclass(frozen=True, slots=True)
 class RewardModelOptimConfig(OptimConfig):
     lr: LearningRate = 1e-5
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
 
 
 @dataclass(frozen=True, slots=True)

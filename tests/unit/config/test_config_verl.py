@@ -293,7 +293,6 @@ def test_a_hint_in_a_recipe_is_noted_with_the_recipes_name(tmp_path: Path) -> No
         (f"{R}.multi_turn.num_repeat_rollouts", 2),
         ("critic.loss_agg_mode", "seq-mean-token-mean"),
         ("algorithm.use_pf_ppo", True),
-        (f"{A}.optim.optimizer", "SGD"),
     ],
 )
 def test_what_changes_the_mathematics_is_still_refused(key: str, value: object) -> None:

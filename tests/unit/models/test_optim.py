@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from grpo_rl.config.schema.tree import OptimConfig
-from grpo_rl.models.optim import lr_factor, make_optimizer, make_scheduler
+from grpo_rl.models.optim import lr_factor, make_optimizer, make_scheduler, orthogonal
 
 
 def factors(total_steps: int, **settings: object) -> list[float]:
@@ -72,3 +72,39 @@ def test_frozen_parameters_are_left_out():
     model[0].requires_grad_(False)
     optimizer = make_optimizer(model, OptimConfig())
     assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(model[1].weight), id(model[1].bias)]
+
+
+def test_muon_brings_singular_values_near_one_and_moves_hidden_matrices_as_torchs_own_does():
+    torch.manual_seed(0)
+    stack = torch.randn(3, 20, 8)
+    values = torch.linalg.svdvals(orthogonal(stack))
+    assert bool(((values > 0.6) & (values < 1.3)).all())
+    model = nn.Module()
+    model.lm = nn.Module()
+    model.lm.base_model = nn.Module()
+    model.lm.base_model.layers = nn.ModuleList([nn.Linear(8, 20)])
+    model.head = nn.Linear(20, 4, bias=False)
+    config = OptimConfig(optimizer="muon", lr=0.02, betas=[0.95, 0.999], weight_decay=0.1)
+    inside = model.lm.base_model.layers[0]
+    optimizer = make_optimizer(model, config)
+    same = {name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()}
+    weight, bias, head = (
+        same[f"{name}"] for name in ("lm.base_model.layers.0.weight", "lm.base_model.layers.0.bias", "head.weight")
+    )
+    muon = torch.optim.Muon([weight], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(
+        [{"params": [head], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.0}], lr=0.02, betas=(0.95, 0.999)
+    )
+    before = inside.weight.detach().clone()
+    for _ in range(3):
+        for ours, theirs in ((inside.weight, weight), (inside.bias, bias), (model.head.weight, head)):
+            ours.grad = torch.randn_like(ours)
+            theirs.grad = ours.grad.clone()
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    torch.testing.assert_close(model.head.weight, head)
+    torch.testing.assert_close(inside.bias, bias)
+    # Torch's own iterates in bfloat16.
+    difference, moved = (inside.weight - weight).norm(), (weight - before).norm()
+    assert float(difference.detach() / moved.detach()) < 0.02
