@@ -177,8 +177,8 @@ FAULTS: list[Fault] = [
     _F(
         "wrong default",
         "models/optim.py",
-        '"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0',
-        '"params": [p for p in trained if p.ndim < 2], "weight_decay": config.weight_decay',
+        '"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0',
+        '"params": [p for p in parameters if p.ndim < 2], "weight_decay": config.weight_decay',
         "unit/models unit/workers",
     ),
     _F("off by one", "models/optim.py", "return (step + 1) / (warmup + 1)", "return step / (warmup + 1)", "unit/models"),
