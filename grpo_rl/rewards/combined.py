@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from grpo_rl.config import derived
-from grpo_rl.config.schema.multi_turn import MultiTurnConfig
+from grpo_rl.config.schema.model import MultiTurnConfig
 from grpo_rl.config.schema.tree import Config, RewardConfig
 from grpo_rl.episode import TRUNCATED, Episode
 from grpo_rl.errors import RewardError

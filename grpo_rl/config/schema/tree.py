@@ -16,11 +16,6 @@ from grpo_rl.config.schema.algorithm import (
     RejectionConfig,
     RolloutCorrectionConfig,
 )
-from grpo_rl.config.schema.critic import (
-    CriticConfig,
-    CriticModelConfig,
-    CriticOptimConfig,
-)
 from grpo_rl.config.schema.data import (
     CustomClsConfig,
     DataConfig,
@@ -40,18 +35,23 @@ from grpo_rl.config.schema.model import (
     ActorRolloutRefConfig,
     AdaptiveEntropyConfig,
     CheckpointConfig,
+    CriticConfig,
+    CriticModelConfig,
+    CriticOptimConfig,
+    EnvironmentConfig,
     FsdpConfig,
     ModelConfig,
+    MultiTurnConfig,
     OptimConfig,
     PolicyLossConfig,
     ProfilerConfig,
     RefConfig,
     RefFsdpConfig,
     RolloutConfig,
+    TruncationConfig,
     ValSamplingConfig,
     WeightSyncConfig,
 )
-from grpo_rl.config.schema.multi_turn import EnvironmentConfig, MultiTurnConfig, TruncationConfig
 from grpo_rl.config.schema.reward import (
     CustomRewardConfig,
     JudgeConfig,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_rl.config.schema.multi_turn import EnvironmentConfig, MultiTurnConfig, TruncationConfig
+from grpo_rl.config.schema.model import EnvironmentConfig, MultiTurnConfig, TruncationConfig
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.episode import Episode, PlayedTurn
