@@ -88,7 +88,7 @@ def _table(prefix: str, section: type) -> str:
 def meanings() -> dict[str, dict[str, str]]:
     """Return the doc string under each field, by class and field, on one line."""
     found: dict[str, dict[str, str]] = {}
-    modules = {sys.modules[vars(tree)[name].__module__] for name in tree.__all__ if name.endswith("Config")}
+    modules = {sys.modules[section.__module__] for name, section in vars(tree).items() if name.endswith("Config")}
     nodes = [node for module in modules for node in ast.parse(inspect.getsource(module)).body]
     # What a class inherits has to be found before it.
     for node in sorted(nodes, key=lambda node: isinstance(node, ast.ClassDef) and bool(node.bases)):
