@@ -4,7 +4,6 @@
     .venv/bin/python scripts/bench_step.py --cases shared                        # prompts of 128 tokens instead of 8
     .venv/bin/python scripts/bench_step.py --steps 7 --cases equal --model 1m
     .venv/bin/python scripts/bench_step.py --cases equal --trl trl/bin/python    # in turns with bench_trl.py
-    .venv/bin/python scripts/bench_step.py --dtype bfloat16                      # the update alone, against float32
 
 (a) is the program: Ray, a vLLM worker, a reference worker, an FSDP2 actor, GRPO with its KL term. (b) is
 the bare parts: one vLLM engine that generates the same responses, and one plain PyTorch loop that does
@@ -302,87 +301,6 @@ def report(rows: list[dict[str, float]], case: str) -> float:
     return median("whole")
 
 
-# ---- one precision against another ---------------------------------------------------------------------
-
-
-def serve_updates(pipe: Any, path: str, dtype: str, port: int, threads: int) -> None:
-    """An actor rank without Ray that updates on what the pipe sends, and answers with seconds and log-probs."""
-    import torch
-
-    from grpo_rl.algos.objective import Objective
-    from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
-    from grpo_rl.workers.actor import ActorWorker
-    from grpo_rl.workers.specs import ActorSpec, OptimizerStep, PolicySpec, Rank, Update
-
-    torch.set_num_threads(threads)
-    policy = PolicySpec(ModelConfig(path=path, enable_gradient_checkpointing=False), 1.0, dtype, train=True)
-    spec = ActorSpec(policy, Objective(), OptimConfig(lr=1e-6), total_optimizer_steps=1000, seed=1)
-    actor = ActorWorker(spec, Rank(0, 1, "127.0.0.1", port, "cpu", 300.0))
-    while (batch := pipe.recv()) is not None:
-        rows = tuple(tuple(range(start, start + 32)) for start in range(0, batch.num_rollouts, 32))
-        logprobs_T = actor.logprobs(batch, rows)
-        started = time.perf_counter()
-        actor.update(batch, Update({}, None, (OptimizerStep(batch.counts(), rows),)))
-        pipe.send((time.perf_counter() - started, logprobs_T))
-
-
-def random_batch(seed: int, prompt_tokens: int) -> Any:
-    """16 groups of 8 random responses of 128 tokens, with advantages."""
-    import torch
-
-    from grpo_rl.types import Batch
-
-    generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(NUM_EOS, VOCABULARY, (16, prompt_tokens), generator=generator).repeat_interleave(8, 0)
-    responses = torch.randint(NUM_EOS, VOCABULARY, (128, 128), generator=generator)
-    return Batch(
-        prompt_lengths_N=torch.full((128,), prompt_tokens),
-        response_lengths_N=torch.full((128,), 128),
-        group_N=torch.arange(16).repeat_interleave(8),
-        token_ids_S=torch.cat([prompts, responses], 1).reshape(-1),
-        rewards_N=torch.zeros(128),
-        advantages_T=torch.randn(128, generator=generator).repeat_interleave(128),
-    )
-
-
-def bench_precision(folder: Path, dtype: str, *, steps: int, threads: int) -> None:
-    """The actor's update in float32 and in `dtype`, in turns on the same batches."""
-    import multiprocessing
-    import socket
-
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for name in ("float32", dtype):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        ours, theirs = context.Pipe()
-        arguments = (theirs, str(folder / "model"), name, port, threads)
-        processes.append(context.Process(target=serve_updates, args=arguments, daemon=True))
-        processes[-1].start()
-        pipes.append(ours)
-    seconds: list[list[float]] = []
-    differences = []
-    for step in range(steps + 1):
-        answers = []
-        for pipe in pipes:
-            pipe.send(random_batch(step, 8))
-            answers.append(pipe.recv())
-        if step > 0:  # the first one warms everything up
-            seconds.append([taken for taken, _ in answers])
-            differences.append(float((answers[0][1] - answers[1][1]).abs().mean()))
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(None)
-        process.join(30)
-    exact, other = (statistics.median(column) for column in zip(*seconds, strict=True))
-    ratio = statistics.median(row[0] / row[1] for row in seconds)
-    print(f"\nthe actor's update of 16 x 8 x 136 tokens: medians of {steps} steps, seconds")
-    print(f"  float32                            {exact:8.3f}")
-    print(f"  {dtype:<35}{other:8.3f}")
-    print(f"  float32 / {dtype}, step by step{ratio:8.2f}   (bar: >= 2.5)")
-    print(f"  mean difference of their log-probs {statistics.median(differences):8.4f}")
-
-
 def bench_trl(folder: Path, case: str, python: str, model: str, *, steps: int, rounds: int) -> None:
     """The program and TRL's step in turns; TRL runs in an environment of its own."""
     import re
@@ -409,18 +327,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one for warming up")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES), help="which lengths and prompts")
     parser.add_argument("--model", choices=sorted(SIZES), default="10m", help="how many parameters")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="other: the update alone")
-    threads = os.cpu_count() or 1
-    parser.add_argument("--threads", type=int, default=threads, help="threads of the two updates that --dtype compares")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of TRL's environment: run in turns with it")
     parser.add_argument("--rounds", type=int, default=2, help="turns of program and TRL")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", arguments.model)
-        if arguments.dtype != "float32":
-            bench_precision(folder, arguments.dtype, steps=arguments.steps, threads=arguments.threads)
-            return 0
         for case in arguments.cases:
             if arguments.trl:
                 bench_trl(folder, case, arguments.trl, arguments.model, steps=arguments.steps, rounds=arguments.rounds)

@@ -1,6 +1,6 @@
 """The scripts that the documents name run to their end at a small size: they use parts of the program that change.
 
-Others have tests of their own: test_bare_machine.py here, and in tests/unit those of gpu_check, fuzz_parsers, track_memory, the
+Others have tests of their own in tests/unit: those of gpu_check, fuzz_parsers, track_memory, the
 documents, setup.sh and submit.sh; quickstart.sh and test.sh are run by tests/campaign/test_fresh_debian.py.
 """
 

@@ -24,7 +24,6 @@ runpy.run_path({script!r}, run_name="__main__")
     ("script", "argv", "modules", "extra"),
     [
         ("fuzz_parsers.py", ["jsonl", "--seconds", "1"], ["atheris"], "setup.sh dev data fuzz"),
-        ("build_docs.py", [], ["mkdocs.commands.build", "mkdocs.config"], "setup.sh docs"),
     ],
 )
 def test_a_script_without_its_extra_says_which_one_it_needs(

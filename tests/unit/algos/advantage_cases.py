@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from algos_reference import Ragged
+from ragged_batches import Ragged
 from torch import Tensor
 
 from grpo_rl.algos.advantages.registered import AdvantageInput, token_rewards

@@ -6,13 +6,11 @@ import itertools
 import math
 from typing import Any
 
-import algos_reference as reference
-import algos_reference_losses as reference_losses
+import ragged_batches as reference
 import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS
-from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
@@ -22,10 +20,6 @@ from grpo_rl.types import Counts
 SINGLE = [name for name in sorted(POLICY_LOSSES) if name != "sft" and "pairs" not in needs_of(POLICY_LOSSES.get(name))]
 """The losses that weigh each response by its advantage. Those over pairs are in test_preference.py; `sft` reads no advantage."""
 COMBINATIONS = list(itertools.product(SINGLE, sorted(AGGREGATIONS)))
-KL_TYPES = [*sorted(KL_ESTIMATORS), "full"]
-TERMS = [(loss, agg, "k2") for loss, agg in COMBINATIONS] + [("vanilla", "token-mean", kl) for kl in KL_TYPES]
-"""Every loss with every average, and every KL estimator once: the terms only add up."""
-SMOOTH = [(loss, agg, kl) for loss, agg, kl in TERMS if loss not in reference_losses.STOPS_GRADIENTS and not kl.endswith("+")]
 FACTOR = 7.0
 
 
@@ -50,7 +44,7 @@ def extras(objective: Objective, data: reference.Ragged) -> dict[str, Tensor]:
     """The columns that only some objectives need."""
     columns = {}
     if objective.needs_selection:
-        columns["selected_T"] = torch.tensor(reference_losses.selected(data), dtype=torch.bool)
+        columns["selected_T"] = torch.tensor(data.entropy) > 1.0  # goes along where responses are picked
     if objective.needs_group_tokens:
         columns["group_tokens_N"] = torch.tensor(data.group_tokens, dtype=torch.long)
     return columns

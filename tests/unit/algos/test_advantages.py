@@ -43,12 +43,6 @@ def test_grpo_of_two_right_and_two_wrong_answers_by_hand() -> None:
     assert advantages_T.dtype == torch.float32
 
 
-def test_dr_grpo_is_the_distance_to_the_mean_and_grpo_without_a_standard_deviation_the_same() -> None:
-    inp = inputs([1, 0, 0, 3], [1, 1, 2, 1], [0, 0, 0, 0])
-    assert dr_grpo(inp).advantages_T.tolist() == [0, -1, -1, -1, 2]
-    assert grpo(inp, std="none").advantages_T.tolist() == [0, -1, -1, -1, 2]
-
-
 def test_the_standard_deviation_may_be_that_of_the_batch_by_hand() -> None:
     inp = inputs([1, 3, 5, 5], [1, 1, 1, 1], [0, 0, 1, 1])
     # deviations -1, 1, 0, 0: sample variance 2/3; rewards with mean 3.5: (6.25 + 0.25 + 2.25 + 2.25) / 3 = 11/3

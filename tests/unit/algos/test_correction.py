@@ -51,11 +51,6 @@ def test_truncated_importance_sampling_cuts_the_ratio_of_each_token() -> None:
     assert out.metrics["rollout_is_eff_sample_size"] == pytest.approx(4.75**2 / (4 * squares))
 
 
-def test_the_weight_of_a_response_is_the_product_of_its_ratios() -> None:
-    out = corrected(rollout_is="sequence", rollout_is_threshold=5.0)
-    assert out.weights_T is not None and out.weights_T.tolist() == pytest.approx([5.0, 5.0, 0.25, 1.0])
-
-
 def test_icepop_weighs_what_is_inside_and_rejects_what_is_outside() -> None:
     out = corrected(rollout_is="token", rollout_rs=(Rejection("token_k1", 0.5, 2.0),))
     assert out.trained_T is not None and out.trained_T.tolist() == [True, False, False, True]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import algos_reference as reference
 import pytest
+import ragged_batches as reference
 import torch
 from advantage_cases import complete
 from objective_cases import SINGLE

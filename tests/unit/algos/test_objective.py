@@ -8,8 +8,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import algos_reference as reference
 import pytest
+import ragged_batches as reference
 import torch
 from objective_cases import inputs, run
 
@@ -25,13 +25,6 @@ from grpo_rl.registry import formula_of
 from grpo_rl.types import Counts
 
 # ---- configuration ---------------------------------------------------------------------------------
-
-
-def test_the_default_configuration_is_grpo_with_k3_in_the_loss() -> None:
-    objective = Objective.from_config(ActorConfig())
-    assert objective == Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.001)
-    assert (objective.loss_mode, objective.loss_agg_mode) == ("vanilla", "token-mean")
-    assert (objective.needs_ref, objective.needs_entropy, objective.needs_full_kl) == (True, False, False)
 
 
 def test_the_clip_ratio_holds_for_every_side_that_is_not_given() -> None:

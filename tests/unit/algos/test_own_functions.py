@@ -66,22 +66,6 @@ def test_the_loss_of_a_document_is_short_and_runs_with_its_option(document: str,
     assert stats["max/ratio_max"] == 1.0
 
 
-def test_an_own_kl_and_an_own_average_have_options_and_formulas(tmp_path: Path) -> None:
-    file = write(
-        tmp_path,
-        "def kl(policy_logprobs_T, ref_logprobs_T, *, power: float = 2.0):\n"
-        '    """Formula: abs(d)^power"""\n    return (policy_logprobs_T - ref_logprobs_T).abs() ** power\n'
-        "def mean(values_T, segments, counts, *, factor: float = 1.0):\n"
-        '    """Formula: factor/num_tokens Σ_tokens"""\n    return factor * values_T.sum() / max(1, counts.num_tokens)\n',
-    )
-    words = [f"{A}.kl_loss_type={file}:kl", f"{A}.kl_loss_options={{power: 3.0}}"]
-    words += [f"{A}.loss_agg_mode={file}:mean", f"{A}.loss_agg_options={{factor: 4.0}}"]
-    text = page(*words)
-    assert "KL = abs(d)^3" in text and "avg = 4/num_tokens Σ_tokens" in text
-    with pytest.raises(ConfigError, match="has no option pwoer"):
-        page(words[0], f"{A}.kl_loss_options={{pwoer: 3.0}}")
-
-
 def test_a_loss_that_reads_the_reference_starts_it(tmp_path: Path) -> None:
     file = write(
         tmp_path,

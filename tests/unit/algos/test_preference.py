@@ -137,50 +137,6 @@ def ragged(seed: int, num_pairs: int = 5, dtype: torch.dtype = torch.float64) ->
     )
 
 
-def plain(name: str, inputs: LossInput, policy_T: Tensor, options: dict[str, Any]) -> Tensor:
-    """The same mean over pairs, written with loops over pairs and torch's elementary functions."""
-    assert inputs.group_N is not None and inputs.chosen_N is not None and inputs.ref_logprobs_T is not None
-    lengths = inputs.segments.lengths_N.tolist()
-    own, ref = policy_T.double().split(lengths), inputs.ref_logprobs_T.double().split(lengths)
-    losses = []
-    for group in inputs.group_N.unique().tolist():
-        score: dict[bool, Tensor] = {}
-        for n in (inputs.group_N == group).nonzero()[:, 0].tolist():
-            free = name == "simpo" or options.get("reference_free", False)
-            values = own[n] if free else own[n] - ref[n]
-            score[bool(inputs.chosen_N[n])] = (
-                values.mean() if name == "simpo" or options.get("length_normalised") else values.sum()
-            )
-        h, beta = score[True] - score[False], options.get("beta", 2.0 if name == "simpo" else 0.1)
-        if name == "dpo":
-            wrong = options.get("label_smoothing", 0.0)
-            losses.append(-(1 - wrong) * torch.log(torch.sigmoid(beta * h)) - wrong * torch.log(torch.sigmoid(-beta * h)))
-        elif name == "ipo":
-            losses.append((h - 1 / (2 * beta)) ** 2)
-        elif name == "dpo_hinge":
-            losses.append(torch.relu(1 - beta * h))
-        else:
-            losses.append(torch.log(1 + torch.exp(-(beta * h - options.get("gamma", 1.0)))))
-    return torch.stack(losses).mean()
-
-
-@pytest.mark.parametrize("average", PAIR_AVERAGES)
-@pytest.mark.parametrize(("name", "options"), CASES, ids=IDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_loss_and_gradient_are_those_of_the_plain_version(
-    name: str, options: dict[str, Any], average: str, dtype: torch.dtype
-) -> None:
-    for seed in range(5):
-        inputs = ragged(seed, dtype=dtype)
-        loss, _ = total(name, inputs, average, **options)
-        (gradient_T,) = torch.autograd.grad(loss, inputs.policy_logprobs_T)
-        policy_T = inputs.policy_logprobs_T.detach().double().requires_grad_()
-        expected = plain(name, inputs, policy_T, options)
-        (expected_T,) = torch.autograd.grad(expected, policy_T)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
-        torch.testing.assert_close(gradient_T.double(), expected_T, atol=1e-6 * float(expected_T.abs().max()), rtol=0)
-
-
 # ---- properties ----------------------------------------------------------------------------------------
 
 

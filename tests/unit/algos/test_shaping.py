@@ -32,18 +32,6 @@ def test_the_entropy_coefficient_rises_below_its_target_and_acts_only_there() ->
     assert values == [0.5, 0.75, 0.75, 0.0, 0.0, 0.5]
 
 
-def test_the_entropy_controller_goes_on_where_a_checkpoint_left_it() -> None:
-    controller = AdaptiveEntropy(target_entropy=0.2, step=0.25)
-    for entropy in (0.1, 0.1, 0.5):
-        controller.update(entropy)
-    resumed = AdaptiveEntropy(target_entropy=0.2, step=0.25)
-    resumed.load_state_dict(json.loads(json.dumps(controller.state_dict())))
-    assert resumed.value == controller.value == 0.0
-    controller.update(0.1)
-    resumed.update(0.1)
-    assert resumed.value == controller.value == 0.5
-
-
 def test_a_prompt_retires_when_its_pass_rate_reaches_the_bound_and_stays_so() -> None:
     rates = PassRates(bound=0.9)
     rates.record(7, passed=7, sampled=8)

@@ -19,7 +19,7 @@ from torch.nn.attention import varlen
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
 from grpo_rl.models.attention import packed_attention
-from grpo_rl.models.packing import MIN_FILL, GatheredKeys, Packing
+from grpo_rl.models.packing import GatheredKeys, Packing
 from grpo_rl.models.prefix_attention import repeated_heads
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -52,26 +52,6 @@ def test_every_sequence_is_attended_to_as_if_it_were_alone(lengths_N, heads):
     pieces = zip(query.split(lengths_N, 1), key.split(lengths_N, 1), value.split(lengths_N, 1), strict=True)
     expected = torch.cat([causal_attention(q, k, v, 0.3) for q, k, v in pieces])
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
-
-
-def test_gradients_reach_the_own_sequence_only():
-    lengths_N = [3, 5, 4]
-    query, key, value = (torch.randn(2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    out = run(query, key, value, Packing.of(torch.tensor(lengths_N)))
-    out[3:8].square().sum().backward()
-    for tensor in (query, key, value):
-        assert tensor.grad is not None
-        assert not tensor.grad[:, :3].any() and not tensor.grad[:, 8:].any()
-        assert tensor.grad[:, 3:8].any()
-
-
-@given(lengths)
-def test_groups_hold_every_token_once_and_little_padding(lengths_N):
-    packing = Packing.of(torch.tensor(lengths_N))
-    cells = torch.cat([group.index_BL.reshape(-1) for group in packing.rectangles.groups])
-    assert cells[packing.rectangles.restore_S].tolist() == list(range(sum(lengths_N)))
-    assert sum(len(group.index_BL) for group in packing.rectangles.groups) == len(lengths_N)
-    assert sum(lengths_N) >= MIN_FILL * len(cells)
 
 
 def test_a_sliding_window_is_accepted_only_while_it_changes_nothing():

@@ -3,12 +3,10 @@ import hashlib
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.builtin import BUILTINS, build, build_tokenizer, get_builtin
+from grpo_rl.models.builtin import BUILTINS, build, get_builtin
 
 
 @pytest.fixture(scope="module")
@@ -29,23 +27,6 @@ def test_the_folder_is_loaded_by_the_ordinary_auto_classes(folder, tokenizer):
     assert model.dtype == torch.float32
 
 
-def test_the_end_of_sequence_is_the_same_everywhere(folder, tokenizer):
-    config = AutoModelForCausalLM.from_pretrained(folder).config
-    generation = GenerationConfig.from_pretrained(folder)
-    assert tokenizer.eos_token == "<|end|>"
-    assert tokenizer.eos_token_id == config.eos_token_id == generation.eos_token_id
-    assert tokenizer.pad_token_id == config.pad_token_id == generation.pad_token_id != tokenizer.eos_token_id
-
-
-def test_the_model_really_generates_from_its_own_prompt(folder, tokenizer):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "47+8="}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    output = model.generate(**prompt, max_new_tokens=4, do_sample=False)
-    assert prompt["input_ids"].shape[1] < output.shape[1] <= prompt["input_ids"].shape[1] + 4
-
-
 def test_the_chat_template_marks_the_roles_and_opens_the_answer(tokenizer):
     messages = [
         {"role": "system", "content": "add"},
@@ -55,13 +36,6 @@ def test_the_chat_template_marks_the_roles_and_opens_the_answer(tokenizer):
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "<|system|>add<|user|>1+1=<|assistant|>2<|end|>"
     opened = tokenizer.apply_chat_template(messages[1:2], tokenize=False, add_generation_prompt=True)
     assert opened == "<|user|>1+1=<|assistant|>"
-
-
-@given(st.text(alphabet=[chr(code) for code in range(32, 127)] + ["\n"], max_size=50))
-def test_printable_text_survives_encoding_and_decoding(text):
-    tokenizer = build_tokenizer(128)
-    if "<|" not in text:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_building_again_gives_the_same_weights_and_leaves_the_callers_random_state_alone(folder, tmp_path):

@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_leaves
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.models import forward
 from grpo_rl.models.forward import PolicyModel
-from grpo_rl.models.linear import linear
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
@@ -216,14 +214,6 @@ def test_a_trained_token_that_no_token_of_its_sequence_comes_before_is_refused(p
         Sequences.of(torch.tensor([1, 2, 3, 4]), two, torch.tensor([position]), one, torch.device("cpu"))
 
 
-def test_only_empty_responses_give_no_outputs_and_a_backward_pass_that_changes_nothing(folder):
-    policy = packed_policy(folder("llama", False))
-    out = policy(Ragged([3, 1], [0, 0]).sequences(), want_entropy=True)
-    assert out.logprobs_T.shape == out.entropy_T.shape == (0,)
-    out.logprobs_T.sum().backward()
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in policy.parameters())
-
-
 # ---- several turns --------------------------------------------------------------------------------------
 
 
@@ -261,24 +251,3 @@ def test_trained_tokens_with_context_between_them_have_the_plain_logprobs_and_gr
     changed = batch.replace(token_ids_S=batch.token_ids_S.clone().index_fill(0, torch.tensor([5]), 13))
     difference_T = policy(sequences_of(changed, torch.device("cpu"), share_prompts=True)).logprobs_T - logprobs_T
     assert difference_T[0] == 0 and difference_T[1:3].abs().min() > 1e-4
-
-
-def test_the_head_multiplies_the_states_of_trained_tokens_only(folder, monkeypatch):
-    batch = Batch(
-        prompt_lengths_N=torch.tensor([2, 4]),
-        response_lengths_N=torch.tensor([7, 5]),
-        group_N=torch.tensor([0, 0]),
-        token_ids_S=torch.arange(2, 20),
-        rewards_N=torch.zeros(2),
-        rollout_logprobs_T=torch.arange(12.0),
-    ).keep(torch.arange(12) % 3 == 0)
-    rows = []
-
-    def counting(x: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
-        rows.append(len(x))
-        return linear(x, *rest)
-
-    policy = packed_policy(folder("qwen3", False))
-    monkeypatch.setattr(forward, "linear", counting)
-    policy(sequences_of(batch, torch.device("cpu"), share_prompts=True), want_entropy=True).logprobs_T.sum().backward()
-    assert rows == [4] and batch.num_trained_tokens == 4

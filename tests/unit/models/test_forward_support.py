@@ -79,16 +79,6 @@ def test_logprobs_entropies_and_kls_are_those_of_a_softmax_over_the_allowed_toke
     assert float(out.logprobs_T[3].detach()) == 0.0, "the only token that could be sampled is certain"
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 7])
-def test_values_and_gradients_do_not_depend_on_the_chunk_size(folder, reference, chunk_tokens):
-    whole, whole_gradients = outputs(folder, reference, 1000)
-    cut, gradients = outputs(folder, reference, chunk_tokens)
-    torch.testing.assert_close(cut.logprobs_T, whole.logprobs_T, atol=1e-5, rtol=0)
-    for name, gradient in gradients.items():
-        largest = float(whole_gradients[name].abs().max())
-        torch.testing.assert_close(gradient, whole_gradients[name], atol=1e-5 * largest, rtol=0, msg=name)
-
-
 @pytest.mark.parametrize("column", [0, 1, 2], ids=["logprob", "entropy", "full_kl"])
 def test_gradients_are_those_of_finite_differences_and_pass_nothing_to_other_tokens(column):
     torch.manual_seed(0)

@@ -37,22 +37,6 @@ def test_values_and_gradients_are_those_of_the_chunked_head(tmp_path: Path, tied
         torch.testing.assert_close(own[name], chunked[name], atol=1e-5, rtol=1e-4)
 
 
-def test_a_pass_that_wants_more_than_log_probs_runs_as_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    whole = forward.fused_logprobs
-
-    def counted(*arguments: Any) -> Tensor:
-        calls.append(len(arguments[0]))
-        return whole(*arguments)
-
-    monkeypatch.setattr(forward, "fused_logprobs", counted)
-    model: PolicyModel = packed_policy(make_folder(tmp_path / "m", "llama", True), fused=True)
-    outputs = model(TOKENS.sequences(), want_entropy=True)
-    assert calls == [] and outputs.entropy_T is not None
-    assert model(TOKENS.sequences(), want_hidden=True).hidden_TD is not None
-    assert calls == [21]
-
-
 def test_the_products_of_both_passes_are_made_with_tf32_allowed_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

@@ -45,10 +45,6 @@ def test_code_in_the_model_folder_is_not_run_unless_it_was_allowed(folder, tmp_p
     assert marker.exists()
 
 
-def test_an_override_changes_the_config(folder):
-    assert load_config(str(folder), override={"attention_dropout": 0.25}).attention_dropout == 0.25
-
-
 @pytest.mark.parametrize("name", ["attention_dropuot", "to_dict", "use_return_dict"])
 def test_an_override_that_is_no_field_is_refused(folder, name):
     with pytest.raises(ConfigError, match=f"override_config.{name}: Qwen3Config has no such field"):
@@ -88,14 +84,6 @@ def test_a_folder_without_weights_is_refused(folder, tmp_path):
     path = with_config(folder, tmp_path / "empty")
     (Path(path) / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"its weights cannot be read: .*model\.safetensors"):
-        load_lm(path, load_config(path))
-
-
-def test_weights_cut_short_are_refused(folder, tmp_path):
-    path = with_config(folder, tmp_path / "short")
-    weights = Path(path) / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match="its weights cannot be read"):
         load_lm(path, load_config(path))
 
 

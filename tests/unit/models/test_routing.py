@@ -212,14 +212,6 @@ def test_the_auxiliary_loss_is_transformers_formula_layer_by_layer(folder: Path)
     assert gate.grad is not None and float(gate.grad.abs().max()) > 0
 
 
-def test_a_token_with_nothing_given_takes_what_its_router_chooses(folder: Path) -> None:
-    policy = packed_policy(folder)
-    choices = choices_of(packed_policy(folder), shares=True)
-    nothing = torch.full_like(choices, nothing_given(choices.dtype))
-    with torch.no_grad():
-        assert torch.equal(policy(sharing(nothing)[1]).logprobs_T, policy(sharing()[1]).logprobs_T)
-
-
 def test_names_of_experts_are_those_that_transformers_writes(folder: Path) -> None:
     from safetensors.torch import load_file
 

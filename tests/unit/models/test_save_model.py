@@ -55,16 +55,6 @@ def test_the_files_are_those_of_transformers_or_small_ones_of_the_same_tensors(t
         assert torch.equal(read[name], tensor), name
 
 
-def test_no_more_than_a_file_and_a_tensor_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = packed_policy(make_folder(tmp_path / "made", "qwen3", True))
-    gather = Gather(policy)
-    monkeypatch.setattr(fsdp, "named_full_tensors", gather)
-    fsdp.save_model(policy, tmp_path / "many", shard_bytes=SHARD)
-    largest = max(tensor.nbytes for tensor in gather.whole.values())
-    assert sum(tensor.nbytes for tensor in gather.whole.values()) > 3 * (SHARD + largest)
-    assert 0 < gather.most <= SHARD + largest
-
-
 def test_a_rank_that_cannot_write_goes_on_gathering_with_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = packed_policy(make_folder(tmp_path / "made", "qwen3", True))
     gather = Gather(policy)

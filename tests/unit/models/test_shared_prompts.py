@@ -91,24 +91,6 @@ def test_the_keys_of_a_variable_length_kernel_are_the_prompts_and_then_the_block
     assert keys.cumulative_lengths.dtype == torch.int32
 
 
-def test_positions_go_on_after_the_prompt_and_the_longest_sequence_counts_it():
-    packing = Packing.of(torch.tensor([3, 2, 1, 4]), CPU, torch.tensor([-1, 0, 0, -1]))
-    assert packing.position_ids_S.tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2, 3]
-    assert packing.max_length == 5
-    with pytest.raises(ValueError, match="5 tokens under a sliding window of 4"):
-        x = torch.zeros(1, 1, 10, 4)
-        packed_attention(nn.Identity(), x, x, x, None, packing=packing, sliding_window=4)
-
-
-def test_a_block_away_from_its_prompt_and_attention_dropout_are_refused():
-    with pytest.raises(ValueError, match="block 2 does not follow block 0"):
-        Packing.of(torch.tensor([3, 2, 1]), CPU, torch.tensor([-1, -1, 0]))
-    packing = Packing.of(torch.tensor([3, 2]), CPU, torch.tensor([-1, 0]))
-    with pytest.raises(ValueError, match="cannot be shared"):
-        x = torch.zeros(1, 1, 5, 4)
-        packed_attention(nn.Identity(), x, x, x, None, packing=packing, dropout=0.1)
-
-
 # ---- the model ----------------------------------------------------------------------------------------
 
 

@@ -44,17 +44,6 @@ def test_the_value_of_a_token_is_read_from_the_hidden_state_before_it(tmp_path: 
     assert float(values_T.std()) > 0.1
 
 
-@torch.no_grad()
-def test_a_value_knows_nothing_of_its_token_and_what_follows(tmp_path: Path) -> None:
-    model = value_model(make_folder(tmp_path, "qwen3", True))
-    ragged, other = Ragged([3], [4]), Ragged([3], [4])
-    # Positions 3 to 6 are the response; from its second token on the two differ.
-    other.ids[0][4:] = (other.ids[0][4:] + 1) % 37
-    one, two = model(ragged.sequences()), model(other.sequences())
-    torch.testing.assert_close(one[:2], two[:2])
-    assert not torch.isclose(one[2:], two[2:], atol=1e-3).any()
-
-
 def test_the_first_step_moves_the_head_alone_and_the_next_the_body_too(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "qwen3", True)
     model = ValueModel(load_lm(str(folder), load_config(str(folder))))

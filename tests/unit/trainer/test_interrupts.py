@@ -2,130 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import select
-import signal
 import sys
-import termios
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from terminal import Screen, Terminal
+from terminal import Terminal
 from test_sync_trainer import Policy, make, make_config  # noqa: F401
-
-from grpo_rl.errors import Preempted
-from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.stopping import Stop
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Console, Callable[..., Screen]]]:
-    """A console on a pseudo-terminal, and what is on its screen."""
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for name in ("NO_COLOR", "COLUMNS", "LINES"):
-        monkeypatch.delenv(name, raising=False)
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (60, 160))
-    arrived, num_looks, closing = bytearray(), 0, threading.Event()
-
-    def read() -> None:
-        # All the time: a terminal that nobody reads takes some KiB, and then holds up whatever prints on it.
-        while not closing.is_set():
-            if select.select([ours], [], [], 0.05)[0]:
-                arrived.extend(os.read(ours, 65536))
-
-    def look(idle: bool = True) -> Screen:
-        """Return what has arrived; with `idle`, when nothing is printed any more, what was printed."""
-        nonlocal num_looks
-        if idle:
-            # The kernel passes output on in a thread of its own: only what was written last shows that all is there.
-            os.write(theirs, b"\0")
-            num_looks += 1
-            deadline = time.monotonic() + 30.0
-            while arrived.count(0) < num_looks:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)  # polling: the screen is a stream of bytes
-        screen = Screen()
-        screen.feed(bytes(arrived).decode(errors="replace"))
-        return screen
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with open(theirs, "w", encoding="utf-8", closefd=False) as file:
-        console = Console(file)
-        assert console.interactive
-        yield console, look
-        console.close()
-    closing.set()
-    reader.join()
-    os.close(theirs)
-    os.close(ours)
-
-
-def at_call(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, count: int, look: Callable[..., Screen]) -> None:
-    """Ctrl-C is pressed in the middle of the policy's `count`th call of this name, while a bar is on the screen."""
-    original, seen = getattr(policy, call), 0
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        if seen == count:
-            deadline = time.monotonic() + 10.0
-            while "━" not in look(idle=False).text():
-                assert time.monotonic() < deadline
-                time.sleep(0.02)  # polling: the screen is a stream of bytes
-            assert not look(idle=False).cursor_is_visible
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(0.25)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(policy, call, interrupted)
-
-
-@pytest.mark.parametrize(
-    ("call", "count", "saved"),
-    [
-        ("generate", 4, 2),  # sampling; the first call validates
-        ("old_logprobs", 3, 3),
-        ("update", 3, 3),
-        ("save", 1, 2),  # saving step 2: the commit is finished
-        ("generate", 6, 4),  # the validation after step 4
-        ("generate", 1, 0),  # the validation at the start
-    ],
-)
-def test_an_interrupt_in_any_phase_saves_the_run_and_leaves_a_clean_screen(make, terminal, monkeypatch, call, count, saved):  # noqa: F811
-    console, look = terminal
-    trainer, policy = make(make_config(save_freq=2, test_freq=4), total_steps=5)
-    trainer.output.console = console
-    trainer.output.stop = Stop(60.0, notice=console.notice, give_back_terminal=console.give_back_terminal)
-    monkeypatch.setattr(trainer.output.stop, "_fits", lambda: False)
-    at_call(policy, monkeypatch, call, count, look)
-    trainer.output.stop.listen()
-    try:
-        with pytest.raises(Preempted) as stopped:
-            trainer.fit()
-    finally:
-        trainer.output.stop.close()
-    expected = f"step {saved} of 5 is saved" if saved else "no step was done, so the same command begins anew"
-    assert f"by SIGINT: {expected}" in str(stopped.value)
-    assert max([0, *trainer.store.steps()]) == saved
-
-    screen = look()
-    assert screen.cursor_is_visible and screen.column == 0
-    shown = screen.text()
-    assert "━" not in shown and "Traceback" not in shown
-    assert shown.count("SIGINT: stopping within 60 s (trainer.grace_s)") == 1
-    assert screen.lines[screen.row] == "", "the cursor is on a line of its own"
-    steps = [line.split()[0] for line in shown.splitlines() if "/5 " in line]
-    assert steps[-1:] == (
-        [f"{min(saved, 3)}/5"] if call == "generate" and count == 6 else [f"{saved}/5"] if saved else steps[-1:]
-    )
-
 
 TWICE = """
 import os, time

@@ -15,7 +15,6 @@ import torch
 from test_sync_trainer import Policy, dataset, make_config
 
 from grpo_rl.checkpoint.files import Files, write_file
-from grpo_rl.config.derived import iteration_of, policy_steps
 from grpo_rl.config.schema.trainer import IterateConfig
 from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore
 from grpo_rl.rewards.runtime.runner import RewardRunner
@@ -24,7 +23,7 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.iterate import FILE, Opinion, Position, opinions
+from grpo_rl.trainer.iterate import FILE, Opinion, opinions
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
@@ -235,18 +234,6 @@ def test_a_run_that_goes_on_after_any_step_does_what_it_would_have_done(make, st
         call for call in again.policy.calls if call not in ("save", "load")
     ]
     assert again.rows.keys() == set(range(1, 11))
-
-
-@pytest.mark.parametrize(("model_steps", "steps"), [(2, 3), (0, 4), (1, 1), (7, 2)])
-def test_the_place_of_a_step_is_the_one_that_the_plan_counts_with(model_steps: int, steps: int):
-    position, num_policy = Position(in_policy_phase=model_steps == 0), 0
-    for step in range(1, 60):
-        assert policy_steps(step - 1, model_steps, steps) == num_policy
-        iteration, inside = iteration_of(step, model_steps, steps)
-        assert position.iteration == iteration and position.begins(model_steps) == (inside == 0)
-        assert position.in_policy_phase == (inside >= model_steps)
-        num_policy += position.in_policy_phase
-        position = position.after(model_steps, steps)
 
 
 def rollouts(rules: Sequence[float], scores: Sequence[float], per_group: int = 2) -> list[Rollout]:

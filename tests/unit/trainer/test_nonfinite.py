@@ -37,13 +37,6 @@ def test_so_many_bad_steps_in_a_row_pass_and_the_next_one_stops_the_run(run_dir:
     assert [row["sample"] for row in read_rollouts(run_dir.path / "nonfinite_step_6.jsonl")] == [0, 1]
 
 
-def test_with_stop_the_first_one_ends_the_run_and_its_rollouts_are_kept(run_dir: RunDir) -> None:
-    updates = NonFiniteUpdates(TrainerConfig(on_nonfinite="stop"), run_dir)
-    with pytest.raises(DivergedError, match="critic not finite"):
-        updates.check(1, {"critic/nonfinite": 1.0, **GOOD}, rollouts())
-    assert len(read_rollouts(run_dir.path / "nonfinite_step_1.jsonl")) == 2
-
-
 @pytest.mark.parametrize(
     ("loss", "grad_norm", "tokens", "nonfinite", "moves"),
     [

@@ -29,7 +29,6 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.rows import offline
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
@@ -152,16 +151,6 @@ def test_pairs_are_compared_with_the_policy_as_it_was_at_first_also_in_a_resumed
         assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False] * 2
 
 
-def test_validation_on_pairs_measures_their_loss_accuracy_and_margin(tmp_path: Path) -> None:
-    run = run_on_pairs(tmp_path, Learner(), 3, test_freq=1)
-    run.fit()
-    rows = read_metrics(run.output.run_dir.metrics_file)
-    # This policy finds each token as likely as any other, so both sides, of equal lengths, have gained the same: a tie.
-    assert [row["val/loss"] for row in rows] == pytest.approx([math.log(2)] * 4)
-    assert [row["val/accuracy"] for row in rows] == [0.0] * 4 and [row["val/margin"] for row in rows] == [0.0] * 4
-    assert "val/perplexity" not in rows[0] and rows[1]["train/loss"] == 1.0
-
-
 def trained(actor: Learner) -> list[list[int]]:
     return [batch.token_ids_S.tolist() for batch in actor.batches]
 
@@ -220,25 +209,3 @@ def test_the_policy_with_the_lowest_validation_loss_is_the_one_that_is_exported(
 
 
 # ---- the short fit -----------------------------------------------------------------------------------------
-
-
-def fit(num_rows: int, num_steps: int, batch_size: int, seed: int) -> tuple[list[list[int]], list[tuple[int, Any]]]:
-    """The answers trained in each step; what was reported."""
-    learner, reported = Learner(), []
-    offline.fit(
-        learner,  # type: ignore[arg-type]
-        [shown((1,), (row,)) for row in range(num_rows)],
-        num_steps=num_steps,
-        batch_size=batch_size,
-        seed=seed,
-        on_step=lambda step, metrics: reported.append((step, metrics["actor/pg_loss"])),
-    )
-    return [ids[1::2] for ids in trained(learner)], reported
-
-
-def test_every_epoch_visits_every_row_once_in_a_new_order():
-    steps, reported = fit(num_rows=6, num_steps=4, batch_size=3, seed=0)
-    first, second = steps[0] + steps[1], steps[2] + steps[3]
-    assert sorted(first) == sorted(second) == list(range(6))
-    assert first != second
-    assert reported == [(0, 1.0), (1, 1 / 2), (2, 1 / 3), (3, 1 / 4)]

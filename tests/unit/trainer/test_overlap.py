@@ -15,7 +15,6 @@ from pool_in_ticks import Actor, Pool
 from test_preemption import listening, steps_saved  # noqa: F401
 from test_sync_trainer import make, make_config  # noqa: F401
 
-from grpo_rl.config.schema.algorithm import FilterGroupsConfig
 from grpo_rl.config.schema.trainer import AsynchronousConfig
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config
 from grpo_rl.errors import ClusterError, DivergedError, Preempted
@@ -228,26 +227,3 @@ def test_an_error_of_sampling_waits_for_the_training_before_it_ends_the_run(make
     with pytest.raises(ClusterError, match="rollout0 is gone"):
         run.fit()
     assert actor.version == 1 and not pool.keeps_weights
-
-
-@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
-def test_groups_without_a_signal_are_left_out_and_learnt_prompts_retire(make, schedule):  # noqa: F811
-    algorithm = AlgorithmConfig(filter_groups=FilterGroupsConfig(enable=True, refill=False))
-    config = config_of(schedule, algorithm=algorithm, data={"retire_above": 0.9})
-    pool = Pool(slots=8)
-    plain = pool._rollout
-
-    def knows_some(one: Any) -> Rollout:
-        rollout = plain(one)
-        if one.prompt.uid.endswith(("-r0", "-r1")):
-            rollout.text = str(one.prompt.ground_truth)
-        return rollout
-
-    pool._rollout = knows_some
-    run, _ = make(config, 9, with_val=False, rows=6, policy=Actor(pool), pool=pool)
-    run.fit()
-    rows = rows_of(run)
-    assert len(rows) == 9 and rows[-1]["data/retired_fraction"] == pytest.approx(1 / 3)
-    trained = {uid.partition("-")[2] for rollouts in ledger(run).values() for uid, _ in rollouts}
-    assert trained == {"r2", "r3", "r4", "r5"}
-    assert min(row["filter_groups/kept_fraction"] for row in rows) < 1

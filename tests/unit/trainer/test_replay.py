@@ -45,15 +45,6 @@ def test_the_replayed_pairs_are_their_share_of_all_batches_together_however_smal
     assert replayed / (new + replayed) == pytest.approx(share, abs=1 / (new + replayed))
 
 
-def test_a_draw_changes_nothing_and_depends_on_the_seed_and_the_step_alone():
-    history, same, other = filled(share=0.5), filled(share=0.5), filled(share=0.5, seed=2)
-    numbers = [pair.number for pair in history.draw(8, 3, 7)]
-    assert numbers == [pair.number for pair in history.draw(8, 3, 7)] == [pair.number for pair in same.draw(8, 3, 7)]
-    assert numbers != [pair.number for pair in history.draw(8, 3, 8)]
-    assert numbers != [pair.number for pair in other.draw(8, 3, 7)]
-    assert [pair.record() for pair in history.pairs] == [pair.record() for pair in same.pairs]
-
-
 def test_a_full_history_is_an_even_sample_of_all_pairs_that_were_made():
     counts: Counter[int] = Counter()
     for seed in range(200):

@@ -75,21 +75,6 @@ def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, m
     assert verify(own.folder / "step_4").state["step"] == 4
 
 
-@pytest.mark.parametrize("in_background", [True, False])
-def test_a_disk_without_room_for_a_runs_own_checkpoint_does_not_end_it(make, monkeypatch, capsys, in_background):  # noqa: F811
-    trainer, policy = make(make_config(), total_steps=3, with_val=False)
-    monkeypatch.setattr(saving, "OWN_EVERY_S", 0.0)
-    trainer.saving._next_own = 0.0
-    trainer.saving.in_background = in_background
-    faults.arm("ckpt.call:enospc@call=open,file=manifest.json,n=1")
-    try:
-        trainer.fit()
-    finally:
-        faults.arm("")
-    assert policy.version == 3 and trainer.saving.own is None
-    assert "no other checkpoint to go back to" in " ".join(capsys.readouterr().out.split())
-
-
 def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make, monkeypatch):  # noqa: F811
     trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=1), total_steps=5, with_val=False)
     store, events = trainer.store, []

@@ -16,7 +16,7 @@ from grpo_rl.config.schema.tree import (
     OverlongBufferConfig,
 )
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import DataError, RewardError
+from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.trainer.sampled.selection import Selection, metric_of
 from grpo_rl.trainer.sampled.trained_tokens import penalize_overlong
@@ -63,14 +63,6 @@ def test_rollouts_whose_reward_failed_are_sampled_and_not_trained(data):
     selected = Selection(config_of(), data, FACTORS).next(answers({0: [1.0, None, 0.0], 1: [None, None, None]}))
     assert [rollout.reward for rollout in selected.trained] == [1.0, 0.0]
     assert [rollout.reward for rollout in selected.sampled] == [1.0, None, 0.0, None, None, None]
-
-
-def test_a_group_that_failed_or_lost_its_signal_is_replaced_like_one_that_never_had_one(data):
-    sample = answers({0: [1.0, None], 1: [None, None], 2: [1.0, 0.0, None], 3: MIXED})
-    selected = Selection(config_of({}), data, FACTORS).next(sample)
-    assert uids(selected.trained) == ["e0-r2", "e0-r3"]
-    assert [rollout.reward for rollout in selected.trained] == [1.0, 0.0, 1.0, 0.0]
-    assert selected.metrics == {"filter_groups/num_gen_batches": 2.0, "filter_groups/kept_fraction": 0.5}
 
 
 def test_the_pass_rate_of_a_prompt_is_that_of_the_rewards_it_got(data):
@@ -123,16 +115,6 @@ def test_a_penalty_for_length_is_no_signal_in_the_score_but_one_in_the_reward(da
     assert [metric_of(rollout, "seq_reward", FACTORS) for rollout in rollouts] == pytest.approx([0.1 - 4 / 7, 0.1 - 6 / 7])
     assert not Selection(config_of({"refill": False}), data, FACTORS).next(lambda _: rollouts).trained
     assert Selection(config_of({"refill": False, "metric": "seq_reward"}), data, FACTORS).next(lambda _: rollouts).trained
-
-
-def test_the_score_is_the_weighted_sum_of_the_parts(data):
-    rollout = Rollout(
-        data.prompt(0, "u"), 0, (2,), (0.0,), "stop", ((0, 1),), reward=9.0, reward_parts={"a": 1.0, "b": 0.5, "a/x": 3.0}
-    )
-    assert metric_of(rollout, "score", {"a": 1.0, "b": 0.2}) == 1.1
-    assert metric_of(rollout, "a/x", {"a": 1.0}) == 3.0
-    with pytest.raises(RewardError, match=r"no part 'acc'.*it has a, a/x, b"):
-        metric_of(rollout, "acc", {})
 
 
 # ---- prompts that are learnt ------------------------------------------------------------------------------

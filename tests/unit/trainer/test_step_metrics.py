@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import time
 
 import pytest
-import torch
 
-from grpo_rl.trainer.metrics import Timer, batch_metrics, rollout_metrics
-from grpo_rl.types import Batch, FinishReason, Prompt, Rollout
+from grpo_rl.trainer.metrics import rollout_metrics
+from grpo_rl.types import FinishReason, Prompt, Rollout
 
 
 def rollout(reward: float | None, finish: FinishReason = "stop", **parts: float) -> Rollout:
@@ -59,34 +56,3 @@ def test_failed_rewards_are_counted_by_kind_and_are_in_no_mean():
     assert metrics["reward/mean"] == 0.75
     counts = {name: metrics[f"reward/{name}"] for name in ("timeouts", "errors", "invalid", "dropped", "failed_baselines")}
     assert counts == {"timeouts": 2.0, "errors": 1.0, "invalid": 1.0, "dropped": 5.0, "failed_baselines": 1.0}
-
-
-@pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that goes on by one second whenever it is read."""
-    clock = itertools.count(100.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-
-
-def test_lengths_and_throughput_count_prompts_and_responses(ticking):
-    batch = Batch(
-        prompt_lengths_N=torch.tensor([4, 2]),
-        response_lengths_N=torch.tensor([3, 0]),
-        group_N=torch.tensor([0, 0]),
-        token_ids_S=torch.zeros(9, dtype=torch.long),
-        rewards_N=torch.zeros(2),
-        rollout_logprobs_T=torch.zeros(3),
-    )
-    timer = Timer()
-    for phase in ("gen", "update_actor"):
-        with timer(phase):
-            pass
-    assert batch_metrics(batch, timer) == {
-        "response_length/mean": 1.5,
-        "response_length/max": 3.0,
-        "response_length/min": 0.0,
-        "prompt_length/mean": 3.0,
-        "prompt_length/max": 4.0,
-        "perf/total_num_tokens": 9.0,
-        "perf/tokens_per_s": 4.5,
-    }

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import io
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -61,15 +59,6 @@ def test_a_step_that_will_not_end_in_time_or_has_taken_too_long_already_is_left(
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_who_had_the_signals_before_gets_them_back() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    stop = Stop()
-    stop.listen()
-    stop.listen()
-    stop.close()
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
 def ending(program: str) -> tuple[int, str]:
     """Exit code and standard error of a process that listens, and then runs `program`."""
     code = f"import signal, sys, time\nfrom grpo_rl.trainer.stopping import ONE_PRESS_S, Stop\n{program}"
@@ -115,18 +104,6 @@ def test_a_function_that_prints_is_not_left_half_way_and_the_run_stops_a_moment_
     with pytest.raises(Preempted, match="SIGTERM"):
         for _ in range(100):
             time.sleep(0.1)
-
-
-def test_a_person_is_told_by_another_thread_that_the_run_will_stop() -> None:
-    said: queue.Queue[tuple[str, str]] = queue.Queue()
-    stop = Stop(9.0, notice=lambda text: said.put((text, threading.current_thread().name)))
-    stop.listen()
-    stop.phase("save")
-    signal.raise_signal(signal.SIGHUP)
-    try:
-        assert said.get(timeout=5.0) == ("SIGHUP: stopping within 9 s (trainer.grace_s)", "notice")
-    finally:
-        stop.close()
 
 
 def test_when_the_grace_period_is_over_the_process_ends_whatever_it_is_doing() -> None:

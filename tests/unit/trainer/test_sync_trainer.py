@@ -330,18 +330,6 @@ def test_validation_comes_before_the_first_step_every_so_often_and_at_the_end(ma
     assert all((trainer.output.run_dir.val / f"step_{step}.jsonl").is_file() for step in (0, 2, 4, 5))
 
 
-def test_validation_is_greedy_and_training_is_seeded_anew_in_every_step(make):
-    trainer, policy = make(make_config(), total_steps=2)
-    trainer.fit()
-    before, first, second, after = policy.samplings
-    assert before == after and before.temperature == 0.0
-    assert first.temperature == second.temperature == 1.0
-    assert len({sampling.seed for sampling in (before, first, second)}) == 3
-    again = make(make_config(), total_steps=2)
-    again[0].fit()
-    assert again[1].samplings == policy.samplings
-
-
 def test_validation_only_trains_nothing_even_after_a_resume(make):
     trainer, policy = make(make_config(save_freq=1), total_steps=1, with_val=False)
     trainer.fit()
@@ -430,29 +418,6 @@ def test_the_critic_is_asked_before_the_advantages_and_learns_their_returns(make
     assert [record["advantage"] for record in records[:2]] == [0.75, -0.25]
     [row] = read_metrics(trainer.output.run_dir.metrics_file)
     assert row["critic/vf_loss"] == 1.0 and {"timing_s/values", "timing_s/update_critic"} <= row.keys()
-
-
-def test_the_policy_stays_while_the_critic_warms_up(make):
-    critic = Critic()
-    trainer, policy = make(make_config(GAE, critic_warmup=2), total_steps=3, with_val=False, critic=critic)
-    trainer.fit()
-    assert policy.calls == [*STEP[:3], *STEP[:3], *STEP]
-    assert critic.calls == ["values", "update"] * 3
-    assert [("actor/loss" in row) for row in read_metrics(trainer.output.run_dir.metrics_file)] == [False, False, True]
-
-
-def test_an_error_in_a_step_leaves_the_last_checkpoint_to_resume_from(make, monkeypatch):
-    trainer, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
-    real = policy.update
-    monkeypatch.setattr(policy, "update", lambda batch: real(batch) if policy.version < 2 else 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit()
-    latest = trainer.store.latest(pytest.fail)
-    assert latest is not None and latest.step == 2
-    resumed, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
-    resumed.resume(latest)
-    resumed.fit()
-    assert policy.version == 3
 
 
 def filtering(data: dict[str, Any], groups: dict[str, Any], **trainer: Any) -> Config:

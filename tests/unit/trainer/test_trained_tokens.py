@@ -9,7 +9,7 @@ import torch
 
 from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig, RolloutCorrectionConfig
 from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens, penalize_overlong
-from grpo_rl.types import Batch, Counts, Prompt, Rollout
+from grpo_rl.types import Batch, Prompt, Rollout
 
 
 def rollout(length: int, reward: float) -> Rollout:
@@ -83,12 +83,3 @@ def test_rejections_are_made_among_the_responses_that_were_not_truncated() -> No
     bounds = {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": [1.5]}
     out, _ = trained(make_batch([0.0, 0.0, 3.0], [1, 1, 1], [False, True, False]), mask_truncated=True, **bounds)
     assert (out.positions_T.tolist(), out.trained_lengths_N.tolist()) == ([1], [1, 0, 0])
-
-
-def test_a_step_whose_responses_were_all_cut_off_trains_nothing_and_its_metrics_say_so() -> None:
-    out, metrics = trained(make_batch([0.0, 0.0, 0.0], [1, 2], [True, True]), mask_truncated=True)
-    assert metrics["rollout/masked_fraction"] == 1.0 and metrics["rollout/trained_token_fraction"] == 0.0
-    assert out.counts() == Counts(0, 0, 0)
-    assert trained(make_batch([0.0, 0.0, 0.0], [1, 2], [True, False]), mask_truncated=True)[1][
-        "rollout/trained_token_fraction"
-    ] == pytest.approx(2 / 3)

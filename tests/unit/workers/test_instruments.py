@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.errors import OutOfMemory
 from grpo_rl.workers import instruments as module
 from grpo_rl.workers.instruments import InstrumentOrder, Instruments
 
@@ -92,14 +91,3 @@ def test_memory_has_a_history_from_the_start_and_a_snapshot_after_a_chosen_step(
     instruments.observe(InstrumentOrder(None))
     assert cuda.noted[1] == "actor0.memory.pickle" and cuda.noted[2]["enabled"] is None
     assert (tmp_path / "step_3" / "actor0.memory.pickle").exists()
-
-
-def test_memory_that_runs_out_leaves_a_snapshot_where_that_is_configured(cuda: Recorder, tmp_path: Path) -> None:
-    instruments = Instruments("actor0")
-    instruments.failed(OutOfMemory("full"))
-    assert cuda.noted == []
-    instruments.observe(InstrumentOrder("torch_memory", str(tmp_path)))
-    instruments.failed(ValueError("something else"))
-    assert not list(tmp_path.iterdir())
-    instruments.failed(OutOfMemory("full"))
-    assert [file.name for file in tmp_path.iterdir()] == ["actor0.out_of_memory.pickle"]

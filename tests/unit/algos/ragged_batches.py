@@ -1,17 +1,11 @@
-"""The mathematics of `grpo_rl.algos` again: plain Python floats, nested loops over responses, no tensors.
-
-Written from the papers' formulas and not from the package, so that agreement means something. Also the random
-ragged batches that both are compared on.
-"""
+"""Random ragged batches."""
 
 from __future__ import annotations
 
-import math
 import random
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from grpo_rl.types import Counts
 
@@ -92,7 +86,6 @@ def ragged(seed: int, num_rollouts: int = 12, extremes: bool = False) -> Ragged:
         "values": [rng.gauss(0, 1) for _ in range(total)],
         "baselines": [rng.gauss(0, 1) for _ in lengths],
     }
-    # Through float32, so that the reference starts from the very numbers the package gets.
     rounded = {name: torch.tensor(values, dtype=torch.float32).tolist() for name, values in columns.items()}
     steps = [
         [(rng.randrange(length), rng.choice([0.0, 0.5, 1.0])) for _ in range(rng.randrange(4))] if length else []
@@ -106,39 +99,3 @@ def ragged(seed: int, num_rollouts: int = 12, extremes: bool = False) -> Ragged:
         group_tokens=[sum(length for length, h in zip(lengths, group, strict=True) if h == g) for g in group],
         **rounded,
     )
-
-
-def as_float32(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32)
-
-
-def k3(d: float) -> float:
-    x = min(max(-d, -20.0), 20.0)
-    return min(math.expm1(x) - x, 10.0)
-
-
-def kl(kind: str, policy: float, ref: float, old: float | None = None) -> float:
-    d = policy - ref
-    if kind == "k3_unbiased":
-        ratio = math.exp(min(max(policy - (policy if old is None else old), -20.0), 20.0))
-        x = min(-d, 20.0)
-        return ratio * (math.expm1(x) - x)
-    values = {"k1": d, "abs": abs(d), "k2": d * d / 2, "k3": k3(d)}
-    values |= {"kl": values["k1"], "mse": values["k2"], "low_var_kl": values["k3"]}
-    return values[kind.removesuffix("+")]
-
-
-def average(mode: str, values: list[list[float]], group_tokens: list[int], group: list[int], factor: float) -> float:
-    """`values` of every response, the empty ones too; `factor` is the constant of seq-mean-token-sum-norm."""
-    sums = [math.fsum(tokens) for tokens in values]
-    alive = [i for i, tokens in enumerate(values) if tokens]
-    if mode == "token-mean":
-        return math.fsum(sums) / sum(len(tokens) for tokens in values)
-    if mode == "token-sum":
-        return math.fsum(sums)
-    if mode == "prompt-mean":
-        return math.fsum(sums[i] / group_tokens[i] for i in alive) / len({group[i] for i in alive})
-    if mode == "seq-mean-token-mean":
-        return math.fsum(sums[i] / len(values[i]) for i in alive) / len(alive)
-    assert mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm")
-    return math.fsum(sums) / len(alive) / (factor if mode.endswith("norm") else 1.0)
