@@ -13,7 +13,7 @@ from typing import Literal
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig
 
-PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo")
+PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo")
 """The registered losses that compare the two sides of pairs."""
 VALUE_ESTIMATORS = ("gae",)
 """The registered advantage estimators that read the values of a critic."""

@@ -35,6 +35,7 @@ OBJECTIVES = {
     "ipo": Objective("ipo", "prompt-mean", loss_options=(("length_normalised", True),)),
     "dpo_hinge": Objective("dpo_hinge", "prompt-mean"),
     "simpo": Objective("simpo", "seq-mean-token-mean"),
+    "orpo": Objective("orpo", "seq-mean-token-mean"),
 }
 
 

@@ -193,3 +193,23 @@ def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: NonNegative = 1.0) -> T
     mean_N, pairs = _log_ratios(inputs, reference_free=True, length_normalised=True)
     loss_P = -logsigmoid(beta * _difference(mean_N, pairs) - gamma)
     return _loss_over_pairs(inputs, loss_P, beta * mean_N, pairs)
+
+
+@POLICY_LOSSES.register("orpo")
+@needs("pairs")
+def orpo(inputs: LossInput, *, beta: Beta = 0.1) -> TokenLoss:
+    """Return the chosen response's mean negative log-prob, and beta times the log-loss of the odds between both responses.
+
+    Formula: -m(chosen) - beta log sigmoid(o(chosen) - o(rejected)); o = m - log(1 - e^m), m = log π(y|x)/|y|
+
+    Gradient: ± (c + beta sigmoid(o(rejected) - o(chosen))/(1 - e^m))/|y|, c = 1 on chosen and 0 on rejected tokens; + on chosen, - on rejected tokens
+
+    ORPO (arXiv 2403.07691), eq. 4 to 7, whose lambda is `beta`, as in TRL. TRL averages the first term over all chosen tokens
+    of a batch, this loss over responses, as the paper does. Supervised training and preferences in one, without a reference.
+    """
+    mean_N, pairs = _log_ratios(inputs, reference_free=True, length_normalised=True)
+    # A response that is certain has infinite odds: there the gradient stops.
+    bounded_N = mean_N.clamp(max=-1e-9)
+    odds_N = bounded_N - torch.log(-torch.expm1(bounded_N))
+    loss_P = -mean_N[pairs.chosen_P] - beta * logsigmoid(_difference(odds_N, pairs))
+    return _loss_over_pairs(inputs, loss_P, beta * mean_N, pairs)

@@ -140,6 +140,16 @@ def simpo(inputs: LossInput) -> Tensor:
     return 2.0 * (1.0 - 2.0 * h_T).sigmoid() / each_length(inputs)
 
 
+def orpo(inputs: LossInput) -> Tensor:
+    assert inputs.chosen_N is not None
+    mean_N = inputs.segments.mean(inputs.policy_logprobs_T.detach())
+    odds_N = mean_N.exp() / (1 - mean_N.exp())
+    pairs = Pairs.of(inputs.group_N, inputs.chosen_N)
+    s_T = pairs.each_token(odds_N[pairs.rejected_P] / (odds_N[pairs.rejected_P] + odds_N[pairs.chosen_P]), inputs)
+    chosen_T = inputs.segments.broadcast(inputs.chosen_N.double())
+    return (chosen_T + 0.5 * s_T / (1 - inputs.segments.broadcast(mean_N).exp())) / each_length(inputs)
+
+
 def each_length(inputs: LossInput) -> Tensor:
     return inputs.segments.broadcast(inputs.segments.lengths_N.double())
 
@@ -154,6 +164,7 @@ PAIRED: list[tuple[str, dict[str, object], Callable[[LossInput], Tensor]]] = [
     ("ipo", {"beta": 0.2}, lambda inputs: 2 * (2.5 - margins(inputs))),
     ("dpo_hinge", {"beta": 0.02}, lambda inputs: 0.02 * (0.02 * margins(inputs) < 1).double()),
     ("simpo", {"beta": 2.0, "gamma": 1.0}, simpo),
+    ("orpo", {"beta": 0.5}, orpo),
 ]
 
 

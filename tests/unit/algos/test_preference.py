@@ -36,6 +36,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("dpo_hinge", {"beta": 0.05, "reference_free": True, "length_normalised": True}),
     ("simpo", {}),
     ("simpo", {"beta": 2.5, "gamma": 0.3}),
+    ("orpo", {"beta": 0.5}),
 ]
 IDS = [f"{name} {options}" for name, options in CASES]
 
@@ -91,6 +92,8 @@ def sigmoid(x: float) -> float:
         ("dpo_hinge", {"beta": 0.5, "reference_free": True}, 0.5),
         ("simpo", {}, 2.1269280110429727),  # means -1.5 and -1: -log sigmoid(2·(-0.5) - 1) = log(1 + e²)
         ("simpo", {"beta": 2.5, "gamma": 0.25}, 1.7014132779827524),  # log(1 + e^1.5)
+        # means -1.5 and -1, log-odds -1.5 - log(1 - e^-1.5) and -1 - log(1 - e^-1)
+        ("orpo", {"beta": 2.0}, 1.5 + 2.0 * math.log(1 + (math.e**1.5 - 1) / (math.e - 1))),
     ],
 )
 def test_values_of_one_pair_by_hand(name: str, options: dict[str, Any], loss: float) -> None:

@@ -112,7 +112,7 @@ def test_pairs_in_rows_need_the_actor_alone_also_for_the_reference(loss: str) ->
     assert plan.sizes.rollouts_per_step == 2 * plan.config.data.train_batch_size
 
 
-@pytest.mark.parametrize(("loss", "reference"), [("dpo", True), ("ipo", True), ("simpo", False)])
+@pytest.mark.parametrize(("loss", "reference"), [("dpo", True), ("ipo", True), ("simpo", False), ("orpo", False)])
 def test_sampled_pairs_need_a_reference_where_the_loss_reads_one_and_never_old_logprobs(loss: str, reference: bool) -> None:
     given = {f"{A}.policy_loss.loss_mode": loss, f"{A}.ppo_epochs": 2}
     assert check(config_of(given), CPU) == []
