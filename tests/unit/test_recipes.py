@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from grpo_rl.config import recipes
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.recipes import folder, known_recipes
@@ -68,3 +70,13 @@ def test_a_recipe_can_build_on_another_one(tmp_path: Path) -> None:
     own.write_text("defaults:\n  - /recipe/gsm8k/qwen2.5-0.5b\n  - _self_\nactor_rollout_ref: {rollout: {n: 16}}\n")
     config = compose([f"recipe={own}"]).config
     assert (config.actor_rollout_ref.rollout.n, config.data.train_batch_size) == (16, 256)
+
+
+def test_keys_in_conf_are_the_defaults_of_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recipes.for_every_run() == []
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("trainer: {save_freq: 7, test_freq: 9}\n")
+    shutil.copytree(recipes.folder(), tmp_path / "recipes")
+    monkeypatch.setattr(recipes, "folder", lambda: tmp_path / "recipes")
+    trainer = compose(["recipe=arithmetic/grpo", "trainer.test_freq=3"]).config.trainer
+    assert (trainer.save_freq, trainer.test_freq) == (7, 3)
