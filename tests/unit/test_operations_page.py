@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from grpo_rl.errors import EXIT_CODES
-from grpo_rl.faults import ACTIONS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "operations.md").read_text()
 
@@ -17,7 +16,3 @@ def rows(heading: str) -> list[list[str]]:
 
 def test_the_page_has_every_exit_code_with_its_meaning() -> None:
     assert rows("Exit codes") == [[str(code), *texts] for code, texts in EXIT_CODES.items()]
-
-
-def test_the_page_has_every_action_of_a_fault_point() -> None:
-    assert [action for action in ACTIONS if f"`{action}" not in PAGE] == []
