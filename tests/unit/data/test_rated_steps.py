@@ -1,29 +1,19 @@
-"""Rated steps: four formats, the tokens that are scored, and bad rows with their place."""
+"""Rated steps: the tokens that are scored, and bad rows with their place."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
 
-from grpo_rl.config.schema.tree import (
-    Config,
-    DataConfig,
-    RewardConfig,
-    RewardModelConfig,
-    RewardModelTrainConfig,
-    TrainerConfig,
-)
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow
 from grpo_rl.data.tasks.rated_sums import rated_sums, written
-from grpo_rl.data.training_rows.rated_steps import RatedStepSet, rated_batch, rated_row, tokenized_steps
+from grpo_rl.data.training_rows.rated_steps import rated_batch, rated_row, tokenized_steps
 from grpo_rl.models import builtin
 from grpo_rl.rewards.models.rendering import ScorableRenderer as Scoring
 from grpo_rl.types import Prompt, Rollout
 
-PRM800K = Path(__file__).resolve().parents[3].parent / "shared/data/prm800k/phase1_test.stepwise-critic.parquet"
 DATA = DataConfig()
 LISTS = {"prompt": "What is 2+3+4?", "completions": ["2+3=5", "5+4=10"], "labels": [True, False]}
 
@@ -33,47 +23,11 @@ def tokenizer():
     return builtin.build_tokenizer(builtin.get_builtin("arithmetic").vocab_size)
 
 
-def config(**data: object) -> Config:
-    model = RewardModelConfig(model_path="builtin:arithmetic", step_separator="\\n", train=RewardModelTrainConfig(loss="steps"))
-    data = {"max_prompt_length": 512, "max_response_length": 4096} | data
-    return Config(
-        data=DataConfig(**data), reward=RewardConfig(reward_model=model), trainer=TrainerConfig(schedule="reward_model")
-    )
-
-
 def test_rows_as_trl_has_them():
     found = rated_row(LISTS, "here", DATA)
     assert (found.prompt, found.steps, found.labels) == ("What is 2+3+4?", ["2+3=5", "5+4=10"], [1.0, 0.0])
     soft = rated_row({**LISTS, "labels": [0.75, None]}, "here", DATA)
     assert soft.labels == [0.75, None]
-
-
-def test_rows_of_math_shepherd():
-    text = "Janet has 2 eggs. How many? Step 1: She has 2. ки\nStep 2: So 3. ки"
-    row = {"input": text, "label": text.replace("2. ки", "2. +").replace("3. ки", "3. -"), "task": "GSM8K"}
-    found = rated_row(row, "here", DATA)
-    assert found.prompt == [{"role": "user", "content": "Janet has 2 eggs. How many?"}]
-    assert [step.strip() for step in found.steps] == ["Step 1: She has 2.", "Step 2: So 3."]
-    assert found.labels == [1.0, 0.0] and found.is_whole
-
-
-def test_rows_of_prm800k_as_a_table():
-    row = {"instruction": "1+1?", "responses": ["Add them."], "next_response": "It is 2.", "rating": 1, "is_solution": True}
-    found = rated_row(row, "here", DATA)
-    assert found.steps == ["Add them.", "It is 2."] and found.labels == [None, 1.0] and found.is_whole
-    assert rated_row({**row, "rating": 0}, "here", DATA).labels == [None, 0.5]
-
-
-def test_lines_of_prm800k_give_the_path_that_was_followed():
-    steps = [
-        {"completions": [{"text": "bad", "rating": -1}, {"text": "good", "rating": 1}], "chosen_completion": 1},
-        {"completions": [], "human_completion": {"text": "by hand", "rating": None}, "chosen_completion": None},
-        {"completions": [{"text": "wrong", "rating": -1}, {"text": "also", "rating": -1}], "chosen_completion": None},
-        {"completions": [{"text": "never read", "rating": 1}], "chosen_completion": 0},
-    ]
-    row = {"question": {"problem": "1+1?"}, "label": {"steps": steps, "finish_reason": "found_error"}}
-    found = rated_row(row, "here", DATA)
-    assert found.steps == ["good", "by hand", "wrong"] and found.labels == [1.0, 1.0, 0.0] and not found.is_whole
 
 
 @pytest.mark.parametrize(
@@ -83,10 +37,7 @@ def test_lines_of_prm800k_give_the_path_that_was_followed():
         ({**LISTS, "labels": [True, 1.5]}, r"labels\[1\].*1\.5"),
         ({**LISTS, "labels": [None, None]}, "none of its 2 steps has a label"),
         ({**LISTS, "completions": ["a", "  "]}, "step 2 of 2 has no text"),
-        ({"text": "x"}, "expected those of one of these formats: completions, labels"),
-        ({"instruction": "q", "responses": [], "next_response": "a", "rating": 2}, "rating"),
-        ({"input": "Q Step 1: a ки\nStep 2: b ки", "label": "Q Step 1: a +\nStep 2: c -"}, "differs at step 2"),
-        ({"input": "Q a ки", "label": "Q a +"}, "is no problem"),
+        ({"prompt": "q", "text": "x"}, "there is no column 'completions'"),
     ],
 )
 def test_a_bad_row_says_where_and_what(row, message):
@@ -140,10 +91,3 @@ def test_the_embedded_task_ends_with_its_first_wrong_step():
         assert all(row["labels"][:-1]) and (len(row["labels"]) == len(truth) or not row["labels"][-1])
     val = {row["prompt"][0]["content"] for row in rated_sums(num_rows=200, split="val")}
     assert not val & {row["prompt"][0]["content"] for row in rows}
-
-
-@pytest.mark.skipif(not PRM800K.is_file(), reason="PRM800K's file is not there")
-def test_prm800k_is_read_whole(tokenizer):
-    found = RatedStepSet([str(PRM800K)], config(on_bad_row="skip"), tokenizer, max_samples=1000).checked(whole=True)
-    labels = [float(found.row(row).labels[0]) for row in range(len(found))]
-    assert len(found) > 800 and set(labels) == {0.0, 0.5, 1.0} and found.report.num_bad < 150
