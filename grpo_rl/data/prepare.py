@@ -6,19 +6,17 @@ Prompts are worded as verl's and TinyZero's own preparation words them.
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.arguments import Arguments, counted, writing
-from grpo_rl.data.sources.locate import data_files, open_source
+from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.source import Joined
 from grpo_rl.errors import ConfigError, DataError, GrpoRlError
 from grpo_rl.rewards.rules.answers import last_boxed
 
-ORIGINALS = (".jsonl", ".json", ".parquet")
 Record = dict[str, Any]
 Row = dict[str, Any]
 
@@ -132,15 +130,12 @@ def prepare(arguments: argparse.Namespace) -> str:
     if target.exists() and not arguments.overwrite:
         raise ConfigError(f"--to: {target} is there already; give --overwrite to replace it, or another --split or --to")
     rows: list[Row] = []
-    for place, record in read_original([Path(name).expanduser() for name in arguments.source]):
-        if arguments.limit is not None and len(rows) >= arguments.limit:
-            break
+    source = Joined("all sources", [open_source(name) for name in arguments.source])
+    for index in range(min(len(source), arguments.limit or len(source))):
         try:
-            rows.append(original(record, arguments.split, len(rows)))
+            rows.append(original(source.row(index), arguments.split, index))
         except ValueError as error:
-            raise DataError(f"{place}: {error}") from error
-    if not rows:
-        raise DataError(f"{', '.join(arguments.source)}: there are no rows")
+            raise DataError(f"{source.where(index)}: {error}") from error
     from grpo_rl.data.sources.tables import write_rows  # which loads pyarrow
 
     with writing(f"--to {target}"):
@@ -148,47 +143,6 @@ def prepare(arguments: argparse.Namespace) -> str:
         write_rows(target, rows)
     longest = max(len(row["prompt"][-1]["content"]) for row in rows)
     return f"{target}: {len(rows)} rows of {arguments.format}, split {arguments.split}, longest prompt {longest} characters"
-
-
-def read_original(paths: Sequence[Path]) -> Iterator[tuple[str, Record]]:
-    """Yield place and content of each record of the files, and of the files below the folders.
-
-    A folder's files come by name, the numbers in it as numbers: 9.json before 10.json. A .json file is one record or a
-    list of them. Raises DataError with the place for anything that cannot be read.
-    """
-    for path in paths:
-        if path.is_dir():
-            files = sorted((file for file in path.rglob("*") if file.suffix in ORIGINALS and file.is_file()), key=_natural)
-            if not files:
-                raise DataError(f"{path}: the folder has no {', '.join(ORIGINALS)} files")
-        else:
-            files = [file for _, file in data_files(str(path))]
-        for file in files:
-            if file.suffix == ".json":
-                yield from _records(file)
-                continue
-            source = open_source(str(file))
-            for index in range(len(source)):
-                yield source.where(index), source.row(index)
-
-
-def _natural(path: Path) -> list[tuple[bool, int, str]]:
-    parts = re.split(r"([0-9]+)", str(path))
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
-
-
-def _records(path: Path) -> Iterator[tuple[str, Record]]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: broken JSON: {error}") from error
-    for index, record in enumerate(value if isinstance(value, list) else [value]):
-        where = f"{path}, record {index}" if isinstance(value, list) else str(path)
-        if not isinstance(record, dict):
-            raise DataError(f"{where}: expected an object, found {type(record).__name__}")
-        yield where, record
 
 
 def _parser() -> Arguments:
@@ -204,7 +158,7 @@ def _parser() -> Arguments:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files (.jsonl, .json, .parquet), or folders of them; math: also one JSON file per problem, as in the original archive",
+        help="files or folders (.jsonl, .json, .parquet), or data sets of the hub such as hf:openai/gsm8k?split=train&config=main",
     )
     parser.add_argument("--to", required=True, metavar="FOLDER", help="where SPLIT.parquet or SPLIT.jsonl is written")
     parser.add_argument("--split", default="train", help="name of the file, and of the split in extra_info (train)")

@@ -1,4 +1,3 @@
-import json
 import os
 from pathlib import Path
 
@@ -25,19 +24,6 @@ def test_the_original_gsm8k_becomes_verls_file_row_by_row(tmp_path, capsys):
     assert run("gsm8k", original, tmp_path, "--split", "test") == 0
     assert read(tmp_path / "test.parquet") == read(expected)
     assert capsys.readouterr().out.startswith(f"{tmp_path}/test.parquet: 1319 rows of gsm8k, split test, longest prompt ")
-
-
-def test_math_comes_from_one_file_per_problem_in_the_order_of_their_numbers(tmp_path):
-    folder = tmp_path / "algebra"
-    folder.mkdir()
-    for number in (10, 9):
-        record = {"problem": f"p{number}", "solution": rf"\boxed{{{number}}}", "level": "Level 1", "type": "Algebra"}
-        (folder / f"{number}.json").write_text(json.dumps(record))
-    assert run("math", folder, tmp_path / "out", "--type", "jsonl") == 0
-    rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
-    assert [row["reward_model"]["ground_truth"] for row in rows] == ["9", "10"]
-    assert rows[0]["prompt"][0]["content"] == ("p9 Let's think step by step and output the final answer within \\boxed{}.")
-    assert (rows[0]["level"], rows[0]["type"], rows[0]["extra_info"]) == ("Level 1", "Algebra", {"split": "train", "index": 0})
 
 
 def test_a_math_row_has_the_columns_and_words_of_verls_file():
