@@ -12,7 +12,7 @@ import numpy as np
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import MARK, unmarked
 from grpo_rl.data.prompts import truncate
-from grpo_rl.data.row_set import BadRows, RowSet
+from grpo_rl.data.row_set import RowSet
 from grpo_rl.data.rows import BadRow, Example, column, difficulty_of, example, prompt_of
 from grpo_rl.types import Prompt
 
@@ -38,17 +38,11 @@ class PromptDataset(RowSet[PromptRow]):
         "Raise max_prompt_length, drop such rows with data.filter_overlong_prompts=true, or cut them with "
         "data.truncation=left, right or middle"
     )
+    read = staticmethod(example)
 
-    def __init__(
-        self,
-        files: Sequence[str],
-        config: DataConfig,
-        tokenizer: Any,
-        *,
-        max_samples: int = -1,
-        bad_rows: BadRows | None = None,
-    ) -> None:
-        super().__init__(files, config, tokenizer, config.max_prompt_length, max_samples=max_samples, bad_rows=bad_rows)
+    def __init__(self, files: Sequence[str], config: DataConfig, tokenizer: Any, **options: Any) -> None:
+        """Open the sources with the options of a RowSet."""
+        super().__init__(files, config, tokenizer, config.max_prompt_length, **options)
         self._data_sources: set[str] = set()
         self._difficulty: np.ndarray | None = None
 
@@ -73,28 +67,19 @@ class PromptDataset(RowSet[PromptRow]):
     def difficulty(self, note: Callable[[int], None] | None = None) -> np.ndarray:
         """Return what `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable.
 
-        The first call reads this column of all rows, and calls `note` with how many are done.
+        The first call reads all rows, and calls `note` for every thousand.
         """
         if self._difficulty is None:
-            indices = self._indices()
-            values = self._source.numbers(self.config.difficulty_key)[indices]
-            done = 0
-            for row in np.flatnonzero(np.isnan(values)).tolist():
-                values[row] = self._difficulty_of(int(indices[row]))
-                if note is not None and row - done >= TOKENIZED_AT_ONCE:
-                    note(row - done)
-                    done = row
-            if note is not None:
-                note(len(values) - done)
+            values = np.full(len(self), np.nan)
+            for row, index in enumerate(self._indices().tolist()):
+                try:
+                    values[row] = difficulty_of(self._source.row(index), self._source.where(index), self.config)
+                except BadRow as error:
+                    self.bad_rows.met(index, error)
+                if note is not None and row % TOKENIZED_AT_ONCE == 0:
+                    note(min(TOKENIZED_AT_ONCE, len(values) - row))
             self._difficulty = values
         return self._difficulty
-
-    def _difficulty_of(self, index: int) -> float:
-        try:
-            return difficulty_of(self._source.row(index), self._source.where(index), self.config)
-        except BadRow as error:
-            self.bad_rows.met(index, error)
-            return float("nan")
 
     def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, PromptRow | BadRow]]:
         """Yield the rows as `RowSet` does; many are tokenized at once."""
@@ -103,7 +88,7 @@ class PromptDataset(RowSet[PromptRow]):
             for index in indices[start : start + TOKENIZED_AT_ONCE]:
                 try:
                     where = self._source.where(index)
-                    row = self._example(self._source.row(index), where)
+                    row = self.read(self._source.row(index), where, self.config)
                     rows.append((index, row, self.renderer.render(row.prompt, where)))
                 except BadRow as error:
                     yield index, error
@@ -114,9 +99,6 @@ class PromptDataset(RowSet[PromptRow]):
                     yield index, PromptRow(row, unmarked(text), np.asarray(token_ids, dtype=np.int32))
                 else:
                     yield index, BadRow(f"{self._source.where(index)}: column {self.config.prompt_key!r} has no tokens")
-
-    def _example(self, row: dict[str, Any], where: str) -> Example:
-        return example(row, where, self.config)
 
     def _sizes(self, row: PromptRow) -> tuple[int, int, int]:
         return len(row.token_ids), len(row.token_ids), 0
@@ -132,11 +114,15 @@ class PromptDataset(RowSet[PromptRow]):
         self._data_sources.add(row.example.data_source)
 
 
-class BarePromptDataset(PromptDataset):
-    """Rows that need a prompt and nothing else: for sampling without a reward."""
+def bare_example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
+    """Return a row that needs a prompt and nothing else. Raises BadRow."""
+    key, found = config.prompt_key, config.data_source or row.get(config.reward_fn_key)
+    file = Path(where.rpartition(", ")[0]).stem
+    prompt = prompt_of(column(row, key, where), where, key)
+    return Example(prompt, found if isinstance(found, str) and found else file, None, {})
 
-    def _example(self, row: dict[str, Any], where: str) -> Example:
-        key, found = self.config.prompt_key, self.config.data_source or row.get(self.config.reward_fn_key)
-        file = Path(where.rpartition(", ")[0]).stem
-        prompt = prompt_of(column(row, key, where), where, key)
-        return Example(prompt, found if isinstance(found, str) and found else file, None, {})
+
+class BarePromptDataset(PromptDataset):
+    """Prompts for sampling without a reward."""
+
+    read = staticmethod(bare_example)

@@ -289,10 +289,8 @@ class RowSet(ABC, Generic[Row]):
             raise found
         length, _, _ = self._sizes(found)
         if length > self.longest:
-            where, may_cut = (
-                self._source.where(index),
-                not self.config.filter_overlong_prompts and self.config.truncation != "error",
-            )
+            where = self._source.where(index)
+            may_cut = not self.config.filter_overlong_prompts and self.config.truncation != "error"
             cut = self._cut(found, where) if may_cut else None
             if cut is None:
                 text = self.too_long.format(length=length, longest=self.longest)

@@ -14,8 +14,7 @@ from typing import Any
 
 from grpo_rl.config.derived import collects, is_offline, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config, DataConfig
-from grpo_rl.data.sources.locate import HUB_PREFIX, data_files, open_source
-from grpo_rl.data.sources.quick_check import check_data_files
+from grpo_rl.data.sources.locate import HUB_PREFIX, check_data_files, data_files, open_source
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.data.training_rows.conversations import conversation

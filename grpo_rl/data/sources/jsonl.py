@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -60,11 +61,58 @@ def open_json(name: str, path: Path, cache_dir: str | None) -> RowSource:
     size = path.stat().st_size
     file = _unpacked(name, path, cache_dir) if path.suffix == ".gz" else path.open("rb")
     head = os.pread(file.fileno(), 4096, 0)
-    check_head(name, head)
-    return _array(name, file, size) if is_array(path, head) else JsonLines(name, file, size)
+    _check_head(name, head)
+    return _array(name, file, size) if _is_array(path, head) else JsonLines(name, file, size)
 
 
-def check_head(name: str, head: bytes) -> None:
+def first_json_rows(name: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    """Yield place and row, or what is wrong with it, one after the other, without a look at the rest of the file.
+
+    An array can only be read whole, as it is by the run. Raises DataError as `open_json`.
+    """
+    with path.open("rb") as file, gzip_errors(name):
+        lines: Any = gzip.open(file) if path.suffix == ".gz" else file  # noqa: SIM115
+        head = lines.read(4096)
+        _check_head(name, head)
+        if _is_array(path, head):
+            source = open_json(name, path, None)
+            for index in range(len(source)):
+                yield source.where(index), _or_bad(source.row, index)
+            return
+        lines.seek(0)
+        start = 0
+        for number in itertools.count(1):
+            line, where = lines.readline(LARGEST_ROW + 1), f"{name}, line {number}"
+            if len(line) > LARGEST_ROW:
+                yield (
+                    where,
+                    BadRow(f"{where}: the line has more than {LARGEST_ROW} bytes, which is the most that a row may have"),
+                )
+            elif line.strip():
+                yield where, _or_bad(parse_row, line.rstrip(b"\n"), where, start)
+            if not line or len(line) > LARGEST_ROW:
+                return
+            start += len(line)
+
+
+def last_row(name: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    """Yield the last line that is not blank, unless it is longer than a row may be."""
+    with path.open("rb") as file:
+        start = file.seek(max(0, path.stat().st_size - LARGEST_ROW))
+        tail = file.read().rstrip()
+    if place := tail.rfind(b"\n") + 1:
+        where = f"{name}, the last line"
+        yield where, _or_bad(parse_row, tail[place:], where, start + place)
+
+
+def _or_bad(read: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | BadRow:
+    try:
+        return read(*arguments)
+    except BadRow as error:
+        return error
+
+
+def _check_head(name: str, head: bytes) -> None:
     """Raise DataError for the first bytes of a file that is empty or starts with a byte-order mark."""
     if not head:
         raise DataError(f"{name}: the file is empty")
@@ -72,7 +120,7 @@ def check_head(name: str, head: bytes) -> None:
         raise DataError(f"{name}, line 1: the file starts with a byte-order mark; save it as UTF-8 without one")
 
 
-def is_array(path: Path, head: bytes) -> bool:
+def _is_array(path: Path, head: bytes) -> bool:
     """Return whether a file that begins with `head` holds one JSON array instead of one object a line."""
     return path.name.removesuffix(".gz").endswith(".json") and head.lstrip().startswith(b"[")
 

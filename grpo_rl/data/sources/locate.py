@@ -1,12 +1,17 @@
-"""The meaning of a name in `data.train_files`: a file, a folder, a task, a data set of a hub."""
+"""The meaning of a name in `data.train_files` (a file, a folder, a task, a data set of a hub), and a first look into such files."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from grpo_rl import hub
 from grpo_rl.config.checks.data_rules import DATA_SUFFIXES, irregular
-from grpo_rl.data.sources.jsonl import first_line, open_json
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.rows import BadRow, example
+from grpo_rl.data.sources.jsonl import first_json_rows, first_line, last_row, open_json
 from grpo_rl.data.sources.source import Joined, Rows, RowSource, UserRows, split_options
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import is_built_in, task_rows
@@ -16,6 +21,10 @@ TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 HUB_PREFIX = "hf:"
 _OF_DATASETS = ("cache-", "indices", "dataset_info.json", "state.json", "dataset_dict.json")
 """Files that the package `datasets` keeps beside the rows that it saved."""
+FIRST_ROWS = 64
+"""Rows that are looked at of each file before anything starts."""
+LISTED = 10
+"""Bad rows that are then named, of all files together."""
 
 
 def open_source(name: str, cache_dir: str | None = None) -> RowSource:
@@ -131,3 +140,61 @@ def _from_hub(name: str) -> RowSource:
 
 def _named(files: list[Path]) -> str:
     return ", ".join(file.name for file in files[:5]) + (", ..." if len(files) > 5 else "")
+
+
+# ---- a first look ----------------------------------------------------------------------------------------
+
+
+def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, DataConfig], Any] = example) -> list[str]:
+    """Return the problems of the files in `data.train_files` and `data.val_files`, each with the file and its line or row.
+
+    It is made before a model is loaded or a process started. Of each file the first rows are read, and of lines the last one,
+    which is the one that a cut file breaks; `read` checks one row, and raises BadRow. A file that cannot be used is always a
+    problem; rows that cannot be used are ten lines at most, one for those that lack the same, and none under
+    `data.on_bad_row=skip`. Of a task the first row is looked at; hub data sets and what a class of the user's own reads are not.
+    """
+    if config.custom_cls.path is not None:
+        return []
+    problems: list[str] = []
+    bad_rows: dict[str, str] = {}
+    for name in dict.fromkeys((*config.train_files, *config.val_files)):
+        try:
+            for where, row in _first_rows(name):
+                try:
+                    if isinstance(row, BadRow):
+                        raise row
+                    read(row, where, config)
+                except BadRow as error:
+                    place = where.rpartition(", ")[0]
+                    bad_rows.setdefault(place + str(error).removeprefix(where), str(error))
+        except (DataError, ConfigError) as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{name}: cannot be read: {first_line(error)}")
+    if config.on_bad_row == "skip":
+        return problems
+    more = [f"and {len(bad_rows) - LISTED} more bad rows among those that were read"] if len(bad_rows) > LISTED else []
+    return [*problems, *list(bad_rows.values())[:LISTED], *more]
+
+
+def _first_rows(name: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
+    """Yield place and row, or what is wrong with it, of the rows that are looked at."""
+    if name.startswith(TASK_PREFIXES):
+        try:
+            source = open_source(name)
+            yield source.where(0), source.row(0)
+        except (ConfigError, DataError, LookupError):
+            return  # reported where its rows are counted
+    for label, path in [] if name.startswith((*TASK_PREFIXES, HUB_PREFIX)) else data_files(name):
+        if path.name.endswith(TABLE_SUFFIXES):
+            from grpo_rl.data.sources.tables import first_rows  # which loads pyarrow
+
+            rows = first_rows(label, path)
+        else:
+            rows = first_json_rows(label, path)
+        first = list(itertools.islice(rows, FIRST_ROWS))
+        if not first:
+            raise DataError(f"{label}: the file has no rows")
+        yield from first
+        if len(first) == FIRST_ROWS and path.name.endswith(".jsonl"):
+            yield from last_row(label, path)

@@ -41,10 +41,6 @@ class RowSource(ABC):
         """Return the place of row `index` as a message names it: `train.jsonl, line 3`."""
         return f"{self.name}, row {index}"
 
-    def numbers(self, key: str) -> np.ndarray:
-        """Return column `key`, or the field at the end of the dotted path, of all rows; NaN where `row` has to be asked."""
-        return np.full(len(self), np.nan)
-
 
 class Rows(RowSource):
     """Rows that are in memory, or in whatever else has a length and can be indexed: tasks, arrays, a user's class."""
@@ -116,9 +112,6 @@ class Joined(RowSource):
     def where(self, index: int) -> str:
         part, inside = self._place(index)
         return part.where(inside)
-
-    def numbers(self, key: str) -> np.ndarray:
-        return np.concatenate([part.numbers(key) for part in self.parts])
 
     def _place(self, index: int) -> tuple[RowSource, int]:
         number = bisect_right(self._ends, index)

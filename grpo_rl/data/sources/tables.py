@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow
-import pyarrow.compute
 import pyarrow.parquet
 
 from grpo_rl.data.rows import LARGEST_ROW, BadRow, plain
@@ -38,22 +37,6 @@ class Table(RowSource):
         number = int(np.searchsorted(self._ends, index, side="right"))
         batch = self._batches[number]
         return row_of(batch, index - int(self._ends[number]) + batch.num_rows, self.where(index))
-
-    def numbers(self, key: str) -> np.ndarray:
-        """Return column `key`, or the field at the end of the dotted path, as Python's float() has it; NaN where it is no finite number."""
-        path = [key] if key in self._table.column_names else key.split(".")
-        try:
-            column = self._table[path[0]]
-            for field in path[1:]:
-                column = pyarrow.compute.struct_field(column, field)
-        except (KeyError, pyarrow.ArrowException):
-            return np.full(len(self), np.nan)
-        if not (pyarrow.types.is_integer(column.type) or pyarrow.types.is_floating(column.type)):
-            return np.full(len(self), np.nan)
-        # Whole numbers beyond 2**53 are rounded: no error.
-        values = np.array(column.cast(pyarrow.float64(), safe=False).to_numpy(), dtype=np.float64)
-        values[~np.isfinite(values)] = np.nan
-        return values
 
 
 def open_table(name: str, path: Path, cache_dir: str | None) -> Table:

@@ -1,9 +1,8 @@
-"""The column that a curriculum orders by, read without making rows: the same numbers as rows give, and the same errors."""
+"""The column that a curriculum orders by."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,10 @@ import pytest
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.row_set import BadRows
-from grpo_rl.data.sources.locate import open_source
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 
 TOKENIZER = build_tokenizer(128)
-KEY = "extra_info.difficulty"
 
 
 def row(number: int, difficulty: Any, **more: Any) -> dict[str, Any]:
@@ -35,28 +32,6 @@ def row(number: int, difficulty: Any, **more: Any) -> dict[str, Any]:
 def load(files: list[str], bad_rows: BadRows | None = None, max_samples: int = -1, **options: Any) -> PromptDataset:
     config = DataConfig(curriculum="difficulty", **options)
     return PromptDataset(files, config, TOKENIZER, max_samples=max_samples, bad_rows=bad_rows).checked()
-
-
-def test_a_table_gives_whole_numbers_and_floats_and_nothing_for_what_is_missing(tmp_path: Path) -> None:
-    values = [None if number == 130 else number / 2 for number in range(200)]
-    columns = {
-        KEY: pa.array(range(200)),
-        "extra_info": pa.array(
-            [None if number == 7 else {"difficulty": value, "inf": math.inf} for number, value in enumerate(values)]
-        ),
-        "text": pa.array(["1"] * 200),
-        "flag": pa.array([True] * 200),
-        "large": pa.array([2**53 + 1] * 200),
-    }
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=70)
-    source = open_source(str(tmp_path / "a.parquet"))
-    assert source.numbers(KEY).tolist() == list(range(200)), "a column called as the whole path comes first"
-    for key in ("text", "flag", "extra_info", "none", "extra_info.none", "extra_info.inf", "text.difficulty"):
-        assert np.isnan(source.numbers(key)).tolist() == [True] * 200, key
-    assert source.numbers("large").tolist() == [float(2**53)] * 200
-    pq.write_table(pa.table(columns).drop_columns([KEY]), tmp_path / "b.parquet")
-    expected = [math.nan if number == 7 or value is None else value for number, value in enumerate(values)]
-    np.testing.assert_array_equal(open_source(str(tmp_path / "b.parquet")).numbers(KEY), expected)
 
 
 def test_sources_of_all_kinds_give_what_their_rows_give(tmp_path: Path) -> None:
