@@ -38,14 +38,10 @@ SECTIONS: dict[str, tuple[str, dict[str, list[str]]]] = {
     "Training": ("", {"grpo_rl.api": ["train"]}),
     "Reading a run": ("", {"grpo_rl.run_folder": ["Run"]}),
     "Errors": (
-        "Each has an `exit_code`, the one with which the command ends ([operations.md](operations.md)); `where` names step and "
-        "phase, and `advice` the remedy, where there is one.",
-        {
-            "grpo_rl.errors": [
-                *("GrpoRlError", "ConfigError", "DataError", "CheckpointError", "RewardError", "FunctionError"),
-                *("ClusterError", "DivergedError", "Preempted"),
-            ]
-        },
+        "Below it are `ConfigError`, `DataError`, `CheckpointError`, `RewardError`, `FunctionError`, `ClusterError` and "
+        "`DivergedError`, and beside it `Preempted`, after a signal; [operations.md](operations.md#exit-codes) says when each is raised. "
+        "`exit_code` is that of the command, `where` names step and phase, and `advice` the remedy, where there is one.",
+        {"grpo_rl.errors": ["GrpoRlError"]},
     ),
     "Functions of your own": (
         "An estimator, a loss, a reward or a task is a function in a file, named `path/to/file.py:function` "
@@ -53,7 +49,6 @@ SECTIONS: dict[str, tuple[str, dict[str, list[str]]]] = {
         {
             "grpo_rl.algos.advantages.contract": ["AdvantageInput", "AdvantageOutput"],
             "grpo_rl.algos.losses.contract": ["LossInput", "TokenLoss"],
-            "grpo_rl.algos.segments": ["Segments"],
         },
     ),
 }
@@ -81,7 +76,7 @@ def entry(module: str, thing: Any) -> str:
     if not shown:
         shown = f"({', '.join(thing._fields)})" if hasattr(thing, "_fields") else signature(thing.__init__, skip_self=True)
     lines = [f"### `{public}{shown.removesuffix(' -> None')}`", "", text_of(thing), ""]
-    rows = [f"| `{escaped(name)}` | {meaning} |" for name, meaning in members(thing)]
+    rows = [f"| `{escaped(name)}` | {meaning} |" for name, meaning in members(thing) if meaning]
     return "\n".join([*lines, "| | |", "|---|---|", *rows, ""] if rows else lines)
 
 
