@@ -15,7 +15,7 @@ from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted,
 from grpo_rl.faults import fault_point, tell
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.telemetry.diagnosis.diagnose import ALARM, Alarms, as_warning
-from grpo_rl.telemetry.diagnosis.findings import Finding
+from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir

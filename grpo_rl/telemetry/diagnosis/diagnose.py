@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import textwrap
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_rl.telemetry.diagnosis import policy_rules, reward_rules, training_rules
-from grpo_rl.telemetry.diagnosis.findings import Diagnosis, Finding, Rule, Weight
-from grpo_rl.telemetry.diagnosis.run_record import RunRecord
+from grpo_rl.telemetry.diagnosis import policy_rules, reward_rules
+from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord, Weight
 from grpo_rl.telemetry.terminal.text import safe_text
 
 ALARM = "alarm/"
 """The metric `alarm/<name>` is 1 in the step in which an illness is first seen."""
 REMEMBERED = 400
 """The number of last steps that are looked at, so that a step of a long run costs no more than one of a short run."""
-RULES: tuple[Rule, ...] = (
-    training_rules.nonfinite,
-    training_rules.learning_rate_zero,
-    training_rules.prompts_cut,
+RULES: tuple[Callable[[RunRecord], Finding | None], ...] = (
+    policy_rules.nonfinite,
+    policy_rules.learning_rate_zero,
+    policy_rules.prompts_cut,
     reward_rules.reward_failures,
-    training_rules.nothing_trained,
-    reward_rules.reward_never_seen,
+    policy_rules.nothing_trained,
     reward_rules.reward_constant,
     policy_rules.sampler_trainer_disagree,
-    training_rules.learning_rate_too_high,
+    policy_rules.learning_rate_too_high,
     policy_rules.entropy_explosion,
     policy_rules.truncation_grows,
     policy_rules.truncation,
@@ -33,25 +32,47 @@ RULES: tuple[Rule, ...] = (
     reward_rules.opinion_parts_from_rules,
     reward_rules.validation_falls,
     reward_rules.format_without_answer,
-    training_rules.kl_runaway,
+    policy_rules.kl_runaway,
     policy_rules.entropy_collapse,
     policy_rules.length_without_reward,
     policy_rules.repetition,
-    policy_rules.language_mixing,
     policy_rules.off_policy,
     policy_rules.ratio_out_of_range,
     reward_rules.groups_without_signal,
-    training_rules.gradient_spikes,
-    training_rules.memory_nearly_full,
-    training_rules.restarts,
-    training_rules.always_clipped,
-    training_rules.loss_is_zero,
+    policy_rules.memory_nearly_full,
+    policy_rules.loss_is_zero,
     reward_rules.validation_noise,
-    training_rules.phase_dominates,
-    training_rules.idle_pools,
+    policy_rules.phase_dominates,
 )
 """Every rule, causes before what they bring about: a learning rate that is far too high also ruins KL, entropy and reward, and
 is named first."""
+
+
+FEWEST_STEPS = 5
+"""The training steps below which finding nothing says nothing: most rules need as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All findings about a run, the most important first."""
+
+    findings: tuple[Finding, ...]
+    num_steps: int
+
+    @property
+    def first(self) -> Finding | None:
+        """The finding that explains most; None for a run that is well."""
+        return next((one for one in self.findings if one.weight is not Weight.NOTE), None)
+
+    @property
+    def is_healthy(self) -> bool:
+        """True where nothing but notes was found."""
+        return self.first is None
+
+    @property
+    def is_undecided(self) -> bool:
+        """True where nothing was found, in too few steps to find much."""
+        return self.is_healthy and self.num_steps < FEWEST_STEPS
 
 
 def diagnose(run: RunRecord) -> Diagnosis:

@@ -1,15 +1,14 @@
-"""Rules about the policy and its responses: entropy, the ratio, sampler against trainer, staleness; length, repetition, scripts."""
+"""Rules about the policy and its updates: learning rate, entropy, KL, the ratio, length and repetition of responses, time, memory."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import unicodedata
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
-from grpo_rl.telemetry.diagnosis.run_record import RunRecord
+from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord, Series, Weight
 
 COLLAPSED = 0.1
 """The share of its first entropy below which a policy hardly explores."""
@@ -32,6 +31,269 @@ LONG = 200
 """The number of characters that a response needs before its compressed size shows repetition."""
 REPEATS = 0.15
 """The size after compression, as a share, below which a text says the same again and again; prose has 0.4 to 0.6."""
+KL_STEP = 0.5
+"""Nats per token by which one batch's updates may move the policy. Where they move it further, the ratio says nothing."""
+KL_FAR = 1.0
+"""Nats per token from the reference at which a policy has usually lost what its reference could do."""
+LOST_IN_ROUNDING = 1e-9
+"""The learning rate below which AdamW's step, of about that size, is lost where it is added to a float32 weight of 0.02."""
+NEARLY_FULL = 0.95
+"""The share of a memory above which a longer batch may not fit."""
+SHORTER = {
+    "reward": ("Waiting for rewards", "raise reward.num_workers, or make the function faster"),
+    "testing": ("Validation", "raise trainer.test_freq, or validate on fewer prompts"),
+    "save": (
+        "Saving",
+        "raise trainer.save_freq; actor_rollout_ref.actor.checkpoint.async_save=true writes beside the training",
+    ),
+    "sync_weights": (
+        "Bringing weights to the engines",
+        "train more per batch, in larger buckets (update_weights_bucket_megabytes)",
+    ),
+    "ref": ("The reference", "actor_rollout_ref.actor.use_kl_loss=false where the KL is not needed"),
+    "old_logprobs": (
+        "The pass for old log-probs",
+        "one update per batch needs none: ppo_mini_batch_size as data.train_batch_size",
+    ),
+    "gen": (
+        "Sampling",
+        "raise actor_rollout_ref.rollout.max_num_seqs; lower data.max_response_length; trainer.schedule=async with devices of "
+        "their own for the engines",
+    ),
+    "update_actor": (
+        "Updating",
+        "raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu; actor_rollout_ref.model.enable_gradient_checkpointing=false "
+        "where memory is left",
+    ),
+}
+"""Phases of a step, with what shortens each."""
+MAIN_PHASES = ("gen", "update_actor")
+"""The two phases that a step is about: worth a note only where hardly anything else takes time."""
+
+
+def nonfinite(run: RunRecord) -> Finding | None:
+    """Find updates that were left out, as their loss or gradient was not finite."""
+    bad = [step for key in ("actor/nonfinite", "critic/nonfinite") for step, value in run.series(key).points if value > 0]
+    if not bad:
+        return None
+    return Finding(
+        name="nonfinite",
+        weight=Weight.ILL,
+        title=f"In {len(bad)} of {run.num_steps} steps the loss or the gradient was not a finite number.",
+        since=bad[0],
+        evidence=f"updates were left out at steps {', '.join(map(str, bad[:6]))}" + (", ..." if len(bad) > 6 else ""),
+        meaning="A learning rate that is too high, a reward that is infinite, or overflow in half precision.",
+        advice=(
+            "lower actor_rollout_ref.actor.optim.lr",
+            "look at nonfinite_step_N.jsonl in the run's folder for a reward or a response out of the ordinary",
+            "actor_rollout_ref.actor.fsdp_config.dtype=float32, to see whether precision is the cause",
+        ),
+        source="trainer.on_nonfinite in docs/configuration.md",
+    )
+
+
+def nothing_trained(run: RunRecord) -> Finding | None:
+    """Find corrections that leave no token to train."""
+    trained = run.series("rollout/trained_token_fraction")
+    if not trained or trained.now > 0:
+        return None
+    step = trained.since(lambda value: value == 0)
+    masked = (run.series("rollout/masked_fraction").values or [0.0])[-1]
+    causes, advice = [], []
+    if masked > 0:
+        causes.append(f"algorithm.mask_truncated leaves out the {masked:.0%} of the responses that were cut off")
+        advice.append("raise data.max_response_length, or set algorithm.mask_truncated=false")
+    if masked < 1:
+        causes.append("algorithm.rollout_correction.rollout_rs rejects all other tokens")
+        advice.append("widen algorithm.rollout_correction.rollout_rs_threshold, or find out why rollout_corr/* are so large")
+    return Finding(
+        name="nothing_trained",
+        weight=Weight.ILL,
+        title="No token of this step is trained, and no weight moves.",
+        since=step,
+        evidence=f"rollout/trained_token_fraction is 0 since step {step}",
+        meaning="; ".join(causes) + ".",
+        advice=tuple(advice),
+        source="algorithm.rollout_correction in docs/configuration.md",
+    )
+
+
+def learning_rate_zero(run: RunRecord) -> Finding | None:
+    """Find a learning rate that is 0, or so small that it changes no weight, and is not about to rise."""
+    rates = run.series("actor/lr")
+    if len(rates) < 3 or max(rates.values[-3:]) > LOST_IN_ROUNDING:
+        return None
+    step, largest = rates.since(lambda value: value <= LOST_IN_ROUNDING), max(rates.values)
+    if step == rates.points[-1][0] - 2 and len(rates) > 3:
+        return None  # the end of a decay
+    zero = largest == 0 or rates.now == 0
+    return Finding(
+        name="learning_rate_zero",
+        weight=Weight.ILL,
+        title="The learning rate is 0: no weight changes." if zero else "The learning rate is too small to change any weight.",
+        since=step,
+        evidence=f"actor/lr is {'0' if zero else f'at most {largest:.1e}'} from step {step} to {rates.points[-1][0]}",
+        meaning="optim.lr is 0 or nearly, warm-up is longer than the run, or the decay ended before the run does.",
+        advice=(
+            "set actor_rollout_ref.actor.optim.lr, for instance 1e-6 for a model of 1B to 7B",
+            "check lr_warmup_steps and lr_scheduler_type beside trainer.total_training_steps",
+        ),
+        source="float32 keeps 24 bits: 1e-9 added to a weight of 0.02 is rounded away",
+    )
+
+
+def learning_rate_too_high(run: RunRecord) -> Finding | None:
+    """Find single batches that move the policy too far, while the reward does not gain by it."""
+    rewards, kl, rates = run.series("reward/mean"), run.series("actor/kl_loss"), run.series("actor/lr")
+    # Stale tokens are several updates away from the policy, each of which may be small.
+    is_stale = max(run.series("staleness/max").values, default=0.0) > 1
+    moves = [] if is_stale else [(step, abs(value)) for step, value in run.series("actor/ppo_kl").points]
+    # A KL that grows from step to step has other causes; one step that does more than all before it is too large.
+    moves += [(at, value - before) for (_, before), (at, value) in itertools.pairwise(kl.points) if value > 3 * before]
+    large = [(step, value) for step, value in moves if value > KL_STEP and not _was_random(run, step)]
+    if not large or not rewards or _gains(rewards):
+        return None
+    step, value = min(large)
+    rate = f", at a learning rate of {rates.values[0]:.1e}" if rates else ""
+    return Finding(
+        name="learning_rate_too_high",
+        weight=Weight.ILL,
+        title="Single updates move the policy too far, and the reward falls: the learning rate is too high.",
+        since=step,
+        evidence=f"the KL grew by {value:.2f} nats per token in step {step}{rate}; reward {rewards.ends()}",
+        meaning="After such a step the sampled tokens say little about the policy, and what it had learnt is overwritten.",
+        advice=(
+            "lower actor_rollout_ref.actor.optim.lr by 10, from the last good checkpoint or from the beginning",
+            "add lr_warmup_steps; lower ppo_epochs or the number of mini-batches",
+        ),
+        source="PPO's trust region: Schulman et al. 2017, sections 2 and 4",
+    )
+
+
+def _was_random(run: RunRecord, step: int) -> bool:
+    """Return whether the entropy had grown by half before this step: then the policy was leaving already, for another cause."""
+    points = run.entropy().points
+    before = [value for at, value in points if at < step]
+    return bool(before) and before[-1] > 1.5 * points[0][1]
+
+
+def _gains(rewards: Series) -> bool:
+    """Return whether the reward is above its beginning by a tenth of what it varies by, and not far below its best."""
+    low, high = min(rewards.values), max(rewards.values)
+    return rewards.last > rewards.first + 0.1 * (high - low) and rewards.last > low + 0.5 * (high - low)
+
+
+def kl_runaway(run: RunRecord) -> Finding | None:
+    """Find a policy that moves away from the reference without end."""
+    kl = run.series("actor/kl_loss") or run.series("actor/reward_kl_penalty")
+    if len(kl) < 5 or kl.last < KL_FAR or kl.last < 3 * kl.first:
+        return None
+    step = kl.since(lambda value: value >= KL_FAR)
+    return Finding(
+        name="kl_runaway",
+        weight=Weight.ILL,
+        title="The policy moves away from the reference without end.",
+        since=step,
+        evidence=f"KL in nats per token {kl.ends()}; above {KL_FAR:g} since step {step}",
+        meaning=f"The KL term (kl_loss_coef={run.setting('actor_rollout_ref.actor.kl_loss_coef')}) is too weak against the "
+        "learning rate.",
+        advice=(
+            "raise actor_rollout_ref.actor.kl_loss_coef (the paper of GRPO takes 0.04)",
+            "lower actor_rollout_ref.actor.optim.lr",
+            "look at the responses: python -m grpo_rl browse RUN",
+        ),
+        source="DeepSeekMath, section 4.1.1",
+    )
+
+
+def loss_is_zero(run: RunRecord) -> Finding | None:
+    """Note that a loss of 0 is right where one update follows each sampling."""
+    losses, norms = run.series("actor/pg_loss"), dict(run.series("actor/grad_norm").points)
+    near = [step for step, value in losses.points if abs(value) < 1e-5 and norms.get(step, 0.0) > 1e-4]
+    equal = run.series("advantage/zero_group_fraction")
+    if len(losses) < 2 or len(near) < 0.8 * len(losses) or (equal and equal.last > 0.9):
+        return None
+    return Finding(
+        name="loss_is_zero",
+        weight=Weight.NOTE,
+        title="The policy loss is 0, and that is right.",
+        since=near[0],
+        evidence=f"actor/pg_loss below 1e-5 in {len(near)} of {len(losses)} steps, with gradients of norm {norms[near[-1]]:.3g}",
+        meaning=(
+            "With one update per batch the ratio is exactly 1, and the advantages of a group add up to 0. The value is 0; its "
+            "gradient is not, and the gradient is what trains."
+        ),
+        advice=("nothing; watch the reward and the validation instead",),
+        source="DeepSeekMath, equation 21: the gradient coefficient of GRPO",
+    )
+
+
+def memory_nearly_full(run: RunRecord) -> Finding | None:
+    """Find a machine's or a GPU's memory that is nearly used up."""
+    machine, device = "perf/host_memory_share", "actor/gpu_memory_share"
+    for key in (machine, device):
+        shares = run.series(key)
+        if shares and shares.now >= NEARLY_FULL:
+            return Finding(
+                name="memory_nearly_full",
+                weight=Weight.WATCH,
+                title=f"The memory of the {'machine of the controller' if key == machine else 'GPU of the actor'} is nearly used up.",
+                since=shares.since(lambda value: value >= NEARLY_FULL),
+                evidence=f"{key} is {shares.now:.2f}, and was {shares.values[0]:.2f} at first",
+                meaning="The next longer batch may not fit. On a machine, the kernel then ends the largest process.",
+                advice=(
+                    "lower actor_rollout_ref.rollout.kv_cache_gib on a CPU, or reward.num_workers; offload less"
+                    if key == machine
+                    else "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or rollout.gpu_memory_utilization; offload more",
+                    "trainer.on_out_of_memory=split goes on with smaller passes",
+                ),
+                source="docs/operations.md, on memory that runs out",
+            )
+    return None
+
+
+def phase_dominates(run: RunRecord) -> Finding | None:
+    """Note that one phase takes most of the time, with the key that shortens it."""
+    totals = {key: sum(run.series(f"timing_s/{key}").values) for key in SHORTER}
+    whole = sum(run.series("timing_s/step").values)
+    key = max(totals, key=lambda name: totals[name])
+    if run.num_steps < 5 or whole <= 0 or totals[key] < (0.8 if key in MAIN_PHASES else 0.5) * whole:
+        return None
+    phase, advice = SHORTER[key]
+    return Finding(
+        name="phase_dominates",
+        weight=Weight.NOTE,
+        title=f"{phase} takes most of the time: {100 * totals[key] / whole:.0f} % of the run.",
+        since=run.series(f"timing_s/{key}").points[0][0],
+        evidence=f"{totals[key]:.0f} of {whole:.0f} s",
+        meaning="The devices wait meanwhile.",
+        advice=(advice,),
+        source="timing_s/* in metrics.jsonl",
+    )
+
+
+def prompts_cut(run: RunRecord) -> Finding | None:
+    """Find prompts that reach the limit at which they are cut."""
+    limit, way = run.setting("data.max_prompt_length"), run.setting("data.truncation")
+    longest = run.series("prompt_length/max")
+    if not isinstance(limit, int) or way in (None, "error") or not longest:
+        return None
+    share = statistics.fmean(float(value >= limit) for value in longest.values)
+    if share < 0.5:
+        return None
+    mean = statistics.fmean(run.series("prompt_length/mean").values or [0.0])
+    nearly_all = mean >= 0.95 * limit
+    return Finding(
+        name="prompts_cut",
+        weight=Weight.ILL if nearly_all else Weight.WATCH,
+        title=f"{'Nearly all prompts' if nearly_all else 'Prompts'} reach data.max_prompt_length={limit} and are cut ({way}) in "
+        f"{100 * share:.0f} % of the steps.",
+        since=longest.points[0][0],
+        evidence=f"prompt_length/max is {max(longest.values):.0f}, the mean {mean:.1f} tokens",
+        meaning="A cut prompt may have lost its question, or the tokens with which an answer begins.",
+        advice=("raise data.max_prompt_length", "data.filter_overlong_prompts=true leaves such rows out"),
+        source="data.truncation in docs/configuration.md",
+    )
 
 
 def entropy_collapse(run: RunRecord) -> Finding | None:
@@ -263,47 +525,9 @@ def repetition(run: RunRecord) -> Finding | None:
     )
 
 
-def language_mixing(run: RunRecord) -> Finding | None:
-    """Find responses that mix scripts which their prompts do not have."""
-    now, before = _mixed(run.last_rollouts()), _mixed(run.first_rollouts())
-    if now is None or before is None or now < before + 0.1:
-        return None
-    begin, step = run.rollout_files[0][0], run.rollout_files[-1][0]
-    return Finding(
-        name="language_mixing",
-        weight=Weight.WATCH,
-        title=f"{100 * now:.0f} % of the responses mix scripts that their prompts do not have.",
-        since=step,
-        evidence=f"{100 * before:.0f} % in step {begin}, {100 * now:.0f} % in step {step}",
-        meaning="Nothing in the reward asks for one language, and the model reasons in whatever is likely.",
-        advice=("add a reward for the language of the prompt", "raise actor_rollout_ref.actor.kl_loss_coef"),
-        source="DeepSeek-R1 (2025), sections 2.2.4 and 2.3.2",
-    )
-
-
 def _repeating(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the share of long responses that compress to almost nothing; None where fewer than 8 are long."""
     long = [str(one["response"]).encode() for one in rollouts if len(str(one.get("response", ""))) >= LONG]
     if len(long) < 8:
         return None
     return statistics.fmean(float(len(zlib.compress(text)) < REPEATS * len(text)) for text in long)
-
-
-def _mixed(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of responses with letters of a script that the prompt does not have; None without responses."""
-    if not rollouts:
-        return None
-    mixed = [
-        len(_scripts(str(one.get("response", ""))) - _scripts(str(one.get("prompt", ""))) - {"LATIN"}) > 0 for one in rollouts
-    ]
-    return statistics.fmean(map(float, mixed))
-
-
-def _scripts(text: str) -> set[str]:
-    """Return the scripts of which the text has at least three letters, by the first word of their Unicode names."""
-    counts: dict[str, int] = {}
-    for letter in text[:4000]:
-        if letter.isalpha():
-            script = unicodedata.name(letter, "?").split(" ")[0]
-            counts[script] = counts.get(script, 0) + 1
-    return {script for script, number in counts.items() if number >= 3}

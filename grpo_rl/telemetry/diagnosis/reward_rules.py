@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
-from grpo_rl.telemetry.diagnosis.findings import Finding, Weight
-from grpo_rl.telemetry.diagnosis.run_record import RunRecord, Series
+from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord, Series, Weight
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key
 from grpo_rl.telemetry.terminal.step_line import FAILURES, OVERALL
 
@@ -18,6 +14,15 @@ FEW_STEPS = 3
 MANY_FAILURES = 0.05
 """The share of rewards that fail from which on they change what is learnt."""
 HACKED = "The policy has found responses that the reward model likes and that are wrong."
+AGAINST_HACKING = (
+    "refresh the reward model from the policy's own samples: trainer.schedule=iterate, with shorter steps_per_iteration there",
+    "train the reward model on more pairs",
+    "raise actor_rollout_ref.actor.kl_loss_coef",
+)
+AGAINST_WRONG_PAY = (
+    "read what is rewarded: python -m grpo_rl browse RUN --sort -reward",
+    "raise actor_rollout_ref.actor.kl_loss_coef",
+)
 
 
 def reward_failures(run: RunRecord) -> Finding | None:
@@ -46,55 +51,47 @@ def reward_failures(run: RunRecord) -> Finding | None:
     )
 
 
-def reward_never_seen(run: RunRecord) -> Finding | None:
-    """Find that no response has ever got more than the lowest reward."""
+def reward_constant(run: RunRecord) -> Finding | None:
+    """Find that all responses always got the same reward: none, or more than that."""
     constant = _constant_reward(run)
-    if constant is None or constant > 0:
-        return None
     cut = run.series("response_length/clip_ratio")
-    if cut and min(cut.values) > 0.95 and not run.setting("actor_rollout_ref.rollout.ignore_eos"):
+    if constant is None:
+        return None
+    if constant <= 0 and cut and min(cut.values) > 0.95 and not run.setting("actor_rollout_ref.rollout.ignore_eos"):
         return None  # `truncation` names the cause
-    return Finding(
-        name="reward_never_seen",
+    sampled = f"{_rollouts_per_step(run) * run.num_steps:.0f} responses of {run.num_steps} steps"
+    one = next((one for one in run.last_rollouts() if one.get("response")), None)
+    example = f"; for instance {one['response'][:60]!r} where {str(one.get('ground_truth'))[:60]!r} is right" if one else ""
+    found = Finding(
+        name="reward_constant",
         weight=Weight.ILL,
-        title="No response was ever rewarded: there is nothing to learn from.",
+        title="Every response gets the same reward: there is nothing to compare.",
         since=run.series("reward/min").points[0][0],
-        evidence=(
-            f"the reward of all {_rollouts_per_step(run) * run.num_steps:.0f} responses of {run.num_steps} steps is {constant:g}"
-            + _example(run)
+        evidence=f"the reward of all {sampled} is {constant:g}{example}",
+        meaning="The reward does not read the response, or every prompt is solved by every response.",
+        advice=(
+            "check what the reward function compares: python -m grpo_rl check-reward",
+            "train on harder prompts, where validation says that all of these are solved",
         ),
+        source="DAPO (Yu et al. 2025), section 3.2: groups of equal rewards have no gradient",
+    )
+    if constant > 0:
+        return found
+    return replace(
+        found,
+        name="reward_never_seen",
+        title="No response was ever rewarded: there is nothing to learn from.",
         meaning="The task is beyond the model, the reward wants another form of answer, or it cannot be met at all.",
         advice=(
             "give the reward the right answer of some rows by hand: python -m grpo_rl check-reward",
             "read some responses: python -m grpo_rl browse RUN",
             "begin with easier prompts, a warm start (recipe=paradigm/sft), or more responses per prompt",
         ),
-        source="DAPO (Yu et al. 2025), section 3.2: groups of equal rewards have no gradient",
-    )
-
-
-def reward_constant(run: RunRecord) -> Finding | None:
-    """Find that all responses always get the same reward, above 0."""
-    constant = _constant_reward(run)
-    if constant is None or constant <= 0:
-        return None
-    return Finding(
-        name="reward_constant",
-        weight=Weight.ILL,
-        title="Every response gets the same reward: there is nothing to compare.",
-        since=run.series("reward/min").points[0][0],
-        evidence=f"reward/min and reward/max are {constant:g} in all {run.num_steps} steps" + _example(run),
-        meaning="The reward does not read the response, or every prompt is solved by every response.",
-        advice=(
-            "check what the reward function compares: python -m grpo_rl check-reward",
-            "train on harder prompts, where validation says that all of these are solved",
-        ),
-        source="DAPO (Yu et al. 2025), section 3.2",
     )
 
 
 def groups_without_signal(run: RunRecord) -> Finding | None:
-    """Find that most groups have equal rewards, and say whether they are too easy or too hard, by source."""
+    """Find that most groups have equal rewards, and say whether they are too easy or too hard."""
     equal, rewards = run.series("advantage/zero_group_fraction"), run.series("reward/mean")
     if len(equal) < FEW_STEPS or not rewards or equal.last < 0.7 or _constant_reward(run) is not None:
         return None
@@ -112,7 +109,7 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
         weight=Weight.ILL if equal.last > 0.9 else Weight.WATCH,
         title=f"In {100 * equal.last:.0f} % of the groups all responses get the same reward: {which}.",
         since=equal.since(lambda value: value >= 0.7),
-        evidence=f"advantage/zero_group_fraction {equal.ends(2)}; reward {rewards.last:.3f}" + _by_source(run.last_rollouts()),
+        evidence=f"advantage/zero_group_fraction {equal.ends(2)}; reward {rewards.last:.3f}",
         meaning="Groups of equal rewards have advantage 0. The rest of the batch carries the whole gradient, with more noise.",
         advice=(
             "algorithm.filter_groups.enable=true samples until the batch is full of groups with a signal",
@@ -136,7 +133,8 @@ def validation_falls(run: RunRecord) -> Finding | None:
         at, end = measured.points[measured.values.index(best)][0], measured.points[-1][0]
         after = Series([point for point in rewards.points if point[0] > at])
         before = Series([point for point in rewards.points if point[0] <= at] or rewards.points[:1])
-        margin = 2 * _standard_error(run, end, measured.now)
+        prompts = _num_prompts(run, end)
+        margin = 2 * math.sqrt(max(0.0, measured.now * (1 - measured.now)) / prompts) if prompts else 0.0
         if at == end or best - measured.now <= max(0.05, margin) or len(after) < 3 or after.last < before.last + 0.02:
             continue
         hacked = any("reward_model" in name or "judge" in name for name in _parts(run))
@@ -152,17 +150,7 @@ def validation_falls(run: RunRecord) -> Finding | None:
                 f"to {after.last:.3f}"
             ),
             meaning=HACKED if hacked else "The policy learns what the reward pays and not what validation measures.",
-            advice=(
-                f"take the checkpoint of step {at}",
-                *(
-                    _against_hacking(run)
-                    if hacked
-                    else (
-                        "read what is rewarded: python -m grpo_rl browse RUN --sort -reward",
-                        "raise actor_rollout_ref.actor.kl_loss_coef",
-                    )
-                ),
-            ),
+            advice=(f"take the checkpoint of step {at}", *(AGAINST_HACKING if hacked else AGAINST_WRONG_PAY)),
             source="Gao et al. 2022, section 3: the reward model is optimised past its use",
         )
     return None
@@ -180,7 +168,7 @@ def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
         since=agreement.since(lambda value: value < 0.6),
         evidence=f"share of the pairs on which both agree {agreement.ends(2)}",
         meaning=HACKED,
-        advice=_against_hacking(run),
+        advice=AGAINST_HACKING,
         source="DeepSeekMath, section 4.1.4; Gao et al. 2022, section 3",
     )
 
@@ -260,18 +248,6 @@ def validation_noise(run: RunRecord) -> Finding | None:
     return None
 
 
-def _against_hacking(run: RunRecord) -> tuple[str, ...]:
-    """Return what keeps a policy from using the errors of its reward model."""
-    iterated = run.setting("trainer.schedule") == "iterate"
-    return (
-        "lower trainer.iterate.steps_per_iteration, so that the reward model is refreshed more often"
-        if iterated
-        else "trainer.schedule=iterate refreshes the reward model from the policy's own samples",
-        "train the reward model on more pairs" + (": raise trainer.iterate.reward_model_steps" if iterated else ""),
-        "raise actor_rollout_ref.actor.kl_loss_coef",
-    )
-
-
 def _constant_reward(run: RunRecord) -> float | None:
     """Return the one reward that all responses of all steps got; None where two differ, or before FEW_STEPS steps."""
     low, high = run.series("reward/min").values, run.series("reward/max").values
@@ -296,37 +272,3 @@ def _rollouts_per_step(run: RunRecord) -> float:
 def _num_prompts(run: RunRecord, step: int) -> int:
     """Return the number of prompts of one validation; 0 where it is not known."""
     return len({prompt_key(one) for one in run.rollouts(step, val=True)})
-
-
-def _standard_error(run: RunRecord, step: int, share: float) -> float:
-    """Return the standard error of a share over the prompts of one validation; 0 where their number is not known."""
-    prompts = _num_prompts(run, step)
-    return math.sqrt(max(0.0, share * (1 - share)) / prompts) if prompts else 0.0
-
-
-def _example(run: RunRecord) -> str:
-    one = next((one for one in run.last_rollouts() if one.get("response")), None)
-    if one is None:
-        return ""
-    return f"; for instance {_short(one['response'])!r} where {_short(str(one.get('ground_truth')))!r} is right"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _by_source(rollouts: Sequence[Mapping[str, Any]]) -> str:
-    """Return, for each source of prompts, the share of groups with equal rewards and their mean reward."""
-    sources: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in rollouts:
-        if one.get("reward") is not None:
-            sources[str(one.get("data_source"))][str(one.get("uid"))].append(float(one["reward"]))
-    if len(sources) < 2:
-        return ""
-    lines = []
-    for source, groups in sorted(sources.items()):
-        of_source = groups.values()
-        equal = [rewards for rewards in of_source if min(rewards) == max(rewards)]
-        mean = statistics.fmean(statistics.fmean(rewards) for rewards in of_source)
-        lines.append(f"{source} {len(equal)} of {len(of_source)} groups equal, reward {mean:.2f}")
-    return "; by source: " + ", ".join(lines)

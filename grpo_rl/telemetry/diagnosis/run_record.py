@@ -1,4 +1,4 @@
-"""The parts of a run that the doctor reads: its configuration, its metrics by step, and its rollouts."""
+"""What the doctor reads of a run, its configuration, its metrics by step and its rollouts, and what it finds in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,6 @@ from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import run_config
 
 Point = tuple[int, float]
-ENTROPY = ("actor/entropy", "rollout/entropy")
-"""The metrics of entropy in nats per token: the exact one, which is measured on demand, and the estimate from sampled tokens."""
 
 
 @dataclass(frozen=True)
@@ -147,16 +146,12 @@ class RunRecord:
         return (rewards.last - low) / (high - low) if rewards and high > low else 0.0
 
     def entropy(self) -> Series:
-        """Return the entropy in nats per token by step: measured, estimated by the ranks, or from the logged rollouts.
+        """Return the entropy in nats per token by step: the exact one, which is measured on demand, or else its estimate.
 
         Minus the log-probability of a sampled token is an unbiased estimate of the entropy of the distribution that it
         was sampled from.
         """
-        for key in ENTROPY:
-            if measured := self.series(key):
-                return measured
-        estimates = ((step, _surprise(self.rollouts(step))) for step, _ in self.rollout_files)
-        return Series([(step, value) for step, value in estimates if value is not None])
+        return self.series("actor/entropy") or self.series("rollout/entropy")
 
     def rollouts(self, step: int, *, val: bool = False) -> list[dict[str, Any]]:
         """Return the logged rollouts of one step, none where there is no file that can be read."""
@@ -178,9 +173,36 @@ class RunRecord:
         return self.rollouts(self.rollout_files[0][0]) if self.rollout_files else []
 
 
-def _surprise(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return minus the mean log-probability of the sampled tokens; None without a token."""
-    pairs = [(one.get("rollout_logprob_mean"), one.get("response_length")) for one in rollouts]
-    known = [(-float(mean), int(length)) for mean, length in pairs if mean is not None and length]
-    total = sum(length for _, length in known)
-    return sum(value * length for value, length in known) / total if total else None
+class Weight(IntEnum):
+    """The rank of a finding; the smaller, the earlier it is shown."""
+
+    ILL = 0
+    """Training does not work, or what it shows is not true."""
+    WATCH = 1
+    """Something is on its way to go wrong, or costs much."""
+    NOTE = 2
+    """Something looks odd and is right, or could be cheaper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One diagnosis: what was seen, what it usually means, and what to change."""
+
+    name: str
+    weight: Weight
+    title: str
+    """The diagnosis in one sentence."""
+    since: int
+    """The step from which on it holds."""
+    evidence: str
+    """The numbers that it rests on, with their steps."""
+    meaning: str
+    """The usual cause."""
+    advice: tuple[str, ...]
+    """The changes to make, the likeliest first, with the keys."""
+    source: str
+    """The place that describes this: a paper with its section, or the formula itself."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as JSON can hold it."""
+        return asdict(self) | {"weight": self.weight.name.lower()}

@@ -140,21 +140,74 @@ ILL: dict[str, RunRecord] = {
         config={"data": CONFIG["data"] | {"truncation": "left"}},
     ),
     "groups_too_easy": run({"advantage/zero_group_fraction": ramp(0.9, 0.98), "reward/mean": lambda step: 0.97}),
-    "gradient_spikes": run({"actor/grad_norm": lambda step: 30.0 if step in (9, 20) else 0.4}),
-    "restarts": run({"recovery/restarts_total": lambda step: float(step % 4 == 0)}),
+}
+JUMPS: dict[str, Curve | None] = {"reward/mean": ramp(0.5, 0.3)}
+
+
+def listed(*values: float) -> Curve:
+    return lambda step: values[step - 1]
+
+
+# The figures of scripts/ill_runs.py: an entropy bonus of the wrong sign, one larger than the reward, and GSPO's clip range.
+STUCK: dict[str, Curve | None] = {
+    "actor/entropy": listed(0.18, 0.18, 0.11, 0.08, 0.09, 0.11, 0.07, 0.06, 0.05, 0.02, 0.02, 0.03, 0.03, 0.02, 0.02),
+    "advantage/zero_group_fraction": listed(0.2, 0.1, 0.6, 0.2, 0.6, 0.8, 0.8, 0.9, 0.8, 1, 0.9, 0.8, 0.9, 1, 0.9),
+}
+RANDOM: dict[str, Curve | None] = {
+    "actor/entropy": listed(0.18, 0.22, 0.22, 0.25, 0.33, 0.45, 0.56, 0.62, 0.74, 0.84, 0.96, 1.09, 1.28, 1.33, 1.33),
+    "actor/kl_loss": listed(0.0, 0.01, 0.09, 0.26, 0.52, 0.77, 2.34, 2.85, 3.19, 2.98, 3.64, 4.17, 3.68, 4.18, 4.09),
+    "reward/mean": listed(0.36, 0.43, 0.38, 0.46, 0.4, 0.29, 0.09, 0.02, 0, 0.03, 0.03, 0, 0.02, 0, 0),
+}
+CLIPPED: dict[str, Curve | None] = {
+    "actor/pg_clipfrac": lambda step: (0.29, 0.25, 0.21, 0.22, 0.16)[(step - 1) // 3],
+    "advantage/zero_group_fraction": lambda step: (0.19, 0.25, 0.31, 0.31, 0.5)[(step - 1) // 3],
+}
+SUBTLE: list[tuple[str, RunRecord]] = [
+    ("learning_rate_zero", run({"actor/lr": lambda step: 1e-14})),
+    ("entropy_collapse", run(STUCK | {"reward/mean": ramp(0.36, 0.2, 15)}, steps=15)),
+    ("entropy_explosion", run(RANDOM, steps=15)),
+    ("ratio_out_of_range", run(CLIPPED, steps=15)),
+    ("learning_rate_too_high", run(JUMPS | {"actor/kl_loss": lambda step: 5.9 if step > 1 else 0.0}, steps=15)),
+    ("groups_too_easy", run({"reward/mean": ramp(0.985, 1.0, 15), "advantage/zero_group_fraction": lambda step: 0.97})),
+    ("reward_model_hacked", run({"iterate/agreement": ramp(0.9, 0.3)})),
+]
+HARMLESS = {
+    "healthy": run(),
+    "one step": run(steps=1),
+    "three steps": run(steps=3),
+    "validated": run(arithmetic=[0.2, 0.5, 0.8]),
+    "the end of a decay": run({"actor/lr": ramp(1e-6, 0.0)}),
+    "a policy that learns while its entropy falls": run(STUCK | {"reward/mean": ramp(0.36, 0.85, 15)}, steps=15),
+    "a loss of 0, which is noted": run({"actor/pg_loss": lambda step: 3e-9}),
+    "a task that is solved": run(
+        {
+            "reward/mean": ramp(0.27, 0.99, 20),
+            "actor/entropy": ramp(0.9, 0.01, 20),
+            "advantage/zero_group_fraction": ramp(0.2, 0.97, 20),
+        },
+        arithmetic=[0.27, 0.7, 0.95],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", ILL)
-def test_an_illness_is_named_first(name: str) -> None:
-    found = diagnose(ILL[name])
+@pytest.mark.parametrize(("name", "record"), [*ILL.items(), *SUBTLE])
+def test_an_illness_is_named_first(name: str, record: RunRecord) -> None:
+    found = diagnose(record)
     assert found.first is not None and found.first.name == name, as_text(found)
 
 
-def test_a_learning_rate_that_rounding_loses_is_as_good_as_none() -> None:
-    found = diagnose(run({"actor/lr": lambda step: 1e-14})).first
-    assert found is not None and found.name == "learning_rate_zero" and "at most 1.0e-14" in found.evidence
-    assert diagnose(run({"actor/lr": ramp(1e-6, 0.0)})).is_healthy, "the end of a decay"
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_healthy_run_gets_no_finding(name: str) -> None:
+    found = diagnose(HARMLESS[name])
+    assert found.is_healthy, as_text(found)
+    assert [one.name for one in found.findings] == (["loss_is_zero"] if "loss" in name else [])
+
+
+def test_what_a_rule_does_not_mean_is_not_named() -> None:
+    grown = run(JUMPS | {"actor/kl_loss": lambda step: 0.02 * step * step}, steps=15)
+    assert "learning_rate_too_high" not in [one.name for one in diagnose(grown).findings], "it grows from step to step"
+    few = CLIPPED | {"actor/pg_clipfrac": lambda step: 0.02, "advantage/zero_group_fraction": lambda step: 0.95}
+    assert "ratio_out_of_range" not in [one.name for one in diagnose(run(few, steps=15)).findings]
 
 
 def test_every_alarm_that_a_run_can_be_stopped_by_is_a_name_that_the_rules_give() -> None:
@@ -164,14 +217,7 @@ def test_every_alarm_that_a_run_can_be_stopped_by_is_a_name_that_the_rules_give(
     assert set(ILL) <= known
     assert [name for name in known if f'"{name}"' not in text] == []
     named = set(re.findall(r'name="([a-z_]+)"', text))
-    assert named - known == {"always_clipped", "loss_is_zero", "validation_noise", "phase_dominates", "idle_pools"}, "notes"
-
-
-def test_a_healthy_run_gets_no_finding() -> None:
-    for healthy in (run(), run(steps=1), run(steps=3), run(arithmetic=[0.2, 0.5, 0.8])):
-        found = diagnose(healthy)
-        assert found.is_healthy, as_text(found)
-        assert "othing is wrong" in as_text(found)
+    assert named - known == {"loss_is_zero", "validation_noise", "phase_dominates"}, "notes"
 
 
 def test_a_few_steps_are_too_few_to_be_called_healthy() -> None:
@@ -184,63 +230,6 @@ def test_a_few_steps_are_too_few_to_be_called_healthy() -> None:
     assert healthy.is_healthy and not healthy.is_undecided
 
 
-def test_a_run_that_has_solved_its_task_is_healthy() -> None:
-    solved = run(
-        {
-            "reward/mean": ramp(0.27, 0.99, 20),
-            "actor/entropy": ramp(0.9, 0.01, 20),
-            "advantage/zero_group_fraction": ramp(0.2, 0.97, 20),
-        },
-        arithmetic=[0.27, 0.7, 0.95],
-    )
-    assert diagnose(solved).is_healthy, as_text(diagnose(solved))
-
-
-def test_a_policy_whose_groups_fall_silent_while_it_learns_nothing_has_collapsed_at_half_of_its_entropy() -> None:
-    # The figures of scripts/ill_runs.py, entropy_collapse: a bonus of the wrong sign.
-    entropy = [0.182, 0.18, 0.111, 0.084, 0.086, 0.111, 0.074, 0.062, 0.051, 0.02, 0.018, 0.034, 0.029, 0.021, 0.023]
-    silent = [0.19, 0.12, 0.62, 0.25, 0.62, 0.75, 0.75, 0.88, 0.81, 1.0, 0.94, 0.81, 0.88, 1.0, 0.88]
-    rewards = [0.36, 0.34, 0.23, 0.33, 0.24, 0.3, 0.37, 0.12, 0.13, 0.19, 0.08, 0.38, 0.06, 0.0, 0.22]
-    changes: dict[str, Curve | None] = {
-        "actor/entropy": lambda step: entropy[step - 1],
-        "advantage/zero_group_fraction": lambda step: silent[step - 1],
-    }
-    stuck = diagnose(run(changes | {"reward/mean": lambda step: rewards[step - 1]}, steps=15))
-    assert stuck.first is not None and stuck.first.name == "entropy_collapse", as_text(stuck)
-    learning = diagnose(run(changes | {"reward/mean": ramp(0.36, 0.85, 15)}, steps=15))
-    assert learning.is_healthy, as_text(learning)
-
-
-def test_one_spike_that_was_clipped_is_no_finding() -> None:
-    # The figures of scripts/ill_runs.py, paradigm/sft: one batch of twelve times the median, clipped at 1, without a trace.
-    once: dict[str, Curve | None] = {"actor/grad_norm": lambda step: 11.9 if step == 13 else 0.9}
-    assert "gradient_spikes" not in [one.name for one in diagnose(run(once)).findings]
-    twice: dict[str, Curve | None] = {"actor/grad_norm": lambda step: 11.9 if step in (5, 13) else 0.9}
-    assert "gradient_spikes" in [one.name for one in diagnose(run(twice)).findings]
-
-
-def test_a_kl_that_grows_from_step_to_step_is_no_step_that_is_too_large() -> None:
-    changes: dict[str, Curve | None] = {"reward/mean": ramp(0.5, 0.3)}
-    grown = diagnose(run(changes | {"actor/kl_loss": lambda step: 0.02 * step * step}, steps=15))
-    assert "learning_rate_too_high" not in [one.name for one in grown.findings]
-    sudden = diagnose(run(changes | {"actor/kl_loss": lambda step: 5.9 if step > 1 else 0.0}, steps=15))
-    assert sudden.first is not None and sudden.first.name == "learning_rate_too_high"
-
-
-def test_a_jump_of_a_policy_that_was_becoming_random_is_laid_to_its_entropy() -> None:
-    # The figures of scripts/ill_runs.py, entropy_explosion: a bonus larger than the reward.
-    entropy = [0.18, 0.22, 0.22, 0.25, 0.33, 0.45, 0.56, 0.62, 0.74, 0.84, 0.96, 1.09, 1.28, 1.33, 1.33]
-    kl = [0.0, 0.01, 0.09, 0.26, 0.52, 0.77, 2.34, 2.85, 3.19, 2.98, 3.64, 4.17, 3.68, 4.18, 4.09]
-    rewards = [0.36, 0.43, 0.38, 0.46, 0.4, 0.29, 0.09, 0.02, 0.0, 0.03, 0.03, 0.0, 0.02, 0.0, 0.0]
-    changes: dict[str, Curve | None] = {
-        "actor/entropy": lambda step: entropy[step - 1],
-        "actor/kl_loss": lambda step: kl[step - 1],
-        "reward/mean": lambda step: rewards[step - 1],
-    }
-    found = diagnose(run(changes, steps=15))
-    assert found.first is not None and found.first.name == "entropy_explosion", as_text(found)
-
-
 def test_the_cause_of_a_disagreement_is_read_from_the_configuration() -> None:
     differ: dict[str, Curve | None] = {"rollout/logprob_diff_mean": lambda step: 0.2}
     parts = CONFIG["actor_rollout_ref"]
@@ -250,37 +239,6 @@ def test_the_cause_of_a_disagreement_is_read_from_the_configuration() -> None:
     coarse = {"actor_rollout_ref": parts | {"rollout": {"n": 4, "dtype": "bfloat16"}}}
     found = diagnose(run(differ, config=coarse)).first
     assert found is not None and "computes in bfloat16, and the trainer in auto" in found.meaning
-
-
-def test_tokens_without_a_signal_do_not_hide_that_the_others_are_clipped() -> None:
-    # The figures of scripts/ill_runs.py, ratio_out_of_range: the clip range of GSPO with ratios of tokens.
-    clipped, silent = [0.29, 0.25, 0.21, 0.22, 0.16], [0.19, 0.25, 0.31, 0.31, 0.5]
-    changes: dict[str, Curve | None] = {
-        "actor/pg_clipfrac": lambda step: clipped[(step - 1) // 3],
-        "advantage/zero_group_fraction": lambda step: silent[(step - 1) // 3],
-    }
-    found = diagnose(run(changes, steps=15)).first
-    assert found is not None and found.name == "ratio_out_of_range" and "0.16 of all tokens" in found.evidence
-    few = changes | {"actor/pg_clipfrac": lambda step: 0.02, "advantage/zero_group_fraction": lambda step: 0.95}
-    assert "ratio_out_of_range" not in [one.name for one in diagnose(run(few, steps=15)).findings]
-
-
-def test_a_task_that_was_solved_before_training_is_too_easy_even_where_the_reward_still_rises_a_little() -> None:
-    # The figures of scripts/ill_runs.py: a reward that nearly every response gets.
-    easy = run({"reward/mean": ramp(0.985, 1.0, 15), "advantage/zero_group_fraction": lambda step: 0.97})
-    assert (found := diagnose(easy).first) is not None and found.name == "groups_too_easy"
-
-
-def test_a_reward_model_that_agrees_less_with_the_rule_is_seen() -> None:
-    parted = run({"iterate/agreement": ramp(0.9, 0.3)})
-    assert (found := diagnose(parted).first) is not None and found.name == "reward_model_hacked"
-    assert any("trainer.schedule=iterate" in advice for advice in found.advice)
-
-
-def test_a_loss_of_zero_is_explained_and_is_no_illness() -> None:
-    found = diagnose(run({"actor/pg_loss": lambda step: 3e-9}))
-    assert found.is_healthy
-    assert [one.name for one in found.findings] == ["loss_is_zero"]
 
 
 @pytest.mark.parametrize(
@@ -340,35 +298,15 @@ def test_the_ends_of_a_series_and_since_when_something_holds() -> None:
     assert Series([(1, 0.0), (2, 5.0), (3, 0.0), (4, 5.0), (5, 6.0)]).since(lambda value: value > 1) == 4
 
 
-def test_entropy_is_estimated_from_logged_rollouts(tmp_path: Path) -> None:
-    folder = tmp_path / "rollouts"
-    folder.mkdir()
-    rows = [{"rollout_logprob_mean": -0.5, "response_length": 3}, {"rollout_logprob_mean": -1.0, "response_length": 1}]
-    (folder / "step_4.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "time": 1.0, "reward/mean": 0.5}\n')
-    record = RunRecord.of_folder(tmp_path)
-    assert record.entropy().points == [(4, pytest.approx((0.5 * 3 + 1.0 * 1) / 4))]
-
-
-def responses(texts: list[str]) -> list[dict[str, Any]]:
-    return [
-        {"prompt": "How much is it?", "response": text, "uid": str(number), "reward": 0.0} for number, text in enumerate(texts)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("repetition", "and so on and on " * 40), ("language_mixing", "The answer is двадцать пять, I think.")],
-)
-def test_texts_are_read(tmp_path: Path, name: str, text: str) -> None:
+def test_loops_are_seen_in_the_texts_of_responses(tmp_path: Path) -> None:
     prose = "".join(chr(97 + (7 * i * i + 3 * i) % 26) for i in range(400))
     (tmp_path / "rollouts").mkdir()
-    for step, one in ((1, prose), (40, text)):
-        lines = "".join(json.dumps(row) + "\n" for row in responses([one] * 12))
-        (tmp_path / "rollouts" / f"step_{step}.jsonl").write_text(lines)
+    for step, text in ((1, prose), (40, "and so on and on " * 40)):
+        line = json.dumps({"prompt": "How much is it?", "response": text, "uid": "1", "reward": 0.0}) + "\n"
+        (tmp_path / "rollouts" / f"step_{step}.jsonl").write_text(12 * line)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in run().records))
     found = diagnose(RunRecord.of_folder(tmp_path))
-    assert found.first is not None and found.first.name == name, as_text(found)
+    assert found.first is not None and found.first.name == "repetition", as_text(found)
 
 
 def test_the_command_prints_findings_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -413,9 +351,3 @@ def test_a_step_without_a_trained_token_is_named_at_once_with_the_share_and_the_
     assert "100% of the responses that were cut off" in found.meaning and "rollout_rs" not in found.meaning
     (found,) = Alarms(CONFIG).see(1, masked | {"rollout/masked_fraction": 0.25})
     assert "the 25% of the responses" in found.meaning and "rollout_rs rejects all other tokens" in found.meaning
-
-
-def test_three_steps_of_equal_groups_raise_an_alarm() -> None:
-    alarms = Alarms(CONFIG)
-    equal = {"advantage/zero_group_fraction": 1.0, "reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0}
-    assert [bool(alarms.see(step, equal)) for step in range(1, 6)] == [False, False, True, False, False]
