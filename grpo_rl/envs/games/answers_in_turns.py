@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from fractions import Fraction
 
@@ -35,7 +34,7 @@ class ArithmeticInTurns(Game):
     def begin(self, start: Start) -> None:
         self._result = int(start.ground_truth)
 
-    async def move(self, text: str) -> MoveResult:
+    def move(self, text: str) -> MoveResult:
         given, (higher, lower, malformed) = text.strip(), self._words
         digits = given.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) <= MOST_DIGITS):
@@ -68,17 +67,15 @@ class CountdownInTurns(Game):
         self._numbers = Counter(int(number) for number in ground_truth["numbers"])
         self._target = Fraction(str(ground_truth["target"]))
 
-    async def move(self, text: str) -> MoveResult:
+    def move(self, text: str) -> MoveResult:
         expression = last_pair(text)
         if expression is None:
             return MoveResult("?" if self._short else "There is no expression between <answer> and </answer>.", malformed=True)
         try:
             value, used = arithmetic_value(expression)
         except NotAnExpression:
-            said = (
-                "?" if self._short else "That is no expression of whole numbers, + - * / and brackets, or it divides by zero."
-            )
-            return MoveResult(said, malformed=True)
+            said = "That is no expression of whole numbers, + - * / and brackets, or it divides by zero."
+            return MoveResult("?" if self._short else said, malformed=True)
         if Counter(used) != self._numbers:
             wanted = " ".join(str(number) for number in sorted(self._numbers.elements()))
             return MoveResult(wanted if self._short else f"The numbers to use, each exactly once, are {wanted}.")
@@ -106,7 +103,7 @@ class Gsm8kInTurns(Game):
         if to_number(self._right) is None:
             raise ValueError("the ground truth is no number")
 
-    async def move(self, text: str) -> MoveResult:
+    def move(self, text: str) -> MoveResult:
         found = gsm8k_flexible(self._row.data_source, text, self._right)
         if found["acc"]:
             return MoveResult(solved=True)
@@ -129,10 +126,9 @@ class ReasoningGymInTurns(Game):
             raise ValueError("extra_info has no gym")
         self._row = start
 
-    async def move(self, text: str) -> MoveResult:
+    def move(self, text: str) -> MoveResult:
         row = self._row
-        # Some scorers take long on some answers: the other episodes of the process do not wait for them.
-        found = await asyncio.to_thread(reasoning_gym, row.data_source, text, row.ground_truth, dict(row.extra_info))
+        found = reasoning_gym(row.data_source, text, row.ground_truth, dict(row.extra_info))
         if found["acc"]:
             return MoveResult(solved=True)
         score = min(1.0, max(0.0, found["score"]))

@@ -16,7 +16,7 @@ NAME = "fact_chains"
 WORLD_SEED = 0
 """The facts are the same for every seed of the questions."""
 NUM_PEOPLE, NUM_TOWNS, NUM_LANDS = 120, 40, 12
-SYLLABLES = (
+SYLLABLES = [
     "ba",
     "dor",
     "el",
@@ -37,7 +37,7 @@ SYLLABLES = (
     "wyn",
     "yar",
     "zim",
-)
+]
 TRADES = ("baker", "carpenter", "doctor", "gardener", "glassblower", "judge", "miller", "painter", "sailor", "teacher")
 THINGS = ("bridge", "garden", "harbour", "lantern", "letter", "mirror", "mountain", "river", "road", "storm", "tower", "winter")
 QUALITIES = ("broken", "distant", "empty", "golden", "hidden", "last", "quiet", "red", "silver", "sleeping", "white", "wild")
@@ -99,26 +99,19 @@ class World:
 def world(number: int = 0) -> World:
     """Return one of the made-up worlds, each with names of its own; the same on every machine. The tool `search` has the first."""
     rng = random.Random(f"{NAME}:world:{WORLD_SEED + number}")
-    names = _names(rng, NUM_PEOPLE * 2 + NUM_TOWNS + NUM_LANDS)
-    lands = names[:NUM_LANDS]
-    towns = names[NUM_LANDS : NUM_LANDS + NUM_TOWNS]
-    words = names[NUM_LANDS + NUM_TOWNS :]
+    found: dict[str, None] = {}
+    while len(found) < NUM_PEOPLE * 2 + NUM_TOWNS + NUM_LANDS:
+        found["".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).title()] = None
+    names = list(found)
+    lands, towns, words = names[:NUM_LANDS], names[NUM_LANDS : NUM_LANDS + NUM_TOWNS], names[NUM_LANDS + NUM_TOWNS :]
     full = [f"{first} {last}" for first, last in zip(words[::2], words[1::2], strict=True)]
     books = [f"The {quality.title()} {thing.title()}" for quality in QUALITIES for thing in THINGS]
     rng.shuffle(books)
-    teachers = full[1:] + full[:1]
     people = (
         Person(name, book, rng.choice(TRADES), rng.choice(towns), teacher)
-        for name, book, teacher in zip(full, books, teachers, strict=False)
+        for name, book, teacher in zip(full, books, [*full[1:], full[0]], strict=False)
     )
     return World(tuple(people), {town: rng.choice(lands) for town in towns})
-
-
-def _names(rng: random.Random, number: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < number:
-        found["".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).title()] = None
-    return list(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,33 +199,28 @@ def _asked(rng: random.Random, hops: int, known: World) -> Chain:
     """Return a question of so many look-ups."""
     by_name = {person.name: person for person in known.people}
     person = rng.choice(known.people)
-    author = f'the author of "{person.book}"'
     teacher = by_name[person.teacher]
-    land, land_of_teacher = known.lands[person.town], known.lands[teacher.town]
     lands = tuple(sorted(set(known.lands.values())))
-    steps: tuple[tuple[str, str], ...]
-    by_book, learnt = ((person.book, person.work),), (person.lesson, person.lesson)
-    by_teacher = (learnt, (teacher.birth, teacher.birth), (teacher.town, teacher.town))
+    author = f'author of "{person.book}"'
+    by_book = (person.book, person.work)
+    kind = rng.choice(("land", "book")) if hops == 2 else ""
+
+    def steps(*names: str) -> tuple[tuple[str, str], ...]:
+        return tuple((name, name) for name in names)
+
+    to_teacher = steps(person.lesson, teacher.birth, teacher.town)
+    land, land_of_teacher = known.lands[person.town], known.lands[teacher.town]
     if hops == 1:
-        names = tuple(by_name)
-        return Chain(f"What is the name of {author}?", f'author of "{person.book}"', by_book, person.name, names)
-    if hops == 2:
-        kind = rng.choice(("land of a person", "book of a teacher"))
-        if kind == "land of a person":
-            steps = ((person.birth, person.birth), (person.town, person.town))
-            return Chain(f"In which land was {person.name} born?", f"land of {person.name}", steps, land, lands)
-        question = f"Which book did the teacher of {person.name} write?"
-        steps = (learnt, (teacher.work, teacher.work))
+        return Chain(f"What is the name of the {author}?", author, (by_book,), person.name, tuple(by_name))
+    if kind == "land":
+        question, short = f"In which land was {person.name} born?", f"land of {person.name}"
+        return Chain(question, short, steps(person.birth, person.town), land, lands)
+    if kind == "book":
+        question, short = f"Which book did the teacher of {person.name} write?", f"book of teacher of {person.name}"
         books = tuple(one.book for one in known.people)
-        return Chain(question, f"book of teacher of {person.name}", steps, teacher.book, books)
+        return Chain(question, short, steps(person.lesson, teacher.work), teacher.book, books)
     if hops == 3:
         question = f"In which town was the teacher of {person.name} born, and in which land does it lie? Give the land."
-        return Chain(question, f"land of teacher of {person.name}", by_teacher, land_of_teacher, lands)
-    question = f"In which land was the teacher of {author} born?"
-    return Chain(
-        question,
-        f'land of teacher of author of "{person.book}"',
-        (*by_book, *by_teacher),
-        land_of_teacher,
-        lands,
-    )
+        return Chain(question, f"land of teacher of {person.name}", to_teacher, land_of_teacher, lands)
+    question, short = f"In which land was the teacher of the {author} born?", f"land of teacher of {author}"
+    return Chain(question, short, (by_book, *to_teacher), land_of_teacher, lands)

@@ -30,15 +30,16 @@ def game_row(name: str, prompt: str, ground_truth: Any, extra: dict[str, Any]) -
     }
 
 
-def played(row: Row, move: Callable[[], str], answer: Callable[[str], str | None], turns: int) -> Row:
-    """Return the row with a conversation in `messages`: moves, each with its answer, until there is none (it is solved) or `turns` are over."""
+def random_play(row: Row, game: Game, move: Callable[[], str], turns: int) -> Row:
+    """Return the row with a conversation in `messages`: moves, each with the game's answer, until it is solved or `turns` are over."""
+    game.begin(Start("", game.name, (), row["reward_model"]["ground_truth"], row["extra_info"]))
     messages: list[Message] = list(row["prompt"])
     for turn in range(turns):
         messages.append({"role": "assistant", "content": move()})
-        said = answer(messages[-1]["content"])
-        if said is None or turn + 1 == turns:
+        answer = game.move(messages[-1]["content"])
+        if answer.solved or turn + 1 == turns:
             break
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": answer.text})
     return {**row, "messages": messages}
 
 
@@ -91,7 +92,6 @@ class Game(ABC):
         self._turns, self._partial, self._rewards = turns, float(partial), rewards
         self._num_turns = self._num_malformed = 0
         self._worth = 0.0
-        self._over = False
 
     async def reset(self, start: Start) -> Observation:
         """Read the row. Its prompt is the whole question. Raises ValueError where it is no row of this game."""
@@ -105,34 +105,27 @@ class Game(ABC):
         return Observation()
 
     async def step(self, turn: Turn) -> Observation:
-        """Return the answer to a move. Raises RuntimeError after the end of the game."""
-        if self._over:
-            raise RuntimeError(f"environment {self.name}: turn {turn.index} came after the end of the game")
-        answer = await self.move(turn.text)
+        """Return the answer to a move."""
+        answer = self.move(turn.text)
         self._num_turns += 1
         self._num_malformed += answer.malformed
         worth = 1.0 if answer.solved else self._worth + self._partial * answer.progress / self._turns
         gained, self._worth = worth - self._worth, worth
-        self._over = answer.solved or answer.lost or self._num_turns >= self._turns
-        reward = gained if self._rewards == "turns" else worth if self._over else None
+        is_over = answer.solved or answer.lost or self._num_turns >= self._turns
         return Observation(
-            messages=() if self._over else self.messages(answer.text),
-            reward=reward,
-            done=self._over,
+            messages=() if is_over else ({"role": "user", "content": answer.text},),
+            reward=gained if self._rewards == "turns" else worth if is_over else None,
+            done=is_over,
             info={"solved": float(answer.solved), "turns": float(self._num_turns), "malformed": float(self._num_malformed)},
         )
 
     async def close(self) -> None:  # noqa: B027 - a protocol's method that has nothing to do
         """Release nothing: a game is an object of its own."""
 
-    def messages(self, text: str) -> tuple[Message, ...]:
-        """Return the answer as chat messages."""
-        return ({"role": "user", "content": text},)
-
     @abstractmethod
     def begin(self, start: Start) -> None:
         """Take the row; any error means that it is no row of this game."""
 
     @abstractmethod
-    async def move(self, text: str) -> MoveResult:
-        """Return the answer to a move, whatever its text is."""
+    def move(self, text: str) -> MoveResult:
+        """Return the answer to a move, whatever its text is. It may take its time: each episode has a thread of its own."""

@@ -11,7 +11,7 @@ from typing import Literal
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, game_row, played, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, game_row, random_play, refuse
 from grpo_rl.errors import ConfigError
 
 NAME = "grid_world"
@@ -109,22 +109,13 @@ def grid_world(
         grid = _drawn(rng, size, walls, key, fewest_steps, split)
         truth = {"lines": list(grid.lines), "start": list(grid.start)}
         row = game_row(NAME, prompt_of(grid, wording), truth, {"index": index, "wording": wording, "split": split})
-        if play == "none":
-            return row
-        place = grid.first()
-
-        def walk(move: str) -> str | None:
-            nonlocal place
-            direction = read_direction(move)
-            assert direction is not None
-            place = grid.after(place, direction)
-            return None if grid.solved(place) else seen(grid, place, wording)
+        game = GridWorld()
 
         def step() -> str:
-            way = grid.shortest(place) if rng.random() < sensible else None
+            way = grid.shortest(game.place) if rng.random() < sensible else None
             return way[0] if way else rng.choice(list(STEPS))
 
-        return played(row, step, walk, turns)
+        return row if play == "none" else random_play(row, game, step, turns)
 
     make(0)
     return LazyRows(num_rows, make)
@@ -150,20 +141,16 @@ def _drawn(rng: random.Random, size: int, walls: float, key: bool, fewest_steps:
     )
 
 
-def place_of(grid: Grid, mark: str) -> Cell | None:
-    """Return the cell that has the mark; None where none has."""
-    return next(((row, line.index(mark)) for row, line in enumerate(grid.lines) if mark in line), None)
-
-
 def prompt_of(grid: Grid, wording: str) -> str:
     """Return the question. In short: the cells of goal and key, then what is seen at the start: `G31K02 ...`."""
-    marks = [(mark, cell) for mark in (GOAL, KEY) if (cell := place_of(grid, mark)) is not None]
+    first = seen(grid, grid.first(), wording)
+    marks = [f"{mark}{row}{line.index(mark)}" for mark in (GOAL, KEY) for row, line in enumerate(grid.lines) if mark in line]
     if wording == "short":
-        return "".join(f"{mark}{row}{column}" for mark, (row, column) in marks) + " " + seen(grid, grid.first(), wording)
+        return f"{''.join(marks)} {first}"
     key = f" The goal is locked until you have been on the key ({KEY})." if len(marks) == 2 else ""
     return (
         f"You ({PLAYER}) walk on a map with walls ({WALL}) to the goal ({GOAL}).{key} Answer with one direction in each turn, last in "
-        f"your answer: north, east, south or west.\n{seen(grid, grid.first(), wording)}"
+        f"your answer: north, east, south or west.\n{first}"
     )
 
 
@@ -172,25 +159,15 @@ def seen(grid: Grid, place: GridPlace, wording: str) -> str:
 
     `21.#..k` is row 2, column 1, a wall in the east, and the key in hand.
     """
+    row, column = place.cell
     if wording == "short":
-        around = "".join(grid.at((place.cell[0] + down, place.cell[1] + right)) for down, right in STEPS.values())
-        around = around.replace(KEY, FREE) if place.has_key else around
-        return f"{place.cell[0]}{place.cell[1]}{around}{'k' if place.has_key else '-'}"
-    lines = []
-    for row, line in enumerate(grid.lines):
-        shown = line.replace(KEY, FREE) if place.has_key else line
-        column = place.cell[1]
-        lines.append(shown[:column] + PLAYER + shown[column + 1 :] if row == place.cell[0] else shown)
-    return "\n".join(lines)
-
-
-def read_direction(text: str) -> str | None:
-    """Return the direction (n, e, s or w) that the last word of the text means; None where it means none."""
-    found = WORD.findall(text.lower())
-    return WORDS.get(found[-1]) if found else None
-
-
-MALFORMED = {"words": "Answer with north, east, south or west.", "short": "?"}
+        around = "".join(grid.at((row + down, column + right)) for down, right in STEPS.values())
+        text = f"{row}{column}{around}{'k' if place.has_key else '-'}"
+    else:
+        lines = list(grid.lines)
+        lines[row] = lines[row][:column] + PLAYER + lines[row][column + 1 :]
+        text = "\n".join(lines)
+    return text.replace(KEY, FREE) if place.has_key else text
 
 
 class GridWorld(Game):
@@ -202,30 +179,24 @@ class GridWorld(Game):
         super().__init__(turns=turns, partial=partial, rewards=rewards)
 
     def begin(self, start: Start) -> None:
-        ground_truth = start.ground_truth
-        row, column = ground_truth["start"]
-        self._grid = Grid(tuple(str(line) for line in ground_truth["lines"]), (int(row), int(column)))
+        row, column = start.ground_truth["start"]
+        self._grid = Grid(tuple(str(line) for line in start.ground_truth["lines"]), (int(row), int(column)))
         self._wording = start.extra_info.get("wording", "words")
-        self._place = self._grid.first()
-        self._longest = self._steps_left()
-
-    async def move(self, text: str) -> MoveResult:
-        direction = read_direction(text)
-        if direction is None:
-            said = (
-                MALFORMED[self._wording]
-                + ("\n" if self._wording == "words" else "")
-                + seen(self._grid, self._place, self._wording)
-            )
-            return MoveResult(said, malformed=True)
-        self._place = self._grid.after(self._place, direction)
-        if self._grid.solved(self._place):
-            return MoveResult(solved=True)
-        progress = 1 - self._steps_left() / self._longest if self._partial else 0.0
-        return MoveResult(seen(self._grid, self._place, self._wording), progress=max(0.0, progress))
-
-    def _steps_left(self) -> int:
-        way = self._grid.shortest(self._place)
-        if not way:
+        self.place = self._grid.first()
+        if not (way := self._grid.shortest()):
             raise ValueError("no way leads from the start to the goal, or it begins there")
-        return len(way)
+        self._longest = len(way)
+
+    def move(self, text: str) -> MoveResult:
+        words = WORD.findall(text.lower())
+        direction = WORDS.get(words[-1]) if words else None
+        if direction is not None:
+            self.place = self._grid.after(self.place, direction)
+        if self._grid.solved(self.place):
+            return MoveResult(solved=True)
+        said = seen(self._grid, self.place, self._wording)
+        if direction is None:
+            asked = "?" if self._wording == "short" else "Answer with north, east, south or west.\n"
+            return MoveResult(asked + said, malformed=True)
+        way = self._grid.shortest(self.place) if self._partial else None
+        return MoveResult(said, progress=0.0 if way is None else max(0.0, 1 - len(way) / self._longest))
