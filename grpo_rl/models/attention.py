@@ -6,8 +6,12 @@ sequences has after the prompt: that block *continues* the prompt's, and attends
 
 On GPUs in half precision a variable-length kernel takes the blocks as they lie: flash-attn's where it is installed, else the one
 that comes with torch (`torch.nn.attention.varlen`, the same algorithm). Everywhere else it is SDPA over groups of blocks of
-similar length, right-padded: under a causal mask no real token ever sees the padding. All are exact. `prefix_attention.py` has
-the ways of blocks that continue one.
+similar length, right-padded: under a causal mask no real token ever sees the padding. All are exact.
+
+A token of a block that continues a prompt attends to the whole prompt and to its own block up to itself. On CPUs that is computed
+in two parts without a mask: a prompt's continuations, all together, against the prompt, and every block causally against itself.
+The parts are joined by their log-sum-exps (Milakov & Gimelshein 2018). Elsewhere each block gets a copy of its prompt's keys and
+values, and one kernel computes all.
 """
 
 from __future__ import annotations
@@ -22,10 +26,10 @@ import torch
 import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.packing import Packing, PaddedGroup
-from grpo_rl.models.prefix_attention import gathered, masked_attention, repeated_heads, split_attention
+from grpo_rl.models.packing import GatheredKeys, Packing, PaddedGroup
 from grpo_rl.models.sequence_parallel import Slice
 
 ATTENTION_NAME = "grpo_rl_packed"
@@ -86,7 +90,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scal
             dropout,
         )
     if keys is not None:
-        return masked_attention(query, key, value, keys, scaling)
+        return block_by_block(query, key, value, packing, keys, scaling)
     if packing.families:
         return split_attention(query, key, value, packing, scaling)
     return _padded_groups(query, key, value, packing, scaling, dropout)
@@ -117,6 +121,166 @@ def _rectangle(x: Tensor, group: PaddedGroup, uniform: bool) -> Tensor:
     flat = x[0] if uniform else x[0].index_select(1, group.index_BL.reshape(-1))
     return flat.reshape(heads, rows, length, head_dim).transpose(0, 1)
 
+
+def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [B, heads, L, head_dim], repeated for the queries that share them where SDPA needs it so.
+
+    On GPUs, of SDPA's kernels for float32 only the one that writes the whole [L, L] matrix takes shared heads; with heads of
+    their own the memory-efficient one takes them. CPUs have one kernel for both.
+    """
+    times = q.shape[1] // k.shape[1]
+    if not q.is_cuda or q.dtype != torch.float32 or times == 1:
+        return k, v
+    return k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
+
+
+# ---- blocks that continue a prompt, on CPUs: two parts and their log-sum-exps ----------------------------------------
+
+
+def split_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+    """Return the outputs [S, heads, head_dim] on a CPU, whose kernel of flash attention gives log-sum-exps too."""
+    repeat = query.shape[1] // key.shape[1]
+    if repeat > 1:
+        key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
+    out: Tensor = _SplitAttention.apply(query, key, value, packing, scaling)
+    return out
+
+
+class _SplitAttention(torch.autograd.Function):
+    """Attention in two parts. The gradient of each part needs the whole's output and log-sum-exp only.
+
+    With weights p = exp(score - lse), the gradient of a score is p (grad·v - grad·out), whichever part the key is in (Dao
+    et al. 2022, appendix B.2). So the kernel's own backward pass, called for a part of the keys with `out` and `lse` of
+    all, gives that part's share.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+        outs, lses = [], []
+        for index_BL in _rows(packing):
+            q, k, v = (_rows_of(x, index_BL) for x in (query, key, value))
+            out_BHLD, lse_BHL = _forward(q, k, v, 0.0, True, scale=scaling)
+            outs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
+            lses.append(lse_BHL.transpose(1, 2).flatten(0, 1))
+        out_SHD, lse_SH = (torch.cat(parts).index_select(0, packing.rectangles.restore_S) for parts in (outs, lses))
+        for family in packing.families:
+            prompt, rest = slice(family.begin, family.prompt_end), slice(family.prompt_end, family.end)
+            part_HLD, part_HL = (
+                x[0] for x in _forward(query[:, :, rest], key[:, :, prompt], value[:, :, prompt], 0.0, False, scale=scaling)
+            )
+            own_LHD, own_LH, part_LH = out_SHD[rest], lse_SH[rest], part_HL.T
+            share_LH1 = torch.sigmoid(part_LH - own_LH)[..., None].to(out_SHD.dtype)
+            own_LHD.lerp_(part_HLD.transpose(0, 1), share_LH1)
+            lse_SH[rest] = torch.logaddexp(own_LH, part_LH)
+        ctx.save_for_backward(query, key, value, out_SHD, lse_SH)
+        ctx.packing, ctx.scaling = packing, scaling
+        return out_SHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_SHD: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out_SHD, lse_SH = ctx.saved_tensors
+        packing: Packing = ctx.packing
+        num_cells = sum(index_BL.numel() for index_BL in _rows(packing))
+        # A padding cell has the gradient 0, so that it adds nothing to any key.
+        cells_CHD = grad_SHD.new_zeros(num_cells, *grad_SHD.shape[1:]).index_copy_(0, packing.rectangles.restore_S, grad_SHD)
+        out_1HSD, lse_1HS = out_SHD.transpose(0, 1)[None], lse_SH.T[None]
+        grad_1HSD = grad_SHD.transpose(0, 1)[None]
+        parts: list[tuple[Tensor, ...]] = []
+        first = 0
+        for index_BL in _rows(packing):
+            rows, length = index_BL.shape
+            grad_BHLD = cells_CHD[first : first + rows * length].unflatten(0, (rows, length)).transpose(1, 2)
+            first += rows * length
+            q, k, v, out = (_rows_of(x, index_BL) for x in (query, key, value, out_1HSD))
+            lse = _rows_of(lse_1HS[..., None], index_BL)[..., 0].contiguous()
+            grads = _backward(grad_BHLD, q, k, v, out, lse, 0.0, True, scale=ctx.scaling)
+            parts.append(tuple(grad.transpose(1, 2).flatten(0, 1) for grad in grads))
+        grads_SHD = [torch.cat(some).index_select(0, packing.rectangles.restore_S) for some in zip(*parts, strict=True)]
+        for family in packing.families:
+            prompt, rest = slice(family.begin, family.prompt_end), slice(family.prompt_end, family.end)
+            grads = _backward(
+                *(
+                    x[:, :, rest] if x is not key and x is not value else x[:, :, prompt]
+                    for x in (grad_1HSD, query, key, value)
+                ),
+                out_1HSD[:, :, rest],
+                lse_1HS[:, :, rest].contiguous(),
+                0.0,
+                False,
+                scale=ctx.scaling,
+            )
+            for whole_SHD, grad, where in zip(grads_SHD, grads, (rest, prompt, prompt), strict=True):
+                whole_SHD[where] += grad[0].transpose(0, 1)
+        return (*(grad.transpose(0, 1)[None] for grad in grads_SHD), None, None)
+
+
+def _forward(*arguments: Any, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return flash attention's outputs [B, H, L, D] and log-sum-exps [B, H, L]: (query, key, value, dropout, is_causal)."""
+    out: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, scale=scale)
+    return out
+
+
+def _backward(*arguments: Any, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value: (grad, query, key, value, out, lse, dropout, is_causal)."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads: tuple[Tensor, Tensor, Tensor] = backward(*arguments, scale=scale)
+    return grads
+
+
+def _rows(packing: Packing) -> list[Tensor]:
+    return [group.index_BL for group in packing.rectangles.groups]
+
+
+def _rows_of(x: Tensor, index_BL: Tensor) -> Tensor:
+    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]."""
+    return x[0].index_select(1, index_BL.reshape(-1)).unflatten(1, tuple(index_BL.shape)).transpose(0, 1)
+
+
+# ---- elsewhere: copies of the prompts' keys --------------------------------------------------------------------------
+
+
+def block_by_block(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, keys: GatheredKeys, scaling: float | None
+) -> Tensor:
+    """Return the outputs [S, heads, head_dim] of SDPA over one block after the other, each with its own copy of the keys."""
+    queries = query.split(packing.lengths_N.tolist(), dim=2)
+    copies = (gathered(x[0].transpose(0, 1), keys).split(keys.lengths_B.tolist()) for x in (key, value))
+    outputs = []
+    for q, *own in zip(queries, *copies, strict=True):
+        k, v = repeated_heads(q, *(x.transpose(0, 1)[None] for x in own))
+        # A block's queries are the last of its keys.
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def gathered(x_SHD: Tensor, keys: GatheredKeys) -> Tensor:
+    """Return the keys or values of all blocks, [K, heads, head_dim]."""
+    out: Tensor = _Gather.apply(x_SHD, keys.index_K)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    """Copies of rows whose gradients are added up in float32: a prompt's keys get one share from every response."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.length = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        precise = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros(ctx.length, *grad.shape[1:], dtype=precise, device=grad.device)
+        return total.index_add_(0, index, grad.to(precise)).to(grad.dtype), None
+
+
+# ---- kernels of variable length ----------------------------------------------------------------------------------------
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, float], Tensor]
 """Attention over blocks on a flat axis: queries [S, heads, head_dim], keys, values, where each one's blocks begin (int32,

@@ -8,17 +8,15 @@ trained, with float32 logits whatever the layers compute in, chunk by chunk, eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.experts import Routing
-from grpo_rl.models.linear import Precision, linear, reduced_linear, tf32, use_fast_linear, use_fast_norms
+from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear, use_fast_norms
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
@@ -92,15 +90,12 @@ class PolicyModel(PackedModel):
         temperature: float = 1.0,
         chunk_tokens: int = 2048,
         precision: Precision = "float32",
-        fused: bool = False,
     ) -> None:
         super().__init__(lm)
         self.temperature = temperature
         self.chunk_tokens = chunk_tokens
         self.precision = precision
         """The precision of the head's matrix products, whose results are float32."""
-        self.fused = fused
-        """True for torch's fused linear cross-entropy, where log-probs over the whole vocabulary are all that is asked for."""
 
     def forward(
         self,
@@ -129,55 +124,22 @@ class PolicyModel(PackedModel):
         head = self.lm.get_output_embeddings()
         if ref_hidden_TD is not None and ref_head_VD is None:
             ref_head_VD, ref_bias_V = head.weight.detach(), None if head.bias is None else head.bias.detach()
-        columns: tuple[Tensor, Tensor | None, Tensor | None]
-        plain = not want_entropy and ref_hidden_TD is None and sequences.support_counts_T is None
-        if self.fused and plain and len(hidden_TD):
-            rules = self.temperature, self.chunk_tokens, self.precision
-            columns = fused_logprobs(hidden_TD, head.weight, head.bias, sequences.target_T, *rules), None, None
-        else:
-            columns = _chunked_head(
-                hidden_TD,
-                head.weight,
-                head.bias,
-                sequences.target_T,
-                self.temperature,
-                self.chunk_tokens,
-                want_entropy=want_entropy,
-                ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
-                ref_head_VD=ref_head_VD,
-                ref_bias_V=ref_bias_V,
-                support=_support_of_chunks(sequences, self.chunk_tokens),
-                precision=self.precision,
-            )
+        columns = _chunked_head(
+            hidden_TD,
+            head.weight,
+            head.bias,
+            sequences.target_T,
+            self.temperature,
+            self.chunk_tokens,
+            want_entropy=want_entropy,
+            ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
+            ref_head_VD=ref_head_VD,
+            ref_bias_V=ref_bias_V,
+            support=_support_of_chunks(sequences, self.chunk_tokens),
+            precision=self.precision,
+        )
         outputs = TokenOutputs(*columns, hidden_TD.float() if want_hidden else None)
         return outputs if own is None else outputs.whole(own)
-
-
-def fused_logprobs(
-    hidden_TD: Tensor,
-    head_VD: Tensor,
-    bias_V: Tensor | None,
-    target_T: Tensor,
-    temperature: float,
-    chunk_tokens: int,
-    precision: Precision,
-) -> Tensor:
-    """Return the log-prob of each trained token by torch's fused linear cross-entropy, whose backward pass recomputes by chunks.
-
-    The temperature divides hidden states and bias instead of logits, which is the same up to rounding.
-    """
-    x_TD, w_VD = hidden_TD.float() / temperature, head_VD.float()
-    b_V = None if bias_V is None else bias_V.float() / temperature
-    # Its gradients are those of the log-probs of each token, not of their mean.
-    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk_tokens, chunking_method=None, acc_policy="compact")
-    with tf32() if precision == "tf32" else nullcontext():
-        losses_T = F.linear_cross_entropy(x_TD, w_VD, target_T, linear_bias=b_V, reduction="none", options=chunks)
-    if precision == "tf32" and losses_T.grad_fn is not None:
-        # The products of the backward pass are made in there, where no context of this function reaches.
-        inside = ExitStack()
-        losses_T.grad_fn.register_prehook(lambda gradients: inside.enter_context(tf32()))
-        losses_T.grad_fn.register_hook(lambda gradients, given: inside.close())
-    return -losses_T
 
 
 def _chunked_head(

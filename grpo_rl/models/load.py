@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl import hub
@@ -198,36 +197,8 @@ def recompute_layers(lm: Any, *, inputs_in_host_memory: bool = False) -> None:
 
 def _recomputed_from_host_memory(function: Callable[..., Any], *inputs: Any) -> Any:
     # The hooks see what the recomputation itself saves, its inputs. Inside of the layer it has hooks of its own.
-    with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+    with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_initialized()):
         return checkpoint(function, *inputs, use_reentrant=False)
-
-
-def _to_host(tensor: Tensor) -> tuple[Tensor, torch.device, Any]:
-    """Return a copy in host memory, the place that it came from, and the event after which the copy is whole."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    if not tensor.is_cuda:
-        return copy.copy_(tensor), tensor.device, None
-    # On a stream of its own: the kernels of the layer do not wait for the copy.
-    stream = _copies_of(tensor.device)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        copy.copy_(tensor, non_blocking=True)
-    # The allocator gives the tensor's memory away only after the copy has read it.
-    tensor.record_stream(stream)
-    return copy, tensor.device, stream.record_event()
-
-
-def _from_host(packed: tuple[Tensor, torch.device, Any]) -> Tensor:
-    copy, device, whole = packed
-    if whole is not None:
-        whole.wait(torch.cuda.current_stream(device))
-    return copy.to(device, non_blocking=True)
-
-
-@functools.cache
-def _copies_of(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream on which activations leave a GPU."""
-    return torch.cuda.Stream(device)
 
 
 def compile_layers(lm: Any) -> None:

@@ -368,26 +368,6 @@ def families_of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class MaskedGroup:
-    """Blocks of similar length after prompts of one length, as rows of a rectangle of queries and one of keys."""
-
-    prompt_length: int
-    index_BL: Tensor
-    """Flat position of each query; padding cells repeat the row's last token and are never read back."""
-    key_index_BK: Tensor
-    """Flat position of each key: the prompt's, then the queries' own."""
-
-
-@dataclass(frozen=True, slots=True)
-class MaskedRectangles:
-    """The blocks as rectangles, for kernels that take no variable lengths."""
-
-    groups: tuple[MaskedGroup, ...]
-    restore_S: Tensor
-    """The row of each flat position in the groups' outputs laid end to end."""
-
-
-@dataclass(frozen=True)
 class GatheredKeys:
     """The keys that each block attends to: those of the prompt that it continues, then its own."""
 
@@ -395,47 +375,18 @@ class GatheredKeys:
     """Flat position of each key, block after block."""
     cumulative_lengths: Tensor
     """int32 [num_blocks + 1]."""
-    blocks: tuple[tuple[int, int, int], ...]
-    """Begin, length and prompt's begin of each block; -1 for one without a prompt."""
+    lengths_B: Tensor
+    """The number of keys of each block, on the CPU."""
 
     @staticmethod
     def of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor, device: torch.device | str) -> GatheredKeys:
         """Return the keys of blocks that begin at `starts_N`; see `Packing.of`."""
         rows = list(zip(starts_N.tolist(), lengths_N.tolist(), continues_N.tolist(), strict=True))
-        blocks = tuple((start, length, -1 if prompt < 0 else rows[prompt][0]) for start, length, prompt in rows)
         pieces = []
         for start, length, prompt in rows:
             if prompt >= 0:
                 pieces.append(rows[prompt][0] + torch.arange(rows[prompt][1]))
             pieces.append(torch.arange(start, start + length))
-        prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
-        ends_N = torch.cat([torch.zeros(1, dtype=torch.long), (prefix_N + lengths_N).cumsum(0)]).to(torch.int32)
-        return GatheredKeys(torch.cat(pieces).to(device), ends_N.to(device), blocks)
-
-    @functools.cached_property
-    def rectangles(self) -> MaskedRectangles:
-        """The blocks as rectangles; made when a kernel first reads them, which those of variable length never do."""
-        device = self.index_K.device
-        length_at = {start: length for start, length, _ in self.blocks}
-        alike: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for block in self.blocks:
-            # Lengths within a quarter of a power of two of each other share a rectangle.
-            alike.setdefault((length_at.get(block[2], 0), _size_class(block[1])), []).append(block)
-        groups, offset = [], 0
-        cells = torch.empty(sum(length_at.values()), dtype=torch.long)
-        for (prompt_length, _), members in alike.items():
-            starts_B, own_B, prompts_B = torch.tensor(members).unbind(1)
-            column_L = torch.arange(int(own_B.max()))
-            index_BL = starts_B[:, None] + torch.minimum(column_L[None], own_B[:, None] - 1)
-            real_BL = column_L[None] < own_B[:, None]
-            cells[index_BL[real_BL]] = offset + torch.arange(index_BL.numel()).view_as(index_BL)[real_BL]
-            offset += index_BL.numel()
-            keys_BK = torch.cat([prompts_B[:, None] + torch.arange(prompt_length), index_BL], 1)
-            groups.append(MaskedGroup(prompt_length, index_BL.to(device), keys_BK.to(device)))
-        return MaskedRectangles(tuple(groups), cells.to(device))
-
-
-def _size_class(length: int) -> int:
-    """Return a number that grows with the length, four for each doubling."""
-    doublings = length.bit_length() - 1
-    return 4 * doublings + (4 * length >> doublings)
+        lengths_B = lengths_N + torch.where(continues_N < 0, 0, lengths_N[continues_N])
+        ends_N = torch.cat([torch.zeros(1, dtype=torch.long), lengths_B.cumsum(0)]).to(torch.int32)
+        return GatheredKeys(torch.cat(pieces).to(device), ends_N.to(device), lengths_B)

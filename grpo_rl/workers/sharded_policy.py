@@ -93,14 +93,12 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
     """Return the policy, sharded over the worker group."""
     chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
-    fused = spec.model.use_fused_kernels
-
     adapts = spec.train and spec.model.lora_rank > 0
 
     def wrap(lm: Any) -> PolicyModel:
         if adapts:
             lora.add_adapters(lm, spec.model)
-        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision, fused=fused)
+        return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision)
 
     policy = build_sharded(spec, rank, device, wrap)
     if adapts:

@@ -184,7 +184,7 @@ FAULTS: list[Fault] = [
     _F("off by one", "models/optim.py", "return (step + 1) / (warmup + 1)", "return step / (warmup + 1)", "unit/models"),
     _F(
         "causal mask over the prompt",
-        "models/prefix_attention.py",
+        "models/attention.py",
         "value[:, :, prompt], 0.0, False, scale=scaling",
         "value[:, :, prompt], 0.0, True, scale=scaling",
         "unit/models",

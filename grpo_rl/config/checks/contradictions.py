@@ -40,7 +40,7 @@ def problems(config: Config) -> Iterator[str]:
 
 def _training(config: Config) -> Iterator[str]:
     """Yield contradictions between the loss, the optimizer and the model."""
-    algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield (
             "algorithm.use_kl_in_reward=true: the KL is in the loss already (actor_rollout_ref.actor.use_kl_loss=true, "
@@ -63,11 +63,6 @@ def _training(config: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.actor.entropy_coeff={actor.entropy_coeff:g}: adaptive_entropy starts from it, "
             "and its coefficient is never negative; 0 or more"
-        )
-    if model.use_fused_kernels and model.lm_head_precision == "bfloat16":
-        yield (
-            "actor_rollout_ref.model.use_fused_kernels=true: torch's fused head would round its logits to bfloat16 too; "
-            "set actor_rollout_ref.model.lm_head_precision=tf32 or float32"
         )
 
 

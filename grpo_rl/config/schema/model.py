@@ -72,9 +72,6 @@ class ModelConfig:
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
     lm_head_chunk_tokens: Tokens = 2048
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
-    use_fused_kernels: bool = False
-    """Log-probs by torch's fused linear cross-entropy (torch.nn.functional.linear_cross_entropy), which keeps fewer tensors of
-    a chunk: the same values. Passes that want the entropy, the exact KL, or sampled from a part of the vocabulary run as without."""
     lora_rank: AdapterRankOrOff = 0
     """Rank of LoRA adapters, which are trained in place of the model's own weights (docs/lora.md); 0 trains all weights."""
     lora_alpha: AdapterAlpha = 16

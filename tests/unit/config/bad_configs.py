@@ -109,7 +109,6 @@ _CONTRADICTIONS: list[Bad] = [
     (["global_profiler.tool=torch", "global_profiler.steps=[1]"], "global_profiler.tool", "profiles no role"),
     (["global_profiler.tool=torch_memory", f"{A}.profiler.enable=true"], "global_profiler.tool", "is for GPUs"),
     ([f"{A}.profiler.enable=true"], f"{A}.profiler.enable", "needs global_profiler.tool"),
-    ([f"{M}.use_fused_kernels=true", f"{M}.lm_head_precision=bfloat16"], f"{M}.use_fused_kernels", "float32"),
 ]
 # What verl takes without a word on its default path, or reads nowhere.
 _SILENT_IN_VERL: list[Bad] = [
