@@ -163,9 +163,9 @@ FAULTS: list[Fault] = [
     _F(
         "lost temperature",
         "models/forward.py",
-        "x_TD, w_VD = hidden_TD.float() / temperature, head_VD.float()",
-        "x_TD, w_VD = hidden_TD.float(), head_VD.float()",
-        "unit/models integration/test_training.py",
+        "logits_TV = logits_TV / temperature",
+        "logits_TV = logits_TV * temperature",
+        "unit/models",
     ),
     _F(
         "shared one token too many",
