@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_rl.config import overrides, recipes, relative_paths, secrets
-from grpo_rl.config.checks import all_rules, security_rules
+from grpo_rl.config.checks import all_rules, inputs
 from grpo_rl.config.convert import convert_or_explain, show
 from grpo_rl.config.overrides import REMOVED, Settings
 from grpo_rl.config.schema.fields import flat, free_mapping, leaves, nested
@@ -253,6 +253,6 @@ def _typed_secrets(words: Sequence[str]) -> Iterator[str]:
 
 def _own_code_in_recipe(config: Config, line: Settings) -> Iterator[str]:
     """Yield a line where a recipe allows the code of a model folder to run, which only the user may allow."""
-    for key in security_rules.allows_code(config):
+    for key in inputs.allows_code(config):
         if key not in line.keys:
             yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

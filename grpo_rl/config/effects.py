@@ -39,12 +39,19 @@ _CRITIC = "critic: *; trainer: critic_warmup"
 _ADVANTAGES = (
     "algorithm: adv_* norm_adv_by_std_in_grpo gamma lam reward_parts use_kl_in_reward kl_* rollout_correction.* mask_truncated"
 )
+_OFFLOADS = (
+    f"{A}: fsdp_config.param_offload fsdp_config.optimizer_offload fsdp_config.offload_policy; {REF}: fsdp_config.param_offload "
+    f"fsdp_config.offload_policy; critic: fsdp.param_offload fsdp.optimizer_offload fsdp.offload_policy "
+    f"model.enable_activation_offload; {M}: enable_activation_offload flash_attention; {SCORER}: param_offload "
+    "train.optimizer_offload"
+)
 
 HARMLESS = (
     f"{REF}: *; {R}: log_prob_* val_kwargs.* checkpoint_engine.* gpu_memory_utilization kv_cache_memory_bytes kv_cache_gib "
     f"free_cache_engine enforce_eager enable_prefix_caching cpu_threads engine_kwargs; {A}: ppo_micro_batch_size_per_gpu "
     f"clip_ratio_c fsdp_config.fsdp_size; critic: ppo_micro_batch_size_per_gpu fsdp.fsdp_size; {RAY}: num_cpus "
-    "object_store_memory; trainer: val_before_train log_val_generations; reward: overlong_buffer.*; global_profiler: tool"
+    "object_store_memory; trainer: val_before_train log_val_generations; reward: overlong_buffer.*; global_profiler: tool; "
+    f"{_OFFLOADS}"
 )
 """Keys that are set by habit, and change nothing that is learned where another key has switched them off in plain sight."""
 
@@ -252,6 +259,7 @@ def _of_sampling(config: Config, machine: Machine) -> list[Rule]:
         config.actor_rollout_ref.rollout.multi_turn,
     )
     engine, colocated, truncation = rollout.name, derived.is_colocated(config), turns.truncation
+    is_float32 = rollout.dtype == "float32" or (rollout.dtype == "auto" and machine.device == "cpu")
     prompts = "val_prompt_files" if derived.is_offline(config) else "val_files"
     validated, of_gpus = bool(getattr(config.data, prompts)), "gpu_memory_utilization free_cache_engine kv_cache_memory_bytes"
     greedy = f"{R}: val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k"
@@ -264,6 +272,8 @@ def _of_sampling(config: Config, machine: Machine) -> list[Rule]:
             f"needs {R}.name=vllm, and it is hf",
         ),
         (engine != "hf", f"{R}: hf.*", f"needs {R}.name=hf, and it is {engine}"),
+        (engine != "vllm", f"{R}: fp32_lm_head quantization", f"needs {R}.name=vllm, and it is {engine}"),
+        (is_float32, f"{R}: fp32_lm_head", "everything in the engine is float32"),
         (engine not in rollout.engine_kwargs, f"{R}: engine_kwargs", f"it names engines other than {R}.name={engine}"),
         (machine.device == "cpu", f"{R}: {of_gpus}", "it is for GPUs"),
         (machine.device != "cpu", f"{R}: kv_cache_gib cpu_threads", "it is for CPUs"),
@@ -296,6 +306,7 @@ def _of_sampling(config: Config, machine: Machine) -> list[Rule]:
 def _of_rewards(config: Config) -> list[Rule]:
     reward, scorer, custom = config.reward, config.reward.reward_model, "reward.custom_reward_function"
     buffer, scores = reward.overlong_buffer, scorer.enable or derived.trains_only_reward_model(config)
+    by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
     pool = f"it shares the actor's devices; {SCORER}.enable_resource_pool=true gives it its own"
     return [
         (reward.custom_reward_function.path is None, f"{custom}: name reward_kwargs", f"needs {custom}.path"),
@@ -310,11 +321,12 @@ def _of_rewards(config: Config) -> list[Rule]:
         (not scorer.enable_resource_pool, f"{SCORER}: nnodes n_gpus_per_node", pool),
         (scorer.train.loss != "bradley_terry", f"{SCORER}: train.center_coef", f"needs {SCORER}.train.loss=bradley_terry"),
         (reward.judge.base_url is None, f"{JUDGE}: *", f"needs {JUDGE}.base_url"),
+        (by_model, f"{JUDGE}: *", "the reward is the reward model's score alone"),
     ]
 
 
 def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
-    """Sizes of passes that are cut otherwise, and groups of more ranks than there are: verl's commands say 8 wherever they run."""
+    """Passes that are cut otherwise, groups of more ranks than there are (verl's commands say 8 wherever they run), offloads."""
     update, most = derived.update_rule(config), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     own = {
         f"{REF}: log_prob": derived.logprob_rule(config, "ref"),
@@ -334,7 +346,11 @@ def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
     for key, rule in own.items():
         rules.append((rule.max_tokens is None, f"{key}_max_token_len_per_gpu", by_rollouts))
         rules.append((rule.max_tokens is not None, f"{key}_micro_batch_size_per_gpu", by_tokens))
+    rules.append((machine.device == "cpu", _OFFLOADS, "it is for GPUs"))
     for key in (f"{A}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp"):
+        moved = "param_offload" if key.startswith(REF) else "param_offload optimizer_offload"
+        keeps = f"{key}.offload_policy=true keeps everything in host memory all the time"
+        rules.append((value_of(config, key).offload_policy, f"{key}: {moved}", keeps))
         is_larger = value_of(config, key).fsdp_size > ranks
         rules.append(
             (is_larger, f"{key}: fsdp_size", f"there are {ranks} ranks, and a larger group is all of them, as in verl")
@@ -344,7 +360,7 @@ def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
 
 def _of_run(config: Config) -> list[Rule]:
     """Checkpoints, recovery, profiles and Ray."""
-    trainer, profiler = config.trainer, config.global_profiler
+    trainer, profiler, profilers = config.trainer, config.global_profiler, profilers_of(config)
     is_local = config.ray_kwargs.ray_init.address is None
     of_cluster = f"needs {RAY}.address; a local cluster has one node, and asks for a token"
     return [
@@ -366,7 +382,6 @@ def _of_run(config: Config) -> list[Rule]:
             "trainer: log_val_generations",
             "neither wandb nor mlflow is among trainer.logger",
         ),
-        *((not own.enable, f"{key}: all_ranks ranks", f"needs {key}.enable=true") for key, own in profilers_of(config).items()),
         (profiler.tool is None, "global_profiler: steps", "needs global_profiler.tool"),
         (
             profiler.tool == "torch" and profiler.steps is None,
@@ -378,6 +393,14 @@ def _of_run(config: Config) -> list[Rule]:
             "global_profiler: global_tool_config.*",
             "needs global_profiler.tool=torch_memory",
         ),
+        (
+            not any(own.enable for own in profilers.values()),
+            "global_profiler: tool",
+            f"no role is profiled: {A}.profiler.enable=true",
+        ),
+        *((not own.enable, f"{key}: all_ranks ranks", f"needs {key}.enable=true") for key, own in profilers.items()),
+        *((own.all_ranks, f"{key}: ranks", f"{key}.all_ranks=true names all of them") for key, own in profilers.items()),
+        *((profiler.tool is None, f"{key}: enable", "needs global_profiler.tool") for key in profilers),
         (not is_local, f"{RAY}: num_cpus object_store_memory", "it is for a local cluster"),
         (is_local and not os.environ.get("RAY_ADDRESS"), f"{RAY}: wait_for_nodes_s allow_insecure", of_cluster),
     ]

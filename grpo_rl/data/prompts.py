@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.checks.data_rules import irregular
+from grpo_rl.config.checks.inputs import irregular
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords
 from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message

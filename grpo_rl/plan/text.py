@@ -10,7 +10,7 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config import effects
-from grpo_rl.config.checks.input_rules import INSTALL, missing_loggers
+from grpo_rl.config.checks.inputs import INSTALL, missing_loggers
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import (

@@ -6,15 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from grpo_rl.config import effects
-from grpo_rl.config.checks import (
-    contradictions,
-    data_rules,
-    engine_arguments,
-    input_rules,
-    reward_rules,
-    security_rules,
-    size_rules,
-)
+from grpo_rl.config.checks import contradictions, engine_arguments, inputs, sizes
 from grpo_rl.config.derived import Machine, settled
 from grpo_rl.config.schema.fields import nearest
 from grpo_rl.config.schema.tree import Config
@@ -26,22 +18,14 @@ def check(config: Config, machine: Machine) -> list[str]:
     The functions that are named are looked up later, by the plan.
     """
     run = settled(config)
-    found = [
-        *_without_machine(config, run),
-        *size_rules.problems(run, machine),
-        *effects.problems(config, machine),
-        *reward_rules.problems(run, machine),
-    ]
+    found = [*_without_machine(config, run), *sizes.problems(run, machine), *effects.problems(config, machine)]
     return list(dict.fromkeys(found))
 
 
 def _without_machine(config: Config, run: Config) -> Iterator[str]:
-    yield from data_rules.problems(run)
-    yield from input_rules.problems(run)
-    yield from size_rules.problems_without_machine(run)
+    yield from inputs.problems(run)
+    yield from sizes.problems_without_machine(run)
     yield from contradictions.problems(config)
-    yield from reward_rules.episode_problems(config)
-    yield from security_rules.problems(run)
     yield from engine_arguments.problems(run)
 
 

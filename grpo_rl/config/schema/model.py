@@ -182,9 +182,9 @@ class PolicyLossConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouterReplayConfig:
-    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    mode: Literal["disabled", "R2"] = "disabled"
     """Models with experts. R2: in an update tokens take the experts that they took in the pass for old log-probs, whatever
-    the router prefers by then. R3 (those of the engine) is refused: see docs/moe.md."""
+    the router prefers by then. R3 (those of the engine) is not here: see docs/moe.md."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import hub
-from grpo_rl.config.checks.data_rules import DATA_SUFFIXES, irregular
+from grpo_rl.config.checks.inputs import DATA_SUFFIXES, irregular
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.rows import BadRow, example
 from grpo_rl.data.sources.jsonl import first_json_rows, first_line, last_row, open_json

@@ -103,10 +103,8 @@ _CONTRADICTIONS: list[Bad] = [
         "signal",
     ),
     ([f"{R}.quantization=fp8"], f"{R}.quantization", "compute capability"),
-    ([f"{R}.quantization=fp8", f"{R}.name=hf"], f"{R}.quantization", "needs rollout.name=vllm"),
     ([f"{R}.quantization=fp8", f"{R}.dtype=float32"], f"{R}.quantization", "16 bits"),
     ([f"{R}.num_replicas=3"], f"{R}.num_replicas", "there is room for 1"),
-    (["global_profiler.tool=torch", "global_profiler.steps=[1]"], "global_profiler.tool", "profiles no role"),
     (["global_profiler.tool=torch_memory", f"{A}.profiler.enable=true"], "global_profiler.tool", "is for GPUs"),
     ([f"{A}.profiler.enable=true"], f"{A}.profiler.enable", "needs global_profiler.tool"),
 ]
@@ -114,7 +112,7 @@ _CONTRADICTIONS: list[Bad] = [
 _SILENT_IN_VERL: list[Bad] = [
     ([f"{A}.grad_clip=0.5"], f"{A}.grad_clip", "optim.clip_grad"),
     (["custom_reward_function.path=x.py"], "custom_reward_function.path", "reward."),
-    (["reward_model.enable=true"], "reward_model.enable", "reward"),
+    (["reward_model.enable=true"], "reward.reward_model.model_path", "not set"),
     ([f"{A}.use_rollout_log_probs=true"], f"{A}.use_rollout_log_probs", "bypass_mode"),
     ([f"{R}.full_determinism=true"], f"{R}.full_determinism", "only false"),
     (["data.trust_remote_code=maybe"], "data.trust_remote_code", "only false"),

@@ -24,7 +24,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     # data and model
     ({"data.train_files": []}, CPU, "data.train_files", "not set"),
     ({"data.train_files": ["no/such.parquet"]}, CPU, "data.train_files=no/such.parquet", "there is no file"),
-    ({"data.train_files": ["pyproject.lock"]}, CPU, "data.train_files=pyproject.lock", "there is no file"),
     ({"data.val_files": ["."]}, CPU, "data.val_files=.", "is a folder"),
     ({"data.val_files": [__file__]}, CPU, "data.val_files=", ".parquet, .jsonl, .json"),
     ({"data.train_max_samples": 0}, CPU, "data.train_max_samples=0", "-1"),
@@ -66,7 +65,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "needs actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
     ),
     ({f"{A}.ppo_max_token_len_per_gpu": 1023}, CPU, f"{A}.ppo_max_token_len_per_gpu=1023", "at least 1024"),
-    ({f"{R}.log_prob_max_token_len_per_gpu": 1023}, CPU, f"{R}.log_prob_max_token_len_per_gpu=1023", "at least 1024"),
     ({f"{R}.max_model_len": 1000}, CPU, f"{R}.max_model_len=1000", "at least 1024"),
     ({"reward.overlong_buffer.len": 513}, CPU, "reward.overlong_buffer.len=513", "at most 512"),
     ({"reward.on_failure": "value"}, CPU, "reward.on_failure=value", "reward.failure_value, which is not set"),
@@ -80,7 +78,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({**VAL, f"{V}.top_k": 0}, CPU, f"{V}.top_k=0", "-1"),
     ({f"{R}.top_k": 0}, CPU, f"{R}.top_k=0", "-1"),
     ({f"{R}.top_p": 0.8}, CPU, f"{R}.top_p=0.8", "top_k"),
-    ({f"{R}.min_p": 0.1}, CPU, f"{R}.min_p=0.1", "top_k"),
     ({f"{R}.fp32_lm_head": True}, CPU, f"{R}.fp32_lm_head=true", "no effect"),
     ({f"{R}.fp32_lm_head": True, f"{R}.dtype": "float32"}, ONE_GPU, f"{R}.fp32_lm_head=true", "no effect"),
     (
@@ -90,7 +87,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "rollout.name=vllm",
     ),
     ({"trainer.test_freq": 5}, CPU, "trainer.test_freq=5", "data.val_files"),
-    ({"trainer.test_freq": 0}, CPU, "trainer.test_freq=0", "-1"),
     ({"trainer.val_only": True}, CPU, "trainer.val_only=true", "data.val_files"),
     # rewards
     ({"reward.functions": []}, CPU, "reward.functions=[]", "auto"),
@@ -103,7 +99,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{__file__}:compute_score",
     ),
     # checkpoints and loggers
-    ({"trainer.save_freq": 0}, CPU, "trainer.save_freq=0", "-1"),
     (
         {"trainer.save_freq": 5, f"{A}.checkpoint.save_contents": ["model", "hf_model"]},
         CPU,
@@ -125,9 +120,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"trainer.nnodes": 2}, EIGHT_GPUS, "trainer.n_gpus_per_node=null", "2 x 8"),
     ({f"{R}.nnodes": 1}, EIGHT_GPUS, "trainer.n_gpus_per_node=null", "16 GPUs are asked for"),
     ({f"{R}.tensor_model_parallel_size": 3}, EIGHT_GPUS, f"{R}.tensor_model_parallel_size=3", "1, 2, 4, 8"),
-    ({f"{R}.tensor_model_parallel_size": 2}, CPU, f"{R}.tensor_model_parallel_size=2", "possible: 1"),
     ({f"{R}.checkpoint_engine.backend": "nccl"}, CPU, f"{R}.checkpoint_engine.backend=nccl", "auto or object_store"),
-    ({f"{R}.checkpoint_engine.backend": "ipc"}, CPU, f"{R}.checkpoint_engine.backend=ipc", "auto or object_store"),
     ({f"{R}.checkpoint_engine.backend": "nccl"}, EIGHT_GPUS, f"{R}.checkpoint_engine.backend=nccl", "auto or ipc"),
     (
         {f"{R}.checkpoint_engine.backend": "ipc", f"{R}.nnodes": 1, "trainer.n_gpus_per_node": 4},
@@ -135,28 +128,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         f"{R}.checkpoint_engine.backend=ipc",
         "auto or nccl",
     ),
-    ({f"{A}.fsdp_config.param_offload": True}, CPU, f"{A}.fsdp_config.param_offload=true", "no GPU"),
-    ({f"{A}.fsdp_config.optimizer_offload": True}, CPU, f"{A}.fsdp_config.optimizer_offload=true", "no GPU"),
-    (
-        {"actor_rollout_ref.ref.fsdp_config.param_offload": True},
-        CPU,
-        "actor_rollout_ref.ref.fsdp_config.param_offload=true",
-        "no GPU",
-    ),
-    ({f"{A}.fsdp_config.offload_policy": True}, CPU, f"{A}.fsdp_config.offload_policy=true", "no GPU"),
-    (
-        {"actor_rollout_ref.model.enable_activation_offload": True},
-        CPU,
-        "actor_rollout_ref.model.enable_activation_offload=true",
-        "activations from a GPU",
-    ),
-    (
-        {f"{A}.fsdp_config.offload_policy": True, f"{A}.fsdp_config.optimizer_offload": True},
-        EIGHT_GPUS,
-        f"{A}.fsdp_config.offload_policy=true",
-        "optimizer_offload=true would move nothing",
-    ),
-    ({f"{A}.ulysses_sequence_parallel_size": 2}, CPU, f"{A}.ulysses_sequence_parallel_size=2", "possible: 1"),
     ({f"{A}.ulysses_sequence_parallel_size": 3}, EIGHT_GPUS, f"{A}.ulysses_sequence_parallel_size=3", "1, 2, 4, 8"),
     (
         {"actor_rollout_ref.ref.ulysses_sequence_parallel_size": 3},
@@ -165,7 +136,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "1, 2, 4, 8",
     ),
     ({f"{A}.fsdp_config.fsdp_size": 3}, EIGHT_GPUS, f"{A}.fsdp_config.fsdp_size=3", "1, 2, 4, 8"),
-    ({f"{A}.fsdp_config.fsdp_size": 0}, EIGHT_GPUS, f"{A}.fsdp_config.fsdp_size=0", "-1 is all of them"),
     (
         {f"{A}.ulysses_sequence_parallel_size": 4, f"{A}.ppo_max_token_len_per_gpu": 128, "data.max_response_length": 1000},
         EIGHT_GPUS,
@@ -188,16 +158,16 @@ def test_a_contradiction_is_refused_with_its_key_and_what_to_do(
 
 def test_everything_wrong_is_reported_together() -> None:
     keys = {
-        "trainer.save_freq": 0,
+        "trainer.experiment_name": "../x",
         f"{R}.max_model_len": 1,
         f"{A}.optim.betas": [0.5],
         "data.train_files": ["none.csv"],
         **VAL,
         f"{V}.n": 2,
     }
-    starts = ["data.train_files=none.csv", f"{R}.max_model_len=1", f"{A}.optim.betas", f"{V}.n=2", "trainer.save_freq=0"]
+    starts = ("data.train_files=none.csv", f"{R}.max_model_len=1", f"{A}.optim.betas", f"{V}.n=2", "trainer.experiment_name")
     problems = check(config_of(keys), CPU)
-    assert [problem.startswith(start) for problem, start in zip(problems, starts, strict=True)] == [True] * 5
+    assert len(problems) == 5 and all(problem.startswith(starts) for problem in problems)
 
 
 def test_a_logger_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,318 @@
+"""What a configuration names must be there and be harmless: files, folders, models, packages, addresses, names of runs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from grpo_rl.config import derived
+from grpo_rl.config.convert import show
+from grpo_rl.config.schema.tree import Config
+
+_MODEL, _SCORER, _JUDGE = "actor_rollout_ref.model", "reward.reward_model", "reward.judge"
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow", ".feather")
+INSTALL = {
+    "wandb": "python -m pip install wandb==0.31.0",
+    "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2' pandas==3.1.1",
+}
+"""The command that installs each tracker which is no part of the plain installation, as pyproject.toml pins it."""
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_PARSER = re.compile(r"score|last_number|json:.+|.+:\w+")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+OWN_CODE, SCORER_CODE = f"{_MODEL}.trust_remote_code", f"{_SCORER}.trust_remote_code"
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield what is named and cannot be found, read or trusted."""
+    yield from _data(config)
+    yield from _models(config)
+    yield from _code_in_models(config)
+    yield from _rewards(config)
+    yield from _judge(config)
+    yield from _episodes(config)
+    yield from _run(config)
+
+
+# ---- data --------------------------------------------------------------------------------------------
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, own = config.data, config.data.custom_cls
+    if not data.train_files and not config.trainer.val_only:
+        yield (
+            "data.train_files is not set: give data files (.parquet, .json, .jsonl, .arrow), a folder, hf:owner/name?split=train, "
+            "or a task, such as data.train_files=task:arithmetic"
+        )
+    for key in ("train_files", "val_files", "val_prompt_files") if own.path is None else ():
+        for file in getattr(data, key):
+            if problem := _data_file(file, elsewhere=config.trainer.machine is not None):
+                yield f"data.{key}={file}: {problem}"
+    if (own.path is None) != (own.name is None):
+        given, missing = ("path", "name") if own.name is None else ("name", "path")
+        yield f"data.custom_cls.{given}={getattr(own, given)}: needs data.custom_cls.{missing} as well"
+    template = data.chat_template
+    if template is not None and "{{" not in template and "{%" not in template and not Path(template).expanduser().is_file():
+        yield f"data.chat_template={template}: neither a Jinja template ({{{{ ... }}}}) nor a file"
+    if data.cache_dir is not None and not Path(data.cache_dir).expanduser().is_dir():
+        yield f"data.cache_dir={data.cache_dir}: there is no such folder"
+
+
+def _data_file(file: str, *, elsewhere: bool) -> str | None:
+    """Return what is wrong with one entry; a file that is not here is no problem where the run is `elsewhere`."""
+    if file.startswith(("task:", "reasoning_gym:")):
+        return None
+    if file.startswith("hf:"):
+        if importlib.util.find_spec("datasets") is None:
+            return "the package datasets is not installed; install the extra `data` (pip install datasets), or name files"
+        options = file.partition("?")[2].split("&")
+        return None if any(option.startswith("split=") for option in options) else f"needs a split: {file}?split=train"
+    path = Path(file).expanduser()
+    if not path.exists() and "?" in file:
+        path = Path(file.rpartition("?")[0]).expanduser()
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if path.parent.is_dir() else []
+        hint = f"; there is {' and '.join(str(path.parent / name) for name in near)}" if near else ""
+        return None if elsewhere else f"there is no file {path.absolute()}{hint}"
+    if path.is_dir():
+        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        folder = path / "data" if (path / "data").is_dir() else path
+        has_files = saved or any(name.endswith(DATA_SUFFIXES) for name in os.listdir(folder))
+        return None if has_files else f"is a folder without data files ({', '.join('*' + suffix for suffix in DATA_SUFFIXES)})"
+    if not path.name.endswith(DATA_SUFFIXES):
+        return f"cannot be read: data files end in {', '.join(DATA_SUFFIXES)}"
+    kind = irregular(path)
+    return f"is {kind}; give a regular file" if kind else None
+
+
+def irregular(path: Path) -> str | None:
+    """Return what a path is that is neither a regular file nor a folder; None for these, and for what is not there.
+
+    To open a FIFO waits for a writer, and a device may have no end: neither is ever opened.
+    """
+    kinds = {
+        "a FIFO": path.is_fifo(),
+        "a socket": path.is_socket(),
+        "a device": path.is_block_device() or path.is_char_device(),
+    }
+    return next((kind for kind, found in kinds.items() if found), None)
+
+
+# ---- models ------------------------------------------------------------------------------------------
+
+
+def _models(config: Config) -> Iterator[str]:
+    model, scorer, elsewhere = config.actor_rollout_ref.model, config.reward.reward_model, config.trainer.machine is not None
+    alone = derived.trains_only_reward_model(config)  # without a policy
+    if not alone and not model.path:
+        yield f"{_MODEL}.path is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
+    elif not alone:
+        yield from _model_folder(f"{_MODEL}.path", model.path, f"{_MODEL}.tokenizer_path", model.tokenizer_path, elsewhere)
+        if derived.critic_has_own_model(config):
+            path = config.critic.model.path
+            if path.startswith("builtin:"):
+                yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
+            yield from _model_folder("critic.model.path", path, "", "", elsewhere)
+    if not scorer.enable and not alone:
+        return
+    if scorer.model_path is None:
+        example = ", or builtin:arithmetic" if derived.trains_reward_model(config) else " with a head of one label"
+        yield f"{_SCORER}.model_path is not set: the reward model needs one, a model folder{example}"
+    elif not derived.trains_reward_model(config) or not scorer.model_path.startswith("builtin:"):
+        tokenizer = scorer.tokenizer_path if alone or scorer.tokenizer_path else ""
+        yield from _model_folder(
+            f"{_SCORER}.model_path", scorer.model_path, f"{_SCORER}.tokenizer_path", tokenizer, elsewhere, builtin=False
+        )
+
+
+def _model_folder(
+    key: str, path: str, tokenizer_key: str, tokenizer: str | None, elsewhere: bool, *, builtin: bool = True
+) -> Iterator[str]:
+    """Yield why a folder cannot hold a model; nothing where only asking a hub would show it.
+
+    `tokenizer` is the folder of the tokenizer, None for the model's, empty where none is needed. Where the run is `elsewhere`
+    only the model's config.json is read.
+    """
+    folder = Path(path).expanduser()
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
+    if builtin and path.startswith("builtin:"):
+        pass
+    elif not folder.exists():
+        if not _HUB_NAME.fullmatch(path):
+            yield f"{key}={path}: there is no such folder, and a name on the hub looks like organisation/name"
+    elif not (folder / "config.json").is_file():
+        yield f"{key}={path}: no config.json there; a Hugging Face model folder has config.json, *.safetensors and a tokenizer"
+    elif not elsewhere and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        yield f"{key}={path}: no weights there (*.safetensors)"
+    elif not elsewhere and tokenizer is None and not has_tokenizer:
+        yield f"{key}={path}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}); name its folder in {tokenizer_key}"
+    if tokenizer:
+        folder = Path(tokenizer).expanduser()
+        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            yield f"{tokenizer_key}={folder}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
+        elif not folder.is_dir() and not _HUB_NAME.fullmatch(tokenizer):
+            yield f"{tokenizer_key}={folder}: there is no such folder"
+
+
+def _code_in_models(config: Config) -> Iterator[str]:
+    """Yield a line for each model folder that brings code of its own, which the user has not allowed."""
+    model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
+    folders = {
+        f"{_MODEL}.path": (model.path, OWN_CODE),
+        f"{_MODEL}.tokenizer_path": (model.tokenizer_path, OWN_CODE),
+        "critic.model.path": (config.critic.model.path, OWN_CODE),
+    }
+    if scorer.enable:
+        folders[f"{_SCORER}.model_path"] = (scorer.model_path, SCORER_CODE)
+        folders[f"{_SCORER}.tokenizer_path"] = (scorer.tokenizer_path, SCORER_CODE)
+    for key, (folder, switch) in folders.items():
+        if not folder or folder.startswith("builtin:") or switch in allows_code(config):
+            continue
+        for name in ("config.json", "tokenizer_config.json"):
+            if brings_code(Path(folder).expanduser() / name):
+                yield (
+                    f"{key}={folder}: its {name} names Python code of its own (auto_map); read that code, then set "
+                    f"{switch}=true on the command line if it may run"
+                )
+
+
+def allows_code(config: Config) -> list[str]:
+    """Return the keys by which this configuration lets the code of model folders run."""
+    model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
+    allowed = {OWN_CODE: model.trust_remote_code, SCORER_CODE: scorer.trust_remote_code}
+    return [key for key, is_allowed in allowed.items() if is_allowed]
+
+
+def brings_code(file: Path) -> bool:
+    """Return whether a model's JSON file asks for Python code from its folder. False for one that is not there or no JSON."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "auto_map" in content
+
+
+# ---- rewards and episodes ----------------------------------------------------------------------------
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    reward, custom = config.reward, config.reward.custom_reward_function
+    scores = derived.samples_answers(config) or derived.collects(config)
+    by_model = derived.has_reward_model(config) or derived.has_judge(config) or derived.plays_episodes(config)
+    shown = ",".join(reward.functions)
+    if scores and not reward.functions and not by_model:
+        yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
+    if len(set(reward.functions)) < len(reward.functions):
+        yield f"reward.functions=[{shown}]: a function is named twice; give it a factor instead (2*name)"
+    if reward.on_failure == "value" and reward.failure_value is None:
+        yield "reward.on_failure=value: gives every failed reward reward.failure_value, which is not set; give it, e.g. 0"
+    if custom.path is None:
+        return
+    if Path(custom.path).suffix != ".py" or not Path(custom.path).is_file():
+        yield f"reward.custom_reward_function.path={custom.path}: there is no Python file {Path(custom.path).absolute()}"
+    if reward.functions != ["auto"]:
+        yield (
+            f"reward.custom_reward_function.path={custom.path}: would replace reward.functions=[{shown}]; "
+            f"add {custom.path}:{custom.name} to reward.functions instead"
+        )
+
+
+def _judge(config: Config) -> Iterator[str]:
+    judge = config.reward.judge
+    if judge.base_url is None:
+        return
+    address = urlsplit(judge.base_url)
+    # What may hold a secret is not shown.
+    if address.scheme not in ("http", "https") or not address.hostname:
+        yield f"{_JUDGE}.base_url: must be http(s)://host[:port]/v1"
+    if address.username or address.password or address.query:
+        yield f"{_JUDGE}.base_url: has a user, password or query in it; give a key by {_JUDGE}.api_key_env"
+    if judge.model is None:
+        yield f"{_JUDGE}.model is not set: the name of the model at {_JUDGE}.base_url"
+    if not _PARSER.fullmatch(judge.parser):
+        yield f"{_JUDGE}.parser={judge.parser}: one of score, last_number, json:KEY, or path.py:function"
+    if judge.api_key_env is not None and not _VARIABLE.fullmatch(judge.api_key_env):
+        yield f"{_JUDGE}.api_key_env: is no name of an environment variable; put the key into one, and its name here"
+    elif judge.api_key_env is not None and not os.environ.get(judge.api_key_env):
+        yield f"{_JUDGE}.api_key_env={judge.api_key_env}: the environment has no such variable, or it is empty"
+    if (text := judge.template) is None:
+        return
+    if text.endswith((".txt", ".md")) and "\n" not in text:
+        path = Path(text).expanduser()
+        if not path.is_file():
+            yield f"{_JUDGE}.template={text}: there is no file {path.absolute()}"
+            return
+        text = path.read_text(errors="replace")
+    if "{response}" not in text:
+        yield (
+            f"{_JUDGE}.template: has no {{response}}, so every response would be judged alike; it may have {{prompt}}, "
+            "{response}, {ground_truth}"
+        )
+
+
+def _episodes(config: Config) -> Iterator[str]:
+    own = config.actor_rollout_ref.rollout.multi_turn
+    if not own.enable:
+        return
+    paths = {key: getattr(own, key) for key in ("tool_config_path", "interaction_config_path")}
+    for key, name in (
+        ("environment.name", own.environment.name),
+        ("format", own.format),
+        *(("tools", one) for one in own.tools),
+    ):
+        source = (name or "").rpartition(":")[0]
+        paths |= {f"{key}={name}": source} if source.endswith(".py") else {}
+    for key, path in paths.items():
+        if path is not None and not Path(path).expanduser().is_file():
+            shown = key if "=" in key else f"{key}={path}"
+            yield f"{_TURNS}.{shown}: there is no file {Path(path).expanduser().absolute()}"
+
+
+# ---- the run -----------------------------------------------------------------------------------------
+
+
+def _run(config: Config) -> Iterator[str]:
+    trainer, names = config.trainer, config.trainer.logger
+    for name in ("project_name", "experiment_name"):
+        value = getattr(trainer, name)
+        if value is not None and not _stays_below(value):
+            yield (
+                f"trainer.{name}={value!r}: it must name a folder below trainer.default_local_dir, without '..', a leading '/' or "
+                "control characters, at most 200 bytes"
+            )
+    folder, resumed = trainer.default_local_dir, trainer.resume_from_path
+    if not folder.strip() or not folder.isprintable():
+        yield f"trainer.default_local_dir={folder!r}: give the folder in which runs are made, a path without control characters"
+    else:
+        path = Path(folder).expanduser()
+        above = next((entry for entry in (path, *path.parents) if entry.exists()), path)
+        if above.exists() and not above.is_dir():
+            yield f"trainer.default_local_dir={folder}: {above} is a file, so no folder can be made there"
+    if trainer.resume_mode == "resume_path" and resumed is None:
+        yield "trainer.resume_mode=resume_path: needs trainer.resume_from_path, a folder .../checkpoints/step_N"
+    elif trainer.resume_mode == "resume_path" and resumed is not None and not os.path.isdir(resumed):
+        yield f"trainer.resume_from_path={show(resumed)}: there is no folder {show(os.path.abspath(resumed))}"
+    if len(set(names)) < len(names):
+        yield f"trainer.logger=[{','.join(names)}]: a logger is named twice"
+    # What is only planned here is run elsewhere: the plan says what that machine needs.
+    for name in [] if trainer.dry_run else missing_loggers(config):
+        others = ",".join(other for other in dict.fromkeys(names) if other != name)
+        yield f"trainer.logger: {name} is not installed; {INSTALL[name]}, or trainer.logger=[{others}]"
+
+
+def _stays_below(name: str) -> bool:
+    if not name.strip() or not name.isprintable() or len(name.encode(errors="replace")) > 200:
+        return False
+    return not name.startswith(("/", "~")) and not any(part in ("..", ".") for part in name.split("/"))
+
+
+def missing_loggers(config: Config) -> list[str]:
+    """Return the trackers that are named and not installed on this machine."""
+    return [name for name in INSTALL if name in config.trainer.logger and importlib.util.find_spec(name) is None]
