@@ -152,7 +152,6 @@ def test_gae_brings_its_critic_its_steps_and_its_loss() -> None:
         ([*GAE, "critic.ppo_max_token_len_per_gpu=64"], "shorter than one sequence"),
         ([*GAE, "critic.optim.betas=[0.9]"], "critic.optim.betas=[0.9]: must be two numbers"),
         ([*GAE, "critic.optim.min_lr_ratio=0.1"], "needs critic.optim.lr_scheduler_type=linear or cosine"),
-        ([*GAE, "critic.fsdp.param_offload=true"], "critic.fsdp.param_offload=true: moves weights from a GPU"),
         ([*GAE, "critic.model.path=/nowhere"], "critic.model.path=/nowhere: there is no such folder"),
         ([*GAE, "critic.model.path=builtin:other"], "an embedded model has to be the actor's too"),
         ([*GAE, "trainer.critic_warmup=9", "trainer.total_training_steps=9"], "the actor would learn in none"),
@@ -304,7 +303,6 @@ FILTER = "algorithm.filter_groups"
         (["data.retire_score=0.5"], "needs data.retire_above"),
         ([f"{FILTER}.enable=true", "data.gen_batch_size=2000"], "data.gen_batch_size=2000: larger than the training data"),
         ([f"{A}.adaptive_entropy.target=0.5"], "adaptive_entropy.enable=true"),
-        ([f"{A}.adaptive_entropy.enable=true", f"{A}.entropy_coeff=-0.1"], "0 or more"),
     ],
 )
 def test_a_selection_that_cannot_be_is_refused(words: list[str], said: str) -> None:

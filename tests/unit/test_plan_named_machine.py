@@ -112,10 +112,9 @@ def refused(*words: str) -> str:
 
 
 def test_what_depends_on_the_device_is_judged_on_the_machine_that_is_named() -> None:
-    offload = f"{A}.fsdp_config.param_offload=true"
-    dry = "trainer.dry_run=true"
-    assert "this run has no GPU" in refused(offload, dry)
-    words = ["data.train_files=task:arithmetic", "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", offload, dry]
+    precise, dry = "actor_rollout_ref.model.lm_head_precision=bfloat16", "trainer.dry_run=true"
+    assert "this run has none" in refused(precise, dry)
+    words = ["data.train_files=task:arithmetic", "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B", precise, dry]
     make_plan(compose([*words, "machine=1xA100-80GB"]))
     assert "no bfloat16" in refused(dry, "machine=8xV100-32GB") and f"{R}.dtype" in refused(dry, "machine=8xV100-32GB")
     assert "has 8 GPUs" in refused(dry, "machine=8xH100-80GB", "trainer.n_gpus_per_node=16")
