@@ -21,7 +21,6 @@ MISSED = (0, 1)
 """Exit codes of a script that also says whether a bar is met, which no bar is at this size."""
 
 SHORT = {
-    "bench_checkpoint --model 1m --repeats 1 --length 2": "verified on resume:",
     "bench_controller --rollouts 32 --tokens 16 --ranks 2 --replicas 1 --steps 1": "object store, bytes per token:",
     "bench_episodes --episodes 8 --turns 2 --slots 8 --workers 1 --wait-s 0.01 --step-ms 1": "waiting / max(alone, longest)",
 }

@@ -45,6 +45,8 @@ def names_in(source: Path) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found.update((alias.asname or alias.name).partition(".")[0] for alias in node.names)
+            if isinstance(node, ast.ImportFrom) and "*" in found:
+                found |= names_in((ROOT / str(node.module).replace(".", "/")).with_suffix(".py")) - {"*"}
     return found
 
 
