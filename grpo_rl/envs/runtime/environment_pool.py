@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import heapq
 import itertools
-import math
 import queue
 import threading
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_rl.envs.runtime.episode_host import HostSetup, TurnAnswer
+from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.errors import ClusterError
 from grpo_rl.processes.child import START_S, Child, OutputLog, encode
 
@@ -24,9 +23,6 @@ SEND_S = 5.0
 """Seconds after which a process that takes no messages counts as lost."""
 CANCEL_S = 1.0
 """Seconds within which work that is cancelled ends, and a process notices that it is."""
-
-_FIELDS = {field.name for field in dataclasses.fields(TurnAnswer)}
-_ROLES = ("system", "user", "tool")
 
 What = Literal["answered", "failed", "timeout", "lost"]
 
@@ -82,12 +78,15 @@ class EnvironmentProcess:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A piece of work that an episode waits for, or that was cancelled."""
+    """A piece of work of a process that has not ended."""
 
     episode: str
     process: EnvironmentProcess
     began: float
-    op: str
+    op: Literal["start", "reset", "step", "close"]
+    deadline: float
+    cancelled: bool = False
+    """Nobody waits for it any more, but its end."""
     heard: bool = False
     """True once the process has noticed that it is cancelled."""
 
@@ -121,10 +120,9 @@ class EnvironmentPool:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._serials = itertools.count()
         self._asked: dict[int, _Asked] = {}
-        """The work whose answer is waited for, by serial number."""
+        """The work that has not ended, by serial number."""
         self._serial_of: dict[str, int] = {}
         """The work that each episode waits for, closing left out."""
-        self._cancelled: dict[int, _Asked] = {}
         self._deadlines: list[tuple[float, int]] = []
         self._place: dict[str, EnvironmentProcess] = {}
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
@@ -200,10 +198,17 @@ class EnvironmentPool:
 
     def _start(self, number: int) -> EnvironmentProcess:
         process = EnvironmentProcess(number, self._message, self._logs[number], self._inbox)
-        serial = next(self._serials)
-        self._asked[serial] = _Asked("", process, time.monotonic(), "close")
-        heapq.heappush(self._deadlines, (time.monotonic() + START_S, serial))
+        self._note(process, "", "start", START_S)
         return process
+
+    def _note(
+        self, process: EnvironmentProcess, episode: str, op: Literal["start", "reset", "step", "close"], limit_s: float
+    ) -> int:
+        """Take note of a piece of work and its deadline; return its serial number."""
+        serial, now = next(self._serials), time.monotonic()
+        self._asked[serial] = _Asked(episode, process, now, op, now + limit_s)
+        heapq.heappush(self._deadlines, (now + limit_s, serial))
+        return serial
 
     def _admit(self) -> None:
         """Give waiting episodes to the processes with the fewest."""
@@ -220,65 +225,51 @@ class EnvironmentPool:
             self._place[episode] = process
             self._ask(process, episode, "reset", start)
 
-    def _ask(self, process: EnvironmentProcess, episode: str, op: str, values: dict[str, Any] | None) -> None:
-        serial, now = next(self._serials), time.monotonic()
-        self._asked[serial] = _Asked(episode, process, now, op)
+    def _ask(self, process: EnvironmentProcess, episode: str, op: Literal["reset", "step", "close"], values: Any) -> None:
+        serial = self._note(process, episode, op, self.setup.step_timeout_s)
         if op != "close":
             self._serial_of[episode] = serial
-        heapq.heappush(self._deadlines, (now + self.setup.step_timeout_s, serial))
         process.send({"id": episode, "op": op, "serial": serial, "values": values})
 
-    def _cancel(self, serial: int) -> _Asked:
+    def _cancel(self, serial: int) -> None:
         """Stop waiting for an answer and end the work on it."""
-        asked = self._taken(serial)
-        assert asked is not None
-        self._cancelled[serial] = asked
-        heapq.heappush(self._deadlines, (time.monotonic() + CANCEL_S, serial))
+        asked = self._asked[serial]
+        asked.cancelled, asked.deadline = True, time.monotonic() + CANCEL_S
+        self._serial_of.pop(asked.episode, None)
+        heapq.heappush(self._deadlines, (asked.deadline, serial))
         asked.process.send({"id": asked.episode, "op": "cancel", "serial": serial})
-        return asked
-
-    def _taken(self, serial: int) -> _Asked | None:
-        """Return a piece of work that is no longer waited for; None where it was not."""
-        asked = self._asked.pop(serial, None)
-        if asked is not None and self._serial_of.get(asked.episode) == serial:
-            del self._serial_of[asked.episode]
-        return asked
 
     def _read(self, process: EnvironmentProcess, message: dict[str, Any]) -> list[Event]:
-        if "ready" in message and not process.is_ready:
-            process.is_ready = True
-            self._tried_again.discard(process.number)
-            for start in [s for s, asked in self._asked.items() if asked.process is process and asked.episode == ""]:
-                del self._asked[start]
-            self._admit()
-            return []
-        if "failed" in message and not process.is_ready:
+        if not process.is_ready and "failed" in message:
             process.child.kill()
             raise ClusterError(f"the environment process cannot start: {message['failed']}")
-        serial = message.get("serial")
-        if not isinstance(serial, int):
-            process.child.kill()  # what runs in it has written to the channel
+        if not process.is_ready:
+            process.is_ready = True
+            self._tried_again.discard(process.number)
+            self._forget_work(process)
+            self._admit()
             return []
-        if message.get("heard") is True:
-            if serial in self._cancelled:
-                self._cancelled[serial].heard = True
+        asked = self._asked.get(message["serial"])
+        if asked is None:
             return []
-        self._cancelled.pop(serial, None)
-        if serial not in self._asked or self._asked[serial].process is not process:
+        if "heard" in message:
+            asked.heard = True
             return []
-        asked = self._taken(serial)
-        assert asked is not None
-        if asked.op == "close":
+        del self._asked[message["serial"]]
+        if asked.cancelled or asked.op == "close":
             self._end_empty()
             return []
-        return [self._event(asked, message)]
-
-    def _event(self, asked: _Asked, message: dict[str, Any]) -> Event:
+        del self._serial_of[asked.episode]
         seconds = time.monotonic() - asked.began
-        answer = message.get("answer")
-        if is_answer(answer):
-            return Event(asked.episode, "answered", answer, seconds=seconds)
-        return Event(asked.episode, "failed", cause=str(message.get("failed", "it answered something else")), seconds=seconds)
+        if "failed" in message:
+            return [Event(asked.episode, "failed", cause=message["failed"], seconds=seconds)]
+        return [Event(asked.episode, "answered", message["answer"], seconds=seconds)]
+
+    def _forget_work(self, process: EnvironmentProcess) -> None:
+        for serial in [serial for serial, asked in self._asked.items() if asked.process is process]:
+            asked = self._asked.pop(serial)
+            if self._serial_of.get(asked.episode) == serial:
+                del self._serial_of[asked.episode]
 
     # ---- deadlines and losses --------------------------------------------------------------------------------
 
@@ -287,27 +278,25 @@ class EnvironmentPool:
         found: list[Event] = []
         now = time.monotonic()
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, serial = heapq.heappop(self._deadlines)
-            if (cancelled := self._cancelled.pop(serial, None)) is not None:
-                self._does_not_end(cancelled)
-            elif (late := self._asked.get(serial)) is None:
+            due, serial = heapq.heappop(self._deadlines)
+            late = self._asked.get(serial)
+            if late is None or late.deadline != due:
                 continue
-            elif late.episode == "":
+            if late.op == "start":
                 late.process.child.kill()
                 raise ClusterError(f"an environment process did not start within {START_S:g} s; {late.process.obituary()}")
-            else:
+            if not late.cancelled:
                 self._cancel(serial)
                 if late.op != "close":
                     cause = f"no answer within step_timeout_s={self.setup.step_timeout_s:g}"
                     found.append(Event(late.episode, "timeout", cause=cause, seconds=now - late.began))
+                continue
+            del self._asked[serial]
+            if not late.heard:
+                late.process.child.kill()
+            elif not late.process.is_retired:
+                self._retire(late.process)
         return found
-
-    def _does_not_end(self, cancelled: _Asked) -> None:
-        process = cancelled.process
-        if not cancelled.heard:
-            process.child.kill()
-        elif not process.is_retired:
-            self._retire(process)
 
     def _retire(self, process: EnvironmentProcess) -> None:
         """Give a process no further episodes, and start another in its place."""
@@ -329,12 +318,7 @@ class EnvironmentPool:
         if self._closed:
             return []
         cause = process.obituary()
-        for table in (self._asked, self._cancelled):
-            for serial in [serial for serial, asked in table.items() if asked.process is process]:
-                if table is self._asked:
-                    self._taken(serial)
-                else:
-                    del table[serial]
+        self._forget_work(process)
         lost = sorted(process.episodes)
         process.episodes.clear()
         for episode in lost:
@@ -348,27 +332,3 @@ class EnvironmentPool:
                 self._tried_again.add(process.number)
             self._processes[self._processes.index(process)] = self._start(process.number)
         return [Event(episode, "lost", cause=cause) for episode in lost]
-
-
-def is_answer(answer: Any) -> bool:
-    """Return whether a process's answer has the form of one: what runs there may have written it."""
-    if not isinstance(answer, dict) or answer.keys() != _FIELDS:
-        return False
-    messages, reward, info, counts = (answer[name] for name in ("messages", "reward", "info", "counts"))
-    return (
-        isinstance(messages, list)
-        and all(isinstance(one, dict) and isinstance(one.get("content"), str) and one.get("role") in _ROLES for one in messages)
-        and (reward is None or _is_number(reward))
-        and isinstance(answer["done"], bool)
-        and isinstance(answer["replaces_prompt"], bool)
-        and isinstance(answer["tools"], list)
-        and all(isinstance(tool, dict) for tool in answer["tools"])
-        and isinstance(info, dict)
-        and all(map(_is_number, info.values()))
-        and isinstance(counts, dict)
-        and all(map(_is_number, counts.values()))
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
