@@ -81,14 +81,6 @@ def test_phases_load_what_they_read_and_end_with_shards_only(phases, tmp_path, s
         assert torch.equal(parameter, moved[name]), name
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_without_offload_a_phase_still_drops_the_gathered_parameters(phases, tmp_path, size):
-    train(phases[size], spec_of(make_model(tmp_path, tied=True)), BATCHES[:1], as_on_a_gpu=True)
-    # The root keeps embedding and head after a forward pass, and with one rank every layer keeps its own.
-    assert phases[size].noted["logprobs"] == ([], [])
-    assert phases[size].noted["update"] == ([IN[1]], [])
-
-
 def test_a_weight_transfer_loads_nothing_and_casts_before_it_gathers(phases, tmp_path):
     phases[2].build(spec_of(make_model(tmp_path, tied=True), "bfloat16", param_offload=True, optimizer_offload=True))
     phases[2].call("as_on_a_gpu")

@@ -167,14 +167,6 @@ def test_replayed_experts_train_alike_in_every_layout(ranks, path, layout):
             torch.testing.assert_close(other.gradients[step][name], gradient, atol=tolerance, rtol=0, msg=name)
 
 
-def test_ranks_that_were_started_again_replay_the_same_experts(ranks, path):
-    def trained(*, restarts: bool) -> Trained:
-        layout = LAYOUTS["2 ranks, 3 micro-batches each, prompts shared"]
-        return train(ranks, path, layout, BALANCED, TWO_PASSES, BATCHES[:1], replays=True, restarts=restarts)
-
-    assert_same(trained(restarts=False), trained(restarts=True))
-
-
 # ---- files ---------------------------------------------------------------------------------------------------
 
 
@@ -193,31 +185,3 @@ def test_ranks_read_their_experts_only_and_export_an_ordinary_folder(ranks, path
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter, trained[f"lm.{name}"]), name
         assert not torch.equal(parameter, plain[name]), "every tensor was trained"
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_training_goes_on_from_a_checkpoint_bit_for_bit(ranks, path, tmp_path, size):
-    layout = Layout(size, MicroBatchRule(None, 2))
-    spec = spec_for(path, layout, BALANCED, replays=True, lr=1e-3)
-
-    def states(processes: RankProcesses) -> dict[str, Tensor]:
-        return processes.call("parameters")[0] | processes.call("moments")[0]
-
-    processes, actor = start(ranks, spec, layout, TWO_PASSES)
-    actor.update(actor.old_logprobs(BATCHES[0]))
-    actor.save(tmp_path)
-    saved = states(processes)
-    actor.update(actor.old_logprobs(BATCHES[1]))
-    expected = states(processes)
-    processes, actor = start(ranks, spec, layout, TWO_PASSES)
-    actor.load(tmp_path)
-    actor.update(actor.old_logprobs(BATCHES[1]))
-    found = states(processes)
-    assert expected.keys() == found.keys()
-    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-    # Another number of ranks has other experts in each.
-    others = Layout(3 - size, MicroBatchRule(None, 2))
-    processes, actor = start(ranks, spec_for(path, others, BALANCED, replays=True), others, TWO_PASSES)
-    actor.load(tmp_path)
-    found = states(processes)
-    assert [name for name in saved if not torch.equal(saved[name], found[name])] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.checkpoint import policy_state
 from grpo_rl.checkpoint.exporting import export_policy
 from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster.roles.reference_role import BaseReferenceRole
@@ -220,19 +218,6 @@ def test_the_reference_is_the_base_model_under_the_adapters(ranks, path, tmp_pat
     actor.update(found)
 
 
-def test_the_exact_kl_to_the_base_model_is_0_at_the_start_and_has_a_gradient_later(ranks, path):
-    spec = spec_for(path)
-    spec = replace(spec, objective=Objective(kl_loss_type="full", kl_loss_coef=0.1))
-    actor = start(ranks[1], spec)
-    reference = BaseReferenceRole(actor, rule=WHOLE, want_hidden=True)
-    metrics = [actor.update(reference.logprobs(actor.old_logprobs(batch))) for batch in BATCHES[:3]]
-    assert metrics[-1]["actor/kl_loss"] > 1e-4
-    first = replace(spec, optim=OptimConfig(lr=1e-15))
-    actor = start(ranks[1], first)
-    reference = BaseReferenceRole(actor, rule=WHOLE, want_hidden=True)
-    assert abs(actor.update(reference.logprobs(actor.old_logprobs(BATCHES[0])))["actor/kl_loss"]) < 1e-6
-
-
 # ---- checkpoints, and copies in memory -------------------------------------------------------------------
 
 
@@ -252,17 +237,6 @@ def test_adapters_and_moments_come_back_bit_for_bit_on_any_number_of_ranks(ranks
     actor = start(ranks[world_size], spec_for(path, shard_ranks=shard_ranks))
     actor.load(folder)
     assert_equal_bits(before, state(ranks[world_size]))
-
-
-def test_a_checkpoint_holds_adapters_and_names_the_base_and_has_no_copy_of_it(ranks, path, saved):
-    folder, before = saved
-    files = [load_file(folder / f"weights_rank{rank}.safetensors") for rank in range(2)]
-    assert files[0].keys() == files[1].keys() == {name for name in before if lora.is_adapter(name) and ":" not in name}
-    note = json.loads((folder / policy_state.TRAINING).read_text())["lora"]
-    assert (note["rank"], note["alpha"], len(note["targets"]), note["base"]) == (3, 6, 14, str(path))
-    start(ranks[2], spec_for(path))
-    adapters = sum(value.numel() * 4 for name, value in before.items() if lora.is_adapter(name) and ":" not in name)
-    assert sum(ranks[2].call("save_bytes")) == 3 * adapters
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(ranks, path, tmp_path):
@@ -332,12 +306,3 @@ def test_an_exported_checkpoint_has_the_bits_of_the_merged_model_and_of_the_adap
     ).read_text()
     with pytest.raises(CheckpointError, match="has LoRA adapters and no whole model"):
         export_policy(checkpoint, str(path), {}, tmp_path / "wrong")
-
-
-def test_an_adapter_that_was_exported_starts_another_run(ranks, path, tmp_path):
-    actor = start(ranks[2], spec_for(path))
-    update(actor, range(2))
-    actor.export(tmp_path)
-    expected = ranks[2].call("parameters")[0]
-    start(ranks[2], spec_for(path, lora_adapter_path=str(tmp_path / lora.FOLDER)))
-    assert_equal_bits(expected, ranks[2].call("parameters")[0])

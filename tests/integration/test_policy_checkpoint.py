@@ -107,18 +107,6 @@ def test_a_resumed_run_goes_on_bit_for_bit_with_dropout_and_shuffling(ranks, pat
     assert_equal_bits(expected, state(processes))
 
 
-def test_saving_changes_nothing(ranks, path, tmp_path):
-    runs = []
-    for folder in (None, tmp_path):
-        actor = start(ranks[2], spec_for(path))
-        update(actor, range(1))
-        if folder is not None:
-            actor.save(folder)
-        update(actor, range(1, 2))
-        runs.append(state(ranks[2]))
-    assert_equal_bits(*runs)
-
-
 def test_the_weights_file_is_the_trained_model_by_its_hugging_face_names(ranks, path, saved, tmp_path):
     folder, (before, _, _) = saved
     actor = start(ranks[2], spec_for(path))
@@ -133,15 +121,6 @@ def test_the_weights_file_is_the_trained_model_by_its_hugging_face_names(ranks, 
     assert_equal_bits(whole, named)
 
 
-def test_the_learning_rate_is_that_of_the_configuration_also_after_a_resume(ranks, path, saved):
-    folder, (_, schedules, _) = saved
-    actor = start(ranks[1], spec_for(path, lr=5e-4))
-    actor.load(folder)
-    step, logged, used = ranks[1].call("schedule")[0]
-    assert step == schedules[0][0] == 6
-    assert used == logged == pytest.approx([0.5 * rate for rate in schedules[0][1]])
-
-
 def test_a_checkpoint_of_another_model_is_refused(ranks, path, saved, tmp_path):
     folder, _ = saved
     tied = json.loads((path / "config.json").read_text())["tie_word_embeddings"]
@@ -151,18 +130,6 @@ def test_a_checkpoint_of_another_model_is_refused(ranks, path, saved, tmp_path):
     with pytest.raises(CheckpointError, match=r"holds another model: (missing|.*unknown) \['lm.lm_head.weight'\]"):
         actor.load(folder)
     assert_equal_bits(before, ranks[1].call("parameters")[0])
-
-
-def test_without_dropout_one_rank_goes_on_where_two_stopped(ranks, path, tmp_path):
-    spec = spec_for(path)
-    spec = replace(spec, policy=replace(spec.policy, model=replace(spec.policy.model, override_config={})))
-    actor = start(ranks[2], spec)
-    update(actor, range(2))
-    actor.save(tmp_path)
-    expected = update(actor, range(2, 3))[0]
-    actor = start(ranks[1], spec)
-    actor.load(tmp_path)
-    assert update(actor, range(2, 3))[0] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_what_is_saved_in_the_background_is_the_state_of_the_moment_it_began(ranks, path, tmp_path):

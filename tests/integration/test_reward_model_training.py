@@ -15,7 +15,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 from grpo_rl.cluster.roles.reward_model_role import TrainedRewardModelRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import RewardModelOptimConfig, RewardModelTrainConfig
-from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch, TrainedRewardModelSpec
 
@@ -175,14 +174,3 @@ def test_scores_are_the_same_by_every_way_and_after_the_export(ranks, causal, tm
     # What was exported is continued where it is trained again, head included.
     continued = role_over(ranks[1], tmp_path, "bradley_terry")
     torch.testing.assert_close(continued.scores(batch), scores_N, atol=1e-5, rtol=0)
-
-
-def test_a_causal_model_scores_only_where_it_is_trained(ranks, causal):
-    with pytest.raises(ConfigError, match="a reward model is a"):
-        ranks[1].build(RewardModelSpec(str(causal), "float32"))
-
-
-def test_a_batch_of_another_kind_is_refused(ranks, causal):
-    role = role_over(ranks[1], causal, "bradley_terry")
-    with pytest.raises(ValueError, match="chosen_N"):
-        role.update(make_batch(1))

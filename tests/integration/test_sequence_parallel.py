@@ -64,13 +64,6 @@ def test_columns_of_the_whole_vocabulary_are_those_of_one_rank(ranks, path):
     assert_same(alone, train(ranks, path, TOGETHER["2 together, by tokens, recomputed, in chunks"], objective, batches))
 
 
-def test_several_turns_in_several_epochs_are_those_of_one_rank(ranks, path):
-    """Contexts between trained tokens, old log-probs, and mini-batches in another order."""
-    config, batches = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True), [several_turns(3)]
-    alone = train(ranks, path, ALONE, grpo("prompt-mean"), batches, config)
-    assert_same(alone, train(ranks, path, TOGETHER["2 x 2 together, single rollouts"], grpo("prompt-mean"), batches, config))
-
-
 def test_ranks_with_fewer_tokens_than_there_are_slices_keep_step(ranks, path):
     """Five tokens over four ranks, one of which has only what fills up; the second share of two has no rollout at all."""
     batches = [replace_empty(make_batch(seed, num_groups=1, group_size=1)) for seed in (1, 2)]

@@ -14,7 +14,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig, RewardModelTrainConfig
 from grpo_rl.models.load import load_config, load_lm
 from grpo_rl.models.sharded_load import WeightFiles
-from grpo_rl.workers.specs import ActorSpec, CriticSpec, PolicySpec, RewardModelSpec, TrainedRewardModelSpec
+from grpo_rl.workers.specs import ActorSpec, PolicySpec, RewardModelSpec, TrainedRewardModelSpec
 
 
 def actor_of(path: Path) -> ActorSpec:
@@ -51,16 +51,6 @@ def test_ranks_have_what_transformers_reads_and_read_their_rows_only(ranks, tmp_
     buffers = dict(load_lm(str(path), load_config(str(path))).named_buffers())
     for there in ranks[2].call("buffers"):
         assert there and all(torch.equal(value, buffers[name.removeprefix("lm.")]) for name, value in there.items())
-
-
-def test_a_critic_has_the_body_and_a_head_of_zeros(ranks, tmp_path):
-    path = make_model(tmp_path, tied=False)
-    policy = PolicySpec(ModelConfig(path=str(path)), temperature=1.0, dtype="float32", train=True)
-    ranks[2].build(CriticSpec(policy, OptimConfig(), 10, seed=1, cliprange_value=0.5))
-    parameters = ranks[2].call("parameters")[0]
-    expected = stored(path)
-    assert torch.count_nonzero(parameters.pop("head.weight")) == torch.count_nonzero(parameters.pop("head.bias")) == 0
-    assert all(torch.equal(value, expected[name.replace("lm.", "lm.model.", 1)]) for name, value in parameters.items())
 
 
 @pytest.mark.parametrize("has_head", [True, False])

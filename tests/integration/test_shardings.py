@@ -56,14 +56,6 @@ def test_steps_in_host_memory_are_the_same_to_the_last_bit(ranks, path, size):
     assert not offloads and moves >= 4
 
 
-def test_a_layer_gathers_the_next_one(ranks, path):
-    layout = Layout(2, PAIRS, prefetch=True)
-    ranks[2].build(spec_for(path, layout, grpo("token-mean"), 1e6))
-    assert ranks[2].call("prefetched") == [[1, 0]] * 2
-    ranks[2].build(spec_for(path, Layout(2, PAIRS), grpo("token-mean"), 1e6))
-    assert ranks[2].call("prefetched") == [[0, 0]] * 2
-
-
 def test_a_checkpoint_goes_from_layout_to_layout(ranks, path, alone, tmp_path):
     """Saved by 2 x 2 ranks, loaded and saved by 4, loaded by 2: the same parameters, moments and schedule to the last bit."""
     seen = []
@@ -92,11 +84,3 @@ def test_a_checkpoint_goes_from_layout_to_layout(ranks, path, alone, tmp_path):
             for name, tensor in ours.items():
                 assert torch.equal(theirs[name], tensor), name
         assert other[2:] == first[2:]
-
-
-def test_the_fingerprint_of_weights_counts_each_replica_once(ranks, path):
-    seen = set()
-    for layout in (REPLICAS, Layout(2, PAIRS), ALONE):
-        ranks[layout.ranks].build(spec_for(path, layout, grpo("token-mean"), 1e6))
-        seen.add(actor_group(ranks[layout.ranks], ActorConfig(), layout.rule, grpo("token-mean")).fingerprint())
-    assert len(seen) == 1

@@ -142,24 +142,6 @@ def test_the_plain_command_trains_and_leaves_everything_behind(model, tmp_path):
     assert {log.name for log in run.path.glob("logs/*.log")} == {"console.log"} | workers
 
 
-@pytest.mark.campaign
-def test_a_run_that_only_validates_starts_no_actor_but_to_read_a_checkpoint(model, tmp_path):
-    words = [word for word in arithmetic(model) if not word.startswith("data.train_files")]
-    validates = [*words, "trainer.val_only=true", "trainer.total_training_steps=1"]
-    run = train(tmp_path, "untrained", *validates)
-    (before,) = read_metrics(run.path / "metrics.jsonl")
-    assert before["step"] == 0 and before["val/arithmetic/mean@1"] >= 0
-    assert {log.name for log in run.path.glob("logs/*.log")} & {"actor0.log", "reference0.log"} == set()
-
-    run = train(tmp_path, "trained", *arithmetic(model), "trainer.total_training_steps=2", "trainer.save_freq=2")
-    trained = read_metrics(run.path / "metrics.jsonl")[-1]
-    run = train(tmp_path, "trained", *validates)
-    last = read_metrics(run.path / "metrics.jsonl")[-1]
-    assert last["step"] == 2 and (run.path / "logs" / "actor0.log").is_file()
-    # Greedy responses of the checkpoint's weights: the score at the end of the training, again.
-    assert last["val/arithmetic/mean@1"] == trained["val/arithmetic/mean@1"]
-
-
 def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini_batches(model, tmp_path):
     run = train(
         tmp_path,
@@ -211,113 +193,6 @@ def test_two_ranks_that_split_sequences_train_like_one(model, tmp_path):
     assert split["actor/loss"] == pytest.approx(first["actor/loss"], rel=1e-5, abs=1e-7)
     # The second step's KL is that of a reference which splits sequences too, against weights that have moved.
     assert together.steps[2]["actor/kl_loss"] == pytest.approx(alone.steps[2]["actor/kl_loss"], rel=0.05)
-
-
-@pytest.mark.campaign
-def test_gsm8k_rolls_out_is_scored_by_its_rule_and_trains(tmp_path):
-    train_file, val_file = DATA / "gsm8k" / "gsm8k_train.parquet", DATA / "gsm8k" / "gsm8k_test.parquet"
-    tokenizer_folder = DATA / "tokenizers" / "qwen2.5"
-    for needed in (train_file, val_file, tokenizer_folder):
-        if not needed.exists():
-            pytest.skip(f"the data is not here: {needed}")
-    model = _tiny_qwen2(tmp_path / "model", AutoTokenizer.from_pretrained(tokenizer_folder))
-    run = train(
-        tmp_path,
-        "gsm8k",
-        f"actor_rollout_ref.model.path={model}",
-        f"actor_rollout_ref.model.tokenizer_path={tokenizer_folder}",
-        f"data.train_files={train_file}",
-        f"data.val_files={val_file}",
-        "data.train_max_samples=64",
-        "data.val_max_samples=4",
-        "data.train_batch_size=4",
-        "data.max_prompt_length=256",
-        "data.filter_overlong_prompts=true",
-        "data.max_response_length=16",
-        "reward.functions=[auto,my_reward.py:variety]",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.kv_cache_gib=0.2",
-        "trainer.total_training_steps=2",
-    )
-    assert_trains_like_its_engine(run, last=2)
-    assert_group_advantages(run.rollouts(1))
-    records = run.rollouts(1) + run.rollouts(2)
-    assert len(records) == 32 and {record["data_source"] for record in records} == {"openai/gsm8k"}
-    assert all(record["reward_parts"]["auto"] == 0.0 and record["ground_truth"] for record in records)
-    assert all(record["prompt"].startswith("<|im_start|>") for record in records)
-    assert read_metrics(run.path / "metrics.jsonl")[-1]["val/openai/gsm8k/mean@1"] == 0.0
-
-
-def _tiny_qwen2(folder: Path, tokenizer: Any) -> Path:
-    """A random Qwen2 with Qwen2.5's vocabulary and next to nothing behind it."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.campaign
-def test_parts_of_the_algorithm_are_chosen_from_the_command_line(model, tmp_path):
-    actor, correction = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-    words = ["algorithm.adv_estimator=gdpo", f"{actor}.policy_loss.loss_mode=kl_cov", f"{actor}.policy_loss.kl_cov_ratio=0.1"]
-    words += [f"{actor}.loss_agg_mode=prompt-mean", f"{actor}.kl_loss_type=k3_unbiased"]
-    words += [
-        f"{correction}.rollout_is=token",
-        f"{correction}.rollout_rs=[seq_max_k2]",
-        f"{correction}.rollout_rs_threshold=[1]",
-    ]
-    # Long enough for some responses of a random model to end: those that are cut off are not trained.
-    words += ["algorithm.mask_truncated=true", "data.max_response_length=40", "trainer.total_training_steps=2"]
-    run = train(tmp_path, "parts", *arithmetic(model), *words)
-    assert_trains_like_its_engine(run, last=2)
-    for row in run.steps.values():
-        assert row["actor/cov_selected"] > 0
-        assert row["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-3)
-        assert row["rollout_corr/rollout_rs_masked_fraction"] == 0.0
-        assert row["rollout/masked_fraction"] == row["response_length/clip_ratio"]
-        assert abs(row["rollout_corr/kl"]) < 1e-4
-
-
-@pytest.mark.campaign
-def test_remax_with_a_penalty_for_long_responses_trains_on_the_engines_logprobs(model, tmp_path):
-    words = [word for word in arithmetic(model) if not word.startswith("actor_rollout_ref.rollout.n=")]
-    words += ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax", "trainer.total_training_steps=2"]
-    words += ["reward.overlong_buffer.len=6", "algorithm.rollout_correction.bypass_mode=true"]
-    run = train(tmp_path, "remax", *words)
-    assert_trains_like_its_engine(run, last=2)
-    assert "8 prompts x 1 responses = 8 rollouts, and a greedy one to compare with" in " ".join(run.output.split())
-    for step, row in run.steps.items():
-        records = run.rollouts(step)
-        assert [record["sample"] for record in records] == [0] * 8
-        for record in records:
-            assert record["advantage"] == pytest.approx(record["reward"] - record["baseline"], abs=1e-6)
-            penalty = -max(0.0, (record["response_length"] - 6) / 6)
-            assert record["reward_parts"]["overlong"] == pytest.approx(penalty)
-        # A random model samples other texts than its likeliest ones.
-        assert any(record["advantage"] for record in records)
-        assert row["reward/mean"] == pytest.approx(statistics.fmean(record["reward"] for record in records))
-        greedy = statistics.fmean(record["baseline"] for record in records)
-        assert row["reward/greedy_baseline_mean"] == pytest.approx(greedy)
-        assert row["perf/total_num_tokens"] == sum(record["prompt_length"] + record["response_length"] for record in records)
-        # The ratio is taken against the engine: 1 up to its rounding, and not exactly.
-        assert row["actor/ratio_max"] == pytest.approx(1.0, abs=1e-3)
-        assert abs(row["rollout_corr/kl"]) < 1e-4
 
 
 def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_that_was_not_interrupted(model, tmp_path):

@@ -157,15 +157,6 @@ def foreign_adapter(folder: Path, target: Path, **options: Any) -> Path:
     return target
 
 
-def test_training_goes_on_from_an_adapter_that_peft_wrote(folder, tmp_path):
-    start = foreign_adapter(folder, tmp_path)
-    policy = adapted(folder, target_modules=TARGETS)
-    lora.load_adapter(policy.lm, settings(folder, target_modules=TARGETS, lora_adapter_path=str(start)))
-    plain = PeftModel.from_pretrained(plain_model(folder), str(start))
-    expected_T = logprobs_of(DATA.plain_logprobs_TV(plain))
-    torch.testing.assert_close(policy(DATA.sequences()).logprobs_T, expected_T, atol=1e-5, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -88,16 +88,6 @@ def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_train
     assert [row["step"] for row in rows if "own/quality" in row] == [2, 4, 5]
 
 
-def test_its_state_is_in_the_checkpoint_and_comes_back_with_the_step(own: str, tmp_path: Path) -> None:
-    config = make_config(schedule=own, save_freq=1, val_before_train=False)
-    run_of(config, tmp_path, total_steps=3, actor=Policy()).fit()
-    again, policy = run_of(config, tmp_path, total_steps=5, actor=(second := Policy())), second
-    again.resume(again.store.folder / "step_3")
-    again.fit()
-    assert policy.calls[0] == "load"
-    assert again.schedule.seen == ["first 1", "first 2", "second 3", "second 4", "second 5"]  # type: ignore[attr-defined]
-
-
 def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make: Any, tmp_path: Path) -> None:  # noqa: F811
     trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
     trainer.fit()
