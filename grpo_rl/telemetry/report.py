@@ -156,23 +156,6 @@ def _labelled(label: str, text: str, prefix: str = "") -> list[str]:
 
 
 def _written(run_dir: RunDir) -> str:
-    places = {
-        "page": run_dir.page_file,
-        "curves": run_dir.plots / "curves.png",
-        "metrics": run_dir.metrics_file,
-        "TensorBoard": run_dir.tensorboard,
-        "rollouts": run_dir.rollouts,
-        "validation": run_dir.val,
-        "configuration": run_dir.config_file,
-        "checkpoints": run_dir.checkpoints,
-        "model": run_dir.model,
-        "reward model": run_dir.reward_model,
-        "logs": run_dir.logs,
-        "this report": run_dir.report_file,
-    }
-    lines = [f"Written to {run_dir.path}"]
-    for name, path in places.items():
-        is_there = any(path.iterdir()) if path.is_dir() else path.exists()
-        if is_there or path == run_dir.report_file:
-            lines.append(f"  {name:<15}{path}")
-    return "\n".join(lines)
+    places = [(name, path) for name, path in run_dir.written() if name != "report"]
+    lines = [f"  {name:<15}{path}" for name, path in [*places, ("this report", run_dir.report_file)]]
+    return "\n".join([f"Written to {run_dir.path}", *lines])

@@ -96,6 +96,24 @@ class RunDir:
             raise ConfigError(f"the run's folder {path} cannot be made: {error.strerror or error}") from error
         return run_dir
 
+    def written(self) -> list[tuple[str, Path]]:
+        """Return name and path of what the run has written for people."""
+        places = {
+            "page": self.page_file,
+            "curves": self.plots / "curves.png",
+            "metrics": self.metrics_file,
+            "TensorBoard": self.tensorboard,
+            "rollouts": self.rollouts,
+            "validation": self.val,
+            "configuration": self.config_file,
+            "checkpoints": self.checkpoints,
+            "model": self.model,
+            "reward model": self.reward_model,
+            "logs": self.logs,
+            "report": self.report_file,
+        }
+        return [(name, path) for name, path in places.items() if (any(path.iterdir()) if path.is_dir() else path.exists())]
+
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
         """Write `config.yaml` and `overrides.txt`; different ones from before a resume stay beside them, numbered."""
         for file, text in ((self.config_file, resolved_yaml), (self.overrides_file, "".join(f"{o}\n" for o in overrides))):

@@ -20,7 +20,7 @@ _TURNS = "actor_rollout_ref.rollout.multi_turn"
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow", ".feather")
 INSTALL = {
     "wandb": "python -m pip install wandb==0.31.0",
-    "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2' pandas==3.1.1",
+    "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2'",
 }
 """The command that installs each tracker which is no part of the plain installation, as pyproject.toml pins it."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

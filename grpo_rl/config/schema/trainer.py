@@ -69,7 +69,7 @@ class TrainerConfig:
     )
     """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written: `file` adds nothing."""
     log_val_generations: TableRows = 8
-    """Responses in the tables that W&B and MLflow get at each validation: so many to validation prompts, and of the step's training."""
+    """Responses in the tables that W&B gets at each validation: so many to validation prompts, and of the step's training."""
     schedule: str = "sync"
     """The course of one training step with data.responses=policy. sync: sample with the current policy, score, train on it;
     one_step_off: sample the next batch while this one is trained; async: sample all the time, within a bound on staleness

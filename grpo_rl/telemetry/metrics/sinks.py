@@ -29,7 +29,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from grpo_rl.config.checks.inputs import INSTALL
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, jsonable, read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, jsonable
 from grpo_rl.telemetry.rollouts.rollout_log import Kind, RolloutLog, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
 
@@ -65,15 +65,18 @@ class Sinks:
         say: Callable[[str], None] = _logger.info,
     ) -> None:
         self._table_rows = trainer.log_val_generations
-        trackers = {"wandb": wandb_tracker, "mlflow": mlflow_tracker}
         connects: dict[str, Connect] = {
-            name: connect(run_dir, trainer, resolved_config) for name, connect in trackers.items() if name in trainer.logger
+            "wandb": lambda: _Wandb(run_dir, trainer, resolved_config),
+            "mlflow": lambda: _Mlflow(run_dir, trainer, resolved_config),
+            "tensorboard": lambda: TensorBoard(run_dir.tensorboard),
         }
-        if "tensorboard" in trainer.logger:
-            connects["tensorboard"] = lambda: TensorBoard(run_dir.tensorboard, run_dir.metrics_file)
+        named = [name for name in connects if name in trainer.logger]
+        for package in named:
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(f"trainer.logger names {package}, which is not installed: {INSTALL[package]}")
         self._rollouts = RolloutLog(run_dir)
         self._file = MetricsFile(run_dir.metrics_file, warn)
-        self._trackers = [Background(name, connect, warn, say) for name, connect in connects.items()]
+        self._trackers = [Background(name, connects[name], warn, say) for name in named]
         self._sinks: list[MetricsFile | Background] = [self._file, *self._trackers]
 
     def truncate_after(self, step: int) -> None:
@@ -92,7 +95,7 @@ class Sinks:
             sink.log(step, metrics)
 
     def written(self, kind: Kind, step: int, file: Path) -> None:
-        """Give W&B and MLflow a table of a validation's first responses, and one of the step's training rollouts beside it.
+        """Give W&B a table of a validation's first responses, and one of the step's training rollouts beside it.
 
         To be called when a file of rollouts is whole, which that of a step's training is before that of its validation.
         """
@@ -136,10 +139,10 @@ Connect = Callable[[], Tracker]
 
 
 class Background:
-    """A sink that hands metrics to a `Tracker` living in a thread of its own.
+    """A sink that hands metrics to a `Tracker` living in a thread of its own, in which the connection is made, too.
 
-    The connection is made in that thread too. Steps that find the queue full, or a tracker that failed,
-    are dropped; `close` says how many. The first failure is reported once, through `warn`.
+    Steps that find the queue full, or a tracker that failed, are dropped; `close` says how many. The first failure is
+    reported once, through `warn`.
     """
 
     def __init__(
@@ -151,25 +154,23 @@ class Background:
         size: int = QUEUE_SIZE,
     ) -> None:
         self.name = name
-        self._connect = connect
-        self._warn = warn
-        self._say = say
+        self._connect, self._warn, self._say = connect, warn, say
         self._has_failed = False
-        self._num_logged = 0
-        self._num_sent = 0
-        self._queue: queue.Queue[tuple[bool, Callable[[Tracker], None]] | None] = queue.Queue(size)
+        self.num_unsent = 0
+        """The number of steps that were logged and have not arrived: still queued, or dropped."""
+        self._queue: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue(size)
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
         self._thread.start()
 
-    @property
-    def num_unsent(self) -> int:
-        """The number of steps that were logged and have not arrived: still queued, or dropped."""
-        return self._num_logged - self._num_sent
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._num_logged += 1
+        self.num_unsent += 1
         copy = dict(metrics)  # the run goes on with its own
-        self._put(lambda tracker: tracker.log(step, copy), counts=True)
+
+        def send(tracker: Tracker) -> None:
+            tracker.log(step, copy)
+            self.num_unsent -= 1
+
+        self._put(send)
 
     def truncate_after(self, step: int) -> None:
         """Make the tracker forget later steps, before it gets what is logged from now on."""
@@ -190,20 +191,17 @@ class Background:
         if self.num_unsent:
             self._warn(f"{self.name}: {self.num_unsent} steps were not sent; metrics.jsonl has them")
 
-    def _put(self, action: Callable[[Tracker], None], *, counts: bool = False) -> None:
+    def _put(self, action: Callable[[Tracker], None]) -> None:
         with contextlib.suppress(queue.Full):
-            self._queue.put_nowait((counts, action))
+            self._queue.put_nowait(action)
 
     def _run(self) -> None:
         tracker = self._guard(self._connect)
         if tracker is not None and tracker.place:
             self._say(f"{self.name}: {tracker.place}")
-        while (item := self._queue.get()) is not None:
-            counts, action = item
-            if tracker is None or self._has_failed:
-                continue
-            self._guard(partial(action, tracker))
-            self._num_sent += counts and not self._has_failed
+        while (action := self._queue.get()) is not None:
+            if not self._has_failed:
+                self._guard(partial(action, tracker))
         if tracker is not None:
             self._guard(tracker.close)
 
@@ -219,15 +217,24 @@ class Background:
 
 
 class _Wandb(Tracker):
-    """A W&B run, drawn over the training step.
+    """The W&B run of this folder, the same one again after a resume, drawn over the training step.
 
     Its own step only goes up, and drops what comes with a lower one: the steps that a resumed run repeats, and tables that
     are ready a moment late.
     """
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
-        self._table = importlib.import_module("wandb").Table
+    def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
+        wandb = importlib.import_module("wandb")
+        self._table = wandb.Table
+        self._run = run = wandb.init(
+            project=trainer.project_name,
+            name=run_dir.name,
+            id=_stored(run_dir.path / "wandb_run_id", lambda: secrets.token_hex(4)),
+            resume="allow",
+            dir=str(run_dir.logs),
+            config=jsonable(config),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
         # Asked for its address, a run that is offline prints a warning.
         self.place = f"offline; to send it later: wandb sync {Path(run.dir).parent}" if run.offline else str(run.url or "")
         run.define_metric(STEP)
@@ -245,36 +252,21 @@ class _Wandb(Tracker):
         self._run.finish()
 
 
-def wandb_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> Connect:
-    """Return a function that opens the W&B run of this folder, the same one again after a resume.
-
-    Raises ConfigError when wandb is not installed.
-    """
-    _require("wandb")
-
-    def connect() -> Tracker:
-        wandb = importlib.import_module("wandb")
-        run_id = _stored(run_dir.path / "wandb_run_id", lambda: secrets.token_hex(4))
-        run = wandb.init(
-            project=trainer.project_name,
-            name=run_dir.name,
-            id=run_id,
-            resume="allow",
-            dir=str(run_dir.logs),
-            config=jsonable(config),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        return _Wandb(run)
-
-    return connect
-
-
 class _Mlflow(Tracker):
-    def __init__(self, client: Any, run_id: str) -> None:
-        self._client = client
-        self._run_id = run_id
-        self.place = f"run {run_id} at {client.tracking_uri}"
+    """An MLflow run on the server that MLflow's own setting names (MLFLOW_TRACKING_URI)."""
+
+    def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
+        self._client = client = importlib.import_module("mlflow").MlflowClient()
         self._metric = importlib.import_module("mlflow.entities").Metric
+        experiment = client.get_experiment_by_name(trainer.project_name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(trainer.project_name)
+        self._run_id = _stored(
+            run_dir.path / "mlflow_run_id",
+            lambda: str(client.create_run(experiment_id, run_name=run_dir.name).info.run_id),
+        )
+        client.update_run(self._run_id, status="RUNNING")  # the end of the part before a resume has closed it
+        client.log_dict(self._run_id, jsonable(config), "config.yaml")
+        self.place = f"run {self._run_id} at {client.tracking_uri}"
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -282,41 +274,8 @@ class _Mlflow(Tracker):
         named = {key.replace("@", "_at_"): float(value) for key, value in tracker_metrics(step, metrics).items()}
         self._client.log_batch(self._run_id, metrics=[self._metric(key, value, now_ms, step) for key, value in named.items()])
 
-    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
-        """Add to one table per name, in which the step is a column. MLflow makes it with pandas, without which there is none."""
-        if importlib.util.find_spec("pandas") is None:
-            return
-        for name, file in files.items():
-            records = table_rows(file, rows)
-            columns = {column: [record[column] for record in records] for column in TABLE}
-            if records:
-                table = {"step": [step] * len(records), **columns}
-                self._client.log_table(self._run_id, table, artifact_file=f"{name.replace('/', '_')}.json")
-
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def mlflow_tracker(run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> Connect:
-    """Return a function that opens the MLflow run of this folder, the same one again after a resume.
-
-    The server is MLflow's own setting (MLFLOW_TRACKING_URI). Raises ConfigError when it is not installed.
-    """
-    _require("mlflow")
-
-    def connect() -> Tracker:
-        client = importlib.import_module("mlflow").MlflowClient()
-        experiment = client.get_experiment_by_name(trainer.project_name)
-        experiment_id = experiment.experiment_id if experiment else client.create_experiment(trainer.project_name)
-        run_id = _stored(
-            run_dir.path / "mlflow_run_id",
-            lambda: str(client.create_run(experiment_id, run_name=run_dir.name).info.run_id),
-        )
-        client.update_run(run_id, status="RUNNING")  # the end of the part before a resume has closed it
-        client.log_dict(run_id, jsonable(config), "config.yaml")
-        return _Mlflow(client, run_id)
-
-    return connect
 
 
 def table_rows(file: Path, rows: int) -> list[dict[str, Any]]:
@@ -329,11 +288,6 @@ def table_rows(file: Path, rows: int) -> list[dict[str, Any]]:
     return shown
 
 
-def _require(package: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"trainer.logger names {package}, which is not installed: {INSTALL[package]}")
-
-
 def _stored(file: Path, make: Callable[[], str]) -> str:
     """Return the identifier in `file`, made and written when there is none."""
     if not file.exists():
@@ -344,30 +298,21 @@ def _stored(file: Path, make: Callable[[], str]) -> str:
 class TensorBoard(Tracker):
     """Scalars in TensorBoard's own event files."""
 
-    def __init__(self, folder: Path, metrics_file: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self._writer = EventFileWriter(str(folder), flush_secs=10)
-        self._metrics_file = metrics_file
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._add(step, metrics, time.time())
+        named = tracker_metrics(step, metrics)
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in named.items() if key != STEP]
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
     def truncate_after(self, step: int) -> None:
-        """Begin anew with the content of metrics.jsonl: a process that was killed may have left less here, and later steps."""
         # TensorBoard hides the events at or after the step of a START that comes later in the folder.
         start = SessionLog(status=SessionLog.SessionStatus.START)
-        self._writer.add_event(Event(step=0, wall_time=time.time(), session_log=start))
-        for row in read_metrics(self._metrics_file):
-            if row["step"] <= step:
-                metrics = {name: value for name, value in row.items() if name not in ("step", "time")}
-                self._add(int(row["step"]), metrics, row["time"])
+        self._writer.add_event(Event(step=step + 1, wall_time=time.time(), session_log=start))
 
     def close(self) -> None:
         self._writer.close()
-
-    def _add(self, step: int, metrics: Mapping[str, float], wall_time: float) -> None:
-        named = tracker_metrics(step, metrics)
-        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in named.items() if key != STEP]
-        self._writer.add_event(Event(step=step, wall_time=wall_time, summary=Summary(value=values)))
 
 
 def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.metrics.timeline import read_timeline
 from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys
 from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, Chunks, chunks_of, pieces_of, rounded
-from grpo_rl.telemetry.rundir import flattened, shown_value
+from grpo_rl.telemetry.rundir import RunDir, flattened, shown_value
 from grpo_rl.telemetry.status import is_gone, read_status
 
 ENDED = ("done", "failed", "preempted", "lost")
@@ -133,27 +133,16 @@ def _point(point: Point) -> dict[str, Any]:
     return {"step": int(point[0]), "value": rounded(point[1])}
 
 
-def _written(run: Path, ends_after: int | None) -> list[list[Any]]:
+def _written(run: Path, ends_after: int | None) -> list[list[str]]:
     """Return name and path of what lies in the run's folder for people. A run that ends, after so many steps, writes some of it now."""
-    soon = {"report": ends_after is not None, "curves": bool(ends_after)}
-    places: Sequence[tuple[str, str]] = (
-        ("model", "model"),
-        ("reward model", "reward_model"),
-        ("checkpoints", "checkpoints"),
-        ("report", "report.txt"),
-        ("curves", "plots/curves.png"),
-        ("metrics", "metrics.jsonl"),
-        ("rollouts", "rollouts"),
-        ("validation", "val"),
-        ("logs", "logs"),
-    )
-    found = []
-    for name, place in places:
-        path = run / place
-        with suppress(OSError):
-            if soon.get(name) or (any(path.iterdir()) if path.is_dir() else path.exists()):
-                found.append([name, place])
-    return found
+    run_dir, found = RunDir(run), dict[str, Path]()
+    with suppress(OSError):
+        found = dict(run_dir.written())
+    if ends_after is not None:
+        found["report"] = run_dir.report_file
+    if ends_after:
+        found["curves"] = run_dir.plots / "curves.png"
+    return [[name, path.relative_to(run).as_posix()] for name, path in found.items() if name != "page"]
 
 
 def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
@@ -20,6 +19,7 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -27,7 +27,6 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.telemetry.terminal import step_line
-from grpo_rl.telemetry.terminal.bars import Bar
 from grpo_rl.telemetry.terminal.text import duration, encodable, safe_text
 
 HEADER_EVERY = 25
@@ -39,58 +38,72 @@ DRAW_S = 0.1
 """Seconds after which live bars are drawn again."""
 
 
-class LastingRichConsole(RichConsole):
-    """A rich console for several threads, which no error of its file leaves.
+class Bar:
+    """A handle on one progress bar; safe to use from several threads, and after the bar has gone."""
 
-    rich draws a live bar again from where it left the cursor, but it chooses the characters for that before it takes
-    the lock under which they are written. A line that another thread prints in between lands beside the bar, or on it.
-    Here choosing and writing are one turn: `with console` holds a lock until everything is written. All code that
-    draws, starts or stops live bars takes its turn first: a thread that held rich's lock of the bars and waited for a
-    turn would block the one that has the turn.
-    """
+    def __init__(
+        self, progress: Progress | None = None, task: TaskID | None = None, title: str = "", total: float | None = None
+    ) -> None:
+        self._progress, self._task = progress, task
+        self._began = time.monotonic()
+        self._ends_at: float | None = None
+        # A signal's exception may come out of any line of the main thread, which must not then wait for itself.
+        self._lock = threading.RLock()
+        self.title, self.total, self.note = title, total, ""
+        self.done = 0.0
 
-    def __init__(self, **options: Any) -> None:
-        self._turn = threading.RLock()
-        super().__init__(**options)
+    def advance(self, k: float = 1, note: str | None = None) -> None:
+        """Move on by `k`; `note` is shown beside the bar, and the last one on the closing line."""
+        with self._lock:
+            self.done += k
+            if note is not None:
+                self.note = safe_text(note, limit=120)
+            self._show(advance=k, note=self.note)
 
-    def __enter__(self) -> LastingRichConsole:
-        self._turn.acquire()
-        super().__enter__()
-        return self
+    def left(self, seconds: float | None) -> None:
+        """Set how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
+        with self._lock:
+            self._ends_at = None if seconds is None else time.monotonic() + seconds
+            self._show(ends_at=self._ends_at)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            super().__exit__(kind, error, trace)
-        except OSError:  # EIO of a terminal that was closed, ENOSPC of a file that the output goes to
-            del self._buffer[:]
-        finally:
-            self._turn.release()
+    def close(self) -> None:
+        """Take the bar off the screen; later calls of the other methods show nothing."""
+        with self._lock:
+            progress, task, self._progress = self._progress, self._task, None
+        if progress is not None and task is not None:
+            progress.remove_task(task)
 
-    def print(self, *objects: Any, **options: Any) -> None:
-        """Print in one turn: rich's own looks for live bars before it enters the console."""
-        with self:
-            super().print(*objects, **options)
+    def text(self) -> str:
+        """Return where the work is, as one line of plain text."""
+        count = f" {self.done:g} of {self.total:g}" if self.total is not None else ""
+        left = f", about {duration(max(0.0, self._ends_at - time.monotonic()))} left" if self._ends_at is not None else ""
+        note = f": {self.note}" if self.note else ""
+        return f"{self.title}{count}{note}, {duration(time.monotonic() - self._began)} so far{left}"
 
-    def on_broken_pipe(self) -> None:
-        """Print nothing from now on, where rich's own console ends the process."""
-        self.quiet = True
+    def _show(self, **fields: Any) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, **fields)
 
 
 class Console:
     """Prints for people: live bars on a terminal, plain lines on a pipe, and a copy of the lines in a log file.
 
     Nothing that is printed is read as markup, and control characters are escaped, so text that a model
-    wrote can be passed to any method. No method raises because of the screen or the log file.
+    wrote can be passed to any method. No method raises because of the log file, or of a screen that
+    `standard_streams.make_lasting` keeps.
     """
 
     def __init__(self, file: TextIO | None = None, quiet_s: float = QUIET_S) -> None:
         plain: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
-        self._rich = LastingRichConsole(file=file, **plain)
-        self._errors = self._rich if file is not None else LastingRichConsole(stderr=True, **plain)
+        self._rich = RichConsole(file=file, **plain)
+        self._errors = self._rich if file is not None else RichConsole(stderr=True, **plain)
         if not self._rich.is_terminal:
             self._rich.width = 120
         # A colour forced into a pipe (FORCE_COLOR) makes rich believe in a terminal; a bar needs a real one.
         self.interactive = self._rich.file.isatty() and not self._rich.is_dumb_terminal
+        # rich chooses how to move the cursor before it takes the lock under which it writes that: whatever is printed or drawn
+        # here takes its turn, and nothing else draws.
+        self._turn = threading.RLock()
         self._quiet_s = quiet_s
         self._progress: Progress | None = None
         self._bars: list[Bar] = []
@@ -133,7 +146,8 @@ class Console:
         for row in rows:
             table.add_row(*(self._text(str(value)) for value in row))
         self._last_line = time.monotonic()
-        self._rich.print(table)
+        with self._turn:
+            self._rich.print(table)
         for row in [[title], header, *rows]:
             self._write_log("  ".join(safe_text(str(value)) for value in row))
 
@@ -163,7 +177,7 @@ class Console:
                 self.info(f"{title}{note}: {f'{outcome} ' if outcome else ''}{duration(time.monotonic() - start)}")
 
     def _open_bar(self, title: str, total: float | None) -> Bar:
-        with self._rich:
+        with self._turn:
             if not self.interactive:
                 bar = Bar(title=safe_text(title), total=total)
             else:
@@ -179,7 +193,7 @@ class Console:
             return bar
 
     def _close_bar(self, bar: Bar) -> None:
-        with self._rich:
+        with self._turn:
             bar.close()
             self._bars.remove(bar)
             if not self._bars and self._progress is not None:
@@ -189,7 +203,7 @@ class Console:
     def _beat(self) -> None:
         """Draw the live bars again and again; where there are none, print where the work is after a while without a line."""
         while not self._closed.wait(DRAW_S if self.interactive else self._quiet_s / 10):
-            with self._rich:
+            with self._turn:
                 if self._progress is not None:
                     self._progress.refresh()
                 places = [bar.text() for bar in self._bars]
@@ -244,7 +258,8 @@ class Console:
     def _print(self, cells: Sequence[step_line.Cell], console: RichConsole | None = None) -> None:
         line = Text.assemble(*(self._text(cell.text, cell.style) for cell in cells))
         self._last_line = time.monotonic()
-        (console or self._rich).print(line, soft_wrap=True)
+        with self._turn:
+            (console or self._rich).print(line, soft_wrap=True)
         self._write_log(line.plain)
 
     def _write_log(self, line: str) -> None:
@@ -268,10 +283,7 @@ class TimeLeftColumn(ProgressColumn):
 
 
 def live_bars(console: RichConsole) -> Progress:
-    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped.
-
-    It has no thread that draws it: see `LastingRichConsole`.
-    """
+    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped. `Console` draws it."""
     return Progress(
         SpinnerColumn("line" if console.options.ascii_only else "dots"),
         TextColumn("{task.description}", markup=False),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
-import json
 import math
 import shlex
-import struct
+import sys
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,19 +59,6 @@ def test_a_resumed_run_shows_one_curve_everywhere(tmp_path: Path) -> None:
     resumed.close()
     assert [(record["step"], record["a"]) for record in read_metrics(run_dir.metrics_file)] == [(1, 1.0), (2, 20.0)]
     assert tensorboard_points(run_dir.tensorboard, "a") == [(1, 1.0), (2, 20.0)]
-
-
-def test_what_tensorboard_had_not_written_when_the_process_was_killed_comes_from_the_file(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "r")
-    sinks = Sinks(run_dir, TrainerConfig(logger=["console"]), {})
-    sinks.log(1, {"a": 1.0})
-    sinks.log(2, {"a": 2.0})
-    sinks.flush()
-    resumed = Sinks(run_dir, TrainerConfig(), {})
-    resumed.truncate_after(2)
-    resumed.log(3, {"a": 3.0})
-    resumed.close()
-    assert tensorboard_points(run_dir.tensorboard, "a") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_a_disk_on_which_tensorboard_hangs_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,105 +192,79 @@ def logged(run_dir: RunDir, logger: str, steps: Sequence[int], first: int | None
     return said
 
 
+class FakeWandb(types.ModuleType):
+    """The functions of W&B that are called, as a run that is offline has them."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+        self.ids: list[str] = []
+        self.history: list[dict[str, Any]] = []
+        self.offline, self.dir = True, "/runs/offline-run-1/files"
+
+    def init(self, *, id: str, resume: str, **options: Any) -> FakeWandb:
+        self.ids.append(id)
+        return self
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        pass
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.history.append(values)
+
+    def finish(self) -> None:
+        self.history.append({"finished": 1})
+
+    def Settings(self, **options: Any) -> None:
+        pass
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
+        return [columns, *data]
+
+
 def test_wandb_goes_on_with_the_same_run_over_the_training_step_with_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: the extra `wandb`")
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     run_dir = RunDir.create(tmp_path, "r")
-    said = logged(run_dir, "wandb", [1, 2, 3])
-    said += logged(run_dir, "wandb", [3, 4], first=3)
-    assert len(said) == 2 and all("offline; to send it later: wandb sync " in line for line in said)
-    run_id = (run_dir.path / "wandb_run_id").read_text()
-    parts = sorted(run_dir.logs.rglob("*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    assert len(parts) == 2 and all(run_id in path.name for path in parts)
-    assert all(Path(line.rpartition(" ")[2]) == part.parent for line, part in zip(said, parts, strict=True))
-    history = [record for part in parts for record in wandb_history(part)]
-    rewards = [
-        (record["training/global_step"], record["critic/score/mean"]) for record in history if "critic/score/mean" in record
-    ]
+    said = logged(run_dir, "wandb", [1, 2, 3]) + logged(run_dir, "wandb", [3, 4], first=3)
+    assert said == ["wandb: offline; to send it later: wandb sync /runs/offline-run-1"] * 2
+    assert wandb.ids == [(run_dir.path / "wandb_run_id").read_text()] * 2
+    rewards = [(each[STEP], each["critic/score/mean"]) for each in wandb.history if "critic/score/mean" in each]
     # The step that a resumed run repeats stands there twice: W&B would have dropped it by its own step.
     assert rewards == [(1, 1), (2, 2), (3, 3), (3, 3), (4, 4)]
-    tables = [(name, record[name]) for record in history for name in record if name.endswith("/nrows")]
-    assert tables == [("val/generations/nrows", 2), ("train/generations/nrows", 1)] * 5
-    [first, *_] = [json.loads(path.read_text()) for path in sorted(run_dir.logs.rglob("val/generations*.table.json"))]
-    assert first["columns"] == list(TABLE) and first["data"][0][:5] == ["sums", "4+4=", "0", '{"answer": 8}', 0.0]
+    tables = [(name, table) for each in wandb.history for name, table in each.items() if name.endswith("/generations")]
+    assert [(name, len(table) - 1) for name, table in tables] == [("val/generations", 2), ("train/generations", 1)] * 5
+    assert tables[0][1][0] == list(TABLE) and tables[0][1][1][:5] == ["sums", "4+4=", "0", '{"answer": 8}', 0.0]
 
 
-def wandb_history(part: Path) -> list[dict[str, Any]]:
-    """Return what an offline run has logged, in its order."""
-    from wandb.proto import wandb_internal_pb2
-
-    found = []
-    for data in records_of(part.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") == "history":
-            found.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
-    return found
-
-
-def records_of(content: bytes, block: int = 32_768) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format: blocks of pieces with checksum, length and kind (1: whole; 2, 3, 4: begin, middle, end)."""
-    position, parts = 7, list[bytes]()  # after W&B's own header
-    while position < len(content):
-        if block - position % block < 7:
-            position += block - position % block
-            continue
-        length, kind = struct.unpack_from("<HB", content, position + 4)
-        parts.append(content[position + 7 : position + 7 + length])
-        position += 7 + length
-        if kind in (1, 4):
-            yield b"".join(parts)
-            parts = []
-
-
-def test_mlflow_goes_on_with_the_same_run_with_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: the extra `mlflow`")
-    pytest.importorskip("pandas", reason="pandas is not installed: the extra `mlflow`")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("grpo_rl.telemetry.metrics.sinks.CLOSE_TIMEOUT_S", 120.0)
-    run_dir = RunDir.create(tmp_path, "r")
-    said = logged(run_dir, "mlflow", [1, 2]) + logged(run_dir, "mlflow", [3], first=3)
-    run_id = (run_dir.path / "mlflow_run_id").read_text()
-    assert said == [f"mlflow: run {run_id} at sqlite:///{tmp_path}/mlflow.db"] * 2
-    client = mlflow.MlflowClient()
-    history = client.get_metric_history(run_id, "val-core/sums/acc/mean_at_1")
-    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 1.0), (3, 1.5)]
-    assert client.get_run(run_id).info.status == "FINISHED"
-    table = json.loads(Path(client.download_artifacts(run_id, "val_generations.json", str(tmp_path))).read_text())
-    assert table["columns"] == ["step", *TABLE] and [row[0] for row in table["data"]] == [1, 1, 2, 2, 3, 3]
-
-
-def named(*names: str) -> list[str]:
-    return [name for name in tracker_metrics(3, dict.fromkeys(names, 1.0)) if name != STEP]
-
-
-def test_scores_are_rewards_too_unless_the_reward_has_a_kl_penalty() -> None:
-    assert named("reward/mean") == ["critic/score/mean", "critic/rewards/mean"]
-    assert named("reward/max", "actor/reward_kl_penalty") == ["critic/score/max", "actor/reward_kl_penalty"]
-
-
-def test_validation_is_core_where_it_is_over_responses_and_else_beside_it() -> None:
-    of_source = ["mean@4", "best@4", "maj@4", "reward", "response_length", "auto/mean@4"]
-    assert named(*(f"val/open/math/{name}" for name in of_source)) == [
-        "val-core/open/math/acc/mean@4",
-        "val-core/open/math/acc/best@4/mean",
-        "val-core/open/math/acc/maj@4/mean",
-        "val-aux/open/math/reward",
-        "val-aux/open/math/response_length",
-        "val-aux/open/math/auto/mean@4",
-    ]
-
-
-def test_a_source_that_begins_as_another_one_keeps_its_own_measures() -> None:
-    names = ["val/a/response_length", "val/a/b/response_length", "val/a/b/mean@1", "val/a/mean@1"]
-    assert named(*names)[2:] == ["val-core/a/b/acc/mean@1", "val-core/a/acc/mean@1"]
-
-
-def test_what_verl_does_not_measure_keeps_its_name_and_nothing_is_lost() -> None:
-    same = ["actor/kl_loss", "response_length/mean", "timing_s/gen", "val/loss", "reward/auto", "rollout/entropy", "alarm/kl"]
-    assert named(*same) == same
-    found = tracker_metrics(7, {"reward/std": 0.5, "advantage/abs_mean": 2.0, "trainer/epoch": 1.0})
-    assert found == {"critic/score/std": 0.5, "critic/advantages/abs_mean": 2.0, "training/epoch": 1.0, STEP: 7.0}
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (["reward/mean"], ["critic/score/mean", "critic/rewards/mean"]),
+        (["reward/max", "actor/reward_kl_penalty"], ["critic/score/max", "actor/reward_kl_penalty"]),
+        (["reward/std", "trainer/epoch"], ["critic/score/std", "training/epoch"]),
+        (
+            ["val/open/math/response_length", "val/open/math/mean@4", "val/open/math/best@4", "val/open/math/auto/mean@4"],
+            [
+                "val-aux/open/math/response_length",
+                "val-core/open/math/acc/mean@4",
+                "val-core/open/math/acc/best@4/mean",
+                "val-aux/open/math/auto/mean@4",
+            ],
+        ),
+        (
+            ["val/a/response_length", "val/a/b/response_length", "val/a/b/mean@1", "val/a/mean@1"],
+            [
+                "val-aux/a/response_length",
+                "val-aux/a/b/response_length",
+                "val-core/a/b/acc/mean@1",
+                "val-core/a/acc/mean@1",
+            ],
+        ),
+        (["actor/kl_loss", "val/loss", "reward/auto", "alarm/kl"], ["actor/kl_loss", "val/loss", "reward/auto", "alarm/kl"]),
+    ],
+)
+def test_trackers_get_the_names_of_verl_where_verl_measures_the_same(names: list[str], shown: list[str]) -> None:
+    assert [name for name in tracker_metrics(3, dict.fromkeys(names, 1.0)) if name != STEP] == shown
