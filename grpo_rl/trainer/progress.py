@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from grpo_rl.faults import fault_point
 from grpo_rl.telemetry.metrics.timeline import Role, Timeline
-from grpo_rl.telemetry.terminal.console import Bar
+from grpo_rl.telemetry.terminal.text import Bar
 from grpo_rl.types import Metrics, Rollout
 
 PHASES = {

@@ -1,13 +1,18 @@
-"""Text for people: numbers in few columns, and model output that cannot drive a terminal."""
+"""Text for people: numbers in few columns, model output that cannot drive a terminal, and how far a piece of work is."""
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
+import time
 import unicodedata
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from grpo_rl.config.secrets import redact
+
+if TYPE_CHECKING:  # the plan draws nothing
+    from rich.progress import Progress, TaskID
 
 # Controls, bidirectional and zero-width marks, lone surrogates, line separators: everything that can
 # move a cursor, reorder a line or break an encoder.
@@ -87,3 +92,50 @@ def duration(seconds: float) -> str:
         return f"{whole // 60} min {whole % 60:02d} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Bar:
+    """A handle on one progress bar; safe to use from several threads, and after the bar has gone."""
+
+    def __init__(
+        self, progress: Progress | None = None, task: TaskID | None = None, title: str = "", total: float | None = None
+    ) -> None:
+        self._progress, self._task = progress, task
+        self._began = time.monotonic()
+        self._ends_at: float | None = None
+        # A signal's exception may come out of any line of the main thread, which must not then wait for itself.
+        self._lock = threading.RLock()
+        self.title, self.total, self.note = title, total, ""
+        self.done = 0.0
+
+    def advance(self, k: float = 1, note: str | None = None) -> None:
+        """Move on by `k`; `note` is shown beside the bar, and the last one on the closing line."""
+        with self._lock:
+            self.done += k
+            if note is not None:
+                self.note = safe_text(note, limit=120)
+            self._show(advance=k, note=self.note)
+
+    def left(self, seconds: float | None) -> None:
+        """Set how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
+        with self._lock:
+            self._ends_at = None if seconds is None else time.monotonic() + seconds
+            self._show(ends_at=self._ends_at)
+
+    def close(self) -> None:
+        """Take the bar off the screen; later calls of the other methods show nothing."""
+        with self._lock:
+            progress, task, self._progress = self._progress, self._task, None
+        if progress is not None and task is not None:
+            progress.remove_task(task)
+
+    def text(self) -> str:
+        """Return where the work is, as one line of plain text."""
+        count = f" {self.done:g} of {self.total:g}" if self.total is not None else ""
+        left = f", about {duration(max(0.0, self._ends_at - time.monotonic()))} left" if self._ends_at is not None else ""
+        note = f": {self.note}" if self.note else ""
+        return f"{self.title}{count}{note}, {duration(time.monotonic() - self._began)} so far{left}"
+
+    def _show(self, **fields: Any) -> None:
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, **fields)
