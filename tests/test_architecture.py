@@ -258,7 +258,7 @@ WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communi
 TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 ENDLESS_WAITS = {
     (
-        "envs/endpoint/chat_endpoint.py",
+        "envs/endpoint.py",
         "_next",
     ): "the next request of an agent, or its end: cancelled at environment.step_timeout_s",
     ("envs/tools/mcp_tools.py", "_hold"): "a task that holds a server for as long as its episode or its process lives",
@@ -345,7 +345,7 @@ def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
     stamps = {f"telemetry/metrics/{name}.py" for name in ("metrics_file", "sinks")} | {
         "telemetry/status.py",
         "telemetry/page/page_file.py",
-        "envs/endpoint/chat_format.py",
+        "envs/chat_format.py",
         "faults.py",
     }
     readers = {path for path in PACKAGE.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +13,6 @@ from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message
 from grpo_rl.errors import ConfigError, DataError
 
 SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
-RENDER_S = 10.0
-"""Longest time for one prompt. Templates take a tenth of a millisecond."""
 
 
 class Renderer:
@@ -109,19 +103,13 @@ class Renderer:
     def apply(self, messages: list[Any], where: str, **options: Any) -> Any:
         """Return what `apply_chat_template` makes of the messages.
 
-        A template is a program that came with a model: it may fail in any way, or never end.
+        A template is a program that came with a model: it may fail in any way.
         """
         try:
-            with _time_limit(RENDER_S):
-                options = {**self.options, **options}
-                shown = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
-                marked = self.words.marked(messages)
-                return self.words.tokenizer_of([marked, shown]).apply_chat_template(marked, **{**options, **shown})
-        except _OutOfTime:
-            raise DataError(
-                f"{where}: {self._template} has not rendered this prompt within {RENDER_S:g} s: it has a loop that takes "
-                "too long or never ends; mend it, or give another one as data.chat_template"
-            ) from None
+            options = {**self.options, **options}
+            shown = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
+            marked = self.words.marked(messages)
+            return self.words.tokenizer_of([marked, shown]).apply_chat_template(marked, **{**options, **shown})
         except Exception as error:
             raise BadRow(f"{where}: {self._template} refuses the messages: {_cause(error)}") from error
 
@@ -135,39 +123,6 @@ class Renderer:
                 for index, token_ids in zip(chosen, encoded, strict=True):
                     ids[index] = token_ids
         return ids
-
-
-class _OutOfTime(BaseException):
-    """The time of a block is over. It is no Exception, so that no handler inside the block catches it."""
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _OutOfTime in the block after `seconds`; without effect outside the main thread, where no signal arrives.
-
-    The handler runs between two steps of the interpreter, which the compiled template is made of. A process has one such
-    timer: where it was set already, it is set again afterwards, and left alone if it would ring first.
-    """
-    remaining, interval = signal.getitimer(signal.ITIMER_REAL)
-    if threading.current_thread() is not threading.main_thread() or 0 < remaining <= seconds:
-        yield
-        return
-    started = time.monotonic()
-
-    def stop(signum: int, frame: object) -> None:
-        raise _OutOfTime
-
-    before = signal.signal(signal.SIGALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-        if remaining > 0:
-            signal.setitimer(signal.ITIMER_REAL, max(1e-3, remaining - (time.monotonic() - started)), interval)
 
 
 def _cause(error: Exception) -> str:

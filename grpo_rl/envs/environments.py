@@ -20,7 +20,7 @@ ENVIRONMENTS: dict[str, str] = {
     "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
     "gsm8k": f"{_GAMES}.answers_in_turns:Gsm8kInTurns",
     "reasoning_gym": f"{_GAMES}.answers_in_turns:ReasoningGymInTurns",
-    "endpoint": "grpo_rl.envs.endpoint.chat_endpoint:ChatEndpoint",
+    "endpoint": "grpo_rl.envs.endpoint:ChatEndpoint",
 }
 """The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
 TOOLS: dict[str, str] = {

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_rl.envs import endpoint
 from grpo_rl.envs.contract import Observation, Start, Turn
-from grpo_rl.envs.endpoint import chat_server
-from grpo_rl.envs.endpoint.chat_endpoint import ChatEndpoint
-from grpo_rl.envs.endpoint.chat_server import ChatServer
+from grpo_rl.envs.endpoint import ChatEndpoint, ChatServer
 
 AGENT = """
 import asyncio, json, urllib.error, urllib.request
@@ -171,15 +170,15 @@ def played(tmp_path: Path) -> Callable[..., list[Observation]]:
 
     def play(name: str, *answers: str, **options: Any) -> list[Observation]:
         async def course() -> list[Observation]:
-            endpoint = ChatEndpoint(f"{tmp_path / 'agent.py'}:{name}", options)
+            agent = ChatEndpoint(f"{tmp_path / 'agent.py'}:{name}", options)
             start = Start("p", "test", ({"role": "user", "content": "row"},), "42", {"path": str(tmp_path / "answer")})
             try:
-                found = [await endpoint.reset(start)]
+                found = [await agent.reset(start)]
                 for index, text in enumerate(answers):
-                    found.append(await endpoint.step(turn(index, text)))
+                    found.append(await agent.step(turn(index, text)))
                 return found
             finally:
-                await endpoint.close()
+                await agent.close()
 
         return asyncio.run(course())
 
@@ -264,8 +263,8 @@ def test_an_agent_that_still_waits_when_its_episode_ends_reads_that_it_is_over(p
 
 
 def test_other_users_of_the_machine_hold_neither_memory_nor_connections_of_the_server(monkeypatch) -> None:
-    monkeypatch.setattr(chat_server, "REQUEST_S", 0.5)
-    large, digits = f"Content-Length: {chat_server.LONGEST_REQUEST}", f"Content-Length: {'9' * 5000}"
+    monkeypatch.setattr(endpoint, "REQUEST_S", 0.5)
+    large, digits = f"Content-Length: {endpoint.LONGEST_REQUEST}", f"Content-Length: {'9' * 5000}"
 
     async def course() -> None:
         server = ChatServer()
@@ -287,8 +286,8 @@ def test_other_users_of_the_machine_hold_neither_memory_nor_connections_of_the_s
         assert await status("x" * len(token), large) == 404
         assert await status("", digits) == 404 and await status(token, digits) == 413
         assert await status(token, large, "{") == 408
-        monkeypatch.setattr(chat_server, "REQUEST_S", 600.0)
-        silent = [await connect() for _ in range(chat_server.MOST_STRANGERS + 1)]
+        monkeypatch.setattr(endpoint, "REQUEST_S", 600.0)
+        silent = [await connect() for _ in range(endpoint.MOST_STRANGERS + 1)]
         assert await asyncio.wait_for(silent[0][0].read(), 30) == b""
         assert await status(token, "Content-Length: 2", "{}") == 400
         assert not silent[-1][0].at_eof()
