@@ -82,23 +82,6 @@ def test_all_bad_rows_are_told_at_once(tmp_path: Path) -> None:
     assert len(records) == 12 and "line 2, column 2" in records[0] and "line 13" in records[-1]
 
 
-def test_rows_that_are_left_out_are_shown_with_the_file_that_lists_all(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(line() + b"{\n" * 12)
-    told: list[str] = []
-    bad = BadRows("skip", tmp_path / "bad.jsonl", told.append)
-    PromptDataset([str(tmp_path / "a.jsonl")], DataConfig(on_bad_row="skip"), TOKENIZER, bad_rows=bad).checked()
-    [message] = told
-    assert message.startswith("left out 12 bad rows of the 13 checked: ") and message.count("line ") == 10
-    assert message.endswith(f"and 2 more, see {tmp_path}/bad.jsonl")
-    assert len((tmp_path / "bad.jsonl").read_text().splitlines()) == 12
-
-
-def test_skipping_every_row_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"{\n{\n")
-    with pytest.raises(DataError, match="no rows are left: of 2 checked, 2 are bad"):
-        load(tmp_path / "a.jsonl", "skip")
-
-
 @pytest.mark.parametrize("action", ["error", "skip"])
 @pytest.mark.parametrize(
     ("name", "content", "message"),

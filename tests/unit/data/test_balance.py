@@ -20,19 +20,6 @@ def flat(plan: list[list[list[int]]]) -> list[int]:
     return [index for rank in plan for rows in rank for index in rows]
 
 
-@given(lengths, ranks)
-def test_every_sequence_goes_to_exactly_one_rank(lengths_N, num_ranks):
-    shares = split_over_ranks(lengths_N, num_ranks)
-    assert len(shares) == num_ranks
-    assert sorted(index for share in shares for index in share) == list(range(len(lengths_N)))
-
-
-@given(lengths, ranks)
-def test_no_rank_has_more_work_than_another_by_over_one_sequence(lengths_N, num_ranks):
-    loads = [sum(cost(lengths_N[i]) for i in share) for share in split_over_ranks(lengths_N, num_ranks)]
-    assert max(loads) - min(loads) <= max(map(cost, lengths_N), default=0)
-
-
 @given(lengths, ranks, st.integers(0, 300))
 def test_a_token_budget_is_kept_and_nothing_is_lost(lengths_N, num_ranks, extra):
     budget = max(lengths_N, default=1) + extra
@@ -46,17 +33,6 @@ def test_a_rollout_budget_is_kept_and_nothing_is_lost(lengths_N, num_ranks, budg
     plan = plan_micro_batches(lengths_N, num_ranks, max_rollouts=budget)
     assert sorted(flat(plan)) == list(range(len(lengths_N)))
     assert all(len(rows) <= budget for rank in plan for rows in rank)
-
-
-@given(lengths, ranks, st.booleans(), st.integers(1, 10))
-def test_all_ranks_make_equally_many_passes_and_at_least_one(lengths_N, num_ranks, by_tokens, size):
-    rule = {"max_tokens": max(lengths_N, default=1) * size} if by_tokens else {"max_rollouts": size}
-    plan = plan_micro_batches(lengths_N, num_ranks, **rule)
-    assert len(plan) == num_ranks
-    assert len({len(rank) for rank in plan}) == 1 and len(plan[0]) >= 1
-    # Empty passes are there only to keep step with the rank that has most.
-    busiest = max(sum(bool(rows) for rows in rank) for rank in plan)
-    assert len(plan[0]) == max(busiest, 1)
 
 
 @given(lengths, ranks, st.integers(1, 8))

@@ -18,12 +18,6 @@ def rollout(uid, prompt_ids, response_ids, reward, logprobs=None, text="same tex
     )
 
 
-def test_responses_that_were_cut_off_are_marked():
-    whole, cut_off = rollout("a", [1], [2], 1.0), rollout("a", [1], [3], 0.0)
-    cut_off.finish_reason = "length"
-    assert collate([whole, cut_off]).truncated_N.tolist() == [False, True]
-
-
 def test_columns_hold_the_rollouts_back_to_back_in_their_order():
     batch = collate(
         [
@@ -38,11 +32,6 @@ def test_columns_hold_the_rollouts_back_to_back_in_their_order():
     assert batch.rewards_N.tolist() == [1.0, 0.0, 0.5]
     assert batch.rollout_logprobs_T.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
     assert batch.group_N.tolist() == [0, 1, 0]
-
-
-def test_groups_are_formed_by_uid_and_not_by_text():
-    batch = collate([rollout("e0-r1", [1], [2], 0.0), rollout("e1-r1", [1], [2], 1.0)])
-    assert batch.group_N.tolist() == [0, 1]
 
 
 def test_an_empty_response_has_length_zero_and_no_tokens():

@@ -66,15 +66,6 @@ def test_every_turn_of_the_assistant_is_trained_as_the_template_ends_it(tokenize
     )
 
 
-def test_the_embedded_models_template_ends_a_turn_with_its_end_token(tokenizer: Any) -> None:
-    demonstration = found({"messages": TALK}, tokenizer)
-    ids = demonstration.token_ids[demonstration.positions]
-    assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["2", "<|end|>", "5", "!", "<|end|>"]
-    assert tokenizer.decode(demonstration.token_ids) == (
-        "<|system|>be brief<|user|>1+1<|assistant|>2<|end|><|user|>2+3<|assistant|>5!<|end|>"
-    )
-
-
 def test_a_template_with_marks_says_itself_what_is_generated(tokenizer: Any) -> None:
     assert shown(found({"messages": TALK[1:]}, tokenizer, chat_template=MARKED), tokenizer) == "Q:1+1A:«2.»Q:2+3A:«5!.»"
 

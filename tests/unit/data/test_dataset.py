@@ -77,14 +77,6 @@ def test_template_options_reach_the_template_and_ours_are_refused(tmp_path):
         load(name, tokenizer, apply_chat_template_kwargs={"tokenize": True})
 
 
-def test_parquet_values_are_plain_python_and_nan_is_none(tmp_path, tokenizer):
-    rows = [row(extra_info={"score": float("nan"), "nums": [1, 2]}), row(extra_info={"score": 0.5, "nums": []})]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    data = load(str(tmp_path / "a.parquet"), tokenizer)
-    assert data.prompt(0, "u").extra_info == {"score": None, "nums": [1, 2]}
-    assert data.prompt(1, "u").extra_info == {"score": 0.5, "nums": []}
-
-
 # ---- length ---------------------------------------------------------------------------------------------
 
 

@@ -136,13 +136,6 @@ def test_prompts_of_medium_pass_rate_are_drawn_more_often() -> None:
     assert 870 <= sum(row < 50 for row in drawn) <= 930
 
 
-def test_a_batch_by_pass_rate_has_no_row_twice() -> None:
-    sampler = PassRateOrder(10, 10, 0, 0.1)
-    sampler.record(0, 1.0)
-    assert sorted(rows(sampler.next_batch())) == list(range(10))
-    assert sampler.epoch == 0 and sampler.next_batch() and sampler.epoch == 1
-
-
 def test_another_curriculum_or_other_weights_cannot_go_on_in_the_middle() -> None:
     with pytest.raises(DataError, match="curriculum was none, now difficulty"):
         EpochOrder(5, 2, True, 0, difficulty=np.zeros(5)).load_state_dict(EpochOrder(5, 2, True, 0).state_dict())
@@ -173,14 +166,6 @@ def test_without_shuffling_rows_come_in_order_and_the_rest_of_an_epoch_is_droppe
     assert sampler.next_batch() == [(2, "e0-r2"), (3, "e0-r3")]
     assert sampler.next_batch() == [(0, "e1-r0"), (1, "e1-r1")]
     assert sampler.epoch == 1
-
-
-def test_another_batch_size_goes_on_from_the_same_row() -> None:
-    original = EpochOrder(10, 4, False, 5)
-    original.next_batch()
-    restored = EpochOrder(10, 3, False, 5)
-    restored.load_state_dict(original.state_dict())
-    assert rows(restored.next_batch()) == [4, 5, 6]
 
 
 def test_a_batch_larger_than_the_data_is_refused_with_the_largest_possible_one() -> None:

@@ -82,14 +82,6 @@ def test_every_format_gives_the_same_pair(row: dict[str, Any], prompt: Any, chos
     assert (texts.prompt, texts.chosen, texts.rejected, texts.margin) == (prompt, chosen, rejected, None)
 
 
-def test_other_names_paths_and_a_margin() -> None:
-    row = {"question": "1+1=", "answers": {"good": "2", "bad": "3"}, "margin": 2}
-    texts = pair_texts(
-        row, "x", DataConfig(prompt_key="question", chosen_key="answers.good", rejected_key="answers.bad"), with_margin=True
-    )
-    assert (texts.prompt, texts.chosen, texts.rejected, texts.margin) == ("1+1=", "2", "3", 2.0)
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -156,13 +148,6 @@ def test_a_chat_template_makes_prompt_and_answer_together_the_rendered_conversat
     # All but the '+' behind the end: nothing samples that.
     assert [*pair.prompt_ids.tolist(), *pair.chosen_ids.tolist()] == whole[:-1]
     assert pair.chosen_ids[-1] == TOKENIZER.eos_token_id and pair.chosen_ids.tolist().count(TOKENIZER.eos_token_id) == 1
-
-
-def test_a_template_that_rewrites_its_prompt_is_refused(tmp_path: Path) -> None:
-    template = "{{ messages | length }}{{ messages[-1]['content'] }}"
-    rows = [{"prompt": [user("1")], "chosen": [assistant("2")], "rejected": [assistant("3")]}]
-    with pytest.raises(DataError, match=r"line 1: the chat template in data\.chat_template makes .* does not begin with"):
-        load(write(tmp_path, *rows), chat_template=template)
 
 
 def test_long_rows_are_an_error_or_dropped(tmp_path: Path) -> None:

@@ -88,14 +88,3 @@ def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path, capsys):
     assert run("gsm8k", tmp_path / "a.jsonl", tmp_path, "--overwrite") == 0
     assert len(read(tmp_path / "train.parquet")) == 1
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "train.parquet"]
-
-
-def test_a_missing_or_unknown_source_is_refused(tmp_path, capsys):
-    (tmp_path / "a.csv").write_text("x")
-    assert run("gsm8k", tmp_path / "nothing.jsonl", tmp_path) == 3
-    assert run("gsm8k", tmp_path / "a.csv", tmp_path) == 3
-    assert run("gsm9k", tmp_path / "a.csv", tmp_path) == 2
-    errors = capsys.readouterr().err
-    assert (
-        "there is no such file" in errors and "must end in .parquet, .jsonl" in errors and "invalid choice: 'gsm9k'" in errors
-    )

@@ -117,11 +117,6 @@ def test_a_fifo_is_refused_everywhere_and_never_opened(tmp_path: Path, name: str
         open_source(str(tmp_path))
 
 
-def test_a_device_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "zero.jsonl").symlink_to("/dev/zero")
-    assert check(tmp_path / "zero.jsonl") == [f"{tmp_path}/zero.jsonl: is a device; expected a regular file"]
-
-
 def test_a_large_file_takes_a_second_and_its_end_is_looked_at(tmp_path: Path) -> None:
     line = lines([GOOD | {"prompt": "x" * 1000}])
     (tmp_path / "a.jsonl").write_bytes(line * 200_000 + b"{" + b'"a": "' + b"x" * 1000)

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
-from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows, reading
+from grpo_rl.data.training_rows.rejection import Kept, answer_rows, reading
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.types import Prompt, Rollout
 
@@ -29,12 +29,6 @@ def rollout(text: str, reward: float | None, *, row: int = 0, sample: int = 0, f
 def kept(rows: list[dict[str, Any]], **options: Any) -> tuple[list[str], Kept]:
     chosen = Kept(RejectionConfig(**options))
     return [row["response"] for row in rows if chosen.takes(row)], chosen
-
-
-def test_only_answers_with_a_reward_of_at_least_the_bound_become_rows() -> None:
-    sampled = [rollout("1", 1.0), rollout("2", 0.999), rollout("3", None), rollout(" ", 1.0), rollout("4", 2.0)]
-    assert [row["response"] for row in answer_rows(sampled, 1.0)] == ["1", "4"]
-    assert [row["response"] for row in answer_rows(sampled, 0.5)] == ["1", "2", "4"]
 
 
 def test_each_response_to_a_prompt_is_kept_once_also_where_the_prompt_comes_again() -> None:
@@ -66,11 +60,3 @@ def test_a_collected_row_is_read_as_the_tokens_that_were_sampled(tmp_path: Path,
         expected = np.concatenate([one.prompt.token_ids, one.response_ids])
         assert rows.row(number).token_ids.tolist() == expected.tolist()
         assert rows.row(number).positions.tolist() == list(range(len(one.prompt.token_ids), len(expected)))
-
-
-def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_give_none() -> None:
-    group = [rollout("1", 0.5), rollout("2", 1.0, sample=1), rollout("3", 0.0, sample=2), rollout("4", 0.0, sample=3)]
-    tied = [rollout("1", 1.0, row=1), rollout("2", 1.0, row=1, sample=1)]
-    [row] = pair_rows([*group, *tied])
-    assert (row["chosen"], row["rejected"], row["chosen_reward"], row["rejected_reward"]) == ("2", "3", 1.0, 0.0)
-    assert row["prompt"] == [{"role": "user", "content": "0+1="}]

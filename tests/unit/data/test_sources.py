@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import socket
 import sys
@@ -218,18 +217,6 @@ def test_bad_and_long_rows_that_are_met_late_are_passed_over_every_time(large: C
         sampler.seek({"epoch": 0, "position": 11})
         assert [number for number, _ in sampler.next_batch()] == [11, 12, 14, 16]
         assert data.bad_rows.num_rows == 1
-
-
-def test_a_long_row_met_late_that_is_not_filtered_is_told_with_the_ways_out(large: Callable[..., PromptDataset]) -> None:
-    with pytest.raises(DataError, match=r"line 16: the prompt has 23 tokens, .*=8\. Raise max_prompt_length"):
-        large({15: row(10**20)}, max_prompt_length=8).usable(15)
-
-
-def test_the_sources_of_a_mixture_are_told_apart_after_rows_were_left_out(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.jsonl", [row(1), "{\n", row(2)])
-    second = tmp_path / "b.jsonl.gz"
-    second.write_bytes(gzip.compress(json.dumps(row(3)).encode()))
-    assert load([first, str(second)], on_bad_row="skip").part_sizes == [2, 1]
 
 
 # ---- resuming ---------------------------------------------------------------------------------------------------

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_rl.envs.contract import Environment, Start, Turn
-from grpo_rl.envs.games.grid_world import STEPS, Grid, GridPlace
-from grpo_rl.envs.games.word_game import marks
+from grpo_rl.envs.games.grid_world import Grid, GridPlace
 
 Player = Callable[[list[tuple[str, str]]], str]
 """A function from the moves so far, each with its answer, to the next move."""
@@ -73,44 +70,6 @@ def says(*moves: str) -> Player:
     """A player that says these in turn."""
     left = iter(moves)
     return lambda seen: next(left)
-
-
-def halving(low: int, high: int) -> Player:
-    def move(seen: list[tuple[str, str]]) -> str:
-        bottom, top = low, high
-        for guess, answer in seen:
-            if answer in ("+", "higher"):
-                bottom = int(guess) + 1
-            else:
-                top = int(guess) - 1
-        return str((bottom + top) // 2)
-
-    return move
-
-
-def random_number(low: int, high: int, rng: random.Random) -> Player:
-    return lambda seen: str(rng.randint(low, high))
-
-
-def eliminating(letters: str, length: int) -> Player:
-    """The first word that all marks allow."""
-    words = ["".join(word) for word in itertools.product(letters, repeat=length)]
-    return lambda seen: next(word for word in words if all(marks(guess, word) == answer for guess, answer in seen))
-
-
-def random_word(letters: str, length: int, rng: random.Random) -> Player:
-    return lambda seen: "".join(rng.choice(letters) for _ in range(length))
-
-
-def shortest_way(row: dict[str, Any]) -> Player:
-    truth = row["reward_model"]["ground_truth"]
-    way = Grid(tuple(truth["lines"]), tuple(truth["start"])).shortest()
-    assert way is not None
-    return says(*way)
-
-
-def random_walk(rng: random.Random) -> Player:
-    return lambda seen: rng.choice(list(STEPS))
 
 
 def reached(row: dict[str, Any], moves: list[str]) -> GridPlace:

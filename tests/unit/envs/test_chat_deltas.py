@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from chat_templates import FAMILIES, REWRITING, tokenizer_of
 
@@ -86,13 +85,6 @@ def test_a_prompt_of_plain_text_goes_on_with_plain_text() -> None:
     deltas, tokenizer = deltas_of("qwen25")
     found = deltas.between([{"role": "user", "content": "1 2"}, {"role": "user", "content": " 3\n"}], ended=True, plain=True)
     assert tokenizer.decode(found.token_ids) == found.text == "1 2 3\n"
-
-
-def test_the_text_of_a_turn_has_its_marks_only_where_they_are_wanted() -> None:
-    deltas, tokenizer = deltas_of("mistral")
-    ids = np.asarray(tokenizer("[TOOL_CALLS] [{}]</s>", add_special_tokens=False)["input_ids"])
-    assert deltas.turn_text(ids, special=True) == "[TOOL_CALLS] [{}]"
-    assert deltas.turn_text(ids, special=False) == " [{}]"
 
 
 def test_a_template_that_rewrites_the_conversation_is_refused_with_the_place() -> None:

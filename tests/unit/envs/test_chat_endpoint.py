@@ -199,11 +199,6 @@ def test_an_agent_that_rewrites_its_conversation_is_told_and_fails(played, tmp_p
         played("rewrites", "hm")
 
 
-def test_what_an_agent_raises_is_the_episodes_failure(played) -> None:
-    with pytest.raises(KeyError, match="no such tool"):
-        played("fails")
-
-
 def test_requests_that_are_no_single_answer_as_text_are_refused(played) -> None:
     assert [one.done for one in played("refused", "42")] == [False, True]
 

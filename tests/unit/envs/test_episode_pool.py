@@ -130,38 +130,6 @@ def test_episodes_are_the_engines_own_tokens_with_context_between_them(make, tok
     assert [r.response_ids.tolist() for r in again] == [r.response_ids.tolist() for r in rollouts]
 
 
-def test_the_context_is_what_the_template_writes_of_the_conversation(make, tokenizer: Any, stop_ids: frozenset[int]) -> None:
-    rollouts = make("Echo", opening="and")[0].generate(prompts(tokenizer), 2, SAMPLING)
-    for rollout in rollouts:
-        assert rollout.episode is not None
-        ids = rollout.response_ids.tolist()
-        for number, (before, after) in enumerate(zip(rollout.spans, rollout.spans[1:], strict=False)):
-            said = [m for m in rollout.episode.messages if m["role"] == "user"][number]["content"]
-            expected = tokenizer(f"<|user|>{said}<|assistant|>", add_special_tokens=False)["input_ids"]
-            assert ids[sum(before) : after[0]] == expected
-            assert ids[sum(before) - 1] in stop_ids
-        assert "<|user|>and<|assistant|>" in rollout.prompt.text
-
-
-def test_only_sampled_tokens_are_trained(make, tokenizer: Any) -> None:
-    pool, turns = make("Echo")
-    rollouts = pool.generate(prompts(tokenizer), 4, SAMPLING)
-    for rollout in rollouts:
-        rollout.reward, rollout.steps = 1.0, tuple((turn.end - 1, turn.reward) for turn in rollout.episode.turns if turn.reward)
-    batch = collate(rollouts)
-    sampled = np.concatenate([turns.record[f"{r.prompt.uid}/{r.sample_index}#0/turn-{n}/0"][1].response_ids for r in rollouts for n in range(len(r.spans))])  # fmt: skip
-    logprobs = np.concatenate([turns.record[f"{r.prompt.uid}/{r.sample_index}#0/turn-{n}/0"][1].logprobs for r in rollouts for n in range(len(r.spans))])  # fmt: skip
-    assert batch.num_trained_tokens == len(sampled) < int(batch.response_lengths_N.sum())
-    np.testing.assert_array_equal(batch.token_ids_S[batch.positions()].numpy(), sampled)
-    np.testing.assert_array_equal(batch.rollout_logprobs_T.numpy(), logprobs)
-    ends = batch.step_ends_K + (batch.trained_lengths_N.cumsum(0) - batch.trained_lengths_N).repeat_interleave(
-        batch.num_steps_N
-    )
-    lengths = [length for r in rollouts for _, length in r.spans]
-    rewarded = [turn.reward is not None for r in rollouts for turn in r.episode.turns]
-    assert ends.tolist() == [end - 1 for end, has in zip(np.cumsum(lengths).tolist(), rewarded, strict=True) if has]
-
-
 def test_the_trainer_finds_the_engines_logprobs_on_whole_contexts(make, tokenizer: Any, folder: Path) -> None:
     """What the actor recomputes over prompt, turns and context agrees with what each turn was sampled with, to 1e-4."""
     rollouts = make("Echo", turns=4)[0].generate(prompts(tokenizer), 4, SAMPLING)

@@ -41,14 +41,6 @@ def test_a_row_depends_on_seed_and_index_alone(task: str) -> None:
         assert list(rows) != list(task_rows(f"task:{task}?num_rows=20&seed=1"))
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_rows_have_verls_columns(task: str) -> None:
-    row = task_rows(f"task:{task}?num_rows=1")[0]
-    assert set(row) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
-    assert row["prompt"][-1]["role"] == "user" and row["prompt"][-1]["content"]
-    assert "ground_truth" in row["reward_model"]
-
-
 @pytest.mark.parametrize(("spec", "environment"), PLAYED)
 def test_random_play_is_what_the_environment_answers(spec: str, environment: Any) -> None:
     lengths = Counter()

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 from typing import Any
 
 import pytest
 from game_players import (
-    eliminating,
-    halving,
     play,
-    random_number,
-    random_walk,
-    random_word,
     says,
-    shortest_way,
     start_of,
 )
 from hypothesis import given, settings
@@ -33,8 +26,6 @@ from grpo_rl.envs.games.grid_world import GridWorld, grid_world
 from grpo_rl.envs.games.number_guessing import NumberGuessing, number_guessing
 from grpo_rl.envs.games.word_game import WordGame, marks, word_game
 from grpo_rl.errors import ConfigError
-
-NUM_EPISODES = 60
 
 
 def number_row(secret: int, low: int = 1, high: int = 100, wording: str = "words") -> dict[str, Any]:
@@ -92,16 +83,6 @@ def test_rewards_of_turns_have_the_sum_of_the_episodes_reward() -> None:
         assert at_the_end.rewards[:-1] == [None] * (len(moves) - 1)
 
 
-def test_halving_finds_every_number_and_random_guesses_mostly_do_not() -> None:
-    rows = number_guessing(num_rows=NUM_EPISODES, low=1, high=60)
-    best = [play(NumberGuessing(turns=10), row, halving(1, 60)).solved for row in rows]
-    assert all(best)
-    rng = random.Random(1)
-    blind = [play(NumberGuessing(turns=10), row, random_number(1, 60, rng)).solved for row in rows]
-    # 1 - (59/60)^10 = 0.155
-    assert sum(blind) / NUM_EPISODES < 0.35
-
-
 # ---- the word game -------------------------------------------------------------------------------------------
 
 
@@ -128,14 +109,6 @@ def test_a_word_is_guessed_by_its_marks() -> None:
     assert episode.rewards == [None, None, 1.0]
 
 
-def test_elimination_finds_every_word_and_random_guesses_mostly_do_not() -> None:
-    rows = word_game(num_rows=NUM_EPISODES, letters="abcde", length=3, wording="short")
-    assert all(play(WordGame(turns=7), row, eliminating("abcde", 3)).solved for row in rows)
-    rng = random.Random(1)
-    # 1 - (124/125)^6 = 0.047
-    assert sum(play(WordGame(turns=6), row, random_word("abcde", 3, rng)).solved for row in rows) / NUM_EPISODES < 0.2
-
-
 # ---- the grid world ------------------------------------------------------------------------------------------
 
 MAP = {"lines": ["..G", ".#.", ".K."], "start": [0, 0]}
@@ -159,13 +132,6 @@ def test_the_goal_opens_with_the_key_only() -> None:
         "12G#.#k",
     ]
     assert episode.rewards == [None] * 8 + [1.0]
-
-
-def test_the_shortest_way_leads_to_every_goal_and_a_random_walk_mostly_does_not() -> None:
-    rows = grid_world(num_rows=NUM_EPISODES, size=6)
-    assert all(play(GridWorld(turns=40), row, shortest_way(row)).solved for row in rows)
-    rng = random.Random(1)
-    assert sum(play(GridWorld(turns=40), row, random_walk(rng)).solved for row in rows) / NUM_EPISODES < 0.3
 
 
 # ---- arithmetic and countdown --------------------------------------------------------------------------------
