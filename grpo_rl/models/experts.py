@@ -9,6 +9,7 @@ their weights are the router's present probabilities, through which it goes on l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class Routing:
         """The choices of the last forward pass."""
         self._pass: _Pass | None = None
         for layer, router in enumerate(routers):
-            router.register_forward_hook(_Hook(self, layer))
+            router.register_forward_hook(functools.partial(self._on_output, layer))
 
     @staticmethod
     def of(lm: nn.Module) -> Routing | None:
@@ -89,7 +90,9 @@ class Routing:
         assert self._pass is not None
         self._pass.routed = None
 
-    def on_output(self, layer: int, router: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def _on_output(
+        self, layer: int, router: Any, inputs: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Count a router's output, and return another in its place where the experts are given."""
         now = self._pass
         if now is None:
@@ -125,17 +128,6 @@ class Routing:
             routed.changed_L[layer] = (own_TK.sort(-1).values != chosen_TK.sort(-1).values).any(-1).sum()
         if now.choices:
             routed.chosen.append(chosen_SK)
-
-
-class _Hook:
-    """A forward hook on the router of one layer."""
-
-    def __init__(self, routing: Routing, layer: int) -> None:
-        self.routing = routing
-        self.layer = layer
-
-    def __call__(self, router: nn.Module, inputs: Any, output: Any) -> Any:
-        return self.routing.on_output(self.layer, router, output)
 
 
 def choice_dtype(num_experts: int) -> torch.dtype:

@@ -35,10 +35,17 @@ def load_config(
     from transformers import AutoConfig
 
     where = f"{key}={path}"
-    _check_folder(path, where)
-    _check_hub(path, where)
+    is_folder, file = bool(path) and Path(path).is_dir(), Path(path) / "config.json"
+    # `name` and `owner/name` may be on a hub; anything else can only be a folder.
+    if not is_folder and (not path or path[0] in "/.~" or path.count("/") > 1 or path.endswith("/")):
+        raise ConfigError(f"{where}: there is no such folder")
+    # Said at once where the hub is switched off; its client tries for long.
+    if not (is_folder or constants.HF_HUB_OFFLINE or try_to_load_from_cache(path, "config.json")) and (
+        why := hub.why_unreachable()
+    ):
+        raise ConfigError(f"{where}: no such folder, no such model in the hub's cache on this machine, and {why}")
     try:
-        if not trust_remote_code and _names_own_code(Path(path) / "config.json"):
+        if not trust_remote_code and file.is_file() and "auto_map" in json.loads(file.read_text()):
             raise ConfigError(
                 f"{where}: its config.json names Python code of its own (auto_map); "
                 f"set {key.rpartition('.')[0]}.trust_remote_code=true if you want that code to run"
@@ -53,26 +60,6 @@ def load_config(
         if getattr(config, key, None) not in (None, 1.0, 1):
             raise ConfigError(f"{where}: models with {key} are not supported yet")
     return config
-
-
-def _check_folder(path: str, where: str) -> None:
-    """Raise ConfigError for what can only be a folder and is none; `name` and `owner/name` may be on a hub."""
-    looks_local = not path or path[0] in "/.~" or path.count("/") > 1 or path.endswith("/")
-    if looks_local and not (path and Path(path).is_dir()):
-        raise ConfigError(f"{where}: there is no such folder")
-
-
-def _check_hub(path: str, where: str) -> None:
-    """Raise ConfigError at once when a model can only be on a hub that is switched off; its client tries for long."""
-    if Path(path).is_dir() or constants.HF_HUB_OFFLINE or try_to_load_from_cache(path, "config.json"):
-        return
-    if why := hub.why_unreachable():
-        raise ConfigError(f"{where}: no such folder, no such model in the hub's cache on this machine, and {why}")
-
-
-def _names_own_code(config_file: Path) -> bool:
-    """Return whether a config.json asks for Python code from its folder. Raises ValueError for one that is no JSON."""
-    return config_file.is_file() and "auto_map" in json.loads(config_file.read_text())
 
 
 def override_field(config: Any, key: str, value: Any) -> None:

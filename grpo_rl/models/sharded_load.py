@@ -92,7 +92,7 @@ class WeightFiles:
         """
         if getattr(lm.config, "quantization_config", None) is not None or is_rearranged(lm):
             return False
-        shapes = self._shapes()
+        shapes = {name: shape for name, (shape, _) in self._headers().items()}
         for names, parameter in _named(lm):
             stored = next((name for name in names if name in shapes), None)
             if stored is None and holds_experts(names[0]):
@@ -131,10 +131,7 @@ class WeightFiles:
 
     def stored_as(self, lm: Any, dtype: str) -> list[Any]:
         """Return the parameters of `lm` that files have in this type, by safetensors' name for it: `BF16`, `F32`."""
-        of: dict[str, str] = {}
-        for path in set(self._file_of.values()):
-            with safe_open(path, framework="pt") as opened:
-                of |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        of = {name: stored for name, (_, stored) in self._headers().items()}
         found = []
         for names, parameter in _named(lm):
             if holds_experts(names[0]) and names[0] not in of:
@@ -144,12 +141,14 @@ class WeightFiles:
                 found.append(parameter)
         return found
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
+    def _headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shape and the type of every tensor."""
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
         for path in set(self._file_of.values()):
             with safe_open(path, framework="pt") as opened:
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        return shapes
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                found |= {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+        return found
 
 
 def _named(lm: nn.Module) -> list[tuple[list[str], Any]]:

@@ -80,7 +80,10 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
     `rollout/support_mean`: tokens that top_p, top_k and min_p leave to sample from.
     """
     lengths_N = batch.response_lengths_N
-    return _sampled_from(batch) | {
+    support: Metrics = {}
+    if batch.support_ids_M is not None and batch.num_trained_tokens:
+        support = {"rollout/support_mean": len(batch.support_ids_M) / batch.num_trained_tokens}
+    return support | {
         "response_length/mean": float(lengths_N.float().mean()),
         "response_length/max": float(lengths_N.max()),
         "response_length/min": float(lengths_N.min()),
@@ -117,13 +120,6 @@ def pair_metrics(pairs: Sequence[tuple[Rollout, Rollout]], num_groups: int) -> M
     metrics = {"pairs/num_pairs": float(len(pairs)), "pairs/tied_fraction": 1.0 - len(pairs) / max(1, num_groups)}
     gaps = [best.reward - worst.reward for best, worst in pairs if best.reward is not None and worst.reward is not None]
     return metrics | ({"pairs/reward_gap": _mean(gaps)} if gaps else {})
-
-
-def _sampled_from(batch: Batch) -> Metrics:
-    """Return the mean number of tokens that could be sampled, where some were left out."""
-    if batch.support_ids_M is None or not batch.num_trained_tokens:
-        return {}
-    return {"rollout/support_mean": len(batch.support_ids_M) / batch.num_trained_tokens}
 
 
 def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], batch: Batch | None) -> list[float | None]:

@@ -311,9 +311,7 @@ class NonFiniteUpdates:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count."""
         return {"in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from this state."""
         self.in_a_row = int(state.get("in_a_row", 0))
