@@ -247,10 +247,6 @@ class RecordingActor(Recording, ActorWorker):
             device_memory.move_module, device_memory.move_optimizer = whole
         return offloaded, len(calls)
 
-    def prefetched(self) -> list[int]:
-        """Return for each layer how many layers are gathered with it in the forward pass."""
-        return [len(layer._get_fsdp_state()._states_to_forward_prefetch) for layer in self.model.lm.base_model.layers]
-
 
 class RecordingCritic(Recording, CriticWorker):
     """A critic rank."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from ragged_batches import Ragged
-from torch import Tensor
 
 from grpo_rl.algos.advantages.registered import AdvantageInput, token_rewards
 
@@ -35,12 +34,3 @@ def complete(data: Ragged, kl: list[float] | None = None, kl_coef: float = 0.0) 
         step_rewards_K=torch.tensor([reward for _, reward in steps], dtype=torch.float32),
         reward_parts_NP=torch.tensor(data.parts, dtype=torch.float32),
     )
-
-
-def per_rollout(advantages_T: Tensor, lengths: list[int]) -> list[float]:
-    """The advantage of each response, which must be the same on all its tokens."""
-    values = []
-    for tokens_T in advantages_T.split(lengths):
-        assert (tokens_T == tokens_T[0]).all()
-        values.append(tokens_T[0].item())
-    return values

@@ -43,6 +43,19 @@ def test_failures_are_told_in_one_line_with_kinds_and_causes_and_nothing_where_t
     assert len(told) == 1
 
 
+def test_each_rollout_gets_the_reward_of_the_greedy_response_to_its_own_prompt() -> None:
+    given = [
+        rollout("b", 0, 1.0),
+        rollout("b", GREEDY, 0.5),
+        rollout("a", GREEDY, -1.0),
+        rollout("a", 1, 0.0),
+        rollout("a", 0, 2.0),
+    ]
+    joined = with_baselines(given)
+    assert joined == [given[0], given[3], given[4]]
+    assert [each.baseline for each in joined] == [0.5, -1.0, -1.0]
+
+
 def test_a_rollout_whose_greedy_response_failed_is_not_trained_and_keeps_its_reward() -> None:
     given = [
         rollout("a", 0, 1.0),
