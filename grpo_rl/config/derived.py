@@ -130,17 +130,11 @@ def updates_in_flight(config: Config) -> bool:
     return config.trainer.schedule == ASYNC and max_staleness(config) > 0 and config.trainer.asynchronous.partial_rollout
 
 
-def iteration_of(step: int, reward_model_steps: int, steps_per_iteration: int) -> tuple[int, int]:
-    """Return the iteration, from 1, that training step `step`, from 1, belongs to, and the number of the step in it, from 0.
+def policy_steps(total: int, reward_model_steps: int, steps_per_iteration: int) -> int:
+    """Return how many of the first `total` training steps train the policy.
 
     An iteration's first `reward_model_steps` steps train the reward model, its other `steps_per_iteration` the policy.
     """
-    before, inside = divmod(step - 1, reward_model_steps + steps_per_iteration)
-    return before + 1, inside
-
-
-def policy_steps(total: int, reward_model_steps: int, steps_per_iteration: int) -> int:
-    """Return how many of the first `total` training steps train the policy."""
     iterations, rest = divmod(total, reward_model_steps + steps_per_iteration)
     return iterations * steps_per_iteration + max(0, rest - reward_model_steps)
 

@@ -19,97 +19,43 @@ _R, _M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _CPU_CACHE = f"{_R}.kv_cache_gib on CPUs, {_R}.gpu_memory_utilization on GPUs"
 _CACHE_BYTES = f"{_R}.kv_cache_memory_bytes on GPUs, {_R}.kv_cache_gib on CPUs"
 
+_SAME_NAME = (
+    "dtype seed max_model_len max_num_seqs max_num_batched_tokens enable_prefix_caching enforce_eager quantization "
+    "gpu_memory_utilization nnodes"
+)
 VLLM_OWNED: dict[str, str] = {
+    **{name: f"{_R}.{name}" for name in _SAME_NAME.split()},
     "model": f"{_M}.path",
     "model_weights": f"{_M}.path",
     "hf_config_path": f"{_M}.path",
     "hf_overrides": f"{_M}.override_config",
     "tokenizer": f"{_M}.tokenizer_path",
     "trust_remote_code": f"{_M}.trust_remote_code",
-    "dtype": f"{_R}.dtype",
-    "seed": f"{_R}.seed",
-    "max_model_len": f"{_R}.max_model_len",
-    "max_num_seqs": f"{_R}.max_num_seqs",
-    "max_num_batched_tokens": f"{_R}.max_num_batched_tokens",
-    "enable_prefix_caching": f"{_R}.enable_prefix_caching",
-    "enforce_eager": f"{_R}.enforce_eager",
     "tensor_parallel_size": f"{_R}.tensor_model_parallel_size",
-    "quantization": f"{_R}.quantization",
-    "gpu_memory_utilization": f"{_R}.gpu_memory_utilization",
-    "kv_cache_memory_bytes": _CACHE_BYTES,
-    "num_gpu_blocks_override": _CPU_CACHE,
     "enable_sleep_mode": f"{_R}.free_cache_engine",
     "weight_transfer_config": f"{_R}.checkpoint_engine",
-    "nnodes": f"{_R}.nnodes",
     "node_rank": f"{_R}.nnodes",
     "data_parallel_size": f"{_R}.num_replicas",
+    "kv_cache_memory_bytes": _CACHE_BYTES,
+    "num_gpu_blocks_override": _CPU_CACHE,
 }
 """Arguments that other keys own: the key to set instead."""
 
-VLLM_ALLOWED = tuple(
-    [
-        "all2all_backend",
-        "async_scheduling",
-        "attention_backend",
-        "block_size",
-        "cpu_distributed_timeout_seconds",
-        "cudagraph_capture_sizes",
-        "cudagraph_metrics",
-        "dbo_decode_token_threshold",
-        "dbo_prefill_token_threshold",
-        "disable_cascade_attn",
-        "disable_custom_all_reduce",
-        "disable_hybrid_kv_cache_manager",
-        "distributed_timeout_seconds",
-        "enable_dbo",
-        "enable_flashinfer_autotune",
-        "enable_hc_sp",
-        "enable_layerwise_nvtx_tracing",
-        "enable_logging_iteration_details",
-        "enable_mamba_cache_stochastic_rounding",
-        "enable_mamba_shared_prefix_checkpoint",
-        "enable_mfu_metrics",
-        "enable_nccl_comm_suspend",
-        "gdn_prefill_backend",
-        "jit_monitor_mode",
-        "jit_monitor_verbose",
-        "kda_decode_backend",
-        "kda_prefill_backend",
-        "kv_cache_dtype",
-        "kv_cache_dtype_skip_layers",
-        "kv_cache_metrics",
-        "kv_cache_metrics_sample",
-        "kv_offloading_backend",
-        "kv_offloading_size",
-        "kv_sharing_fast_prefill",
-        "linear_backend",
-        "long_prefill_token_threshold",
-        "long_prefill_token_threshold_adaptive",
-        "mamba_backend",
-        "mamba_block_size",
-        "mamba_cache_dtype",
-        "mamba_cache_mode",
-        "mamba_cache_philox_rounds",
-        "mamba_ssm_cache_dtype",
-        "mamba_ssu_algorithm",
-        "max_cudagraph_capture_size",
-        "max_num_scheduled_tokens",
-        "moe_backend",
-        "optimization_level",
-        "performance_mode",
-        "prefill_schedule_interval",
-        "prefix_cache_retention_interval",
-        "prefix_caching_hash_algo",
-        "prefix_match_unit",
-        "replayssm_buffer_len",
-        "scheduler_reserve_full_isl",
-        "show_hidden_metrics_for_version",
-        "sparse_indexer_topk_backend",
-        "stream_interval",
-        "ubatch_size",
-        "use_replayssm",
-    ]
-)
+_ALLOWED = """
+all2all_backend async_scheduling attention_backend block_size cpu_distributed_timeout_seconds cudagraph_capture_sizes
+cudagraph_metrics dbo_decode_token_threshold dbo_prefill_token_threshold disable_cascade_attn disable_custom_all_reduce
+disable_hybrid_kv_cache_manager distributed_timeout_seconds enable_dbo enable_flashinfer_autotune enable_hc_sp
+enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
+enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_nccl_comm_suspend gdn_prefill_backend jit_monitor_mode
+jit_monitor_verbose kda_decode_backend kda_prefill_backend kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_metrics
+kv_cache_metrics_sample kv_offloading_backend kv_offloading_size kv_sharing_fast_prefill linear_backend
+long_prefill_token_threshold long_prefill_token_threshold_adaptive mamba_backend mamba_block_size mamba_cache_dtype
+mamba_cache_mode mamba_cache_philox_rounds mamba_ssm_cache_dtype mamba_ssu_algorithm max_cudagraph_capture_size
+max_num_scheduled_tokens moe_backend optimization_level performance_mode prefill_schedule_interval
+prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit replayssm_buffer_len scheduler_reserve_full_isl
+show_hidden_metrics_for_version sparse_indexer_topk_backend stream_interval ubatch_size use_replayssm
+"""
+VLLM_ALLOWED = _ALLOWED.split()
 """Settings of speed and memory, handed on as they are."""
 
 HF_ALLOWED: dict[str, tuple[str, ...]] = {
