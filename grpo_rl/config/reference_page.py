@@ -11,7 +11,7 @@ from functools import cache
 
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema import tree
-from grpo_rl.config.schema.fields import annotations_of, describe_range, kind_of, leaves
+from grpo_rl.config.schema.fields import annotations_of, kind_of
 from grpo_rl.config.schema.tree import Config
 
 _INTRODUCTION = """\
@@ -42,22 +42,7 @@ where people set it by habit (sizes of passes that do not exist), named in the p
 def reference() -> str:
     """Return the page as Markdown: a table per group, one row per key with its values, default and meaning."""
     tables = [_table(prefix, section) for prefix, section in _groups(Config, "") if _own_keys(section)]
-    return "\n".join([_INTRODUCTION, *tables, _reasons()])
-
-
-def _reasons() -> str:
-    """Return each pair of bounds with the reason for it and the names of the keys that have it, as a table."""
-    keys: dict[tuple[str, str], list[str]] = {}
-    for key, leaf in leaves().items():
-        bounds = (leaf.kind.item or leaf.kind).range
-        if bounds is not None:
-            keys.setdefault((describe_range(bounds), bounds.reason), []).append(key.rpartition(".")[2])
-    rows = [
-        f"| {bounds} | {reason} | {', '.join(f'`{name}`' for name in dict.fromkeys(names))} |"
-        for (bounds, reason), names in keys.items()
-    ]
-    title = "## Why numbers have these bounds\n"
-    return "\n".join([title, "| Bounds | Reason | Keys |", "|---|---|---|", *rows]) + "\n"
+    return "\n".join([_INTRODUCTION, *tables])
 
 
 def _groups(section: type, prefix: str) -> Iterator[tuple[str, type]]:

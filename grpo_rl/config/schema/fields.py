@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -124,41 +124,16 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
-_NEAR = 0.75
-_LONGEST_GUESS = 200
-"""The characters of a key that are compared: comparing is quadratic in the length."""
-
-
 @lru_cache(maxsize=1024)
 def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
     """Return the keys that may have been meant by `key`, the likeliest first."""
-    key = key[:_LONGEST_GUESS]
-    last = key.rpartition(".")[2]
-    same_name = [name for name in leaves() if name.rpartition(".")[2] == last]
-    if same_name:
-        alike = _alike(key, same_name, 0.0)
-        return tuple(sorted(same_name, key=lambda name: -alike[name])[:limit])
-    alike = _alike(key, leaves(), _NEAR)
+    key = key[:200]  # comparing is quadratic in the length
+    last, names = key.rpartition(".")[2], {name.rpartition(".")[2] for name in leaves()}
     # A right name in the wrong group is as near as a misspelt name in the right one.
-    by_name = _alike(last, {name.rpartition(".")[2] for name in leaves()}, _NEAR)
-    for name in leaves():
-        alike[name] = max(alike.get(name, 0.0), by_name.get(name.rpartition(".")[2], 0.0))
-    best = max(alike.values())
-    near = [name for name, score in alike.items() if score >= max(_NEAR, best - 0.05)]
-    return tuple(sorted(near, key=lambda name: -alike[name])[:limit])
-
-
-def _alike(text: str, names: Iterable[str], least: float) -> dict[str, float]:
-    """Return how alike `text` and each name are, from 0 to 1; names that are less than `least` are left out."""
-    # The matcher prepares its second text once; its two quick ratios are upper bounds that spare most comparisons.
-    matcher = difflib.SequenceMatcher(None)
-    matcher.set_seq2(text)
-    found = {}
-    for name in names:
-        matcher.set_seq1(name)
-        if matcher.real_quick_ratio() >= least and matcher.quick_ratio() >= least and (score := matcher.ratio()) >= least:
-            found[name] = score
-    return found
+    meant = [last] if last in names else difflib.get_close_matches(last, names, n=limit, cutoff=0.75)
+    near = {name for name in leaves() if name.rpartition(".")[2] in meant}
+    near = near or set(difflib.get_close_matches(key, leaves(), n=limit, cutoff=0.75))
+    return tuple(sorted(near, key=lambda name: (-difflib.SequenceMatcher(None, name, key).ratio(), name))[:limit])
 
 
 def siblings(key: str) -> list[str]:

@@ -11,7 +11,6 @@ from config_tools import CPU, RUNNABLE, A, R, nested
 
 from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import convert_or_explain, value_problem
-from grpo_rl.config.reference_page import reference
 from grpo_rl.config.schema.fields import Leaf, leaves
 from grpo_rl.config.schema.kinds import Range
 from grpo_rl.errors import ConfigError
@@ -29,12 +28,12 @@ def bounds_of(leaf: Leaf) -> Range:
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_a_number_has_two_finite_bounds_and_a_reason_in_the_message_and_on_the_page(key: str) -> None:
+def test_a_number_has_two_finite_bounds_and_a_reason_in_the_message(key: str) -> None:
     leaf = NUMBERS[key]
     bounds = bounds_of(leaf)
     low, high = bounds.ge if bounds.gt is None else bounds.gt, bounds.le if bounds.lt is None else bounds.lt
     assert low is not None and high is not None and -math.inf < low < high < math.inf
-    assert len(bounds.reason) > 10 and bounds.reason in reference()
+    assert len(bounds.reason) > 10
     too_large: Any = int(high) + 1 if (leaf.kind.item or leaf.kind).base is int else float(high) * 1.01 + 1
     _, (problem,) = convert_or_explain(nested({key: [too_large] if leaf.kind.item else too_large}))
     assert problem.startswith(f"{key}=")
