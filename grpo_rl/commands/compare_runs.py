@@ -10,7 +10,6 @@ the others. Which test is made depends on what there is, and the result says whi
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_rl.arguments import Arguments, writing
+from grpo_rl.arguments import Arguments
 from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.evaluation import estimates
 from grpo_rl.evaluation.estimates import Difference
 from grpo_rl.evaluation.evaluation_results import p_text
-from grpo_rl.evaluation.response_file import write_whole
-from grpo_rl.telemetry.metrics.metrics_file import jsonable, read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import find_run, run_config
@@ -201,8 +199,10 @@ def main(argv: Sequence[str]) -> int:
     groups = grouped([read_run(folder) for folder in folders])
     with closing(Console()) as console:
         _configurations(groups, console)
-        found = _results(groups, console)
-        _write(groups, found, Path(options.output).expanduser(), console)
+        _results(groups, console)
+        runs = " ".join(shlex.quote(safe_text(str(run.folder))) for group in groups for run in group)
+        console.info("")
+        console.info(f"their curves over each other: grpo-rl page {runs}")
     return 0
 
 
@@ -218,8 +218,8 @@ def _configurations(groups: Sequence[Method], console: Console) -> None:
     console.table("configuration: what differs", rows, ["key", *map(_letter, range(len(groups)))])
 
 
-def _results(groups: Sequence[Method], console: Console) -> list[tuple[str, Comparison]]:
-    """Print the table of results; return each comparison with the letters of its two groups."""
+def _results(groups: Sequence[Method], console: Console) -> None:
+    """Print the table of results, each comparison with the letters of its two groups."""
     found: list[tuple[str, Comparison]] = []
     for metric in metrics_of(groups):
         for axis in AXES:
@@ -229,19 +229,18 @@ def _results(groups: Sequence[Method], console: Console) -> list[tuple[str, Comp
                     found.append((f"{_letter(0)}, {_letter(number)}", one))
     if not found:
         console.info("" if len(groups) == 1 else "no metric was measured in all of the runs")
-        return found
+        return
     header = ["metric", "sides", "at", "first", "second", "change", "95 % interval", "p", "tested over"]
     rows = [
         [_metric(one), sides, _place(one), f"{one.first:.3f}", f"{one.second:.3f}", *_difference(one)] for sides, one in found
     ]
     console.info("")
     console.table("results at equal steps, tokens and seconds", rows, header)
-    for line in _honest(groups, found):
+    for line in _honest(groups, [one for _, one in found]):
         console.info(line)
-    return found
 
 
-def _honest(groups: Sequence[Method], found: Sequence[tuple[str, Comparison]]) -> list[str]:
+def _honest(groups: Sequence[Method], found: Sequence[Comparison]) -> list[str]:
     """Return what the tests say and what they do not."""
     lines = [
         "Each row is at the last place that both sides reached: validation measured nearest to it, and the mean reward of the "
@@ -252,28 +251,13 @@ def _honest(groups: Sequence[Method], found: Sequence[tuple[str, Comparison]]) -
             "One run of a method: the tests over prompts say whether these two policies differ, and nothing about another seed. "
             "For the methods themselves, train each with three seeds or more (trainer.seed)."
         )
-    tested = [one for _, one in found if one.difference is not None]
+    tested = [one for one in found if one.difference is not None]
     least = max((one.difference.least_p for one in tested if one.difference and "runs" in one.over), default=0.0)
     if least > 0.05:
         lines.append(f"With so few runs no difference can have a p below {least:.2f}, however large it is.")
     if len(tested) > 1:
         lines.append("Several tests are made: of twenty without any difference, one has p below 0.05.")
     return lines
-
-
-def _write(groups: Sequence[Method], found: Sequence[tuple[str, Comparison]], folder: Path, console: Console) -> None:
-    with writing(f"--output {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {
-            "groups": {_letter(number): [str(run.folder) for run in group] for number, group in enumerate(groups)},
-            "configuration": dict(config_differences(groups)),
-            "results": [{"sides": sides, **dataclasses.asdict(one)} for sides, one in found],
-        }
-        write_whole(folder / "comparison.json", json.dumps(jsonable(content), indent=1))
-    runs = " ".join(shlex.quote(safe_text(str(run.folder))) for group in groups for run in group)
-    console.info("")
-    console.info(f"written: {folder / 'comparison.json'}")
-    console.info(f"their curves over each other: grpo-rl page {runs}")
 
 
 def _place(one: Comparison) -> str:
@@ -307,8 +291,7 @@ def _parser() -> Arguments:
         "Compare runs: the keys in which they differ, and tests at equal steps, tokens and seconds. Runs that\n"
         "differ only in seeds count as one method.",
         "grpo-rl compare runs/grpo_rl/grpo runs/grpo_rl/dapo\n"
-        "  grpo-rl compare grpo_seed0 grpo_seed1 grpo_seed2 dapo_seed0 dapo_seed1 dapo_seed2 --output grpo_dapo",
+        "  grpo-rl compare grpo_seed0 grpo_seed1 grpo_seed2 dapo_seed0 dapo_seed1 dapo_seed2",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders or names of runs")
-    parser.add_argument("--output", metavar="FOLDER", default="comparison", help="for comparison.json (comparison)")
     return parser

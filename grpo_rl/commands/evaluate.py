@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_rl.arguments import Arguments, finite
-from grpo_rl.commands import verl_words
 from grpo_rl.commands.sampling_plan import (
     SamplingPlan,
     add_sampling_options,
@@ -29,6 +28,7 @@ from grpo_rl.commands.sampling_plan import (
     sampling_plan,
 )
 from grpo_rl.commands.targets import Target, find_target, model_folder
+from grpo_rl.commands.verl_words import translated
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.evaluation.estimates import LEVEL, RESAMPLES
 from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of, write_whole
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises this package's errors: ConfigError for words, DataError for data, and what sampling can end with.
     """
-    options, words = _parser().read_with_settings(verl_words.of_evaluation(argv))
+    options, words = _parser().read_with_settings(translated(argv))
     if not options.targets:
         raise ConfigError("grpo-rl eval needs a model or a run: grpo-rl eval runs/grpo_rl/my_run --data FILE")
     with closing(Console()) as console, ExitStack() as stack:

@@ -17,8 +17,7 @@ import yaml
 import grpo_rl
 from grpo_rl import hub
 from grpo_rl.arguments import Arguments, writing
-from grpo_rl.commands.targets import Target, find_target, model_folder
-from grpo_rl.commands.trust import add_trust_option
+from grpo_rl.commands.targets import Target, add_trust_option, find_target, model_folder
 from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grpo_rl.arguments import Arguments, counted, finite
-from grpo_rl.commands import verl_words
 from grpo_rl.commands.sampling_plan import (
     NO_DATA,
     add_sampling_options,
@@ -27,6 +26,7 @@ from grpo_rl.commands.sampling_plan import (
     sampling_plan,
 )
 from grpo_rl.commands.targets import find_target, model_folder
+from grpo_rl.commands.verl_words import translated
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of
 from grpo_rl.telemetry.run_lock import RunLock
@@ -43,7 +43,7 @@ _SUFFIXES = (".jsonl", ".parquet")
 
 def main(argv: Sequence[str]) -> int:
     """Sample, and write the file. Returns 0. Raises this package's errors."""
-    options, words = _parser().read_with_settings(verl_words.of_generation(argv))
+    options, words = _parser().read_with_settings(translated(argv))
     if len(options.targets) != 1:
         raise ConfigError("grpo-rl generate needs one model or run: grpo-rl generate builtin:arithmetic --data FILE")
     output = Path(options.output).expanduser()

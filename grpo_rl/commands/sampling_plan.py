@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from grpo_rl.arguments import Arguments, counted, not_negative, writing
-from grpo_rl.commands.targets import Target
-from grpo_rl.commands.trust import add_trust_option, refuse_settings
+from grpo_rl.commands.targets import Target, add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.schema.fields import flat, leaves, nested

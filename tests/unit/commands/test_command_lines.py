@@ -12,7 +12,7 @@ import pytest
 import grpo_rl
 from grpo_rl.__main__ import COMMANDS, main
 from grpo_rl.arguments import Arguments
-from grpo_rl.commands.verl_words import of_evaluation, of_generation
+from grpo_rl.commands.verl_words import translated
 from grpo_rl.errors import ConfigError
 
 OWN = [name for name in COMMANDS if name != "train"]
@@ -51,7 +51,7 @@ def test_words_without_a_command_train(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("name", OWN)
 def test_an_unknown_option_is_refused_with_the_nearest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    near = {"plan": "--help", "watch": "--once", "compare": "--output", "export": "--push", "doctor": "--strict"}
+    near = {"plan": "--help", "watch": "--once", "compare": "--help", "export": "--push", "doctor": "--strict"}
     near |= {"page": "--serve", "browse": "--where", "prepare": "--split", "check-reward": "--batched"}
     wanted = near.get(name, "--temperature")
     needed = {"compare": ["y"], "prepare": ["--from", "x", "--to", "y"], "check-reward": ["--data", "x"]}
@@ -88,7 +88,7 @@ def test_verls_words_of_generation_are_ours() -> None:
         "rollout.tensor_model_parallel_size=2",
         "data.prompt_key=p",
     ]
-    assert of_generation(theirs) == [
+    assert translated(theirs) == [
         *("/m", "--data", "p.parquet", "--output", "o.parquet", "-n", "4", "--temperature", "0.7", "--max-tokens", "64"),
         "data.max_prompt_length=32",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
@@ -96,20 +96,13 @@ def test_verls_words_of_generation_are_ours() -> None:
     ]
 
 
-def test_verls_words_of_evaluation_are_ours_or_answered() -> None:
+def test_verls_words_of_evaluation_are_ours() -> None:
     theirs = ["data.path=[a.parquet,b.parquet]", "data.data_source_key=source", "data.reward_model_key=rm"]
-    theirs.append("custom_reward_function.path=my.py")
-    assert of_evaluation(theirs) == [
+    assert translated(theirs) == [
         *("--data", "a.parquet", "--data", "b.parquet", "data.reward_fn_key=source"),
         "data.ground_truth_key=rm.ground_truth",
-        "reward.custom_reward_function.path=my.py",
     ]
-    with pytest.raises(ConfigError) as refused:
-        of_evaluation(["data.batch_size=128", "data.output_path=x.parquet"])
-    assert [problem.partition(":")[0] for problem in refused.value.problems] == [
-        "data.batch_size",
-        "data.output_path",
-    ]
+    assert translated(["data.path=a.jsonl", "data.response_key=answer"]) == ["a.jsonl", "data.response_key=answer"]
 
 
 @pytest.mark.parametrize(

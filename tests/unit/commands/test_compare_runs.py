@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -62,23 +61,21 @@ def test_several_seeds_are_tested_over_runs(tmp_path: Path) -> None:
     assert found.difference.p == pytest.approx(0.1) == found.difference.least_p
 
 
-def test_the_command_writes_table_and_json_and_names_the_page(
+def test_the_command_shows_keys_and_results_and_names_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs", "a", solved=range(4))
     make_run(tmp_path / "runs", "b", DAPO, solved=range(9))
-    assert main(["compare", "a", "b", "--output", "out"]) == 0
+    assert main(["compare", "a", "b"]) == 0
     out = capsys.readouterr().out
-    assert "clip_ratio_high" in out and "p=0.062" in out
-    assert (
-        "nothing about another seed" in out
-        and "written: out/comparison.json" in out
-        and f"grpo-rl page {tmp_path}/runs/a {tmp_path}/runs/b" in out
-    )
-    content = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert content["configuration"] == {"actor_rollout_ref.actor.clip_ratio_high": [None, 0.28]}
-    assert {row["axis"] for row in content["results"]} == {"step", "tokens", "seconds"}
+    for said in (
+        "clip_ratio_high",
+        "p=0.062",
+        "nothing about another seed",
+        f"grpo-rl page {tmp_path}/runs/a {tmp_path}/runs/b",
+    ):
+        assert said in out
 
 
 def test_seeds_of_one_method_have_nothing_to_test(

@@ -17,64 +17,6 @@ from grpo_rl.config.verl.verl_answers import ANSWERS, Reply, answer_for, reply
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
 
-GRPO_COMMAND = """
-algorithm.adv_estimator=grpo
-data.train_files=X
-data.val_files=Y
-data.train_batch_size=1024
-data.max_prompt_length=512
-data.max_response_length=1024
-data.filter_overlong_prompts=True
-data.truncation='error'
-actor_rollout_ref.model.path=P
-actor_rollout_ref.actor.optim.lr=1e-6
-actor_rollout_ref.model.use_remove_padding=True
-actor_rollout_ref.actor.ppo_mini_batch_size=256
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
-actor_rollout_ref.actor.use_kl_loss=True
-actor_rollout_ref.actor.kl_loss_coef=0.001
-actor_rollout_ref.actor.kl_loss_type=low_var_kl
-actor_rollout_ref.actor.entropy_coeff=0
-actor_rollout_ref.model.enable_gradient_checkpointing=True
-actor_rollout_ref.actor.fsdp_config.param_offload=False
-actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
-actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
-actor_rollout_ref.rollout.tensor_model_parallel_size=2
-actor_rollout_ref.rollout.name=vllm
-actor_rollout_ref.rollout.gpu_memory_utilization=0.6
-actor_rollout_ref.rollout.n=5
-actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
-actor_rollout_ref.ref.fsdp_config.param_offload=True
-algorithm.use_kl_in_reward=False
-trainer.critic_warmup=0
-trainer.logger=["console","wandb"]
-trainer.project_name=x
-trainer.experiment_name=y
-trainer.n_gpus_per_node=8
-trainer.nnodes=1
-trainer.save_freq=20
-trainer.test_freq=5
-trainer.total_epochs=15
-""".strip().splitlines()
-
-
-def test_verls_grpo_command_means_here_what_it_says() -> None:
-    composed = compose(GRPO_COMMAND)
-    config = composed.config
-    assert composed.recipe is None
-    assert (config.data.train_files, config.data.train_batch_size, config.data.max_response_length) == (["X"], 1024, 1024)
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    assert (actor.optim.lr, actor.ppo_mini_batch_size, actor.ppo_micro_batch_size_per_gpu, actor.entropy_coeff) == (
-        1e-6,
-        256,
-        32,
-        0,
-    )
-    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "low_var_kl")
-    assert (rollout.n, rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization) == (5, 2, 0.6)
-    assert config.actor_rollout_ref.ref.fsdp_config.param_offload is True
-    assert (config.trainer.logger, config.trainer.total_epochs, config.trainer.save_freq) == (["console", "wandb"], 15, 20)
-
 
 def test_no_key_of_the_schema_has_an_answer_for_keys_that_are_missing() -> None:
     assert not set(ANSWERS) & set(leaves())
@@ -98,10 +40,8 @@ def test_every_answer_takes_its_right_values_and_null_and_refuses_or_notes_other
     ("key", "values"),
     [
         ("actor_rollout_ref.model.use_remove_padding", [True, "True", "true"]),
-        (f"{R}.pipeline_model_parallel_size", [1, 1.0, "1"]),
         (f"{A}.fsdp_config.model_dtype", ["fp32", "float32"]),
         (f"{R}.over_sample_rate", [0, "0", 0.0]),
-        (f"{R}.mode", ["async"]),
     ],
 )
 def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]) -> None:
@@ -113,9 +53,7 @@ def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]
     ("key", "value"),
     [
         (f"{R}.over_sample_rate", False),
-        (f"{R}.over_sample_rate", 1),
         (f"{R}.do_sample", 1),
-        (f"{R}.do_sample", False),
         (f"{R}.pipeline_model_parallel_size", True),
         (f"{R}.logprobs_mode", "raw_logprobs"),
     ],
@@ -131,26 +69,16 @@ def test_other_values_are_refused_and_true_is_not_one(key: str, value: object) -
     ("key", "instead"),
     [
         (f"{A}.grad_clip", f"{A}.optim.clip_grad"),
-        (f"{A}.ppo_micro_batch_size", f"{A}.ppo_micro_batch_size_per_gpu"),
-        (f"{R}.log_prob_micro_batch_size", f"{R}.log_prob_micro_batch_size_per_gpu"),
         (f"{R}.prompt_length", "data.max_prompt_length"),
-        (f"{R}.response_length", "data.max_response_length"),
         (f"{A}.optim.warmup_style", f"{A}.optim.lr_scheduler_type"),
         ("custom_reward_function.path", "reward.custom_reward_function.path"),
-        ("custom_reward_function.name", "reward.custom_reward_function.name"),
         ("reward_model.enable", "reward.reward_model"),
-        ("reward_model.micro_batch_size_per_gpu", "reward.reward_model.max_token_len_per_gpu"),
         ("reward_model.model.input_tokenizer", "reward.reward_model.rerender"),
         ("data.tokenizer", "actor_rollout_ref.model.tokenizer_path"),
         ("trainer.default_hdfs_dir", "trainer.default_local_dir"),
-        ("trainer.ray_wait_register_center_timeout", "trainer.start_timeout_s"),
-        ("actor_rollout_ref.nccl_timeout", "trainer.step_timeout_s"),
         (f"{A}.fsdp_config.mixed_precision", "fsdp_config.dtype"),
-        ("critic.ppo_micro_batch_size", "critic.ppo_micro_batch_size_per_gpu"),
         ("critic.forward_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"),
-        ("critic.grad_clip", "critic.optim.clip_grad"),
         ("critic.model.fsdp_config.param_offload", "critic.fsdp"),
-        ("trainer.max_critic_ckpt_to_keep", "trainer.max_actor_ckpt_to_keep"),
     ],
 )
 def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str) -> None:
@@ -183,83 +111,27 @@ def test_a_mapping_of_keys_is_answered_key_by_key() -> None:
     assert [problem.partition(":")[0] for problem in problems] == ["reward_model.model.fsdp_config"]
 
 
-DAPO_COMMAND = """
+HINTS = """
 data.train_files=task:arithmetic
-data.val_files=task:arithmetic
-data.prompt_key=prompt
-data.truncation='left'
-data.return_raw_chat=True
-data.max_prompt_length=512
-data.max_response_length=1024
-data.gen_batch_size=96
+actor_rollout_ref.model.path=builtin:arithmetic
 data.train_batch_size=32
+data.return_raw_chat=True
 data.dataloader_num_workers=8
 data.val_batch_size=64
-actor_rollout_ref.rollout.n=16
-algorithm.adv_estimator=grpo
-algorithm.use_kl_in_reward=False
-algorithm.kl_ctrl.kl_coef=0.0
-actor_rollout_ref.actor.use_kl_loss=False
-actor_rollout_ref.actor.kl_loss_coef=0.0
-actor_rollout_ref.actor.clip_ratio_low=0.2
-actor_rollout_ref.actor.clip_ratio_high=0.28
-actor_rollout_ref.actor.clip_ratio_c=10.0
-algorithm.filter_groups.enable=True
-algorithm.filter_groups.max_num_gen_batches=10
-algorithm.filter_groups.metric=acc
-actor_rollout_ref.model.use_remove_padding=True
-actor_rollout_ref.model.use_shm=True
-actor_rollout_ref.model.path=builtin:arithmetic
-actor_rollout_ref.model.enable_gradient_checkpointing=True
-+actor_rollout_ref.model.override_config.attention_dropout=0.
-actor_rollout_ref.actor.use_dynamic_bsz=True
-actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
-actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
-actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048
-actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4096
-actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=4096
-actor_rollout_ref.actor.optim.lr=1e-6
-actor_rollout_ref.actor.optim.lr_warmup_steps=10
-actor_rollout_ref.actor.optim.weight_decay=0.1
 actor_rollout_ref.actor.ppo_mini_batch_size=32
 actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
-actor_rollout_ref.actor.entropy_coeff=0
-actor_rollout_ref.actor.entropy_checkpointing=True
-actor_rollout_ref.actor.loss_agg_mode=token-mean
-actor_rollout_ref.actor.ulysses_sequence_parallel_size=1
-actor_rollout_ref.rollout.gpu_memory_utilization=0.80
-actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.use_shm=True
 actor_rollout_ref.rollout.mode=sync
 actor_rollout_ref.rollout.layered_summon=True
-actor_rollout_ref.rollout.load_format=safetensors
 actor_rollout_ref.rollout.enable_chunked_prefill=False
-actor_rollout_ref.rollout.max_num_batched_tokens=11264
-actor_rollout_ref.rollout.temperature=1.0
-actor_rollout_ref.rollout.top_p=1.0
-actor_rollout_ref.rollout.top_k=-1
-actor_rollout_ref.rollout.val_kwargs.temperature=1.0
-actor_rollout_ref.rollout.val_kwargs.top_p=0.7
-actor_rollout_ref.rollout.val_kwargs.do_sample=True
-actor_rollout_ref.rollout.val_kwargs.n=1
-actor_rollout_ref.ref.ulysses_sequence_parallel_size=1
-actor_rollout_ref.actor.fsdp_config.fsdp_size=8
-reward.overlong_buffer.len=512
-reward.overlong_buffer.penalty_factor=1.0
-trainer.logger=["console","tensorboard"]
-trainer.n_gpus_per_node=1
-trainer.nnodes=1
 trainer.balance_batch=False
-trainer.val_before_train=True
-trainer.test_freq=5
-trainer.save_freq=5
-trainer.total_epochs=1
-trainer.resume_mode=auto
 """.strip().splitlines()
-"""A DAPO launch command in verl's keys, small enough for two cores."""
+"""Keys of a launch command of verl's for DAPO, some of which have no meaning here."""
 
 
-def test_verls_dapo_command_runs_and_says_which_of_its_keys_have_no_meaning_here() -> None:
-    composed = compose(DAPO_COMMAND)
+def test_a_command_runs_and_says_which_of_verls_keys_have_no_meaning_here() -> None:
+    composed = compose(HINTS)
     plan = make_plan(composed, CPU)
     for key, value in (
         ("data.dataloader_num_workers", "8"),
@@ -282,22 +154,6 @@ def test_a_hint_in_a_recipe_is_noted_with_the_recipes_name(tmp_path: Path) -> No
     recipe.write_text("defaults: [/recipe/arithmetic/grpo, _self_]\ntrainer: {balance_batch: false}\n")
     (note,) = compose([f"recipe={recipe}"]).notes
     assert note.startswith("trainer.balance_batch=false: has no meaning here (in recipe ")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        (f"{R}.logprobs_mode", "raw_logprobs"),
-        (f"{R}.over_sample_rate", 0.1),
-        ("critic.model.lora_rank", 32),
-        (f"{R}.multi_turn.num_repeat_rollouts", 2),
-        ("critic.loss_agg_mode", "seq-mean-token-mean"),
-        ("algorithm.use_pf_ppo", True),
-    ],
-)
-def test_what_changes_the_mathematics_is_still_refused(key: str, value: object) -> None:
-    answer = reply(key, value)
-    assert answer is not None and answer.problems and not answer.notes
 
 
 @pytest.fixture(scope="module")

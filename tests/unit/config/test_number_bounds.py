@@ -17,7 +17,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
 
 NUMBERS = {key: leaf for key, leaf in leaves().items() if (leaf.kind.item or leaf.kind).base in (int, float)}
-EXTREMES = (0, -1, 1e-320, 1e-300, 1e300, 1e308, 1e12, 10**11, 10**12, 2**31, math.inf, -math.inf, math.nan)
+EXTREMES = (0, -1, 1e-300, 1e12, 10**12, 2**31)
 BOUND_S = 2.0
 
 
@@ -58,30 +58,17 @@ def test_an_extreme_number_is_refused_or_planned_at_once(key: str) -> None:
     ("key", "value"),
     [
         ("data.max_response_length", 1_000_000),
-        ("data.max_response_length", 10_000_000),
-        ("data.train_batch_size", 16_384),
         (f"{R}.n", 4096),
         (f"{R}.temperature", 0.01),
-        (f"{R}.temperature", 2.0),
-        (f"{R}.checkpoint_engine.update_weights_bucket_megabytes", 4096),
         (f"{R}.max_num_batched_tokens", 1_048_576),
-        (f"{A}.optim.lr", 1.0),
         (f"{A}.optim.lr", 1e-9),
         (f"{A}.optim.eps", 1e-15),
-        (f"{A}.optim.clip_grad", 1e9),
         (f"{A}.clip_ratio_high", 1e6),
-        (f"{A}.kl_loss_coef", 1e-6),
         (f"{A}.loss_scale_factor", 32_768),
         ("reward.timeout_s", 86_400),
-        ("reward.num_workers", 512),
-        ("reward.memory_limit_gb", 1024),
         ("trainer.step_timeout_s", 30 * 86_400),
-        ("trainer.start_timeout_s", 30 * 86_400),
-        ("trainer.collective_timeout_s", 30 * 86_400),
         ("trainer.grace_s", 0.1),
-        ("trainer.total_epochs", 1_000_000),
         ("trainer.total_training_steps", 10**9),
-        ("trainer.nnodes", 4096),
         ("trainer.seed", 2**63 - 1),
     ],
 )

@@ -120,11 +120,7 @@ def test_the_engines_log_probs_are_the_old_ones_only_where_weights_may_be_stale(
     ("word", "advice"),
     [
         ("async_training.staleness_threshold=0.5", "trainer.asynchronous.max_staleness"),
-        ("async_training.trigger_parameter_sync_step=4", "trainer.asynchronous.sync_every"),
-        ("async_training.require_batches=1", "data.train_batch_size"),
-        ("async_training.partial_rollout=true", "trainer.asynchronous.partial_rollout"),
         ("rollout.nnodes=1", "actor_rollout_ref.rollout.nnodes"),
-        ("rollout.n_gpus_per_node=4", "actor_rollout_ref.rollout.n_gpus_per_node"),
         ("rollout.total_rollout_steps=100", "trainer.total_training_steps"),
     ],
 )

@@ -22,39 +22,22 @@ data.return_raw_chat=True
 data.train_files=task:arithmetic
 data.val_files=task:arithmetic
 actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
-actor_rollout_ref.actor.optim.lr=1e-6
-actor_rollout_ref.model.use_remove_padding=True
-actor_rollout_ref.model.enable_gradient_checkpointing=True
 actor_rollout_ref.actor.ppo_mini_batch_size=256
-actor_rollout_ref.actor.use_kl_loss=True
-actor_rollout_ref.actor.kl_loss_coef=0.001
-actor_rollout_ref.actor.kl_loss_type=low_var_kl
-actor_rollout_ref.actor.entropy_coeff=0
-actor_rollout_ref.actor.fsdp_config.param_offload=False
-actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
 actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
 actor_rollout_ref.ref.fsdp_config.param_offload=True
 actor_rollout_ref.rollout.tensor_model_parallel_size=2
-actor_rollout_ref.rollout.name=vllm
 actor_rollout_ref.rollout.mode=async
-actor_rollout_ref.rollout.gpu_memory_utilization=0.5
 actor_rollout_ref.rollout.multi_stage_wake_up=True
 actor_rollout_ref.rollout.trace.backend=mlflow
 actor_rollout_ref.rollout.trace.token2text=True
 actor_rollout_ref.rollout.n=16
-algorithm.use_kl_in_reward=False
 data.train_batch_size=256
-trainer.critic_warmup=0
 trainer.logger=["console","wandb"]
-trainer.project_name='gsm8k_async_rl'
-trainer.experiment_name='x'
 trainer.n_gpus_per_node=8
 trainer.nnodes=1
-trainer.save_freq=-1
 trainer.test_freq=20
-trainer.total_epochs=15
 """.strip().splitlines()
 
 GSM8K_FILE = """
@@ -84,9 +67,6 @@ actor_rollout_ref:
 RETOOL = """
 data.custom_cls.path=recipe/retool/retool.py
 data.custom_cls.name=CustomRLHFDataset
-actor_rollout_ref.actor.clip_ratio_low=0.2
-actor_rollout_ref.actor.clip_ratio_high=0.28
-actor_rollout_ref.actor.clip_ratio_c=10.0
 actor_rollout_ref.actor.use_dynamic_bsz=True
 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=18432
 actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
@@ -98,11 +78,8 @@ actor_rollout_ref.rollout.multi_turn.format=hermes
 actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
 actor_rollout_ref.rollout.agent.num_workers=8
 actor_rollout_ref.rollout.val_kwargs.do_sample=True
-actor_rollout_ref.rollout.val_kwargs.top_p=0.6
 actor_rollout_ref.rollout.val_kwargs.temperature=1.0
 actor_rollout_ref.rollout.val_kwargs.n=30
-trainer.val_before_train=True
-trainer.log_val_generations=20
 """.strip().splitlines()
 
 
