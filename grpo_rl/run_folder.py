@@ -178,7 +178,7 @@ class Run:
         A notebook shows it where it is the last value of a cell; `savefig` writes it to a file. Raises DataError for a name
         that no step has, with the nearest one.
         """
-        from grpo_rl.telemetry.curves import curves_figure
+        from grpo_rl.telemetry.report import curves_figure
 
         records = read_metrics(self.path / "metrics.jsonl")
         _refuse_unknown(names, list(dict.fromkeys(key for record in records for key in record if key not in ("step", "time"))))

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 from bench_step import SIZES, make_data, make_model  # noqa: E402
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics  # noqa: E402
-from grpo_rl.telemetry.metrics.timeline import Interval, idle_shares, read_timeline  # noqa: E402
+from grpo_rl.telemetry.metrics.timeline import Interval, read_timeline  # noqa: E402
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SCHEDULES = ("sync", "one_step_off", "async")
@@ -178,6 +178,19 @@ def measured(folder: Path) -> Measured:
         ),
         idle,
     )
+
+
+def idle_shares(intervals: list[Interval]) -> dict[str, float]:
+    """Return for each role the share of the time from the first step's begin to the last one's end in which it did nothing."""
+    steps = [one for one in intervals if one.role == "step"]
+    start, end = steps[0].start, steps[-1].end
+    busy: dict[str, float] = {}
+    reached: dict[str, float] = {}
+    for one in intervals:
+        first, last = max(one.start, reached.get(one.role, start)), min(one.end, end)
+        busy[one.role] = busy.get(one.role, 0.0) + max(0.0, last - first)
+        reached[one.role] = max(last, reached.get(one.role, start))
+    return {role: 1.0 - seconds / (end - start) for role, seconds in busy.items() if role not in ("step", "wait")}
 
 
 # ---- the parts -----------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from grpo_rl.config.derived import policy_steps
-from grpo_rl.telemetry.curves import STYLE
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.report import STYLE
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TASK = "task:arithmetic?forms=3+1,2+2&carrying=0.7"

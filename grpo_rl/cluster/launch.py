@@ -319,7 +319,7 @@ def phase_of(status: Status, stop: Stop) -> Callable[[str], None]:
 
 def leave_results(launch: Launch, roles: Roles, timeline: Timeline, step: int) -> None:
     """Export the models of a training that is done, write its page, and draw its curves."""
-    from grpo_rl.telemetry.curves import plot_curves
+    from grpo_rl.telemetry.report import plot_curves
 
     run_dir, console = launch.run_dir, launch.console
     exports = launch.composed.config.trainer.export_at_end and launch.plan.trains

@@ -189,7 +189,7 @@ def _draw(run_dir: RunDir, console: Console) -> bool:
 
     if not any(record["step"] for record in read_metrics(run_dir.metrics_file)):
         return False
-    from grpo_rl.telemetry.curves import plot_curves
+    from grpo_rl.telemetry.report import plot_curves
 
     run_dir.plots.mkdir(exist_ok=True)
     with console.progress("drawing the curves"):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from grpo_rl.arguments import Arguments
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.page.page_file import write_page
-from grpo_rl.telemetry.page.page_server import HOST, PageServer
+from grpo_rl.telemetry.page.page_file import HOST, PageServer, write_page
 from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.terminal.text import say
 

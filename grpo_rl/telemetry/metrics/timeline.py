@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -149,28 +149,6 @@ def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
         first = max(interval.step for interval in found) - last_steps
         found = [interval for interval in found if interval.step > first]
     return sorted(found, key=lambda interval: interval.start)
-
-
-def busy_seconds(intervals: Sequence[Interval], start: float, end: float) -> float:
-    """Return how long between `start` and `end` at least one of the intervals was going on."""
-    total, reached = 0.0, start
-    for interval in sorted(intervals, key=lambda interval: interval.start):
-        first, last = max(interval.start, reached), min(interval.end, end)
-        if last > first:
-            total += last - first
-            reached = last
-    return total
-
-
-def idle_shares(intervals: Sequence[Interval]) -> dict[str, float]:
-    """Return for each role the share of the time from the first step's begin to the last one's end in which it did nothing."""
-    steps = [one for one in intervals if one.role == "step"] or list(intervals)
-    start, end = min(one.start for one in steps), max(one.end for one in steps)
-    return {
-        role: 1.0 - busy_seconds([one for one in intervals if one.role == role], start, end) / (end - start)
-        for role in dict.fromkeys(one.role for one in intervals if one.role not in ("step", "wait"))
-        if end > start
-    }
 
 
 def _line(interval: Interval) -> str:

@@ -229,8 +229,7 @@ def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[st
 def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]) -> dict[str, Series]:
     """Return each number of validation that is shown, by the name of its metric without `val/`, over the steps.
 
-    Intervals are there where the responses were logged. Of several sources their mean comes first, which the console prints;
-    its interval is that of a sum of independent estimates (Newcombe 1998, "square and add").
+    Intervals are there where the responses were logged. Of several sources their mean comes first, which the console prints.
     """
     found: dict[str, Series] = {}
     for key in shown_keys(records):
@@ -243,12 +242,6 @@ def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]
         return found
     ends: Series = {"steps": main[0]["steps"], "source": None, "value": main[0]["value"]}
     ends["mean"] = [rounded(statistics.fmean(means)) for means in zip(*(one["mean"] for one in main), strict=True)]
-    if all("low" in one for one in main):
-        for end, sign in (("low", -1), ("high", 1)):
-            halves = zip(*(_distances(one, end) for one in main), strict=True)
-            reach = [math.hypot(*each) / len(main) for each in halves]
-            ends[end] = [rounded(mean + sign * half) for mean, half in zip(ends["mean"], reach, strict=True)]
-        ends["prompts"] = [sum(counts) for counts in zip(*(one["prompts"] for one in main), strict=True)]
     return {f"mean of {len(main)} sources, {ends['value']}": ends} | found
 
 
@@ -295,10 +288,6 @@ def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
     """Return the values of a group's responses: rewards, or for mean@N what the index has in their place where it differs."""
     values = group[6] if value != "reward" and len(group) > 6 else group[2]
     return [one or 0.0 for one in values] if kind == "val" else [one for one in values if one is not None]
-
-
-def _distances(series: Series, end: str) -> list[float]:
-    return [math.nan if at is None else at - mean for at, mean in zip(series[end], series["mean"], strict=True)]
 
 
 def _finite(value: Any) -> float:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.telemetry.curves import curves_figure, plot_curves, smooth
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
+from grpo_rl.telemetry.report import curves_figure, plot_curves, smooth
 from grpo_rl.telemetry.rundir import RunDir
 
 

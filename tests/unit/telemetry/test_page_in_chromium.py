@@ -20,8 +20,7 @@ from chromium import Tab, browser_path, chromium
 
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.page import page_file
-from grpo_rl.telemetry.page.page_file import write_page
-from grpo_rl.telemetry.page.page_server import PageServer
+from grpo_rl.telemetry.page.page_file import PageServer, write_page
 from grpo_rl.telemetry.rollouts.rollout_log import TokenValues, write_rollouts
 
 pytestmark = pytest.mark.skipif(browser_path() is None, reason="there is no Chromium on this machine (Debian: chromium)")
@@ -107,11 +106,6 @@ def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
     tab.click("CSV")
     lines = tab.evaluate("window.__saved[0].text()").splitlines()
     assert lines[0] == "step,actor/kl_loss" and lines[1] == "1,0.01" and len(lines) == 13
-    tab.click("PNG")
-    tab.wait("window.__saved.length === 2")
-    size = "createImageBitmap(window.__saved[1]).then((picture) => [picture.width, picture.height])"
-    width, height = tab.evaluate(size)
-    assert width > 200 and height > 150
     tab.evaluate(
         "const one = document.querySelector('input[type=range]'); one.value = 0.9; one.dispatchEvent(new Event('input')); 0"
     )
@@ -181,7 +175,6 @@ def test_an_episode_is_a_conversation_whose_sampled_turns_are_marked(tab: Tab, g
     tab.open(address(games, tab="rollouts", step=2, group="2.1"), **opened)
     assert turns(".trained") == [[f"I ask. {CALL}", "49"], ["40", "45", "50"]]
     assert turns(":not(.trained)") == [["49"], ["more", "more"]]
-    assert tab.evaluate("[...document.querySelectorAll('.call')].map((one) => one.textContent)") == [CALL]
     first, second = tab.evaluate("[...document.querySelectorAll('.rollout')].map((one) => one.innerText)")
     assert "2 turns" in first and "tool calculator" in first and "solved 1" in first and "waited 0.5 s" in first
     assert "failed calls" not in first, "a count of 0 is not worth a word"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.telemetry.metrics.timeline import Interval, Timeline, busy_seconds, idle_shares, read_timeline
+from grpo_rl.telemetry.metrics.timeline import Interval, Timeline, read_timeline
 
 TWO_STEPS = [
     Interval(1, "step", "step", 0.0, 10.0),
@@ -94,13 +94,3 @@ def test_a_file_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path: P
     (tmp_path / "absent").mkdir()
     write(timeline, TWO_STEPS)
     assert len(read_timeline(tmp_path / "absent" / "timeline.jsonl")) == len(TWO_STEPS)
-
-
-def test_overlapping_intervals_count_once() -> None:
-    assert busy_seconds([one for one in TWO_STEPS if one.role == "rollout"], 0.0, 20.0) == 10.0
-    assert busy_seconds(TWO_STEPS, 5.0, 13.0) == 6.0
-    assert busy_seconds([], 0.0, 1.0) == 0.0
-
-
-def test_idle_shares_are_those_of_the_time_from_the_first_step_to_the_last() -> None:
-    assert idle_shares(TWO_STEPS) == pytest.approx({"rollout": 0.5, "weights": 0.95, "actor": 0.65})

@@ -1,4 +1,4 @@
-// Charts by uPlot, in the page's colours, as wide as their place. Every chart can be saved as a picture.
+// Charts by uPlot, in the page's colours, as wide as their place.
 
 const HUES = ['#2563eb', '#d97706', '#0f9d76', '#c2255c', '#7c3aed', '#0b7285', '#a16207', '#be123c'];
 const WHOLE = [1, 2, 5].flatMap((one) => [0, 1, 2, 3, 4, 5, 6, 7].map((power) => one * 10 ** power)).sort((a, b) => a - b);
@@ -127,32 +127,7 @@ function namedChart(host, settings) {
   put(host, [legend, area]);
   at(null);
   const plot = chart(area, { ...settings, onCursor: (one) => at(one.cursor.idx) });
-  plot.settings = settings;
   return plot;
-}
-
-function savePicture(plot, title) {
-  const source = plot.ctx.canvas;
-  const scale = devicePixelRatio || 1;
-  const head = 46 * scale;
-  const canvas = el('canvas', { width: source.width + 24 * scale, height: source.height + head + 12 * scale });
-  const context = canvas.getContext('2d');
-  context.fillStyle = colour('--card');
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  context.fillStyle = colour('--ink');
-  context.font = `600 ${14 * scale}px system-ui, sans-serif`;
-  context.fillText(visible(title), 12 * scale, 20 * scale);
-  context.font = `${11 * scale}px system-ui, sans-serif`;
-  let left = 12 * scale;
-  for (const one of plot.settings.series.filter((each) => !each.quiet)) {
-    context.fillStyle = one.colour;
-    context.fillRect(left, 31 * scale, 14 * scale, 4 * scale);
-    context.fillStyle = colour('--muted');
-    context.fillText(visible(one.label), left + 19 * scale, 36 * scale);
-    left += 34 * scale + context.measureText(visible(one.label)).width;
-  }
-  context.drawImage(source, 12 * scale, head);
-  canvas.toBlob((blob) => download(`${title.replace(/[^\w.-]+/g, '_')}.png`, blob));
 }
 
 function smoothed(values, share) {

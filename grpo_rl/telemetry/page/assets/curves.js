@@ -51,29 +51,15 @@ function curveGroup(group, names, isSearched) {
   const grid = el('div', { className: 'grid' });
   const still = isSearched ? [] : names.filter(isStill);
   const moving = names.filter((one) => !still.includes(one));
-  const twins = isSearched ? new Map() : twinsOf(moving);
-  for (const name of moving.filter((one) => !twins.has(one))) {
+  for (const name of moving) {
     const place = el('section', { className: 'card small' });
     grid.append(place);
     whenShown(place, () => curveCard(place, name));
   }
   if (group !== 'other' && !isSearched && names.length > 40) box.open = false;
   box.append(grid);
-  if (twins.size) box.append(el('p', { className: 'still' }, el('small', {}, 'the same curve: '), [...twins].map(([name, first]) => el('button', { type: 'button', className: 'quiet', onclick: () => enlarge(name) }, `${name} = ${first}`))));
   if (still.length) box.append(el('p', { className: 'still' }, el('small', {}, 'without a change: '), still.map((name) => el('button', { type: 'button', className: 'quiet', onclick: () => enlarge(name) }, `${name} = ${number(valueOf(name))}`))));
   return box;
-}
-
-// The metrics whose values are those of one before them, at every step of every run, with its name.
-function twinsOf(names) {
-  const seen = new Map();
-  const found = new Map();
-  for (const name of names) {
-    const values = JSON.stringify(RUNS.map((one) => one.metrics.columns[name] || null));
-    if (seen.has(values)) found.set(name, seen.get(values));
-    else seen.set(values, name);
-  }
-  return found;
 }
 
 function valueOf(name) {
@@ -116,11 +102,10 @@ function curveCard(place, name, height = 150) {
     place.append(el('p', { className: 'muted' }, 'no value'));
     return;
   }
-  const plot = namedChart(place, { ...data, height, sync: 'curves', marks: RUNS.length === 1 ? run().alarms.map(([step]) => ({ x: atStep(step), colour: faded(colour('--red'), 0.5) })) : [] });
+  namedChart(place, { ...data, height, sync: 'curves', marks: RUNS.length === 1 ? run().alarms.map(([step]) => ({ x: atStep(step), colour: faded(colour('--red'), 0.5) })) : [] });
   const large = el('button', { className: 'quiet', type: 'button', title: 'larger', onclick: () => enlarge(name) }, 'larger');
-  const picture = el('button', { className: 'quiet', type: 'button', onclick: () => savePicture(plot, name) }, 'PNG');
   const table = el('button', { className: 'quiet', type: 'button', onclick: () => download(`${name.replace(/[^\w.-]+/g, '_')}.csv`, csv([[data.xLabel, ...data.series.map((one) => one.label || (one.quiet ? 'raw' : name))], ...data.x.map((x, at) => [x, ...data.series.map((one) => one.values[at])])])) }, 'CSV');
-  place.append(el('div', { className: 'tools' }, height < 200 ? large : null, picture, table));
+  place.append(el('div', { className: 'tools' }, height < 200 ? large : null, table));
 }
 
 function atStep(step) {

@@ -50,7 +50,7 @@ function longText(text) {
 
 function historyBox(all, group, history) {
   if (history.length < 2) return null;
-  const box = el('details', { className: 'history', open: true }, el('summary', {}, `This prompt at ${history.length} ${group.kind === 'val' ? 'validations' : 'steps'}: `, learnt(all, history)));
+  const box = el('details', { className: 'history', open: true }, el('summary', {}, `This prompt at ${history.length} ${group.kind === 'val' ? 'validations' : 'steps'}`));
   whenShown(box, () => {
     const plot = namedChart(box, {
       x: history.map((one) => one.step),
@@ -62,14 +62,6 @@ function historyBox(all, group, history) {
   });
   box.append(el('div', { className: 'steps' }, history.slice(0, 200).map((one) => el('button', { type: 'button', className: one === group ? 'here' : 'quiet', title: `step ${one.step}: mean reward ${number(one.mean)}`, onclick: () => openGroup(one) }, el('i', { className: 'square', style: { background: all.hue(one.mean) } }), one.step))));
   return box;
-}
-
-function learnt(all, history) {
-  const isSolved = (one) => one.mean !== null && one.mean >= all.high;
-  if (!isSolved(history[history.length - 1])) return history.some(isSolved) ? 'solved at times, not at the last.' : 'never solved by all responses.';
-  let at = history.length - 1;
-  while (at > 0 && isSolved(history[at - 1])) at -= 1;
-  return at ? `solved by all responses since step ${history[at].step}.` : 'solved from the first.';
 }
 
 function rolloutCard(all, texts, place, scale) {
@@ -157,9 +149,6 @@ function tokenColour(value, way, spread) {
 // ---- episodes of several turns ----------------------------------------------------------------------------------------
 
 const LIMITS = { turns: 'out of turns', tokens: 'out of tokens', time: 'out of time' };
-// What the formats of tool calls put around a call.
-const CALLS = /(<tool_call>[\s\S]*?(?:<\/tool_call>|$)|\[TOOL_CALLS\][\s\S]*|<\|python_tag\|>[\s\S]*)/;
-
 const MOST_TURNS = 40;
 
 // Turn by turn. Those of the policy have a bar at their side: their tokens were sampled and are trained, all others are context.
@@ -172,7 +161,7 @@ function conversation(episode, sampled) {
     const facts = [`turn ${at}`, `${number(length)} token${length === 1 ? '' : 's'}`];
     if (message.reward !== undefined && message.reward !== null) facts.push(`reward ${number(message.reward)}`);
     const box = sampled(message.content ?? '', start, start + length);
-    return turn('trained', facts, box.className === 'tokens' ? box : marked(box));
+    return turn('trained', facts, box);
   });
   const box = el('div', { className: 'conversation' }, turns.slice(0, MOST_TURNS));
   const rest = turns.slice(MOST_TURNS);
@@ -184,54 +173,9 @@ function turn(kind, facts, box) {
   return el('div', { className: `turn ${kind}` }, el('span', { className: 'muted small' }, facts.join(' · ')), box);
 }
 
-// A box of text in which tool calls stand out.
-function marked(box) {
-  const text = box.firstChild;
-  if (text && CALLS.test(text.textContent)) text.replaceWith(...text.textContent.split(CALLS).map((part, place) => (place % 2 ? el('span', { className: 'call' }, part) : part)));
-  return box;
-}
-
 // How an episode went, in words: tool calls and what failed of them, waiting, what the environment says of it.
 function episodeFacts(episode) {
   const counts = Object.entries(episode.counts || {}).filter(([, count]) => count).map(([name, count]) => `${name.replaceAll('_', ' ')} ${number(count)}`);
   const info = Object.entries(episode.info || {}).map(([name, value]) => `${name} ${number(value)}`);
   return [...counts, ...info, ...(episode.wait_s >= 0.01 ? [`waited ${number(episode.wait_s)} s`] : [])];
-}
-
-// ---- two texts against each other -----------------------------------------------------------------------------------
-
-const MOST_WORDS = 1500;
-
-function words(text) {
-  return String(text).match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) || [];
-}
-
-// The longest common subsequence of words (Hunt and McIlroy 1976), as [kind, word]: ' ' in both, '-' in the first, '+' in the second.
-function difference(before, after) {
-  const a = words(before);
-  const b = words(after);
-  if (a.length > MOST_WORDS || b.length > MOST_WORDS) return null;
-  const width = b.length + 1;
-  const table = new Uint16Array((a.length + 1) * width);
-  for (let i = a.length - 1; i >= 0; i -= 1) {
-    for (let j = b.length - 1; j >= 0; j -= 1) {
-      table[i * width + j] = a[i] === b[j] ? table[(i + 1) * width + j + 1] + 1 : Math.max(table[(i + 1) * width + j], table[i * width + j + 1]);
-    }
-  }
-  const out = [];
-  let i = 0;
-  let j = 0;
-  while (i < a.length || j < b.length) {
-    if (i < a.length && j < b.length && a[i] === b[j]) { out.push([' ', a[i]]); i += 1; j += 1; }
-    else if (j < b.length && (i === a.length || table[i * width + j + 1] >= table[(i + 1) * width + j])) { out.push(['+', b[j]]); j += 1; }
-    else { out.push(['-', a[i]]); i += 1; }
-  }
-  return out;
-}
-
-function differenceBoxes(before, after) {
-  const parts = difference(before, after);
-  if (!parts) return [longText(before), longText(after)];
-  const side = (kept) => el('pre', {}, parts.filter(([kind]) => kind === ' ' || kind === kept).map(([kind, word]) => (kind === ' ' ? word : el(kind === '+' ? 'ins' : 'del', {}, word))));
-  return [side('-'), side('+')];
 }

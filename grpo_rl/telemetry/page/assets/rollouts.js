@@ -147,8 +147,7 @@ function twoSteps(bar, list, detail, all, kind) {
     const count = Math.min(first.rollouts.length, second.rollouts.length);
     for (let place = 0; place < count; place += 1) {
       const sides = [first.rollouts[place], second.rollouts[place]];
-      const boxes = differenceBoxes(sides[0].response ?? '', sides[1].response ?? '');
-      detail.append(el('div', { className: 'pair' }, sides.map((rollout, at) => el('article', { className: 'rollout' }, el('header', {}, el('span', { className: 'muted' }, `step ${at ? to : from} #${rollout.sample ?? place}`), el('span', { className: 'reward', style: { background: all.hue(rollout.reward ?? null) } }, number(rollout.reward)), el('span', { className: 'muted' }, `${number(rollout.response_length)} tokens`)), boxes[at]))));
+      detail.append(el('div', { className: 'pair' }, sides.map((rollout, at) => el('article', { className: 'rollout' }, el('header', {}, el('span', { className: 'muted' }, `step ${at ? to : from} #${rollout.sample ?? place}`), el('span', { className: 'reward', style: { background: all.hue(rollout.reward ?? null) } }, number(rollout.reward)), el('span', { className: 'muted' }, `${number(rollout.response_length)} tokens`)), longText(rollout.response ?? '')))));
     }
   }
   open(pairs[0]);

@@ -1,7 +1,6 @@
-// The frame: head, tabs, light and dark, and the look for a newer version of this page.
+// The frame: head, tabs, and the look for a newer version of this page.
 
 const TABS = { overview: ['Overview', overview], curves: ['Curves', curves], rollouts: ['Rollouts', rollouts], time: ['Time', time], configuration: ['Configuration', configuration] };
-const THEMES = { auto: 'light dark', light: 'light', dark: 'dark' };
 const root = document.getElementById('page');
 const content = el('main', {});
 const header = el('div', {});
@@ -16,20 +15,6 @@ function remembered(name, value) {
     return null; // a browser may forbid it for files
   }
 }
-
-function theme(name) {
-  document.documentElement.dataset.theme = name;
-  document.documentElement.style.colorScheme = THEMES[name];
-  themeButton.textContent = { auto: 'light/dark: auto', light: 'light', dark: 'dark' }[name];
-}
-
-const themeButton = el('button', { type: 'button', className: 'quiet theme', onclick: () => {
-  const names = Object.keys(THEMES);
-  const next = names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length];
-  remembered('grpo_rl.theme', next);
-  theme(next);
-  show(chosen.tab || 'overview');
-} });
 
 function show(tab, anchor) {
   const name = TABS[tab] ? tab : 'overview';
@@ -69,8 +54,7 @@ function follow() {
   setTimeout(look, 5000);
 }
 
-theme(THEMES[remembered('grpo_rl.theme')] ? remembered('grpo_rl.theme') : 'auto');
-put(root, [el('div', { className: 'top' }, el('div', { className: 'brand' }, 'grpo_rl', runChoice(), newer, el('span', { className: 'grow' }), el('span', { className: 'muted' }, `written ${new Date(DATA.written * 1000).toLocaleString('en-GB', { dateStyle: 'medium', timeStyle: 'short' })}`), themeButton), header, tabs), content]);
+put(root, [el('div', { className: 'top' }, el('div', { className: 'brand' }, 'grpo_rl', runChoice(), newer, el('span', { className: 'grow' }), el('span', { className: 'muted' }, `written ${new Date(DATA.written * 1000).toLocaleString('en-GB', { dateStyle: 'medium', timeStyle: 'short' })}`)), header, tabs), content]);
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => show(chosen.tab));
 show(chosen.tab || 'overview');
 const scroll = Number(remembered('grpo_rl.scroll'));

@@ -29,7 +29,7 @@ function paceOf(one) {
 }
 
 function phaseCard(one) {
-  const { columns, steps } = one.metrics;
+  const { columns } = one.metrics;
   const names = phasesOf(one);
   if (!columns['timing_s/step'] || !names.length) return null;
   const { recent, pace: whole } = paceOf(one);
@@ -43,31 +43,7 @@ function phaseCard(one) {
     el('div', { className: 'phases' }, rows.map(([name, seconds]) => el('div', { className: 'phase' }, el('span', {}, el('i', { className: 'dot', style: { background: hueOf.get(name) } }), phaseName(name)), el('span', { className: 'one' }, el('i', { style: { width: `${Math.min(100, (100 * seconds) / whole)}%`, background: hueOf.get(name) } })), el('b', {}, duration(seconds)), el('small', {}, `${Math.round((100 * seconds) / whole)} %`)))),
     el('p', { className: 'muted' }, `Seconds per step, the mean of ${recent.length === 1 ? 'one step' : `the last ${recent.length} steps`} without the first; a step takes ${duration(whole)}. Phases that run at the same time add up to more than a step.`),
   );
-  const shown = rows.map(([name]) => name).filter((name) => columns[`timing_s/${name}`]).slice(0, 8);
-  const kept = steps.map((_, at) => at).filter((at) => columns['timing_s/step'][at] !== null);
-  const below = new Array(kept.length).fill(0);
-  const stacked = shown.map((name) => {
-    const values = kept.map((at, place) => (below[place] += columns[`timing_s/${name}`][at] || 0));
-    return { name, values: [...values] };
-  });
-  whenShown(box, () => {
-    const place = el('div', {});
-    box.append(el('h3', {}, 'over the steps'), place);
-    // Drawn from the top of the stack down, each filled to the ground in an opaque colour.
-    // The last step gets its width from one more point.
-    const x = kept.map((at) => steps[at]);
-    stackedChart(place, [...x, x[x.length - 1] + 1], stacked.reverse().map((each) => ({ label: each.name, values: [...each.values, each.values[each.values.length - 1]], colour: hueOf.get(each.name) })));
-  });
   return box;
-}
-
-function stackedChart(host, x, series) {
-  const axis = { stroke: colour('--muted'), grid: { stroke: colour('--grid'), width: 1 }, ticks: { show: false }, font: '11px system-ui' };
-  const plot = new uPlot({ width: Math.max(80, host.clientWidth), height: 220, scales: { x: { time: false } , y: { range: (_, low, high) => [0, (high || 1) * 1.05] } }, axes: [{ ...axis, size: 28, incrs: WHOLE }, { ...axis, size: 52, values: (_, splits) => splits.map((value) => `${number(value, 3)} s`) }], series: [{ label: 'step' }, ...series.map((one) => ({ label: one.label, stroke: one.colour, fill: one.colour, width: 0, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) }))], legend: { show: false }, cursor: { y: false } }, [x, ...series.map((one) => one.values)], host);
-  const watcher = new ResizeObserver(() => { const width = Math.max(80, host.clientWidth); if (width !== plot.width) plot.setSize({ width, height: 220 }); });
-  watcher.observe(host);
-  plot.forget = () => { watcher.disconnect(); plot.destroy(); charts.delete(plot); };
-  charts.add(plot);
 }
 
 function busyCard(one) {
