@@ -48,10 +48,10 @@ def jsonl(data: bytes, folder: Path) -> None:
     from grpo_rl.data.sources.jsonl import open_json
 
     # The first byte chooses the kind of file.
-    path = folder / ("rows.jsonl", "rows.json", "rows.jsonl.gz", "rows.json.gz")[data[0] % 4 if data else 0]
+    path = folder / ("rows.jsonl", "rows.json")[data[0] % 2 if data else 0]
     path.write_bytes(data[1:])
     with contextlib.suppress(GrpoRlError):
-        rows = open_json(path.name, path, str(folder))
+        rows = open_json(path.name, path)
         for number in range(len(rows)):
             with contextlib.suppress(GrpoRlError):
                 json.dumps(example(rows.row(number), rows.where(number), DataConfig()).prompt)

@@ -17,7 +17,7 @@ from grpo_rl.config.schema.tree import Config
 
 _MODEL, _SCORER, _JUDGE = "actor_rollout_ref.model", "reward.reward_model", "reward.judge"
 _TURNS = "actor_rollout_ref.rollout.multi_turn"
-DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz", ".arrow", ".feather")
+DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow", ".feather")
 INSTALL = {
     "wandb": "python -m pip install wandb==0.31.0",
     "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2'",

@@ -19,7 +19,7 @@ class CustomClsConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
-    """Training data: files (parquet, json, jsonl, arrow; .json.gz, .jsonl.gz), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
+    """Training data: files (parquet, json, jsonl, arrow), folders, `hf:owner/name?split=train`, `task:NAME?option=value`, `reasoning_gym:NAME?option=value` (docs/data.md, docs/tasks.md)."""
     responses: Literal["policy", "rows", "initial_policy"] = "policy"
     """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them, or to prefer some to others with a loss over pairs; initial_policy: sampled once, before training, and kept as algorithm.rejection says."""
     train_weights: list[Positive] = field(default_factory=list)
@@ -64,7 +64,7 @@ class DataConfig:
     check_rows: CountOrZero = 50_000
     """Training data of at most so many rows are checked whole before the start; of more 2,000 rows are, the others when drawn."""
     cache_dir: str | None = None
-    """Folder for the unpacked copies of parquet, Arrow and .gz files while the run lasts; null: the system's temporary folder."""
+    """Folder for the unpacked copies of parquet and Arrow files while the run lasts; null: the system's temporary folder."""
     allow_change: bool = False
     """Resume although the training data have changed since the checkpoint; the run goes on at the beginning of the next epoch."""
     train_batch_size: Prompts = 1024

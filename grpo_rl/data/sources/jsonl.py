@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import itertools
 import json
 import os
-import shutil
-import tempfile
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,17 +47,23 @@ class JsonLines(RowSource):
         return parse_row(os.pread(self._file.fileno(), size, start), where, start)
 
 
-def open_json(name: str, path: Path, cache_dir: str | None) -> RowSource:
-    """The rows of a .json or .jsonl file, or of such a one with .gz.
+def open_json(name: str, path: Path) -> RowSource:
+    """The rows of a .json or .jsonl file.
 
-    A .gz is unpacked into a temporary file in `cache_dir`, as nothing can be read from its middle. Raises DataError for
-    an empty file, a byte-order mark, a .gz that is cut short or damaged, and an array that is broken or too large.
+    Raises DataError for an empty file, a byte-order mark, and an array that is broken or too large.
     """
-    size = path.stat().st_size
-    file = _unpacked(name, path, cache_dir) if path.suffix == ".gz" else path.open("rb")
+    file = path.open("rb")
     head = os.pread(file.fileno(), 4096, 0)
     _check_head(name, head)
-    return _array(name, file, size) if _is_array(path, head) else JsonLines(name, file, size)
+    size = path.stat().st_size
+    if not _is_array(path, head):
+        return JsonLines(name, file, size)
+    if size > LARGEST_ARRAY:
+        raise DataError(
+            f"{name}: a JSON array of {size} bytes can only be read whole; over {LARGEST_ARRAY} bytes write one object a line "
+            "(.jsonl), or parquet"
+        )
+    return Rows(name, _parsed(os.pread(file.fileno(), size, 0), lambda line: f"{name}, line {line}"), size)
 
 
 def first_json_rows(name: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
@@ -70,19 +71,18 @@ def first_json_rows(name: str, path: Path) -> Iterator[tuple[str, dict[str, Any]
 
     An array can only be read whole, as it is by the run. Raises DataError as `open_json`.
     """
-    with path.open("rb") as file, gzip_errors(name):
-        lines: Any = gzip.open(file) if path.suffix == ".gz" else file  # noqa: SIM115
-        head = lines.read(4096)
+    with path.open("rb") as file:
+        head = file.read(4096)
         _check_head(name, head)
         if _is_array(path, head):
-            source = open_json(name, path, None)
+            source = open_json(name, path)
             for index in range(len(source)):
                 yield source.where(index), _or_bad(source.row, index)
             return
-        lines.seek(0)
+        file.seek(0)
         start = 0
         for number in itertools.count(1):
-            line, where = lines.readline(LARGEST_ROW + 1), f"{name}, line {number}"
+            line, where = file.readline(LARGEST_ROW + 1), f"{name}, line {number}"
             if len(line) > LARGEST_ROW:
                 yield (
                     where,
@@ -122,7 +122,7 @@ def _check_head(name: str, head: bytes) -> None:
 
 def _is_array(path: Path, head: bytes) -> bool:
     """Return whether a file that begins with `head` holds one JSON array instead of one object a line."""
-    return path.name.removesuffix(".gz").endswith(".json") and head.lstrip().startswith(b"[")
+    return path.suffix == ".json" and head.lstrip().startswith(b"[")
 
 
 def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
@@ -182,42 +182,6 @@ def _index(file: IO[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
 def _has_text(file: IO[bytes], start: int, end: int) -> bool:
     blocks = (os.pread(file.fileno(), min(BLOCK, end - offset), offset) for offset in range(start, end, BLOCK))
     return any(block.strip() for block in blocks)
-
-
-def _unpacked(name: str, path: Path, cache_dir: str | None) -> IO[bytes]:
-    # Without a name from the beginning: it is gone with the process, however that ends.
-    file = tempfile.TemporaryFile(dir=cache_dir)  # noqa: SIM115
-    try:
-        with gzip_errors(name), gzip.open(path, "rb") as packed:
-            shutil.copyfileobj(packed, file, 2**20)
-        file.flush()
-    except OSError as error:
-        raise DataError(
-            f"{name}: no room to unpack it: {error}; name a folder with more in data.cache_dir, or unpack the file yourself"
-        ) from error
-    return file
-
-
-@contextmanager
-def gzip_errors(name: str) -> Iterator[None]:
-    """Raise DataError for what the reader of gzip data refuses in the block."""
-    try:
-        yield
-    except EOFError as error:
-        raise DataError(f"{name}: the file is cut short: the end of the gzip data is missing") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{name}: not readable gzip data: {first_line(error)}") from error
-
-
-def _array(name: str, file: IO[bytes], num_bytes: int) -> RowSource:
-    size = os.fstat(file.fileno()).st_size
-    if size > LARGEST_ARRAY:
-        raise DataError(
-            f"{name}: a JSON array of {size} bytes can only be read whole; over {LARGEST_ARRAY} bytes write one object a line "
-            "(.jsonl), or parquet"
-        )
-    rows = _parsed(os.pread(file.fileno(), size, 0), lambda line: f"{name}, line {line}")
-    return Rows(name, rows, num_bytes)
 
 
 def _constant(literal: str) -> NotJson:

@@ -78,7 +78,7 @@ def _file(name: str, path: Path, cache_dir: str | None) -> RowSource:
             from grpo_rl.data.sources.tables import open_table  # pyarrow: a tenth of a second, in runs that read such files
 
             return open_table(name, path, cache_dir)
-        return open_json(name, path, cache_dir)
+        return open_json(name, path)
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {first_line(error)}") from error
 

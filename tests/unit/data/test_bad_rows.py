@@ -1,6 +1,5 @@
 """Everything that can be wrong with a row is told with its place, and one bad row costs one row."""
 
-import gzip
 import json
 from pathlib import Path
 
@@ -86,8 +85,6 @@ def test_all_bad_rows_are_told_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("b.jsonl.gz", gzip.compress(b"", mtime=0), "the file is empty"),
-        ("c.jsonl.gz", gzip.compress(line() * 3, mtime=0)[:-9], "the file is cut short: the end of the gzip data is missing"),
         ("f.json", b'[{"a": 1}, {]', r"line 1, column 13: broken JSON"),
         ("h.parquet", b"PAR1", "not a readable parquet file"),
     ],
@@ -110,16 +107,6 @@ def test_text_that_is_no_utf8_in_parquet_is_named_with_row_and_column(tmp_path: 
     with pytest.raises(DataError, match=r"a\.parquet, row 1: column 'prompt' cannot be read: .*utf-8"):
         load(path)
     assert len(load(path, "skip")) == 1
-
-
-def test_a_gzipped_file_gives_the_rows_of_the_plain_one(tmp_path: Path) -> None:
-    content = line() + b"\n" + line(prompt="2+2=")
-    (tmp_path / "a.jsonl").write_bytes(content)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
-    (tmp_path / "c.json.gz").write_bytes(gzip.compress(json.dumps([GOOD, GOOD | {"prompt": "2+2="}]).encode()))
-    rows = [[source.row(index) for index in range(2)] for source in map(open_source, map(str, sorted(tmp_path.iterdir())))]
-    assert rows[0] == rows[1] == rows[2]
-    assert open_source(str(tmp_path / "b.jsonl.gz")).where(1).endswith("b.jsonl.gz, line 3")
 
 
 def test_lines_are_found_at_the_borders_of_the_blocks_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
