@@ -9,8 +9,7 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry, guarded
 from grpo_rl.trainer.iterate import IterateSchedule
-from grpo_rl.trainer.overlap.asynchronous import AsyncSchedule
-from grpo_rl.trainer.overlap.overlapping import OneStepOffSchedule
+from grpo_rl.trainer.overlap import AsyncSchedule, OneStepOffSchedule
 from grpo_rl.trainer.rows.offline import OfflineSchedule
 from grpo_rl.trainer.rows.reward_training import RewardModelSchedule
 from grpo_rl.trainer.schedule import Roles, Schedule

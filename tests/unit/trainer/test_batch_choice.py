@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from grpo_rl.trainer.overlap.asynchronous import choose, is_enough, room, urgent
+from grpo_rl.trainer.overlap import choose, is_enough, room, urgent
 
 
 def test_a_batch_takes_first_what_would_be_too_old_in_the_next_one():
