@@ -51,6 +51,7 @@ class FunctionKind:
 
 LENGTHS_N = torch.tensor([30, 18, 0, 48, 36, 42, 12, 6])
 GROUP_N = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+PAIR_LENGTHS_N = torch.tensor([30, 18, 24, 48, 36, 42, 12, 6])
 SHIFTS_N = torch.tensor([0.6, -0.6, 0.0, 0.9, 1.4, 0.5, -0.8, -0.4], dtype=torch.float64)
 REWARDS_N = torch.tensor([1.0, 0.0, 0.25, 0.5, 0.0, 2.0, 0.0, 0.75])
 
@@ -72,49 +73,30 @@ def estimator_input(num_parts: int = 2) -> AdvantageInput:
     )
 
 
-def loss_input(*, one_update: bool = False) -> LossInput:
-    """Return the same responses with log-ratios and advantages of either sign; with `one_update` all ratios are 1."""
+def loss_input(*, one_update: bool = False, pairs: bool = False) -> LossInput:
+    """Return responses with log-ratios and advantages of either sign and every optional column.
+
+    With `one_update` all ratios are 1. With `pairs` they are four pairs, in which either response is the longer or the preferred one.
+    """
+    lengths_N, group_N = (PAIR_LENGTHS_N, torch.arange(4).repeat_interleave(2)) if pairs else (LENGTHS_N, GROUP_N)
     generator = torch.Generator().manual_seed(0)
-    num_tokens = int(LENGTHS_N.sum())
+    num_tokens = int(lengths_N.sum())
     policy_T, ref_T, rollout_T = -0.02 - 3.0 * torch.rand(3, num_tokens, generator=generator, dtype=torch.float64)
     # Whole responses have become likelier or less likely, so that ratios of responses are far from 1 too.
     noise_T = 0.8 * torch.randn(num_tokens, generator=generator, dtype=torch.float64)
-    old_T = (policy_T - SHIFTS_N.repeat_interleave(LENGTHS_N) - noise_T).clamp(max=-0.01)
+    old_T = (policy_T - SHIFTS_N.repeat_interleave(lengths_N) - noise_T).clamp(max=-0.01)
     advantages_T, entropy_T = 2.0 * torch.randn(2, num_tokens, generator=generator, dtype=torch.float64)
     return LossInput(
         policy_logprobs_T=policy_T.requires_grad_(),
         advantages_T=advantages_T,
-        segments=Segments(LENGTHS_N),
+        segments=Segments(lengths_N),
         old_logprobs_T=policy_T.detach() if one_update else old_T,
         ref_logprobs_T=ref_T,
         rollout_logprobs_T=rollout_T,
         entropy_T=entropy_T.abs(),
         weights_T=torch.ones(num_tokens),
-        group_N=GROUP_N,
-        group_tokens_N=group_tokens(LENGTHS_N, GROUP_N),
-    )
-
-
-def pair_input() -> LossInput:
-    """Return four pairs with every optional column, in which either response is the longer or the preferred one."""
-    lengths_N, group_N = torch.tensor([30, 18, 24, 48, 36, 42, 12, 6]), torch.arange(4).repeat_interleave(2)
-    generator = torch.Generator().manual_seed(0)
-    policy_T, old_T, ref_T, rollout_T = -0.02 - 3.0 * torch.rand(
-        4, int(lengths_N.sum()), generator=generator, dtype=torch.float64
-    )
-    chosen_N = torch.tensor([True, False, False, True, True, False, False, True])
-    return replace(
-        loss_input(),
-        policy_logprobs_T=policy_T.requires_grad_(),
-        advantages_T=(2.0 * chosen_N.double() - 1.0).repeat_interleave(lengths_N),
-        segments=Segments(lengths_N),
-        old_logprobs_T=old_T,
-        ref_logprobs_T=ref_T,
-        rollout_logprobs_T=rollout_T,
-        entropy_T=(3.0 * old_T).abs(),
-        weights_T=torch.ones(len(policy_T)),
         group_N=group_N,
-        chosen_N=chosen_N,
+        chosen_N=torch.tensor([True, False, False, True, True, False, False, True]) if pairs else None,
         group_tokens_N=group_tokens(lengths_N, group_N),
     )
 
@@ -176,7 +158,7 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
 
     A loss over pairs is tried on pairs, whatever the other `inputs` are.
     """
-    inputs = pair_input() if "pairs" in needs_of(function) else inputs or loss_input()
+    inputs = loss_input(pairs=True) if "pairs" in needs_of(function) else inputs or loss_input()
     if selection := selection_of(function):
         generator = torch.Generator().manual_seed(0)
         selected_T = selection(inputs.advantages_T, inputs.old_T(), generator, **own_options(selection, options))

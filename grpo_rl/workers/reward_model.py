@@ -38,13 +38,9 @@ class RewardModelWorker:
         self.memory = DeviceMemory(self.model, self.device, param_offload=spec.param_offload)
         self.memory.release()
 
-    @torch.no_grad()
     def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
         """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
-        self.memory.load_weights()
-        columns = _scores(self.model, micro_batches, self.device)
-        self.memory.release()
-        return columns
+        return _scores(self, micro_batches)
 
     def vacate(self) -> None:
         """Move everything to host memory, so that an engine can be built on this device."""
@@ -67,14 +63,11 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
     def build(self) -> ScoreModel:
         return _build(self.spec.scorer, self.rank, self.device, checkpointing=self.spec.train.enable_gradient_checkpointing)
 
-    @torch.no_grad()
     def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
         """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
-        self.memory.load_weights()
         self.model.eval()
-        columns = _scores(self.model, micro_batches, self.device)
+        columns = _scores(self, micro_batches)
         self.model.train()
-        self.memory.release()
         return columns
 
     def position_scores(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
@@ -125,11 +118,16 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
         self.memory.free_cache()
 
 
-def _scores(model: ScoreModel, micro_batches: Sequence[ScoreBatch | None], device: torch.device) -> list[Tensor | None]:
+@torch.no_grad()
+def _scores(
+    worker: RewardModelWorker | TrainedRewardModelWorker, micro_batches: Sequence[ScoreBatch | None]
+) -> list[Tensor | None]:
+    worker.memory.load_weights()
     columns = []
     for batch in micro_batches:
-        scores_P = model(_sequences(batch or _DUMMY, device)).to("cpu")
+        scores_P = worker.model(_sequences(batch or _DUMMY, worker.device)).to("cpu")
         columns.append(None if batch is None else scores_P)
+    worker.memory.release()
     return columns
 
 

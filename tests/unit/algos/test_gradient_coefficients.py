@@ -172,7 +172,7 @@ PAIRED: list[tuple[str, dict[str, object], Callable[[LossInput], Tensor]]] = [
 def test_a_loss_over_pairs_has_the_coefficient_on_the_chosen_and_its_opposite_on_the_rejected_tokens(
     name: str, options: dict[str, object], expected: Callable[[LossInput], Tensor]
 ) -> None:
-    inputs = trial.pair_input()
+    inputs = trial.loss_input(pairs=True)
     assert inputs.chosen_N is not None
     loss_T = POLICY_LOSSES.get(name)(inputs, **options).loss_T
     # Each pair's loss stands on all tokens of its two responses: the mean over a response, halved, counts it once.

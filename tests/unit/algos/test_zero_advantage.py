@@ -10,7 +10,7 @@ import torch
 from grpo_rl.algos.losses.contract import scales_with_advantage
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
-from grpo_rl.algos.trial import LENGTHS_N, loss_input, pair_input
+from grpo_rl.algos.trial import LENGTHS_N, loss_input
 from grpo_rl.registry import needs_of
 from grpo_rl.types import Batch
 
@@ -24,7 +24,7 @@ def test_a_loss_that_declares_it_gives_a_response_without_advantage_no_gradient(
     """With ratios of 1, as they are in the batch, and far beyond every clip range; with all tokens chosen or none."""
     loss = POLICY_LOSSES.get(name)
     assert scales_with_advantage(loss) == (name not in OTHERS)
-    plain = pair_input() if "pairs" in needs_of(loss) else loss_input()
+    plain = loss_input(pairs=True) if "pairs" in needs_of(loss) else loss_input()
     found = []
     for factor in (0.0, 1.0, 12.0):
         for chosen in (False, True):
