@@ -82,6 +82,16 @@ def test_values_gradients_and_parameters_do_not_depend_on_the_layout(ranks, mode
             assert theirs == pytest.approx(ours, rel=1e-3, abs=1e-4), name
 
 
+def test_a_critic_learns_the_returns_and_says_so(ranks, model):
+    batches = [with_returns(1)] * 12
+    _, metrics = learn(critic(ranks[1], model, WHOLE, False, lr=3e-3), batches)
+    assert metrics[0]["critic/vf_explained_var"] == 0.0 and metrics[0]["critic/values/mean"] == 0.0
+    assert metrics[-1]["critic/vf_explained_var"] > 0.5
+    assert metrics[-1]["critic/vf_loss"] < 0.5 * metrics[0]["critic/vf_loss"]
+    # A step of 0.05 is soon taken at this rate.
+    assert metrics[0]["critic/vf_clipfrac"] > 0
+
+
 def test_the_critics_state_survives_another_number_of_ranks(ranks, model, tmp_path):
     one = critic(ranks[1], model, WHOLE, False)
     learn(one, [with_returns(1)])
