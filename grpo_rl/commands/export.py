@@ -1,4 +1,4 @@
-"""`grpo-rl export RUN[@step]`: a Hugging Face folder with a model card, and its upload where that is asked for.
+"""`grpo-rl export RUN[@step]`: a Hugging Face folder with a model card.
 
 The card says what the policy was trained on, how, what came of it, and how to repeat that.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 import grpo_rl
-from grpo_rl import hub
 from grpo_rl.arguments import Arguments, writing
 from grpo_rl.commands.targets import Target, add_trust_option, find_target, model_folder
 from grpo_rl.config.schema.fields import flat, leaves
@@ -136,24 +135,18 @@ CARD, CONFIG, CURVE, METRICS = "README.md", "run_config.yaml", "curves.png", "me
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the folder, and push it where `--push` names a repository. Returns 0.
-
-    Raises ConfigError for words, and for a push without a hub; CheckpointError for a checkpoint that cannot be trusted.
-    """
+    """Write the folder. Returns 0. Raises ConfigError for words, CheckpointError for a checkpoint that cannot be trusted."""
     options = _parser().read(argv)
     target = find_target(options.target, trusted=options.trust_run)
     if target.run is None:
         raise ConfigError(f"{options.target} belongs to no run: there is nothing to export")
-    if options.push:
-        _refuse_without_hub(options.push)
     with closing(Console()) as console:
         folder = Path(options.output).expanduser() if options.output else _default(target, options.adapter)
         _fill(target, folder, console, adapter=options.adapter, trusted=options.trust_run)
         what = "adapter" if options.adapter else "model, tokenizer"
         names = [name for name in (CARD, CONFIG, METRICS, CURVE) if (folder / name).is_file()]
         console.info(f"written: {folder} ({what}, {', '.join(names)})")
-        if options.push:
-            _push(folder, options.push, console, private=not options.public)
+        console.info(f"to the hub: hf upload OWNER/NAME {shlex.quote(str(folder))}")
     return 0
 
 
@@ -207,51 +200,15 @@ def _default(target: Target, adapter: bool) -> Path:
     raise DataError(f"{target.label}: is the model that the run began with; export it with --output FOLDER if that is meant")
 
 
-def _refuse_without_hub(name: str) -> None:
-    from huggingface_hub import constants
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ConfigError(f"--push {name}: is no name of a repository, owner/name: {error}") from error
-    if constants.HF_HUB_OFFLINE:
-        raise ConfigError(f"--push {name}: HF_HUB_OFFLINE=1 keeps this process off the hub; unset it, or leave --push out")
-    if why := hub.why_unreachable():
-        raise ConfigError(f"--push {name}: {why}; without --push the folder is written all the same")
-
-
-def _push(folder: Path, name: str, console: Console, *, private: bool) -> None:
-    """Upload the folder. Raises ConfigError where the hub refuses it, with what the hub says."""
-    import httpx
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-
-    api = HfApi()
-    try:
-        with console.progress(f"pushing to {name}"):
-            api.create_repo(name, private=private, exist_ok=True)
-            done = api.upload_folder(repo_id=name, folder_path=folder, commit_message="Export a policy trained with grpo_rl")
-    except LocalTokenNotFoundError as error:
-        raise ConfigError(f"--push {name}: no token is stored on this machine: run `hf auth login`") from error
-    except (HfHubHTTPError, httpx.HTTPError) as error:
-        raise ConfigError(f"--push {name}: the hub refuses it: {str(error).splitlines()[0]}") from error
-    console.info(f"pushed: {done.commit_url}")
-
-
 def _parser() -> Arguments:
     parser = Arguments(
         "export",
         "Write the policy of a run, or of one of its checkpoints, as a Hugging Face folder with a model card: data, configuration,\n"
         "curve, and the command that repeats the run. No Ray, no GPU, no training process.",
-        "grpo-rl export runs/grpo_rl/my_run@40 --output my_model\n  grpo-rl export my_run --adapter\n  grpo-rl export runs/grpo_rl/my_run --push me/my-model",
+        "grpo-rl export runs/grpo_rl/my_run@40 --output my_model\n  grpo-rl export my_run --adapter",
     )
     parser.add_argument("target", metavar="RUN[@step]", help="a run's folder or name; RUN@40 is the checkpoint of step 40")
     parser.add_argument("--output", metavar="FOLDER", help="the folder (RUN/exports/final or RUN/exports/step_N)")
-    parser.add_argument(
-        "--push", metavar="OWNER/NAME", help="upload it to the hub with your stored token, as a private repository"
-    )
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, as a peft folder, without the model")
-    parser.add_argument("--public", action="store_true", help="make a new repository public")
     add_trust_option(parser)
     return parser

@@ -30,6 +30,8 @@ RECENT_STEPS = 20
 GONE_CODE = 6
 """The exit code where a run's process is gone and its status does not say how it ended: it was killed."""
 SAMPLE_WIDTH = 96
+NUM_SAMPLES = 3
+"""Responses that are shown."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     if not read_status(run):
         raise ConfigError(f"{run}: has no status.json: the run has not begun, or is older than this command")
     if options.once:
-        look = look_at(run, options.samples)
+        look = look_at(run, NUM_SAMPLES)
         say("\n".join(picture(look)))
         return look.ended_with or 0
     return _follow_on_terminal(run, options) if sys.stdout.isatty() else _follow_in_lines(run, options)
@@ -179,7 +181,7 @@ def _follow_on_terminal(run: Path, options: Any) -> int:
     console = Console(markup=False, highlight=False, emoji=False)
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            look = look_at(run, options.samples)
+            look = look_at(run, NUM_SAMPLES)
             text = encodable("\n".join(picture(look)), console.encoding)
             live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
             if look.ended_with is not None:
@@ -230,7 +232,6 @@ def _parser() -> Arguments:
     parser.add_argument("run", metavar="RUN", help="the folder or the name of a run")
     parser.add_argument("--once", action="store_true", help="show it once and end, for scripts")
     parser.add_argument("--every", type=_seconds, default=2.0, metavar="S", help="seconds between two looks (2)")
-    parser.add_argument("--samples", type=int, default=3, metavar="K", help="responses that are shown (3)")
     return parser
 
 

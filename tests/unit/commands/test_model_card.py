@@ -41,25 +41,6 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     assert "\n# owned" not in card and "\x1b" not in card
 
 
-def test_a_push_without_the_hub_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = make_run(tmp_path, "kept")
-    (run / "model").mkdir()
-    (run / "model" / "config.json").write_text("{}")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert main(["export", str(run), "--push", "me/model"]) == 2
-    assert "HF_HUB_OFFLINE=1" in capsys.readouterr().err and not (run / "exports").exists()
-    assert main(["export", str(run), "--push", "a/b/c"]) == 2
-    assert "is no name of a repository" in capsys.readouterr().err
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    assert main(["export", str(run), "--push", "me/model"]) == 2
-    assert "127.0.0.1 cannot be reached" in capsys.readouterr().err and not (run / "exports").exists()
-
-
 def test_the_exported_folder_has_card_configuration_and_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, "whole")
     (run / "model").mkdir()
