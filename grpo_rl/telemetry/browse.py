@@ -90,17 +90,15 @@ def browse(arguments: argparse.Namespace) -> str:
 
 def choose_file(run: Path, kind: str, step: int | None) -> tuple[int, Path]:
     """Return step and file of the run folder's rollouts, the last step where none is named. Raises DataError with the steps there are."""
-    files = step_files(run / kind)
+    files = dict(step_files(run / kind))
     if not files:
         raise DataError(f"{run / kind}: there are no files step_N.jsonl or step_N.jsonl.zst; give the folder of a run")
-    if step is None:
-        return files[-1]
-    for there, path in files:
-        if there == step:
-            return there, path
-    steps = [str(there) for there, _ in files]
-    shown = ", ".join(steps if len(steps) <= 12 else [*steps[:6], "...", *steps[-6:]])
-    raise DataError(f"{run / kind}: there is no step {step}; there are {shown}")
+    chosen = max(files) if step is None else step
+    if chosen not in files:
+        steps = [*map(str, files)]
+        shown = ", ".join(steps if len(steps) <= 12 else [*steps[:6], "...", *steps[-6:]])
+        raise DataError(f"{run / kind}: there is no step {step}; there are {shown}")
+    return chosen, files[chosen]
 
 
 def select(records: Sequence[Record], conditions: Sequence[Condition], sort: str | None) -> list[Record]:
@@ -111,20 +109,12 @@ def select(records: Sequence[Record], conditions: Sequence[Condition], sort: str
     chosen = [record for record in records if all(condition.holds(record) for condition in conditions)]
     if sort is None:
         return chosen
-    descending, name = sort.startswith("-"), sort.lstrip("-")
-
-    def has_value(record: Record) -> bool:
-        value = field(record, name)
-        return value is not None and not (isinstance(value, float) and math.isnan(value))
-
-    with_value = [record for record in chosen if has_value(record)]
-    numbers = all(isinstance(field(record, name), int | float) for record in with_value)
-
-    def key(record: Record) -> Any:
-        value = field(record, name)
-        return value if numbers else str(value)
-
-    return sorted(with_value, key=key, reverse=descending) + [record for record in chosen if not has_value(record)]
+    name = sort.lstrip("-")
+    valued = [(value, record) for record in chosen if (value := field(record, name)) is not None and value == value]
+    numbers = all(isinstance(value, int | float) for value, _ in valued)
+    valued.sort(key=lambda each: each[0] if numbers else str(each[0]), reverse=sort.startswith("-"))
+    ranked = [record for _, record in valued]
+    return ranked + [record for record in chosen if not any(record is other for other in ranked)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,60 +187,47 @@ def as_text(title: str, records: Sequence[Record], *, full: bool = False) -> str
 
     Every character that a terminal would obey is escaped.
     """
-    blocks = [safe_text(title)]
+    lines = [safe_text(title)]
     for record in records:
-        lines = ["-" * WIDTH, *_facts(record)]
+        lines.append("-" * WIDTH)
+        lines += _wrapped("", "  ".join(f"{name}={value}" for name, value in facts(record)), drop=True)
         for label, text in texts(record):
             shown = safe_text(text, limit=None if full else SHORTENED, keep_newlines=True)
             for number, part in enumerate(shown.split("\n")):
                 lines += _wrapped(label if number == 0 else "", part)
-        blocks.append("\n".join(lines))
-    return "\n".join(blocks)
+    return "\n".join(lines)
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
     """Return reward, components, advantage and the other short facts, in the order in which they are shown."""
     names = ["reward", "failure", *record.get("reward_parts", {}), "advantage", "baseline"]
     names += ["ended", "turns", "finish_reason", "response_length", "data_source", "uid", "sample"]
-    return [(name, _short(value)) for name in names if (value := field(record, name)) is not None]
+    found = [(name, value) for name in names if (value := field(record, name)) is not None]
+    return [(name, f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in found]
 
 
 def texts(record: Record) -> list[tuple[str, str]]:
-    """Return prompt, ground truth, response or the turns of an episode, and why there is no score, with their labels."""
-    truth, cause = record.get("ground_truth"), record.get("failure_cause")
-    pairs = [("prompt", str(record.get("prompt", "")))]
-    if truth is not None:
-        pairs.append(("truth", str(truth)))
-    pairs += _turns(record["episode"]) if record.get("episode") else [("response", str(record.get("response", "")))]
-    return pairs if cause is None else [*pairs, ("cause", str(cause))]
+    """Return prompt, ground truth, response or the turns of an episode, and why there is no score, with their labels.
+
+    Assistant turns, whose tokens are trained, have a `*`.
+    """
+    pairs = [("prompt", record["prompt"]), ("truth", record.get("ground_truth"))]
+    if record.get("episode"):
+        for message in record["episode"].get("messages", ()):
+            role = str(message.get("role", ""))
+            pairs.append(("turn *" if role == "assistant" else role, message.get("content", "")))
+    else:
+        pairs.append(("response", record["response"]))
+    return [(label, str(text)) for label, text in [*pairs, ("cause", record.get("failure_cause"))] if text is not None]
 
 
-def _turns(episode: Record) -> list[tuple[str, str]]:
-    """Return the conversation of an episode; assistant turns, whose tokens are trained, have a `*`."""
-    return [
-        ("turn *" if message.get("role") == "assistant" else str(message.get("role", "")), str(message.get("content", "")))
-        for message in episode.get("messages", ())
-    ]
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _facts(record: Record) -> list[str]:
-    words = "  ".join(safe_text(f"{name}={value}").replace(" ", "\u00a0") for name, value in facts(record))
-    lines = textwrap.wrap(words, WIDTH - 10, break_on_hyphens=False, break_long_words=False)
-    return [" " * 10 + line.replace("\u00a0", " ") for line in lines]
-
-
-def _wrapped(label: str, text: str) -> list[str]:
-    indent = " " * 10
+def _wrapped(label: str, text: str, *, drop: bool = False) -> list[str]:
     return textwrap.wrap(
         safe_text(text),
         width=WIDTH,
         initial_indent=f"{label:<10}",
-        subsequent_indent=indent,
-        drop_whitespace=False,
+        subsequent_indent=" " * 10,
+        drop_whitespace=drop,
         replace_whitespace=False,
         break_on_hyphens=False,
     ) or [f"{label:<10}".rstrip()]

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from grpo_rl.processes.child import start
 from grpo_rl.processes.family import die_with
@@ -73,41 +72,30 @@ class PageBeside:
 
     def _start(self, words: Sequence[str]) -> None:
         assert self.run is not None
-        environment = dict(os.environ)
-        if "outlives" in words:
-            environment = {key: value for key, value in environment.items() if key != "GRPO_SESSION"}
+        environment = {key: value for key, value in os.environ.items() if key != "GRPO_SESSION" or "outlives" not in words}
         try:
-            with self._log() as log:
+            with (self.run / "logs" / LOG).open("wb") as log:
                 self._process = start(__name__, [str(self.run), str(os.getpid()), *words], log, environment=environment)
         except OSError as error:
             self._failed(str(error.strerror or error))
         self._began = time.monotonic()
 
-    def _log(self) -> BinaryIO:
-        assert self.run is not None
-        return (self.run / "logs" / LOG).open("wb")
-
     def _is_writing(self) -> bool:
         """Return whether a process is at work; note what became of one that is not."""
-        if self._process is None:
+        if self._process is None or self.run is None:
             return False
         code = self._process.poll()
         if code is None:
             return True
         self._took = time.monotonic() - self._began
-        self._process = None
-        if code != 0:
-            self._failed(self._last_words() or f"its process ended with {code}")
-        elif self.run is not None:
-            with contextlib.suppress(OSError):
-                (self.run / "logs" / LOG).unlink()
-        return False
-
-    def _last_words(self) -> str:
+        self._process, log = None, self.run / "logs" / LOG
         with contextlib.suppress(OSError):
-            lines = (self.run or Path()).joinpath("logs", LOG).read_text(errors="replace").strip().splitlines()
-            return lines[-1][:300] if lines else ""
-        return ""
+            if code == 0:
+                log.unlink()
+            else:
+                words = log.read_text(errors="replace").strip().splitlines()
+                self._failed(words[-1][:300] if words else f"its process ended with {code}")
+        return False
 
     def _failed(self, why: str) -> None:
         if not self._has_failed:
