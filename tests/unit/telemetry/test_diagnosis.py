@@ -342,12 +342,3 @@ def test_an_alarm_is_raised_once_in_the_step_in_which_it_begins() -> None:
     again.resume([dict(record) | ({"alarm/kl_runaway": 1.0} if record["step"] == step else {}) for record in records[:30]])
     assert [again.see(int(record["step"]), record) for record in records[30:]] == [[]] * (len(records) - 30)
     assert "kl_loss_coef" in as_warning(begun[step][0])
-
-
-def test_a_step_without_a_trained_token_is_named_at_once_with_the_share_and_the_key() -> None:
-    masked = {"rollout/masked_fraction": 1.0, "rollout/trained_token_fraction": 0.0}
-    (found,) = Alarms(CONFIG).see(1, masked)
-    assert found.name == "nothing_trained"
-    assert "100% of the responses that were cut off" in found.meaning and "rollout_rs" not in found.meaning
-    (found,) = Alarms(CONFIG).see(1, masked | {"rollout/masked_fraction": 0.25})
-    assert "the 25% of the responses" in found.meaning and "rollout_rs rejects all other tokens" in found.meaning

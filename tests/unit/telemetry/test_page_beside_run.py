@@ -54,29 +54,6 @@ def test_the_process_has_the_priority_of_idle_time_a_limit_and_a_session_of_its_
     assert not is_running(pid)
 
 
-def test_the_process_dies_with_the_run(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    os.remove(run / "metrics.jsonl")
-    os.mkfifo(run / "metrics.jsonl")
-    script = (
-        "import sys, time; from pathlib import Path; from grpo_rl.telemetry.page.beside_run import PageBeside;"
-        "beside = PageBeside(Path(sys.argv[1]), 1); beside.step(1); print(beside._process.pid, flush=True); time.sleep(60)"
-    )
-    controller = subprocess.Popen([sys.executable, "-c", script, str(run)], stdout=subprocess.PIPE, text=True)
-    assert controller.stdout is not None
-    pid = int(controller.stdout.readline())
-    deadline = time.monotonic() + 30.0
-    while os.sched_getscheduler(pid) != os.SCHED_IDLE:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    time.sleep(0.3)
-    controller.kill()
-    controller.wait(10.0)
-    while is_running(pid):
-        assert time.monotonic() < deadline + 20.0
-        time.sleep(0.02)
-
-
 def test_a_failure_is_reported_once_and_stops_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "page.html").mkdir()

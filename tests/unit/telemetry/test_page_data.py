@@ -21,7 +21,7 @@ from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.page import page_file, rollout_chunks, run_data
 from grpo_rl.telemetry.page.beside_run import PageBeside
-from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pack, pieces_of, read_chunk, unpack
+from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pieces_of, read_chunk, unpack
 from grpo_rl.telemetry.report import report_text
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
@@ -207,12 +207,6 @@ def test_scripts_that_came_with_a_folder_are_written_anew(tmp_path: Path, monkey
     assert [chunk.read_text() for chunk in chunks] == own
 
 
-def test_a_chunk_comes_back_as_it_went_in() -> None:
-    value = [{"response": 'a\u2028</script>\ud800"\\'}]
-    assert unpack(pack(value)) == value
-    assert pack(value).isascii() and "<" not in pack(value)
-
-
 def test_tokens_are_logged_for_the_first_groups_and_shown_with_their_texts(tmp_path: Path) -> None:
     from grpo_rl.models.builtin import build
 
@@ -276,17 +270,6 @@ def test_pieces_join_to_the_response(tmp_path: Path, folder: Path | None) -> Non
     for end in range(len(ids)):  # a response may be cut within a character
         assert "".join(pieces(ids[:end])) == tokenizer.decode(ids[:end], skip_special_tokens=False)
     assert pieces([-1]) == []
-
-
-def test_pieces_of_one_character_are_joined(tmp_path: Path) -> None:
-    tokenizer = byte_level({char: place for place, char in enumerate(pre_tokenizers.ByteLevel.alphabet())}, [])
-    (tmp_path / "model").mkdir()
-    tokenizer.save(str(tmp_path / "model/tokenizer.json"))
-    pieces = pieces_of(tmp_path, {})
-    assert pieces is not None
-    ids = tokenizer.encode("a é 漢!").ids
-    assert pieces(ids) == ["a", " ", "é", "", " ", "漢", "", "", "!"]
-    assert pieces(ids[:3]) == ["a", " ", "\ufffd"]
 
 
 def test_the_tokens_of_a_response_with_a_secret_are_not_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,10 @@ def test_no_training_step_is_counted_as_both_first_and_last(tmp_path: Path) -> N
 
 
 def test_samples_are_shown_for_the_same_prompt_and_cannot_drive_the_terminal(tmp_path: Path) -> None:
-    report = final_report(make_run(tmp_path), seconds=75)
+    run_dir = make_run(tmp_path)
+    report = final_report(run_dir, seconds=75)
+    assert run_dir.report_file.read_text() == report
+    assert str(run_dir.metrics_file) in report and str(run_dir.report_file) in report and str(run_dir.model) not in report
     assert "before (step 0) and after (step 10)" in report
     assert "\x1b" not in report
     block = report[report.index("question 0") :].splitlines()
@@ -68,14 +71,6 @@ def test_samples_are_shown_for_the_same_prompt_and_cannot_drive_the_terminal(tmp
     ]
     assert "after   [reward 0] nine" in report  # a change for the worse is not hidden
     assert report.endswith("Finished in 1 min 15 s.\n")
-
-
-def test_the_report_is_written_and_names_only_what_exists(tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path)
-    report = final_report(run_dir)
-    assert run_dir.report_file.read_text() == report
-    assert str(run_dir.metrics_file) in report and str(run_dir.report_file) in report
-    assert str(run_dir.model) not in report and str(run_dir.rollouts) not in report
 
 
 def test_the_pace_is_that_of_the_last_steps_without_the_first(tmp_path: Path) -> None:
@@ -133,10 +128,3 @@ def test_the_table_has_first_last_and_best_of_every_component_and_the_failures_b
         ["auto/acc", "0.000", "0.500", "0.500", "2"],
         ["scores", "that", "failed:", "3", "past", "the", "deadline,", "4", "raised", "an", "error"],
     ]
-
-
-def test_without_failures_the_table_says_so_only_where_they_are_counted():
-    row = {"step": 1.0, "reward/mean": 1.0}
-    assert "fail" not in rewards_section([row])
-    assert rewards_section([row | {"reward/timeouts": 0.0}]).endswith("no score failed")
-    assert rewards_section([{"step": 0.0, "val/a/mean@1": 1.0}]) == ""

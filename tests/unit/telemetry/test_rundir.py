@@ -71,10 +71,3 @@ def test_what_differs_from_the_last_start_is_listed_by_key(tmp_path: Path) -> No
         "new: not set -> true",
     ]
     assert run_dir.changes((run_dir.path / "config.yaml").read_text()) == []
-
-
-@pytest.mark.parametrize("text", ["a: [", "\xff", "- 1\n", ""])
-def test_a_configuration_that_cannot_be_read_is_no_reason_not_to_start(text: str, tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "named")
-    (run_dir.path / "config.yaml").write_bytes(text.encode("latin-1"))
-    assert isinstance(run_dir.changes("lr: 1\n"), list)

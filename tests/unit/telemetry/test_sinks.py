@@ -121,18 +121,6 @@ class Recorder:
         self.closed = True
 
 
-def test_a_tracker_forgets_later_steps_before_it_gets_new_ones() -> None:
-    recorder, warnings = Recorder(), list[str]()
-    recorder.gate.set()
-    sink = Background("service", lambda: recorder, warnings.append)
-    sink.log(1, {})
-    sink.truncate_after(1)
-    sink.log(2, {})
-    sink.close()
-    assert (recorder.truncated, recorder.steps) == ([(1, 1)], [1, 2])
-    assert warnings == [] and sink.num_unsent == 0
-
-
 def test_a_service_that_hangs_costs_metrics_but_never_a_step() -> None:
     recorder, warnings = Recorder(), list[str]()
     sink = Background("service", lambda: recorder, warnings.append, size=3)
@@ -161,15 +149,6 @@ def test_a_service_that_cannot_be_reached_is_reported_once_and_its_losses_counte
         "service failed and is switched off: ConnectionError: no route",
         "service: 5 steps were not sent; metrics.jsonl has them",
     ]
-
-
-def test_it_is_said_where_a_person_finds_the_run_and_tables_take_their_turn() -> None:
-    recorder, said = Recorder(), list[str]()
-    recorder.gate.set()
-    sink = Background("service", lambda: recorder, pytest.fail, said.append)
-    sink.tables(4, {"val/generations": Path("x")}, 8)
-    sink.close()
-    assert said == ["service: here"] and recorder.shown == [(4, ["val/generations"], 8)] and sink.num_unsent == 0
 
 
 def rollout(text: str, reward: float) -> Rollout:

@@ -2,7 +2,6 @@ import math
 
 import pytest
 
-from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.terminal import step_line
 
 METRICS = {
@@ -49,21 +48,12 @@ def test_a_step_is_one_line_with_every_value_under_its_name() -> None:
     } | {"reward": "0.00"}  # the name stands twice: the score, and the seconds, which come later
 
 
-def test_what_is_waited_for_responses_stands_where_they_are_sampled_beside_the_training() -> None:
-    own = {name: value for name, value in METRICS.items() if name != "timing_s/gen"} | {"timing_s/wait_for_rollouts": 0.25}
-    assert " 0.25 " in as_text(step_line.line(1, 2, own)) and " 0.25 " not in as_text(step_line.line(1, 2, METRICS))
-
-
 @pytest.mark.parametrize("value", [0.0, -1e12, 1e12, 1e-12, math.nan, math.inf, -math.inf])
 def test_the_width_of_a_line_never_depends_on_the_values(value: float) -> None:
     width = len(as_text(step_line.header()))
     assert width <= 120
     assert len(as_text(step_line.line(123, 4567, dict.fromkeys(METRICS, value)))) == width
     assert len(as_text(step_line.line(1, 2, {}))) == width
-
-
-def test_a_source_may_hold_slashes_and_other_validation_metrics_are_not_mixed_in() -> None:
-    assert validation_keys(METRICS) == ["val/openai/gsm8k/mean@1", "val/arithmetic/mean@1"]
 
 
 def test_components_and_failed_scores_follow_where_there_are_some() -> None:
@@ -84,15 +74,6 @@ def test_components_and_failed_scores_follow_where_there_are_some() -> None:
     assert text[119:] == "  |  auto  0.500  format  1.000  3 scores failed (2 timed out, 1 in error)"
     many = {"reward/mean": 1.0} | {f"reward/part{number}": 1.0 for number in range(6)}
     assert "".join(cell.text for cell in step_line.line(1, 9, many)).endswith("  part3  1.000  and 2 more")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (725.4, "12m05s"), (25_400.0, "7h03m"), (284_400.0, "3d07h")],
-)
-def test_the_time_left_takes_at_most_seven_columns(seconds: float, shown: str) -> None:
-    plain = as_text(step_line.line(1, 9, {}, seconds))
-    assert plain.split()[8] == shown and len(plain) == 119
 
 
 def test_a_run_on_pairs_has_a_line_of_its_own() -> None:
