@@ -144,6 +144,21 @@ def test_gradients_and_parameters_do_not_depend_on_the_layout(ranks, models, alo
     assert_same(alone[mode], train(ranks, models[True], LAYOUTS[layout], grpo(mode), BATCHES))
 
 
+def test_old_logprobs_that_are_the_engines_are_those_of_the_ratio(ranks, models):
+    objective, batch = Objective("cispo"), BATCHES[0]
+
+    def gradients(batch: Batch, old_from_engine: bool) -> dict[str, Tensor]:
+        ranks[1].build(replace(spec_for(models[True], ALONE, objective, 1e6), old_from_engine=old_from_engine))
+        actor_group(ranks[1], ActorConfig(), ALONE.rule, objective, updates_per_step=1).update(batch)
+        return ranks[1].call("gradients")[0][0]
+
+    found = gradients(batch, True)
+    expected = gradients(batch.replace(old_logprobs_T=batch.rollout_logprobs_T), False)
+    on_policy = gradients(batch, False)
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient) and not torch.equal(on_policy[name], gradient), name
+
+
 @pytest.mark.parametrize("layout", ["1 rank, 12 micro-batches", "2 ranks, 3 micro-batches each"])
 def test_gradients_are_clipped_by_their_norm_over_all_ranks_and_micro_batches(ranks, models, layout):
     one = train(ranks, models[True], ALONE, grpo("token-mean"), BATCHES[:1], clip_grad=0.01)

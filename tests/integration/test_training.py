@@ -195,22 +195,6 @@ def test_two_ranks_that_split_sequences_train_like_one(model, tmp_path):
     assert together.steps[2]["actor/kl_loss"] == pytest.approx(alone.steps[2]["actor/kl_loss"], rel=0.05)
 
 
-@pytest.mark.campaign
-def test_remax_with_a_penalty_for_long_responses_trains_on_the_engines_logprobs(model, tmp_path):
-    words = [word for word in arithmetic(model) if not word.startswith("actor_rollout_ref.rollout.n=")]
-    words += ["actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=remax", "trainer.total_training_steps=2"]
-    words += ["reward.overlong_buffer.len=6", "algorithm.rollout_correction.bypass_mode=true"]
-    run = train(tmp_path, "remax", *words)
-    assert_trains_like_its_engine(run, last=2)
-    for step, row in run.steps.items():
-        for record in run.rollouts(step):
-            assert record["advantage"] == pytest.approx(record["reward"] - record["baseline"], abs=1e-6)
-            assert record["reward_parts"]["overlong"] == pytest.approx(-max(0.0, (record["response_length"] - 6) / 6))
-        # The ratio is taken against the engine: 1 up to its rounding, and not exactly.
-        assert row["actor/ratio_max"] == pytest.approx(1.0, abs=1e-3)
-        assert abs(row["rollout_corr/kl"]) < 1e-4
-
-
 def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_that_was_not_interrupted(model, tmp_path):
     actor = "actor_rollout_ref.actor"
     words = [
