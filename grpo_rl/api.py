@@ -67,9 +67,6 @@ def _checked(overrides: Sequence[str]) -> tuple[list[str], Composed]:
             f"overrides={overrides!r}: is one text; give a list of words, such as [{overrides.split()[0]!r}, ...]"
         )
     words = list(overrides)
-    strangers = [word for word in words if not isinstance(word, str)]
-    if strangers:
-        raise ConfigError([f"overrides: {word!r} is no text; settings are written 'key=value'" for word in strangers])
     composed = compose(words)
     if composed.config.trainer.dry_run:
         raise ConfigError(

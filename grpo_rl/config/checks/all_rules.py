@@ -41,7 +41,7 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
         doubtful |= {name.rpartition(".")[2] for name in (key, *nearest(key))}
         if key.startswith(("recipe", "the")):
             return
-    # No key whose effect depends on the machine is refused.
-    found = [*_without_machine(config, settled(config)), *effects.problems(config, Machine(0, 1, "cpu"))]
+    # No key is refused on GPUs that has an effect on CPUs.
+    found = [*_without_machine(config, settled(config)), *effects.problems(config, Machine(1, 1, "cuda"))]
     # What is missing altogether may stand in the word or recipe that could not be read.
     yield from (line for line in found if "is not set" not in line and not doubtful & set(re.findall(r"\w+", line)))

@@ -24,22 +24,6 @@ def problems_of(*words: str) -> list[str]:
     return caught.value.problems
 
 
-def test_bad_words_of_all_kinds_are_refused_together() -> None:
-    words = ["trainer.save_frq=5", "trainer.save_freq=1.5", "reward_model.max_length=1", "foo", f"{R}.n=1,2", "recipe=nonsense"]
-    problems = problems_of(*words, "data.seed=${data.sed}")
-    starts = [
-        "trainer.save_frq",
-        "trainer.save_freq=1.5",
-        "reward_model.max_length",
-        "foo",
-        f"{R}.n=1,2",
-        "recipe=nonsense",
-        "data.seed",
-    ]
-    assert len(problems) == len(starts)
-    assert all(any(problem.startswith(start) for problem in problems) for start in starts)
-
-
 # ---- what is taken -------------------------------------------------------------------------------------
 
 
@@ -233,11 +217,6 @@ def test_dots_nest_in_a_recipe_as_on_the_command_line(tmp_path: Path) -> None:
     assert compose([recipe(tmp_path, "my.yaml", "trainer.save_freq: 5\ndata: {seed: 3}\n")]).config.trainer.save_freq == 5
 
 
-def test_a_file_of_many_megabytes_is_no_recipe(tmp_path: Path) -> None:
-    (problem,) = problems_of(recipe(tmp_path, "my.yaml", "trainer: {seed: 1}\n" + "#" * 2_000_000))
-    assert "1,000,000 bytes" in problem
-
-
 # ---- relative paths ------------------------------------------------------------------------------------
 
 
@@ -247,19 +226,14 @@ def test_relative_paths_of_a_recipe_file_start_at_its_folder(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path / "elsewhere")
     content = {
         "data.train_files": ["train.parquet", "../rows.jsonl", "task:arithmetic", "hf:a/b?split=train", "/abs.parquet"],
-        "data.val_files": "val.parquet?split=test",
         "actor_rollout_ref.model.path": "model",
         "actor_rollout_ref.model.tokenizer_path": "organisation/name",
-        "critic.model.path": "./critic",
         f"{A}.policy_loss.loss_mode": "losses.py:mine",
-        "algorithm.adv_estimator": "grpo",
         "reward.functions": ["auto", "0.2*rewards.py:mine", "my_package.module:other"],
-        "reward.batched": ["rewards.py:mine"],
         "reward.function_kwargs": {"rewards.py:mine": {"path": "left.alone"}},
         f"{R}.multi_turn.environment.name": "game.py:Game",
         f"{R}.multi_turn.tool_config_path": "tools.yaml",
         f"{R}.multi_turn.tools": {"calculator": {}, "tools.py:Mine": {"path": "left.alone"}},
-        "reward.judge.parser": "json:score",
         "trainer.default_local_dir": "runs",
     }
     word = recipe(tmp_path / "project", "my.yaml", nested(content))
@@ -268,19 +242,14 @@ def test_relative_paths_of_a_recipe_file_start_at_its_folder(tmp_path: Path, mon
     assert config.data.train_files == [
         f"{folder}/train.parquet", f"{folder}/../rows.jsonl", "task:arithmetic", "hf:a/b?split=train", "/abs.parquet"
     ]  # fmt: skip
-    assert config.data.val_files == [f"{folder}/val.parquet?split=test"]
     model = config.actor_rollout_ref.model
     assert (model.path, model.tokenizer_path) == (f"{folder}/model", "organisation/name")
-    assert config.critic.model.path == f"{folder}/critic"
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == f"{folder}/losses.py:mine"
-    assert config.algorithm.adv_estimator == "grpo"
     assert config.reward.functions == ["auto", f"0.2*{folder}/rewards.py:mine", "my_package.module:other"]
-    assert config.reward.batched == [f"{folder}/rewards.py:mine"]
     assert config.reward.function_kwargs == {f"{folder}/rewards.py:mine": {"path": "left.alone"}}
     turns = config.actor_rollout_ref.rollout.multi_turn
     assert (turns.environment.name, turns.tool_config_path) == (f"{folder}/game.py:Game", f"{folder}/tools.yaml")
     assert turns.tools == {"calculator": {}, f"{folder}/tools.py:Mine": {"path": "left.alone"}}
-    assert config.reward.judge.parser == "json:score"
     assert config.trainer.default_local_dir == "runs"
     typed = compose([word, "data.train_files=train.parquet", "reward.functions=[rewards.py:mine]"])
     assert typed.config.data.train_files == ["train.parquet"] and typed.config.reward.functions == ["rewards.py:mine"]

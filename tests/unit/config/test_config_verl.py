@@ -87,25 +87,6 @@ def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str
     assert any(name == instead or name.endswith("." + instead) for name in (*leaves(), *sections()))
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "critic.optim.optimizer",
-        "reward_model.model.path",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
-        f"{R}.agent.agent_loop_config_path",
-        f"{R}.engine_kwargs_sglang",
-        "actor_rollout_ref.model.lora.rank",
-        "data.image_key",
-        "algorithm.rollout_correction.loss_type",
-        "distillation.teacher_key",
-    ],
-)
-def test_keys_of_parts_that_are_not_here_are_answered_or_unknown_never_taken(key: str) -> None:
-    answer = reply(key, 64)
-    assert answer is None or len(answer.problems) == 1
-
-
 def test_a_mapping_of_keys_is_answered_key_by_key() -> None:
     problems = read(["reward_model={strategy: fsdp, model: {fsdp_config: 1}, micro_batch_size: null}"]).problems
     assert [problem.partition(":")[0] for problem in problems] == ["reward_model.model.fsdp_config"]
@@ -239,8 +220,3 @@ def test_verls_older_places_of_rewards_are_taken_from_words_and_from_files(tmp_p
             for note in composed.notes
         )
     assert compose([*words, "reward_model.overlong_buffer.enable=False"]).config.reward.overlong_buffer.tokens is None
-
-
-def test_a_profiler_without_steps_is_noted(away: Path) -> None:
-    text = planned("profile/run_qwen2_5_7b_torch_profile", away, "global_profiler.steps=null", "trainer.logger=[console,file]")
-    assert "global_profiler.tool=torch: has no effect in this run: no step is named" in text

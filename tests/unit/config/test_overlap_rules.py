@@ -114,16 +114,3 @@ def test_the_engines_log_probs_are_the_old_ones_only_where_weights_may_be_stale(
     assert settled(config_of(ASYNC)).algorithm.rollout_correction.bypass_mode is True
     staleness = [max_staleness(config_of(given)) for given in ({}, {"trainer.schedule": "one_step_off"}, ASYNC)]
     assert staleness == [0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("word", "advice"),
-    [
-        ("async_training.staleness_threshold=0.5", "trainer.asynchronous.max_staleness"),
-        ("rollout.nnodes=1", "actor_rollout_ref.rollout.nnodes"),
-        ("rollout.total_rollout_steps=100", "trainer.total_training_steps"),
-    ],
-)
-def test_verls_commands_for_its_asynchronous_recipes_are_answered_with_the_keys_to_use(word: str, advice: str) -> None:
-    with pytest.raises(ConfigError, match=advice):
-        compose(["data.train_files=task:arithmetic", "actor_rollout_ref.model.path=builtin:arithmetic", word])

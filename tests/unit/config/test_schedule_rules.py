@@ -8,11 +8,9 @@ import pytest
 from config_tools import CPU, RUNNABLE, A, R, config_of
 
 from grpo_rl.config.checks.all_rules import check
-from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import decide
 from grpo_rl.plan.make import refusals
 
@@ -179,21 +177,6 @@ def given_to_reward_model(given: dict[str, Any]) -> Config:
     """The smallest runnable configuration without its policy, and what is given."""
     bare = {key: leaves()[key].default for key in RUNNABLE if not key.startswith(("data.", "trainer."))}
     return config_of(bare | given)
-
-
-@pytest.mark.parametrize(
-    ("word", "key"),
-    [
-        ("model.partial_pretrain=m", "actor_rollout_ref.model.path"),
-        ("optim.lr=1e-5", f"{A}.optim.lr"),
-        ("data.multiturn.messages_key=talk", "data.messages_key"),
-    ],
-)
-def test_a_key_of_verls_sft_trainer_is_answered_with_ours(word: str, key: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        compose(["recipe=paradigm/sft", word])
-    (problem,) = caught.value.problems
-    assert problem.startswith(word.partition("=")[0]) and f"use {key}" in problem
 
 
 def test_an_iterated_run_counts_its_steps_by_phase_and_its_reference_moves() -> None:
