@@ -25,7 +25,6 @@ FLOORS = {
     "errors": 0,
     "run_files": 0,
     "arguments": 0,
-    "gym": 0,
     "hub": 0,
     "faults": 0,
     "processes": 0,

@@ -17,7 +17,7 @@ from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.rules.auto import auto, deepseek_r1
 from grpo_rl.rewards.rules.form_rules import language_consistency, length, repetition, tags, think_answer
 from grpo_rl.rewards.rules.number_rules import arithmetic, arithmetic_process, countdown, gsm8k, gsm8k_flexible
-from grpo_rl.rewards.rules.reasoning_gym_rule import reasoning_gym
+from grpo_rl.rewards.rules.reasoning_gym import reasoning_gym
 from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
 
 RewardFn = Callable[..., Any]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from typing import Any, Literal
 
-from grpo_rl import gym
 from grpo_rl.config.schema.kinds import Count, Seed
 from grpo_rl.data.sources.source import split_options
-from grpo_rl.data.tasks.gym_process import EntryProcess, needs_own_process
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text, typed_options
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.rewards.rules import reasoning_gym as gym
 
 PREFIX = "reasoning_gym:"
 TRIES = 64
 """Entries that are made for one row of a split before the data set is reported to have too few questions."""
+HASH_DEPENDENT = frozenset(
+    {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
+"""Data sets that walk over sets of strings, or run programs that do: their rows are the same only under the same PYTHONHASHSEED."""
 INSTRUCTION = "\n\nThink step by step. Then give the final answer, and nothing else, between <answer> and </answer>."
 
 
@@ -27,8 +31,11 @@ def reasoning_gym_rows(spec: str) -> LazyRows:
         raise ConfigError(f"{PREFIX}{name}: size is called num_rows here")
     own = {key: text for key, text in texts.items() if key in OWN_OPTIONS}
     options = tuple(sorted((key, text) for key, text in texts.items() if key not in own))
-    # Built once here, which checks name and options.
-    gym.build(name, options, 0)
+    gym.build(name, options, 0)  # checks name and options
+    if name in HASH_DEPENDENT and os.environ.get("PYTHONHASHSEED") != "0":
+        raise ConfigError(
+            f"{PREFIX}{name}: its rows depend on how Python hashes strings; start the command with PYTHONHASHSEED=0 before it"
+        )
     return _rows(name, options, **typed_options(f"{PREFIX}{name}", _rows, own))
 
 
@@ -48,18 +55,15 @@ def _rows(
     """
     # Drawn from the user's, so that seeds 0 and 1 do not share all rows but one.
     seed = int.from_bytes(hashlib.sha256(f"{PREFIX}{seed}".encode()).digest()[:4], "big") >> 2
-    process = EntryProcess(name, options, seed) if needs_own_process(name) else None
 
     def entry(number: int) -> dict[str, Any]:
-        if process is not None:
-            return process.entry(number)
         try:
             return gym.make_entry(name, options, seed, number)
         except Exception as error:  # the package's generators: whatever they raise is about this row
             raise DataError(f"{PREFIX}{name}, entry {number}: {type(error).__name__}: {error}") from error
 
     def row(index: int) -> Row:
-        """Return row `index` in verl's format; `extra_info.gym` has what scoring needs as plain JSON."""
+        """Return row `index` in verl's format; `extra_info.gym` has what scoring needs."""
         number, found = index, None
         if split == "all":
             found = entry(index)
@@ -73,12 +77,7 @@ def _rows(
                 f"{PREFIX}{name}: {TRIES} entries were made for row {index}, and none belongs to split={split}; "
                 f"this data set has too few different questions to be split: leave split out"
             )
-        carried: dict[str, Any] = {"options": dict(options), "seed": seed, "entry": number}
-        try:
-            carried["metadata"] = gym.encode(found["metadata"])
-        except TypeError:  # metadata without a plain form are made again where the row is scored
-            if name in gym.HASH_DEPENDENT:
-                raise
+        carried = {"options": dict(options), "seed": seed, "entry": number, "metadata": gym.written(found["metadata"])}
         return {
             "data_source": gym.SOURCE_PREFIX + name,
             "prompt": [{"role": "user", "content": found["question"] + (INSTRUCTION if answer_tags else "")}],

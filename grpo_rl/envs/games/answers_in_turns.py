@@ -10,11 +10,10 @@ from grpo_rl.config.schema.kinds import Turns
 from grpo_rl.data.tasks.countdown import answer_to
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Game, MoveResult, Rewards
-from grpo_rl.gym import SOURCE_PREFIX
 from grpo_rl.rewards.rules.answers import last_pair
 from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value
 from grpo_rl.rewards.rules.number_rules import NEAR, gsm8k_flexible, to_number
-from grpo_rl.rewards.rules.reasoning_gym_rule import reasoning_gym
+from grpo_rl.rewards.rules.reasoning_gym import SOURCE_PREFIX, reasoning_gym
 
 MOST_DIGITS = 20
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.gym import SOURCE_PREFIX
 from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.rules.form_rules import think_answer
 from grpo_rl.rewards.rules.number_rules import arithmetic, countdown, gsm8k, gsm8k_flexible
-from grpo_rl.rewards.rules.reasoning_gym_rule import reasoning_gym
+from grpo_rl.rewards.rules.reasoning_gym import SOURCE_PREFIX, reasoning_gym
 from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
 
 MATH_SOURCES = (

@@ -1,23 +1,20 @@
 """The package takes seconds to import, so all that needs it is here."""
 
+import ast
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from machine_lacks import needs_reasoning_gym
 
-from grpo_rl import gym
-from grpo_rl.data.tasks.gym_process import EntryProcess
 from grpo_rl.data.tasks.made_rows import split_of_text
-from grpo_rl.data.tasks.reasoning_gym import INSTRUCTION
+from grpo_rl.data.tasks.reasoning_gym import HASH_DEPENDENT, INSTRUCTION
 from grpo_rl.data.tasks.registry import task_rows
-from grpo_rl.errors import ConfigError, DataError, RewardError
+from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.rewards.rules import reasoning_gym as gym
 from grpo_rl.rewards.rules.auto import auto
-from grpo_rl.rewards.rules.reasoning_gym_rule import extract_answer
 
 pytestmark = needs_reasoning_gym
-ROOT = Path(__file__).resolve().parents[3]
 CHEAP = [
     "ab",
     "base_conversion",
@@ -64,42 +61,14 @@ def test_row_i_is_the_same_whatever_the_number_of_rows_and_another_seed_is_no_sh
     assert len(other & {row["prompt"][0]["content"] for row in long}) < 5
 
 
-PACKAGE = """\
-import dataclasses, types
-
-@dataclasses.dataclass
-class Config:
-    seed: int
-    size: int
-
-class Words:
-    def __init__(self, config):
-        self.seed = config.seed
-    def __getitem__(self, index):
-        print("noise on stdout")
-        if index == 2:
-            raise ValueError("no third")
-        words = "one two three four five six seven eight nine ten".split()
-        return {"question": " ".join(set(words)) + str(index), "answer": "1", "metadata": {"pair": (1, index)}}
-
-Words.__module__ = "reasoning_gym.words.x"
-DATASETS = {"word_ladder_like": (Words, Config)}
-"""
-
-
-def test_rows_that_depend_on_the_hash_of_strings_are_made_by_a_process_with_a_fixed_one(monkeypatch, tmp_path):
-    (tmp_path / "reasoning_gym").mkdir()
-    (tmp_path / "reasoning_gym" / "__init__.py").write_text("")
-    (tmp_path / "reasoning_gym" / "factory.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(tmp_path)
-    made = []
-    for hash_seed in ("1", "2"):
-        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
-        process = EntryProcess("word_ladder_like", (), 0)
-        made.append([process.entry(1), process.entry(0)])
-    assert made[0] == made[1] and made[0][0]["metadata"] == {"pair": (1, 1)}
-    with pytest.raises(DataError, match="entry 2: ValueError: no third"):
-        process.entry(2)
+def test_rows_that_depend_on_the_hash_of_strings_want_a_fixed_one(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for name in HASH_DEPENDENT:
+        with pytest.raises(ConfigError, match="start the command with PYTHONHASHSEED=0"):
+            task_rows(f"reasoning_gym:{name}")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    row = task_rows("reasoning_gym:isomorphic_strings?num_rows=1")[0]
+    assert answered(row, row["reward_model"]["ground_truth"])["score"] == 1
 
 
 def test_the_splits_share_no_question():
@@ -116,17 +85,17 @@ def test_the_splits_share_no_question():
     [
         ("chain_sums", "Did you mean chain_sum"),
         ("chain_sum?min_term=2", "Did you mean min_terms"),
-        ("chain_sum?min_terms=two", "min_terms=two must be a whole number"),
+        ("chain_sum?min_terms=two", "min_terms=two must be of type int"),
         ("chain_sum?min_terms=9&max_terms=2", "refuses max_terms=2, min_terms=9: max_terms must be >= min_terms"),
         ("chain_sum?size=5", "size is called num_rows here"),
         ("chain_sum?num_rows=0", "num_rows=0 is out of range"),
         ("chain_sum?seed=-1", "seed=-1 is out of range"),
         ("chain_sum?split=test", "split=test must be one of all, train, val"),
-        ("basic_arithmetic?allow_negation=1", "allow_negation=1 must be true or false"),
-        ("basic_arithmetic?whitespace=double", "must be one of no_space, single, random"),
-        ("word_sorting?transformation=upper", "must be one of lowercase, uppercase"),
-        ("time_intervals?min_date=2024", "must be a date like"),
-        ("rearc?board_format_opts=x", "cannot be set"),
+        ("basic_arithmetic?allow_negation=1", "allow_negation=1 must be of type bool"),
+        ("basic_arithmetic?whitespace=double", "whitespace=double must be of type Literal['no_space', 'single', 'random']"),
+        ("word_sorting?transformation=upper", "transformation=upper must be of type TextTransformation"),
+        ("time_intervals?min_date=2024", "min_date=2024 must be of type date"),
+        ("rearc?board_format_opts=x", "must be of type BoardFormattingOptions"),
         ("composite", "list these in data.train_files"),
     ],
 )
@@ -142,22 +111,6 @@ def test_without_the_package_the_message_says_what_to_install(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'grpo_rl\[data\]'"):
         task_rows("reasoning_gym:lcm")
     gym._registered.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("response", "expected"),
-    [
-        ("a <answer> 4 </answer> b <answer>\n5</answer> c", ("5", True)),
-        ("  4\n", ("4", False)),
-        ("<answer>4", ("<answer>4", False)),
-        ("4</answer>", ("4</answer>", False)),
-        ("<answer>1</answer><answer>2", ("1", True)),
-        ("<answer><answer>3</answer></answer>", ("3</answer>", True)),
-        ("", ("", False)),
-    ],
-)
-def test_the_last_tags_hold_the_answer_or_else_the_whole_response_is_it(response, expected):
-    assert extract_answer(response) == expected
 
 
 HOSTILE = {
@@ -192,18 +145,16 @@ def test_puzzle24_wants_the_numbers_of_the_puzzle():
     row = next(
         r
         for r in task_rows("reasoning_gym:puzzle24?num_rows=9")
-        if sorted(gym.decode(r["extra_info"]["gym"]["metadata"])["numbers"]) != [1, 1, 4, 6]
+        if sorted(ast.literal_eval(r["extra_info"]["gym"]["metadata"])["numbers"]) != [1, 1, 4, 6]
     )
     assert answered(row, "6*4*1*1")["score"] < 1
 
 
-def test_an_integral_is_judged_by_its_derivative_and_a_list_keeps_the_packages_partial_marks():
+def test_an_integral_is_judged_by_its_derivative():
     row = task_rows("reasoning_gym:simple_integration?num_rows=1")[0]
     own = row["reward_model"]["ground_truth"].removesuffix(" + C")
     assert answered(row, f"({own})*2/2 + 17")["score"] == 1
     assert answered(row, f"2*({own})")["score"] == 0
-    row = task_rows("reasoning_gym:spiral_matrix?num_rows=1")[0]
-    assert answered(row, str([int(part) for part in row["reward_model"]["ground_truth"].split()]))["score"] == 0.1
 
 
 def test_a_row_of_another_source_is_refused():
@@ -211,7 +162,8 @@ def test_a_row_of_another_source_is_refused():
         auto("reasoning_gym/gcd", "5", "5", {})
 
 
-@pytest.mark.parametrize("value", [{1: "a", "b": (1, 2)}, {"$": 1}, [(1, [2]), {3, 4}, None, True, 1.5], frozenset({"a"})])
-def test_metadata_comes_back_from_json_as_it_was(value):
-    back = gym.decode(json.loads(json.dumps(gym.encode(value))))
-    assert back == value and type(back) is type(value)
+def test_metadata_that_cannot_be_written_down_are_made_again_to_be_scored():
+    assert ast.literal_eval(gym.written({1: ("a", {3}), "b": None})) == {1: ("a", {3}), "b": None}
+    row = task_rows("reasoning_gym:knights_knaves?num_rows=1")[0]
+    assert row["extra_info"]["gym"]["metadata"] is None
+    assert answered(row, row["reward_model"]["ground_truth"])["score"] == 1
