@@ -77,6 +77,16 @@ class Reference(Protocol):
         """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` where the full KL reads it."""
 
 
+class Teacher(Protocol):
+    """The models whose distributions the policy learns."""
+
+    def logprobs(self, batch: Batch, rollouts: Sequence[Rollout] = ()) -> tuple[Batch, Metrics]:
+        """Return the batch with `teacher_logprobs_T`, and the teachers' likeliest tokens where a divergence reads them; and metrics.
+
+        `rollouts` are those of the batch, in its order; without any it is one of given answers.
+        """
+
+
 @runtime_checkable
 class MovingReference(Reference, Saved, Protocol):
     """The reference of iterated training, which becomes the policy from time to time."""

@@ -270,6 +270,12 @@ class Batch:
     """The ids of those tokens, int32; every log-prob of the batch is normalised over them."""
     ref_hidden_TD: Column | None = None
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
+    teacher_logprobs_T: Column | None = None
+    """Log-probs of the trained tokens under the teacher of each rollout."""
+    teacher_top_logprobs_TK: Column | None = None
+    """The highest log-probs of the teacher where each trained token was sampled, K of them, only for divergences."""
+    teacher_top_ids_TK: Column | None = None
+    """The ids of those K tokens, int32."""
     values_T: Column | None = None
     """The critic's value of the state before each token, as it was before the update."""
     returns_T: Tensor | None = None
@@ -355,7 +361,7 @@ class Batch:
         """Return the rollouts at `index_K`, in that order, with all their columns."""
         index_K = torch.as_tensor(index_K, dtype=torch.long)
         columns: dict[str, Any] = {name: _at(getattr(self, name), index_K) for name in _columns_with("_N", "_NP")}
-        lengths = {"_S": self.sequence_lengths_N, "_T": self.trained_lengths_N, "_TD": self.trained_lengths_N}
+        lengths = {"_S": self.sequence_lengths_N} | dict.fromkeys(("_T", "_TD", "_TK"), self.trained_lengths_N)
         if self.num_steps_N is not None:
             lengths["_K"] = self.num_steps_N
         if isinstance(self.support_counts_T, Tensor):
@@ -384,7 +390,7 @@ class Batch:
         by_rollout = bool((trained_lengths_N[kept_N] == self.trained_lengths_N[kept_N]).all())
         token_index = trained_T.nonzero()[:, 0]
         columns: dict[str, Any] = {}
-        for name in _columns_with("_T", "_TD"):
+        for name in _columns_with("_T", "_TD", "_TK"):
             column = getattr(self, name)
             if isinstance(column, RemoteColumn) and by_rollout:
                 columns[name] = column.keep(kept_N.numpy())

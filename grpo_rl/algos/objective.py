@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import RolloutCorrection, correct
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from grpo_rl.algos.losses.contract import scales_with_advantage
+from grpo_rl.algos.losses.distillation import Distillation
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
 from grpo_rl.algos.trial import has_ratio
 from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
@@ -28,6 +29,8 @@ Options = tuple[tuple[str, Any], ...]
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The function that a step minimises: agg(policy loss) - entropy_coeff agg(entropy) + kl_loss_coef agg(KL).
+
+    With a teacher its distance is in the advantages of the policy loss, or one more term.
 
     A plain value: it can be pickled, compared and printed. Built directly it has no entropy and no KL term
     unless they are asked for. Unknown names and options raise ConfigError.
@@ -51,6 +54,8 @@ class Objective:
     """Weights and rejections of the policy against the engine, whose log-probs are the old ones (bypass_mode)."""
     router_aux_loss_coef: float = 0.0
     """Weight of the loss that keeps experts evenly used, which `models/experts.py` adds where the model runs."""
+    distillation: Distillation | None = None
+    """The teacher's part; None without a teacher."""
 
     def __post_init__(self) -> None:
         aggregate = AGGREGATIONS.get(self.loss_agg_mode)
@@ -129,7 +134,7 @@ class Objective:
     @property
     def skips_zero_advantage(self) -> bool:
         """Return whether a rollout whose advantages are all 0 adds nothing to the gradient: no other term reads it."""
-        if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef:
+        if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef or self.distillation is not None:
             return False
         return scales_with_advantage(POLICY_LOSSES.get(self.loss_mode))
 
@@ -159,6 +164,9 @@ class Objective:
         Statistics are 0-d float64 tensors, named by how to combine them: `sum/x` is a sum over tokens (add,
         then divide by the global number of tokens), `share/x` adds up by itself, of `max/x` take the largest.
         """
+        taught = self.distillation
+        if taught is not None and taught.as_advantage:
+            inputs = replace(inputs, advantages_T=taught.advantages_T(inputs))
         loss_T, token_stats = self._policy_loss(inputs)
         weights_T = inputs.weights_T if self.correction is None else self._corrected(self.correction, inputs)
         loss = self._average(loss_T if weights_T is None else loss_T * weights_T.detach().double(), inputs, counts)
@@ -169,6 +177,12 @@ class Objective:
         else:
             stats |= _combine(token_stats)
 
+        if taught is not None:
+            stats |= taught.stats(inputs)
+            if not taught.as_advantage:
+                distance = self._average(taught.distance_T(inputs), inputs, counts)
+                loss = (loss if taught.task else 0.0) + taught.coef * distance
+                stats["share/distillation_loss"] = distance.detach()
         if inputs.entropy_T is not None:
             stats["sum/entropy"] = inputs.entropy_T.detach().double().sum()
         if self._has_entropy:
@@ -214,6 +228,12 @@ class Objective:
         """Return the objective as plain text with its denominators, one term per line."""
         total = "loss = avg(pg)"
         lines = [f"pg   = {shown(POLICY_LOSSES.get(self.loss_mode), self.loss_options)}"]
+        if self.distillation is not None and self.distillation.as_advantage:
+            lines.append(f"A    = {self.distillation.formula()}")
+        elif self.distillation is not None:
+            weight = f"{self.distillation.coef:g}·avg(D)"
+            total = f"{total} + {weight}" if self.distillation.task else f"loss = {weight}"
+            lines = [*(lines if self.distillation.task else ()), f"D    = {self.distillation.formula()}"]
         if self.adaptive_entropy:
             total += " - (adaptive entropy_coeff)·avg(H)"
         elif self._has_entropy:

@@ -225,7 +225,9 @@ def _train_from(launch: Launch, session: Session, stack: ExitStack) -> None:
     plan = inputs.plan
     trial = first_look(launch, inputs) if launch.checkpoint is None and session.lost is None else None
     smaller = session.smaller_passes if plan.passes.splits else None
-    cluster = Cluster(plan, *model_folders(launch, connection), run_dir.logs, console, session.recoveries, smaller)
+    folders = model_folders(launch, connection)
+    plan = with_teachers(launch, plan)
+    cluster = Cluster(plan, *folders, run_dir.logs, console, session.recoveries, smaller)
     stack.callback(cluster.shutdown)
     roles, scorers = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
     roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info)
@@ -305,6 +307,17 @@ def model_folders(launch: Launch, connection: Connection) -> tuple[str, str]:
     policy, scorer = config.actor_rollout_ref.model.path, config.reward.reward_model.model_path or ""
     ready = partial(ready_folder, machine=launch.plan.machine, log_dir=launch.run_dir.logs, console=launch.console)
     return ready(policy), ready(scorer)
+
+
+def with_teachers(launch: Launch, plan: Plan) -> Plan:
+    """Return the plan with the folders of the teachers' models, which are made first where they are embedded ones."""
+    from grpo_rl.cluster.warm_start import ready_folder
+
+    ready = partial(ready_folder, machine=plan.machine, log_dir=launch.run_dir.logs, console=launch.console)
+    teachers = (
+        (name, one if one.model_path is None else replace(one, model_path=ready(one.model_path))) for name, one in plan.teachers
+    )
+    return replace(plan, teachers=tuple(teachers))
 
 
 def phase_of(status: Status, stop: Stop) -> Callable[[str], None]:

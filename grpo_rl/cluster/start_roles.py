@@ -27,6 +27,8 @@ from grpo_rl.cluster.roles.reference_role import (
     BaseReferenceRole,
     MovingReferenceRole,
     ReferenceRole,
+    Teacher,
+    TeacherRole,
     reference_factory,
 )
 from grpo_rl.cluster.roles.reward_model_role import (
@@ -40,6 +42,8 @@ from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.relative_paths import function_files
+from grpo_rl.config.schema.model import ModelConfig, RefFsdpConfig
+from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.plan.decisions import Plan, RoleName
@@ -110,8 +114,11 @@ class Cluster:
         models = {self.reward_model_path: "reward.reward_model.model_path"} if "reward_model" in roles else {}
         if "critic" in roles and self.plan.critic_model is not None:
             models[self.plan.critic_model] = "critic.model.path"
-        if roles - {"reward_model", "critic"} or ("critic" in roles and self.plan.critic_model is None):
+        if roles - {"reward_model", "critic", "teacher"} or ("critic" in roles and self.plan.critic_model is None):
             models[self.model_path] = "actor_rollout_ref.model.path"
+        if "teacher" in roles:
+            named = {one.model_path: f"distillation.teacher_models.{name}.model_path" for name, one in self.plan.teachers}
+            models |= {path: key for path, key in named.items() if path is not None}
         if "actor" in roles and policy.lora_adapter_path is not None:
             models[policy.lora_adapter_path] = "actor_rollout_ref.model.lora_adapter_path"
         if "rollout" in roles and policy.tokenizer_path is not None:
@@ -244,7 +251,7 @@ def start_roles(
         cluster.on_shutdown.append(environments.close)
     engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
     actors, references = cluster.start("actor"), cluster.start("reference")
-    critics, scorers = cluster.start("critic"), cluster.start("reward_model")
+    critics, scorers, teachers = cluster.start("critic"), cluster.start("reward_model"), cluster.start("teacher")
 
     starts: list[Started] = []
     if engines is not None and engine_spec is not None:
@@ -264,7 +271,11 @@ def start_roles(
     if references is not None:
         fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
         frozen = replace(spec.policy.sharded_as(fsdp, plan.passes.reference.sequence_ranks), train=False)
-        starts.append(cluster.start_ranks(references, partial(reference_factory, offload=fsdp.param_offload), frozen))
+        starts.append(cluster.start_ranks(references, partial(reference_factory, offload=fsdp.param_offload), (frozen,)))
+    if teachers is not None:
+        offload = plan.config.distillation.param_offload
+        models = teacher_specs(plan, spec.policy)
+        starts.append(cluster.start_ranks(teachers, partial(reference_factory, offload=offload), models))
     if critics is not None:
         starts.append(cluster.start_ranks(critics, critic_factory, critic_spec(plan, spec.policy)))
     if scorers is not None and plan.trains_reward_model:
@@ -290,6 +301,7 @@ def start_roles(
         actor=actor,
         rollout=rollout,
         reference=make_reference(plan, references, actor),
+        teacher=None if actor is None else make_teacher(plan, teachers, actor, tokenizer),
         critic=None if critics is None else make_critic(plan, critics),
         reward_model=make_trained_reward_model(plan, scorers, tokenizer) if trains_scorer and scorers else None,
         recoveries=cluster.supervisor.recoveries.metrics,
@@ -347,6 +359,41 @@ def make_reference(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRol
         return None
     moves = planned is not None and planned.stateful
     return (MovingReferenceRole if moves else ReferenceRole)(worker_group, **options)
+
+
+def teacher_specs(plan: Plan, policy: PolicySpec) -> tuple[PolicySpec, ...]:
+    """Return what the teachers' models are built from, in the order of the plan; passes are cut and sampled as the policy's."""
+    specs = []
+    for name, teacher in plan.teachers:
+        if teacher.model_path is None:
+            continue
+        shared = plan.config.actor_rollout_ref.model
+        model = ModelConfig(
+            path=teacher.model_path,
+            flash_attention=shared.flash_attention,
+            lm_head_precision=shared.lm_head_precision,
+            lm_head_chunk_tokens=shared.lm_head_chunk_tokens,
+        )
+        frozen = replace(policy, model=model, train=False, path_key=f"distillation.teacher_models.{name}.model_path")
+        specs.append(frozen.sharded_as(RefFsdpConfig(dtype=teacher.dtype), plan.passes.update.sequence_ranks))
+    return tuple(specs)
+
+
+def make_teacher(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole, tokenizer: Any) -> TeacherRole | None:
+    """Return the teachers' role over their processes, and over the actor's where the policy itself teaches; None without teachers."""
+    taught, own = plan.objective.distillation, 0
+    if taught is None or not plan.teachers:
+        return None
+    teachers = []
+    for name, settings in plan.teachers:
+        if settings.model_path is None or worker_group is None:
+            teachers.append(Teacher(name, settings, actor.worker_group, "teacher_logprobs"))
+        else:
+            teachers.append(Teacher(name, settings, worker_group, "logprobs", (own,)))
+            own += 1
+    # Their heads may have more rows than the tokenizer has tokens, each model its own number.
+    top = None if not taught.topk else (taught.topk if taught.topk > 0 else len(tokenizer), len(tokenizer))
+    return TeacherRole(teachers, rule=plan.passes.update, top=top, renderer=Renderer(plan.config.data, tokenizer))
 
 
 def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) -> ActorSpec:

@@ -7,11 +7,14 @@ The decisions of a run are made in plan/decisions.py, and only from these functi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from grpo_rl.config.schema.distillation import Dtype, TeacherConfig
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig
+from grpo_rl.errors import ConfigError
 
 PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo")
 """The registered losses that compare the two sides of pairs."""
@@ -84,8 +87,38 @@ def trains_pairs(config: Config) -> bool:
 
 
 def estimates_advantages(config: Config) -> bool:
-    """Return whether rewards are turned into advantages: not where the responses are given, nor where the loss compares pairs."""
-    return not is_offline(config) and not trains_pairs(config)
+    """Return whether rewards are turned into advantages: not of given responses, nor of pairs, nor by a teacher alone."""
+    return not is_offline(config) and not trains_pairs(config) and not learns_from_teachers_alone(config)
+
+
+def learns_from_teachers_alone(config: Config) -> bool:
+    """Return whether teachers are all that the policy learns from."""
+    return config.distillation.enabled and not config.distillation.distillation_loss.use_task_rewards
+
+
+def teachers_of(config: Config) -> dict[str, TeacherConfig]:
+    """Return the teachers by name, none where distillation is not enabled. Raises ConfigError with all that is wrong with them."""
+    if not config.distillation.enabled:
+        return {}
+    key, problems, found = "distillation.teacher_models", [], {}
+    known = [one.name for one in dataclasses.fields(TeacherConfig)]
+    for name, given in config.distillation.teacher_models.items():
+        if not isinstance(given, Mapping):
+            problems.append(f"{key}.{name}={given}: is a group of keys, not a value: {', '.join(known)}")
+            continue
+        problems += [f"{key}.{name}.{one}: unknown key. There are: {', '.join(known)}." for one in given if one not in known]
+        found[name] = one = TeacherConfig(**{name: value for name, value in given.items() if name in known})
+        if isinstance(one.weight, bool) or not isinstance(one.weight, int | float) or not 0 < one.weight <= 1e6:
+            problems.append(f"{key}.{name}.weight={one.weight}: a number above 0 and at most 1e6")
+        if one.dtype not in get_args(Dtype):
+            problems.append(f"{key}.{name}.dtype={one.dtype}: one of {', '.join(get_args(Dtype))}")
+        texts = {"model_path": one.model_path, "key": one.key, "context": one.context}
+        problems += [
+            f"{key}.{name}.{text}={value}: text, or null" for text, value in texts.items() if not isinstance(value, str | None)
+        ]
+    if problems or not found:
+        raise ConfigError(problems or f"{key}: distillation.enabled=true names no teacher; {key}.teacher_model.model_path=...")
+    return found
 
 
 def may_have_critic(config: Config) -> bool:

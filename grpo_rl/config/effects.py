@@ -46,6 +46,10 @@ _OFFLOADS = (
     "train.optimizer_offload"
 )
 
+_BY_TOKEN = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+ESTIMATES = (*_BY_TOKEN, *(f"{name}+" for name in _BY_TOKEN), "k3_unbiased")
+"""The distances to a teacher by the sampled token: the names of KL estimators."""
+
 HARMLESS = (
     f"{REF}: *; {R}: log_prob_* val_kwargs.* checkpoint_engine.* gpu_memory_utilization kv_cache_memory_bytes kv_cache_gib "
     f"free_cache_engine enforce_eager enable_prefix_caching cpu_threads engine_kwargs; {A}: ppo_micro_batch_size_per_gpu "
@@ -105,6 +109,7 @@ def unread(config: Config, machine: Machine) -> list[Rule]:
     """Return the rules for keys that nothing in this run reads. The first one that holds for a key is the one that is told."""
     return [
         *(_of_reward_model(config) if derived.trains_only_reward_model(config) else _of_schedule(config)),
+        *_of_teachers(config),
         *_of_algorithm(config),
         *_of_data(config),
         *_of_sampling(config, machine),
@@ -172,6 +177,25 @@ def _of_schedule(config: Config) -> list[Rule]:
         (registered and not pairs, _PAIRS, f"loss_mode={loss} reads rows with answers to learn"),
         (silent, f"{R}: *; reward: *; {_SOURCE}", "needs data.val_prompt_files: nothing else is sampled and scored"),
         (silent and data.max_length is not None, _LENGTHS, "data.max_length is the longest row"),
+    ]
+
+
+def _of_teachers(config: Config) -> list[Rule]:
+    """Distillation, and what a teacher takes the place of."""
+    own, loss, enabled = config.distillation.distillation_loss, "distillation.distillation_loss", config.distillation.enabled
+    alone, known = enabled and not own.use_task_rewards, ":" not in own.loss_mode
+    samples_alone = alone and not derived.is_offline(config)
+    of_rewards = "algorithm: adv_* norm_adv_by_std_in_grpo gamma lam reward_parts use_kl_in_reward kl_*"
+    of_loss, why = f"{A}: clip_ratio clip_ratio_* policy_loss.*", f"{loss}.use_task_rewards=false learns from teachers alone"
+    return [
+        (not enabled, "distillation: *", "needs distillation.enabled=true"),
+        (alone, f"{loss}: distillation_loss_coef", why),
+        (samples_alone, f"{of_rewards}; {_CRITIC}", why),
+        (samples_alone and not own.use_policy_gradient, of_loss, why),
+        (not own.use_policy_gradient, f"{loss}: discount", f"needs {loss}.use_policy_gradient=true"),
+        (own.loss_mode in ESTIMATES, f"{loss}: topk", f"loss_mode={own.loss_mode} looks at the sampled token alone"),
+        (known and own.loss_mode != "jsd", f"{loss}: jsd_beta", f"needs {loss}.loss_mode=jsd"),
+        (not config.distillation.nnodes, "distillation: n_gpus_per_node", "needs distillation.nnodes above 0"),
     ]
 
 

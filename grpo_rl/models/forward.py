@@ -8,7 +8,7 @@ trained, with float32 logits whatever the layers compute in, chunk by chunk, eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from grpo_rl.models.lora import Adapters
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
+Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Log-prob, entropy and KL to the reference of each trained token, log-probs and ids of several tokens in its place."""
+
 
 @dataclass(slots=True)
 class TokenOutputs:
@@ -29,11 +32,13 @@ class TokenOutputs:
     logprobs_T: Tensor
     entropy_T: Tensor | None = None
     full_kl_T: Tensor | None = None
+    top_logprobs_TK: Tensor | None = None
+    top_ids_TK: Tensor | None = None
     hidden_TD: Tensor | None = None
 
     def whole(self, own: Slice) -> TokenOutputs:
         """Return the quantities of all trained tokens, where these are of a rank's own. A collective of its group."""
-        columns = (self.logprobs_T, self.entropy_T, self.full_kl_T, self.hidden_TD)
+        columns = (getattr(self, field.name) for field in fields(self))
         return TokenOutputs(*(None if column is None else own.whole(column) for column in columns))  # type: ignore[arg-type]
 
 
@@ -106,6 +111,8 @@ class PolicyModel(PackedModel):
         ref_hidden_TD: Tensor | None = None,
         ref_head_VD: Tensor | None = None,
         ref_bias_V: Tensor | None = None,
+        top: tuple[int, int] | None = None,
+        top_ids_TK: Tensor | None = None,
         balance: bool = False,
         choices: bool = False,
     ) -> TokenOutputs:
@@ -116,6 +123,7 @@ class PolicyModel(PackedModel):
 
         `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
         KL(policy || reference) as well; without a head of the reference it is this model's, which adapters leave alone.
+        `top` asks for the so many likeliest tokens, of the first so many ids, and `top_ids_TK` for the log-probs of these tokens.
         `balance` and `choices` are those of `hidden_TD`.
         """
         sequences = self.sliced(sequences)
@@ -135,6 +143,8 @@ class PolicyModel(PackedModel):
             ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
             ref_head_VD=ref_head_VD,
             ref_bias_V=ref_bias_V,
+            top=top,
+            top_ids_TK=top_ids_TK if own is None else own.own(top_ids_TK),
             support=_support_of_chunks(sequences, self.chunk_tokens),
             precision=self.precision,
         )
@@ -154,10 +164,12 @@ def _chunked_head(
     ref_hidden_TD: Tensor | None,
     ref_head_VD: Tensor | None,
     ref_bias_V: Tensor | None,
+    top: tuple[int, int] | None,
+    top_ids_TK: Tensor | None,
     support: Sequence[tuple[Tensor, Tensor]] | None,
     precision: Precision = "float32",
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return log-prob, entropy and KL to the reference of each trained token; None for what is not asked for."""
+) -> Columns:
+    """Return the columns of all trained tokens; None for what is not asked for."""
     chunks = []
     recompute = torch.is_grad_enabled() and len(target_T) > chunk_tokens
     for number, start in enumerate(range(0, max(1, len(target_T)), chunk_tokens)):
@@ -174,13 +186,14 @@ def _chunked_head(
             ref_bias_V,
             None if support is None else support[number],
             precision,
+            top,
+            None if top_ids_TK is None else top_ids_TK[start:stop],
         )
         if recompute:
             chunks.append(checkpoint(_head, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             chunks.append(_head(*arguments))
-    logprobs, entropies, kls = zip(*chunks, strict=True)
-    return _join(logprobs), _join(entropies) if want_entropy else None, _join(kls) if ref_hidden_TD is not None else None
+    return tuple(None if parts[0] is None else _join(parts) for parts in zip(*chunks, strict=True))  # type: ignore[return-value]
 
 
 def _support_of_chunks(sequences: Sequences, chunk_tokens: int) -> list[tuple[Tensor, Tensor]] | None:
@@ -213,25 +226,32 @@ def _head(
     ref_bias_V: Tensor | None,
     support: tuple[Tensor, Tensor] | None,
     precision: Precision,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    top: tuple[int, int] | None = None,
+    top_ids_TK: Tensor | None = None,
+) -> Columns:
     left_out_TV = None if support is None else _left_out(len(target_T), len(head_VD), *support)
     logprobs_TV = _head_logprobs(hidden_TD, head_VD, bias_V, temperature, left_out_TV, precision)
     # A copy, not a view: FSDP hooks the outputs and cannot hook views.
     logprobs_T = logprobs_TV.gather(1, target_T[:, None]).squeeze(1).clone()
+    top_logprobs_TK = None if top_ids_TK is None else logprobs_TV.gather(1, top_ids_TK)
+    if top is not None:
+        top_logprobs_TK, top_ids_TK = logprobs_TV[:, : top[1]].topk(min(top), dim=1)
+    else:
+        top_ids_TK = None  # the caller's own
     if not want_entropy and ref_hidden_TD is None:
-        return logprobs_T, None, None
+        return logprobs_T, None, None, top_logprobs_TK, top_ids_TK
     probs_TV = logprobs_TV.exp()
     if left_out_TV is not None:
         # 0 log 0 is 0, in the gradient too.
         logprobs_TV = logprobs_TV.masked_fill(left_out_TV, 0.0)
     entropy_T = -(probs_TV * logprobs_TV).sum(-1) if want_entropy else None
     if ref_hidden_TD is None:
-        return logprobs_T, entropy_T, None
+        return logprobs_T, entropy_T, None, top_logprobs_TK, top_ids_TK
     assert ref_head_VD is not None
     ref_logprobs_TV = _head_logprobs(ref_hidden_TD, ref_head_VD, ref_bias_V, temperature, left_out_TV, precision)
     if left_out_TV is not None:
         ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)
-    return logprobs_T, entropy_T, (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1)
+    return logprobs_T, entropy_T, (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1), top_logprobs_TK, top_ids_TK
 
 
 def _left_out(num_tokens: int, num_ids: int, row_M: Tensor, id_M: Tensor) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from grpo_rl.algos import trial
 from grpo_rl.algos.advantages.registered import ADVANTAGES, reads_token_rewards
 from grpo_rl.algos.correction import RolloutCorrection
-from grpo_rl.algos.losses.registered import POLICY_LOSSES
+from grpo_rl.algos.losses.distillation import Distillation
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived, effects
 from grpo_rl.config.convert import show
@@ -30,6 +33,8 @@ from grpo_rl.config.function_options import (
 from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
+from grpo_rl.models import builtin
+from grpo_rl.models.load import load_tokenizer
 from grpo_rl.registry import check_options, needs_of, options_of, shown
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.sampled.advantage import estimator_options
@@ -44,10 +49,13 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     for choice in CHOICES:
         if _is_used(config, choice):
             yield "", partial(_bind, config, choice)
+    if config.distillation.enabled:
+        yield "", lambda: _check_distillation(config)
     if derived.is_offline(config):
         return  # nothing is sampled that could be corrected or filtered
     if derived.estimates_advantages(config):
         yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
+    if not derived.trains_pairs(config):
         yield "algorithm.rollout_correction.", lambda: _check_correction(config)
     groups, data = config.algorithm.filter_groups, config.data
     if groups.enable:
@@ -62,7 +70,11 @@ def objective_of(config: Config) -> Objective:
         correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     except ConfigError:
         correction = None  # reported by itself
-    return Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length, correction)
+    objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length, correction)
+    try:
+        return dataclasses.replace(objective, distillation=Distillation.from_config(config.distillation))
+    except ConfigError:
+        return objective  # reported by itself
 
 
 def advantage_formula(config: Config) -> str:
@@ -280,6 +292,58 @@ def _check_estimator(config: Config) -> None:
         )
     if problems:
         raise ConfigError(problems)
+
+
+def _check_distillation(config: Config) -> None:
+    """Raise ConfigError for teachers and a loss that contradict each other or the rest, and for a teacher with other tokens."""
+    teachers, taught = derived.teachers_of(config), Distillation.from_config(config.distillation)
+    assert taught is not None
+    key, loss, rows = "distillation.teacher_models", f"{LOSS.key}={LOSS.name(config)}", derived.is_offline(config)
+    problems = []
+    if derived.trains_pairs(config):
+        problems.append(
+            f"distillation.enabled=true: {loss} compares pairs, and a teacher teaches single responses; {LOSS.key}=vanilla"
+        )
+    elif taught.as_advantage and LOSS.name(config) in POLICY_LOSSES and selection_of(POLICY_LOSSES.get(LOSS.name(config))):
+        problems.append(
+            f"distillation.distillation_loss.use_policy_gradient=true: {loss} chooses tokens by the advantages of rewards"
+        )
+    if rows and taught.as_advantage:
+        problems.append(
+            "distillation.distillation_loss.use_policy_gradient=true: reads what the policy sampled, and "
+            f"data.responses={config.data.responses} trains on fixed responses; use_policy_gradient=false, e.g. loss_mode=forward_kl"
+        )
+    if rows and len(teachers) > 1:
+        problems.append(f"{key}: {len(teachers)} teachers, and rows that are trained as they stand have one; leave one")
+    for name, teacher in teachers.items():
+        if rows and teacher.context is not None:
+            problems.append(
+                f"{key}.{name}.context: is put before sampled prompts, and rows are trained as they stand; leave it out"
+            )
+        if teacher.model_path is None and teacher.context is None:
+            problems.append(
+                f"{key}.{name}: is the policy with the same prompt, which teaches nothing; give it a model_path or a context"
+            )
+        elif teacher.model_path is not None and (other := first_other_token(config, teacher.model_path)):
+            problems.append(f"{key}.{name}.model_path={teacher.model_path}: {other}; a teacher needs the policy's tokens")
+    if problems:
+        raise ConfigError(problems)
+
+
+def first_other_token(config: Config, path: str) -> str | None:
+    """Return the first token in which the tokenizer of a folder is not the policy's; None where all are alike, or a folder is away."""
+    vocabularies = []
+    for folder in (config.actor_rollout_ref.model.tokenizer_path or config.actor_rollout_ref.model.path, path):
+        if folder.startswith(builtin.PREFIX):
+            vocabularies.append(dict(enumerate(builtin.vocabulary(builtin.get_builtin(folder).vocab_size))))
+        elif Path(folder).expanduser().is_dir():
+            found = load_tokenizer(folder, trust_remote_code=False).get_vocab()
+            vocabularies.append({number: token for token, number in found.items()})
+        else:
+            return None
+    own, other = vocabularies
+    number = next((number for number in sorted(own | other) if own.get(number) != other.get(number)), None)
+    return None if number is None else f"its token {number} is {other.get(number)!r}, and the policy's is {own.get(number)!r}"
 
 
 def _check_correction(config: Config) -> None:

@@ -14,6 +14,7 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine, MicroBatchRule
+from grpo_rl.config.schema.distillation import TeacherConfig
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of
@@ -23,7 +24,7 @@ from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.trainer.schedule import Schedule
 from grpo_rl.trainer.schedules import schedule_of
 
-RoleName = Literal["rollout", "actor", "reference", "critic", "reward_model"]
+RoleName = Literal["rollout", "actor", "reference", "teacher", "critic", "reward_model"]
 OldLogprobs = Literal["actor", "engine", "none"]
 """The process that computes old log-probs: the actor before the first update, the engine while it samples, or none."""
 
@@ -176,6 +177,8 @@ class Plan:
     base_reference: str | None = None
     """The purpose of the reference where it is the base model under the actor's adapters, which the actor's ranks compute; None
     where a reference has processes of its own, and where there is none."""
+    teachers: tuple[tuple[str, TeacherConfig], ...] = ()
+    """The teachers by name, of which those with a model of their own are in the ranks of the role `teacher`."""
     resumes: bool = False
     """True where a checkpoint of the run is there, whose weights are those that the run starts with."""
     collection: Plan | None = None
@@ -290,6 +293,9 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     reference = _reference(config, objective) if "reference" in driven else None
     base_reference = reference if config.actor_rollout_ref.model.lora_rank else None
     own_reference = None if base_reference else reference
+    teachers = derived.teachers_of(config)
+    if teachers and "teacher" not in driven:
+        raise ConfigError(f"distillation.enabled=true: trainer.schedule={config.trainer.schedule} does not ask teachers")
     roles = _roles(config, machine, driven, needs_critic="values" in needs, reference=own_reference, resumes=resumes)
     return Plan(
         config=config,
@@ -306,6 +312,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
         rows=_rows(config, objective),
         critic_model=config.critic.model.path if derived.critic_has_own_model(config) else None,
         base_reference=base_reference,
+        teachers=tuple(teachers.items()),
         resumes=resumes,
         collection=collection,
     )
@@ -364,6 +371,10 @@ def _roles(
     if reference is not None:
         moves = derived.is_iterated(config)
         roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reference, stateful=moves))
+    if any(one.model_path is not None for one in derived.teachers_of(config).values()) and "teacher" in driven:
+        own = config.distillation
+        pool, count = ("teacher", own.nnodes * _teacher_ranks(config, machine)) if own.nnodes else ("actor", ranks)
+        roles.append(RolePlan("teacher", pool, count, cores(count), "the distributions that the policy learns"))
     if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
     scores = "rewarder" in driven and derived.has_reward_model(config)
@@ -374,6 +385,11 @@ def _roles(
         reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
         roles.append(RolePlan("reward_model", pool, scorers, cores(scorers), reason, stateful=is_trained))
     return roles
+
+
+def _teacher_ranks(config: Config, machine: Machine) -> int:
+    """Return the ranks on each node of the teachers' own pool."""
+    return config.distillation.n_gpus_per_node or derived.ranks_per_node(config, machine)
 
 
 def _num_replicas(config: Config, machine: Machine) -> int:
@@ -414,6 +430,7 @@ def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan
             spans if derived.is_colocated(config) else 1,
         ),
         PoolPlan("rollout", rollout.nnodes, derived.rollout_devices_per_node(config, machine), spans),
+        PoolPlan("teacher", config.distillation.nnodes, _teacher_ranks(config, machine)),
         PoolPlan("reward_model", config.reward.reward_model.nnodes, derived.reward_model_ranks_per_node(config, machine)),
     )
     return tuple(pool for pool in pools if pool.name in wanted)

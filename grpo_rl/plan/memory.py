@@ -40,7 +40,7 @@ BESIDE_WORKERS, WORKER, VLLM_WORKER = 830 * 2**20, 180 * 2**20, 550 * 2**20
 """Bytes that processes of a run on a CPU have beside their tensors, by the anonymous and shared part of their PSS in a run of
 arithmetic/grpo: controller (383 MiB), Ray's own (304) and what workers are copies of (139) together; a worker; one with vLLM."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MODEL_ROLES: tuple[RoleName, ...] = ("actor", "reference", "critic", "reward_model")
+_MODEL_ROLES: tuple[RoleName, ...] = ("actor", "reference", "teacher", "critic", "reward_model")
 
 
 # ---- one rank: tensors in each region of a pass ---------------------------------------------------------------------
@@ -78,6 +78,8 @@ class Load:
     """Parameters of LoRA adapters, which alone are trained; 0 where all parameters are."""
     half_base: bool = False
     """The blocks under adapters rest in bfloat16, in which they compute; without, in float32."""
+    others: int = 0
+    """Parameters of further frozen models on the same ranks."""
     ref_head: bool = False
     """A reference's LM head lies there whole, for an exact KL."""
 
@@ -96,7 +98,7 @@ def resident(size: ModelSize, load: Load) -> int:
     state = 4 + (GRADIENT + load.moments if load.trains else load.moments)
     held = frozen_bytes(size, load) + load.adapters * state if load.adapters else size.num_params * state
     whole_head = load.ref_head * 4 * size.vocab * size.hidden
-    return (0 if load.in_host_memory else held // load.ranks) + whole_head
+    return (0 if load.in_host_memory else (held + 4 * load.others) // load.ranks) + whole_head
 
 
 def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int:
@@ -105,7 +107,9 @@ def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int
         return resident(size, load)
     held = frozen_bytes(size, load) + load.adapters * 4 if load.adapters else size.num_params * 4
     trained = (load.adapters or size.num_params) if load.trains else 0
-    return (held * weights + trained * load.moments * moments) // load.ranks + load.ref_head * 4 * size.vocab * size.hidden
+    return (
+        (held + 4 * load.others) * weights + trained * load.moments * moments
+    ) // load.ranks + load.ref_head * 4 * size.vocab * size.hidden
 
 
 def regions(size: ModelSize, load: Load) -> dict[str, int]:
@@ -223,7 +227,15 @@ def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | Non
         return None
     if name == "reward_model":
         return model_size(plan.config.reward.reward_model.model_path or "")
+    if name == "teacher":
+        return max(_teacher_sizes(plan), key=lambda one: one.num_params, default=None)
     return (plan.critic_model and model_size(plan.critic_model)) or size if name == "critic" else size
+
+
+def _teacher_sizes(plan: Plan) -> list[ModelSize]:
+    """Return the sizes of the teachers' models, as far as they are known."""
+    sizes = (model_size(one.model_path) for _, one in plan.teachers if one.model_path is not None)
+    return [size for size in sizes if size is not None]
 
 
 def trains(plan: Plan, name: RoleName) -> bool:
@@ -274,10 +286,11 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     sharded: dict[str, FsdpConfig | RefFsdpConfig] = {
         "actor": parts.actor.fsdp_config,
         "reference": parts.ref.fsdp_config,
+        "teacher": RefFsdpConfig(dtype=next((one.dtype for _, one in plan.teachers if one.model_path), "auto")),
         "critic": critic.fsdp,
     }
     fsdp = sharded[name]
-    rule = {"actor": plan.passes.update, "reference": plan.passes.reference, "critic": plan.passes.critic}[name]
+    rule = {"reference": plan.passes.reference, "critic": plan.passes.critic}.get(name, plan.passes.update)
     model = critic.model if name == "critic" else parts.model
     adapters = adapter_params(parts.model, size) if name == "actor" else 0
     tokens = _tokens(config, rule)
@@ -301,6 +314,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         in_host_memory=fsdp.offload_policy,
         offloads_inputs=model.enable_activation_offload,
         shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
+        others=sum(one.num_params for one in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
         ref_head=name == "actor" and objective.needs_full_kl,
         adapters=adapters,
         half_base=bool(adapters) and rests_in_half(plan),
@@ -447,7 +461,13 @@ def _resident(plan: Plan, size: ModelSize, name: RoleName) -> Resident | None:
     weights_away, moments_away = offloads(plan, name)
     rest = at_rest(own, load, weights=not weights_away, moments=not moments_away)
     process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
-    phase = {"actor": "update", "reference": "reference", "critic": "critic's update", "reward_model": "reward model"}[name]
+    phase = {
+        "actor": "update",
+        "reference": "reference",
+        "teacher": "teacher",
+        "critic": "critic's update",
+        "reward_model": "reward model",
+    }[name]
     return Resident(name, phase, int(rest * SLACK) + process, int(peak(own, load) * SLACK) + process)
 
 
@@ -458,6 +478,7 @@ def offloads(plan: Plan, name: RoleName) -> tuple[bool, bool]:
     return {
         "actor": (actor.param_offload, actor.optimizer_offload),
         "reference": (ref.param_offload, True),
+        "teacher": (plan.config.distillation.param_offload, True),
         "critic": (critic.param_offload, critic.optimizer_offload),
         "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
         "rollout": (False, False),

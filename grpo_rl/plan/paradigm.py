@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.config import derived
+from grpo_rl.config.schema.distillation import TeacherConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.registry import shown_coefficient
@@ -24,6 +25,8 @@ def components(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield the name and the description of each component, and the gradient that they make."""
     yield "D", data_source(config, plan)
     yield "π_rf", reward_function(config, plan)
+    for name, teacher in plan.teachers:
+        yield "teacher", f"{name}: {_teacher(teacher, plan)}"
     yield "GC", f"= {gradient_coefficient(plan)}"
     average = "mean over pairs of Σ_tokens" if plan.objective.needs_pairs else f"{plan.objective.loss_agg_mode} of"
     more = " - the entropy's own gradient" if plan.objective.entropy_coeff or plan.objective.adaptive_entropy else ""
@@ -57,6 +60,8 @@ def reward_function(config: Config, plan: Plan) -> str:
             if plan.objective.needs_pairs
             else "none: each row is right"
         )
+    if plan.objective.distillation is not None and not plan.objective.distillation.task:
+        return "none: the teacher's distribution is the goal, and rewards are measured only"
     rules, models = config.reward.functions, describe_models(config)
     if plan.reward.model_alone:
         trained = f", trained on samples of the policy that {' + '.join(rules)} labels" if plan.trains_reward_model else ""
@@ -64,13 +69,29 @@ def reward_function(config: Config, plan: Plan) -> str:
     return " + ".join([*rules, *models]) or "the judge's scores"
 
 
+def _teacher(teacher: TeacherConfig, plan: Plan) -> str:
+    """Describe a teacher: its model, what it reads and whom it teaches."""
+    role = plan.role("teacher")
+    ranks = "" if role is None else f" ({role.num_workers} frozen rank{'s' * (role.num_workers > 1)} in the {role.pool}'s pool)"
+    model = "the policy as it is" if teacher.model_path is None else f"{teacher.model_path}{ranks}"
+    reads = "" if teacher.context is None else ", with a context that the policy does not read"
+    whom = "prompts of any other data_source" if teacher.key is None else f"prompts of data_source {teacher.key}"
+    shares = [one.weight for _, one in plan.teachers if one.key == teacher.key]
+    return f"{model}{reads}" + (f"; {teacher.weight / sum(shares):.0%} of the {whom}" if len(plan.teachers) > 1 else "")
+
+
 def gradient_coefficient(plan: Plan) -> str:
     """Return the factor of ∇log π with its options as numbers: the loss's, and the KL term's where there is one."""
     objective = plan.objective
+    taught = objective.distillation
+    if taught is not None and not taught.task and not taught.as_advantage:
+        return taught.coefficient()
     loss = POLICY_LOSSES.get(objective.loss_mode)
     coefficient = shown_coefficient(loss, objective.loss_options) or "-∂pg/∂log π"
     if coefficient.startswith("r ") and plan.sizes.updates_per_step == 1 and plan.passes.old_logprobs != "engine":
         coefficient = f"{coefficient}; r = 1, so it is A"
+    if taught is not None:
+        coefficient += f"; {'A' if taught.as_advantage else 'and'} {'= ' * taught.as_advantage}{taught.coefficient()}"
     if objective.kl_loss_type is None:
         return coefficient
     if objective.needs_full_kl:

@@ -24,6 +24,7 @@ from grpo_rl.protocols import (
     RolloutPool,
     Saved,
     StepInstruments,
+    Teacher,
     TrainedRewardModel,
 )
 from grpo_rl.telemetry.metrics.timeline import Timeline
@@ -53,6 +54,7 @@ class Roles:
     rollout: RolloutPool | None = None
     rewarder: Rewarder | None = None
     reference: Reference | None = None
+    teacher: Teacher | None = None
     critic: Critic | None = None
     reward_model: TrainedRewardModel | None = None
     """The reward model of a schedule that trains it; that of others is a part of the rewarder."""

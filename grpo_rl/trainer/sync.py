@@ -28,14 +28,14 @@ class SyncSchedule:
     Schedules that sample otherwise are made of its parts: `scored`, `train`, `evaluate` and the state.
     """
 
-    roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder", "reference", "critic"})
+    roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder", "reference", "teacher", "critic"})
 
     def __init__(self, context: Context) -> None:
         self.context, self.config, self.output = context, context.config, context.output
         self.actor = required(context.roles.actor, "actor")
         self.rollout = required(context.roles.rollout, "rollout")
         self.rewarder = required(context.roles.rewarder, "rewarder")
-        self.reference, self.critic = context.roles.reference, context.roles.critic
+        self.reference, self.teacher, self.critic = context.roles.reference, context.roles.teacher, context.roles.critic
         self.train_data = required(context.train_data, "training data")
         self.advantage = Advantage(
             self.config.algorithm, self.rewarder.factors, of_turns=self.config.actor_rollout_ref.rollout.multi_turn.enable
@@ -90,6 +90,10 @@ class SyncSchedule:
         if self.reference is not None:
             with timer("ref"):
                 batch = self.reference.logprobs(batch)
+        if self.teacher is not None:
+            with timer("teacher"):
+                batch, taught = self.teacher.logprobs(batch, selected.trained)
+            sampled |= taught
         if self.critic is not None:
             with timer("values"):
                 batch = self.critic.values(batch)
@@ -112,7 +116,11 @@ class SyncSchedule:
         if self.compares:
             check_finite(batch)
             return batch, batch, {}
-        batch, advantage_metrics = self.advantage(batch)
+        taught, advantage_metrics = self.context.objective.distillation, dict[str, float]()
+        if taught is not None and not taught.task:
+            batch = batch.replace(advantages_N=torch.zeros(batch.num_rollouts))  # the ranks make all of them
+        else:
+            batch, advantage_metrics = self.advantage(batch)
         trained, trained_metrics = self.trained_tokens(batch)
         return batch, trained, advantage_metrics | trained_metrics
 

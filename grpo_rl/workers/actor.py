@@ -24,7 +24,7 @@ from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.router_watch import RouterWatch
-from grpo_rl.workers.sharded_policy import as_block, build_policy, reference_columns, sequences_of
+from grpo_rl.workers.sharded_policy import as_block, build_policy, distance, reference_columns, sequences_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows, Update
 from grpo_rl.workers.trained_rank import TrainedRank
 
@@ -47,6 +47,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         routing = self.model.routing
         self.routers = None if routing is None else RouterWatch(routing, spec, self.device, self._sequences)
         """The watch over the routers of a model with experts; None for any other."""
+        self._distance = 0.0, 0
         self._shown: dict[int, Tensor] = {}
         """The log-probs that the last pass of an update saw of each rollout whose tokens the log shows."""
 
@@ -62,14 +63,25 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def reference_logprobs(self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
         """Return what a reference returns, by the base model under the adapters."""
+        with lora.adapters_off(self.model):
+            return self.teacher_logprobs(shard, micro_batches, want_hidden)
+
+    def teacher_logprobs(
+        self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
+    ) -> tuple[bool, dict[str, Any]]:
+        """Return what a teacher returns, by the policy as it is."""
         self.memory.load_weights()
         self.model.eval()
-        wanted = {"share_prompts": self.spec.policy.share_prompts, "want_hidden": want_hidden}
-        with lora.adapters_off(self.model):
-            columns = reference_columns(self.model, shard, micro_batches, self.device, **wanted)
+        wanted: dict[str, Any] = {"share_prompts": self.spec.policy.share_prompts, "want_hidden": want_hidden, "top": top}
+        columns = reference_columns(self.model, shard, micro_batches, self.device, **wanted)
+        self._distance = distance(shard, micro_batches, columns["logprobs_T"])
         self.model.train()
         self.memory.release()
         return as_block(columns)
+
+    def distance(self) -> tuple[float, int]:
+        """Return what `sharded_policy.distance` says of the last pass as a teacher."""
+        return self._distance
 
     def weight_sums(self) -> dict[str, int]:
         """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
@@ -149,10 +161,12 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             )
             assert ref_hidden_TD is not None
             ref_hidden_TD = ref_hidden_TD.to(self.device)
+        top_ids_TK = None if batch is None else _to(batch.teacher_top_ids_TK, self.device)
         outputs: TokenOutputs = self.model(
             sequences,
             want_entropy=objective.needs_entropy,
             ref_hidden_TD=ref_hidden_TD,
+            top_ids_TK=None if top_ids_TK is None else top_ids_TK.long(),
             balance=objective.router_aux_loss_coef > 0,
             **self.ref_head,
         )
@@ -171,6 +185,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             old_logprobs_T=_to(batch.old_logprobs_T, self.device),
             ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
             rollout_logprobs_T=_to(batch.rollout_logprobs_T, self.device),
+            teacher_logprobs_T=_to(batch.teacher_logprobs_T, self.device),
+            teacher_top_logprobs_TK=_to(batch.teacher_top_logprobs_TK, self.device),
+            policy_top_logprobs_TK=outputs.top_logprobs_TK,
             entropy_T=outputs.entropy_T,
             full_kl_T=outputs.full_kl_T,
             weights_T=_to(batch.weights_T, self.device),

@@ -55,9 +55,10 @@ def peak_tflops(device_name: str) -> float | None:
 
 
 class ModelWork:
-    """A count of the operations of a model's passes: this rank's, since the count was taken last."""
+    """A count of the operations of some models' passes: this rank's, since the count was taken last."""
 
-    def __init__(self, model: PackedModel) -> None:
+    def __init__(self, model: PackedModel, *others: PackedModel) -> None:
+        self._others = [ModelWork(other) for other in others]
         config = model.lm.config.get_text_config()
         self._head, self._body = _Weights(), _Weights()
         # A table of embeddings is looked up. Where the head is tied to it, the head multiplies with it all the same.
@@ -77,7 +78,7 @@ class ModelWork:
     def take(self) -> float:
         """Return the operations since the last call."""
         done, self._done = self._done, []
-        return float(sum(float(part) for part in done))
+        return float(sum(float(part) for part in done)) + sum(other.take() for other in self._others)
 
     def _count(self, model: nn.Module, arguments: tuple[Any, ...]) -> None:
         sequences: Sequences = arguments[0]

@@ -1,4 +1,4 @@
-"""The reference policy: frozen weights, log-probs on request; of iterated training, a copy of the policy from time to time."""
+"""Frozen models, log-probs on request: the reference policy (of iterated training a copy of the policy), or the teachers."""
 
 from __future__ import annotations
 
@@ -16,38 +16,55 @@ from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import as_block, build_policy, join_set, reference_columns
+from grpo_rl.workers.sharded_policy import as_block, build_policy, distance, join_set, reference_columns
 from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 
 class ReferenceWorker:
-    """One rank of the reference."""
+    """One rank of the reference, or of all teachers."""
 
-    def __init__(self, spec: PolicySpec, rank: Rank, *, offload: bool) -> None:
-        self.device = join_set(rank, in_host_memory=spec.in_host_memory)
-        self.share_prompts = spec.share_prompts
-        self.policy = build_policy(spec, rank, self.device)
-        self.work = ModelWork(self.policy)
-        self.files = RankFiles(self.policy, None, None, rank.rank, rank.patience_s)
-        self.memory = DeviceMemory(self.policy, self.device, param_offload=offload, in_host_memory=spec.in_host_memory)
-        self.memory.release()
+    def __init__(self, specs: Sequence[PolicySpec], rank: Rank, *, offload: bool) -> None:
+        self.device = join_set(rank, in_host_memory=specs[0].in_host_memory)
+        self.share_prompts = specs[0].share_prompts
+        self.policies = [build_policy(spec, rank, self.device) for spec in specs]
+        self.work = ModelWork(*self.policies)
+        self.files = RankFiles(self.policies[0], None, None, rank.rank, rank.patience_s)
+        in_host = specs[0].in_host_memory
+        self.memories = [DeviceMemory(one, self.device, param_offload=offload, in_host_memory=in_host) for one in self.policies]
+        self._distance = 0.0, 0
+        for memory in self.memories:
+            memory.release()
 
-    def logprobs(self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
-        """Return the micro-batches' log-probs of trained tokens, with `want_hidden` their last hidden states, as `as_block` does."""
+    def logprobs(
+        self,
+        shard: Batch,
+        micro_batches: Sequence[Rows],
+        want_hidden: bool,
+        top: tuple[int, int] | None = None,
+        model: int = 0,
+    ) -> tuple[bool, dict[str, Any]]:
+        """Return what `reference_columns` does, by this one of the models, as `as_block` does."""
         fault_point("reference.logprobs")
-        self.memory.load_weights()
-        wanted = {"share_prompts": self.share_prompts, "want_hidden": want_hidden}
-        columns = reference_columns(self.policy, shard, micro_batches, self.device, **wanted)
-        self.memory.release()
+        self.memories[model].load_weights()
+        wanted: dict[str, Any] = {"share_prompts": self.share_prompts, "want_hidden": want_hidden, "top": top}
+        columns = reference_columns(self.policies[model], shard, micro_batches, self.device, **wanted)
+        self._distance = distance(shard, micro_batches, columns["logprobs_T"])
+        self.memories[model].release()
         return as_block(columns)
+
+    def distance(self) -> tuple[float, int]:
+        """Return what `sharded_policy.distance` says of the last pass."""
+        return self._distance
 
     def vacate(self) -> None:
         """Move everything to host memory, so that an engine can be built on this device."""
-        self.memory.vacate()
+        for memory in self.memories:
+            memory.vacate()
 
     def occupy(self) -> None:
         """Bring back what belongs on the device."""
-        self.memory.occupy()
+        for memory in self.memories:
+            memory.occupy()
 
     # ---- iterated training: new weights, which are part of checkpoints. No collectives -----------------------
 
@@ -55,8 +72,8 @@ class ReferenceWorker:
         """Take over the weights of an actor's rank in the same place of a set of the same size."""
         fault_point("reference.update")
         self.files.wait_for_copy()
-        fsdp.reshard(self.policy)
-        policy_state.put_weights(weights, self.policy)
+        fsdp.reshard(self.policies[0])
+        policy_state.put_weights(weights, self.policies[0])
 
     def save(self, folder: str) -> Files:
         """Write this rank's share of the weights; return the files that it wrote."""

@@ -6,6 +6,7 @@ import datetime
 import ipaddress
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from grpo_rl.algos.losses.distillation import NEVER
 from grpo_rl.columns import values
 from grpo_rl.models import attention, fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel
@@ -240,26 +242,42 @@ def reference_columns(
     *,
     share_prompts: bool,
     want_hidden: bool,
+    top: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the micro-batches' log-probs of trained tokens, and with `want_hidden` their last hidden states, on the CPU."""
+    """Return the micro-batches' log-probs of trained tokens, on the CPU.
+
+    With `want_hidden` the last hidden states too; `top` asks for the so many likeliest tokens, of the first so many ids.
+    """
     batches = [shard.select(list(rows)) if rows else None for rows in micro_batches]
-    logprobs: list[Tensor] = []
-    hidden: list[Tensor] = []
+    pieces: dict[str, list[Tensor]] = defaultdict(list)
     for batch in batches:
-        output = policy(sequences_of(batch, device, share_prompts=share_prompts), want_hidden=want_hidden)
-        logprobs.append(output.logprobs_T.cpu())
+        output = policy(sequences_of(batch, device, share_prompts=share_prompts), want_hidden=want_hidden, top=top)
+        pieces["logprobs_T"].append(output.logprobs_T.cpu())
         if want_hidden:
-            hidden.append(output.hidden_TD.cpu())
+            pieces["hidden_TD"].append(output.hidden_TD.cpu())
+        if top is not None:
+            # Where fewer tokens could be sampled, the others are never said: a number, so that all of them are finite.
+            pieces["top_logprobs_TK"].append(output.top_logprobs_TK.clamp(min=NEVER).cpu())
+            pieces["top_ids_TK"].append(output.top_ids_TK.int().cpu())
         # Of this pass nothing stays on the device: the next one needs the memory, and so does the end of the phase.
         del output
-    columns = {"logprobs_T": torch.cat(logprobs)}
-    return columns | {"hidden_TD": torch.cat(hidden)} if want_hidden else columns
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+def distance(shard: Batch, micro_batches: Sequence[Rows], logprobs_T: Tensor) -> tuple[float, int]:
+    """Return the sum over the micro-batches' trained tokens of log-ratios of the engine to `logprobs_T`, and their number.
+
+    Of tokens that no engine sampled it is the sum of -log-probs.
+    """
+    engine_T = shard.select([row for rows in micro_batches for row in rows]).rollout_logprobs_T
+    ratio_T = -logprobs_T.double() if engine_T is None else values(engine_T).double() - logprobs_T.double()
+    return float(ratio_T.sum()), len(ratio_T)
 
 
 def as_block(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:
     """Return whether all numbers of columns on the CPU are finite, and the columns as a block for Ray's object store.
 
-    Arrays of float32 are read where they lie; numpy has no type for bfloat16, so such columns stay tensors.
+    Arrays are read where they lie; numpy has no type for bfloat16, so such columns stay tensors.
     """
     finite = all(bool(torch.isfinite(column).all()) for column in columns.values())
-    return finite, {name: column.numpy() if column.dtype == torch.float32 else column for name, column in columns.items()}
+    return finite, {name: column if column.dtype == torch.bfloat16 else column.numpy() for name, column in columns.items()}

@@ -43,6 +43,12 @@ class LossInput:
     """Entropy of the policy's distribution at each token, in nats, with gradient."""
     full_kl_T: Tensor | None = None
     """KL from the policy's whole distribution to the reference's at each token, with gradient."""
+    teacher_logprobs_T: Tensor | None = None
+    """Log-probs under the teacher, where there is one."""
+    teacher_top_logprobs_TK: Tensor | None = None
+    """The teacher's K highest log-probs at each token, for divergences."""
+    policy_top_logprobs_TK: Tensor | None = None
+    """The policy's log-probs of the same K tokens, with gradient."""
     weights_T: Tensor | None = None
     """Constant factors of the policy loss, which the objective applies after the loss."""
     selected_T: Tensor | None = None

@@ -1,15 +1,26 @@
-"""The reference policy of the training loop over its worker group."""
+"""The frozen models of the training loop: the reference policy and the teachers, over their worker groups."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any, ClassVar
+
+import numpy as np
 
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.dispatch import Dispatched, computed, dispatch
 from grpo_rl.cluster.roles.saved_role import SavedRole
+from grpo_rl.columns import RemoteColumn
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.types import Batch
+from grpo_rl.config.schema.distillation import TeacherConfig
+from grpo_rl.data.collate import collate
+from grpo_rl.data.prompts import Renderer
+from grpo_rl.errors import DataError
+from grpo_rl.types import Batch, Metrics, Prompt, Rollout
 from grpo_rl.workers.specs import Rank
 
 
@@ -72,8 +83,129 @@ class MovingReferenceRole(SavedRole, ReferenceRole):
         self.worker_group.call_each("update", [(part,) for part in actor.worker_group.parts("weights")])
 
 
-def reference_factory(spec: Any, rank: Rank, offload: bool) -> Any:
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """One teacher: what the configuration says of it, and who computes it."""
+
+    name: str
+    settings: TeacherConfig
+    worker_group: WorkerGroup
+    method: str
+    """The method of its ranks that returns its log-probs."""
+    arguments: tuple[Any, ...] = ()
+
+
+class TeacherRole:
+    """The `protocols.Teacher`: each rollout has one of the teachers, frozen models or the policy as it is."""
+
+    def __init__(
+        self, teachers: Sequence[Teacher], *, rule: MicroBatchRule, top: tuple[int, int] | None, renderer: Renderer
+    ) -> None:
+        """`top`: so many likeliest tokens of the teacher are wanted, of the first so many ids; None: none."""
+        self.teachers, self.rule, self.top, self.renderer = teachers, rule, top, renderer
+
+    def logprobs(self, batch: Batch, rollouts: Sequence[Rollout] = ()) -> tuple[Batch, Metrics]:
+        """Return the batch with its teachers' columns, which stay with the ranks, and how far each is from what was sampled."""
+        names = {"teacher_logprobs_T": "logprobs_T"}
+        if self.top is not None:
+            names |= {"teacher_top_logprobs_TK": "top_logprobs_TK", "teacher_top_ids_TK": "top_ids_TK"}
+        chosen = [self.teacher_of(rollout.prompt) for rollout in rollouts] or [self.teachers[0]] * batch.num_rollouts
+        found: list[dict[str, RemoteColumn]] = []
+        order: list[int] = []
+        metrics: Metrics = {}
+        for teacher in self.teachers:
+            rows = [row for row, one in enumerate(chosen) if one is teacher]
+            if not rows:
+                continue
+            seen, rule = self._seen(teacher, batch, rollouts, rows)
+            arguments = False, self.top, *teacher.arguments
+            dispatched = dispatch(teacher.worker_group, seen, rule=rule)
+            found.append(computed(teacher.worker_group, rule, teacher.method, dispatched, names, *arguments))
+            order += rows
+            sums, counts = zip(*teacher.worker_group.call("distance"), strict=True)
+            measure = "cross_entropy" if batch.rollout_logprobs_T is None else "kl"
+            metrics[f"distillation/{teacher.name}/{measure}"] = sum(sums) / max(1, sum(counts))
+            metrics[f"distillation/{teacher.name}/share"] = len(rows) / batch.num_rollouts
+        return batch.replace(**{name: in_order([one[name] for one in found], order) for name in names}), metrics
+
+    def teacher_of(self, prompt: Prompt) -> Teacher:
+        """Return the teacher of a prompt: of those of its data_source, else of any, one drawn by their weights and its uid."""
+        fitting = [one for one in self.teachers if one.settings.key == prompt.data_source]
+        fitting = fitting or [one for one in self.teachers if one.settings.key is None]
+        if not fitting:
+            keys = ", ".join(str(one.settings.key) for one in self.teachers)
+            raise DataError(
+                f"prompt {prompt.uid}: no teacher in distillation.teacher_models has its data_source {prompt.data_source!r} as its "
+                f"key; there are {keys}, and one without a key would teach all others"
+            )
+        draw = (
+            int.from_bytes(sha256(prompt.uid.encode()).digest()[:8], "big")
+            / 2**64
+            * sum(one.settings.weight for one in fitting)
+        )
+        for one in fitting:
+            draw -= one.settings.weight
+            if draw < 0:
+                return one
+        return fitting[-1]
+
+    def _seen(
+        self, teacher: Teacher, batch: Batch, rollouts: Sequence[Rollout], rows: Sequence[int]
+    ) -> tuple[Batch, MicroBatchRule]:
+        """Return the rollouts as their teacher reads them, and the rule for its passes: no sequence is too long for it."""
+        context, rule = teacher.settings.context, self.rule
+        if context is None:
+            return (batch if len(rows) == batch.num_rollouts else batch.select(list(rows))), rule
+        prompts = {(one := rollouts[row]).prompt.uid: self._with_context(context, one.prompt) for row in rows}
+        own = collate([replace(one, prompt=prompts[one.prompt.uid]) for one in (rollouts[row] for row in rows)])
+        if rule.max_tokens is not None:
+            rule = replace(rule, max_tokens=max(rule.max_tokens, int(own.sequence_lengths_N.max())))
+        return own, rule
+
+    def _with_context(self, context: str, prompt: Prompt) -> Prompt:
+        """Return the prompt with the context before it: as its system message, or as text before a plain one."""
+        text = re.sub(r"\{(ground_truth|extra_info\.\w+)\}", lambda found: str(_field(prompt, found[1])), context)
+        asked: Any = text + prompt.text
+        if prompt.messages is not None:
+            first, *others = prompt.messages
+            if first["role"] == "system":
+                text = f"{text}\n\n{first['content']}"
+            asked = [{"role": "system", "content": text}, *(others if first["role"] == "system" else prompt.messages)]
+        shown = self.renderer.render(asked, f"the teacher's context of prompt {prompt.uid}")
+        return replace(prompt, token_ids=np.asarray(self.renderer.tokenize([asked], [shown])[0], dtype=np.int32))
+
+
+def _field(prompt: Prompt, name: str) -> Any:
+    """Return what a context puts in the place of `{name}`. Raises DataError for a row that does not have it."""
+    key = name.partition(".")[2]
+    if not key:
+        return prompt.ground_truth
+    if key not in prompt.extra_info:
+        raise DataError(
+            f"prompt {prompt.uid}: the context of its teacher reads {name}, and its extra_info has {', '.join(prompt.extra_info)}"
+        )
+    return prompt.extra_info[key]
+
+
+def in_order(parts: Sequence[RemoteColumn], order: Sequence[int]) -> RemoteColumn:
+    """Return one column of columns of some rollouts each, the numbers of which are `order`."""
+    if len(parts) == 1:
+        return parts[0]
+    before = np.cumsum([0, *(len(part.blocks) for part in parts)])
+    joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ("pieces_N", "start_P", "length_P")}
+    blocks = [part.block_P + start for part, start in zip(parts, before.tolist(), strict=False)]
+    whole = replace(
+        parts[0],
+        blocks=tuple(block for part in parts for block in part.blocks),
+        block_P=np.concatenate(blocks),
+        finite=all(part.finite for part in parts),
+        **joined,
+    )
+    return whole.select(np.argsort(np.asarray(order)))
+
+
+def reference_factory(specs: Any, rank: Rank, offload: bool) -> Any:
     """Return a ReferenceWorker, imported in the process that will run it."""
     from grpo_rl.workers.reference import ReferenceWorker
 
-    return ReferenceWorker(spec, rank, offload=offload)
+    return ReferenceWorker(specs, rank, offload=offload)

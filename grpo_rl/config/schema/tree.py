@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from grpo_rl.config.schema.algorithm import *
 from grpo_rl.config.schema.data import *
+from grpo_rl.config.schema.distillation import *
 from grpo_rl.config.schema.kinds import *
 from grpo_rl.config.schema.model import *
 from grpo_rl.config.schema.reward import *
@@ -28,6 +29,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
     ray_kwargs: RayConfig = field(default_factory=RayConfig)

@@ -75,7 +75,7 @@ class OfflineSchedule(RowSchedule):
     Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
     """
 
-    roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder"})
+    roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder", "teacher"})
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -97,8 +97,12 @@ class OfflineSchedule(RowSchedule):
         timer = self.context.progress.timer()
         with timer("data"):
             batch = self.draw()
+        taught: Metrics = {}
+        if self.context.roles.teacher is not None:
+            with timer("teacher"):
+                batch, taught = self.context.roles.teacher.logprobs(batch)
         with timer("update_actor"):
-            metrics = self.actor.update(batch)
+            metrics = self.actor.update(batch) | taught
         num_tokens = float(len(batch.token_ids_S))
         measured = {name.removeprefix("actor/"): value for name, value in metrics.items()}
         return (
@@ -230,7 +234,9 @@ def measure(
 ) -> Metrics:
     """Return the policy loss `pg_loss` of all validation rows, and its averaged statistics, as one batch of them all has them."""
     # The other terms of the objective are no part of how well the rows are learnt.
-    objective = dataclasses.replace(objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=())
+    objective = dataclasses.replace(
+        objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=(), distillation=None
+    )
     parts = [list(range(start, min(start + batch_size, len(data)))) for start in range(0, len(data), batch_size)]
     each = [data.batch(rows).counts() for rows in parts]
     counts = Counts(*(sum(column) for column in zip(*(dataclasses.astuple(part) for part in each), strict=True)))

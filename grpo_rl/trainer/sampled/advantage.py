@@ -104,6 +104,7 @@ def check_finite(batch: Batch) -> None:
     columns = {
         "the engine's log-probs": batch.rollout_logprobs_T,
         "the reference's log-probs": batch.ref_logprobs_T,
+        "the teacher's log-probs": batch.teacher_logprobs_T,
         "the old log-probs": batch.old_logprobs_T,
     }
     for name, column in columns.items():

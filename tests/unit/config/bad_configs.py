@@ -132,6 +132,7 @@ _SILENT_IN_VERL: list[Bad] = [
         f"{M}.lora_rank",
         "moves the reference",
     ),
+    (["distillation.enabled=true"], "distillation.teacher_models", "names no teacher"),
 ]
 BAD: list[Bad] = [*_VALUES, *_KEYS, *_EXPRESSIONS, *_PATHS, *_CONTRADICTIONS, *_SILENT_IN_VERL]
 
