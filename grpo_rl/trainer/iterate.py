@@ -99,11 +99,9 @@ class Opinion:
         return opinions(scored) | ({"iterate/gap": gap} if math.isfinite(gap) else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what gains are measured from."""
         return {name: list(values) for name, values in self.start.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on measuring from this state."""
         self.start = {name: [float(value) for value in values] for name, values in state.items()}
 
 
@@ -211,7 +209,6 @@ class ReplayHistory:
         self.save(folder)
 
     def saved(self, wait_s: float) -> Files | None:
-        """Return what the last save has written."""
         return self._written
 
     def save_bytes(self) -> int:

@@ -158,7 +158,6 @@ class SyncSchedule:
     # ---- the rest of the contract ------------------------------------------------------------------------
 
     def evaluate(self) -> Metrics:
-        """Validate the current policy."""
         return self.validation()
 
     def ended(self) -> str | None:
@@ -176,6 +175,5 @@ class SyncSchedule:
         return {"sampler": sampler, "advantage": advantage, "num_rows": len(self.train_data)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from this state. Raises CheckpointError for other training data."""
         self.selection.load_state_dict(state["sampler"])
         self.advantage.load_state_dict(state["advantage"])

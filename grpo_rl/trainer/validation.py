@@ -68,15 +68,12 @@ class ValidationOnly:
         self.trained: Sequence[Rollout] = ()
 
     def step(self) -> Metrics:
-        """Raise AssertionError: the run does no step where only validation is asked for."""
         raise AssertionError("a run that only validates has no step")
 
     def evaluate(self) -> Metrics:
-        """Validate the policy."""
         return self.validation()
 
     def ended(self) -> str | None:
-        """Return that there is nothing to train."""
         return "trainer.val_only=true validates and trains nothing"
 
     def state_dict(self) -> dict[str, Any]:

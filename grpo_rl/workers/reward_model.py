@@ -43,11 +43,9 @@ class RewardModelWorker:
         return _scores(self, micro_batches)
 
     def vacate(self) -> None:
-        """Move everything to host memory, so that an engine can be built on this device."""
         self.memory.vacate()
 
     def occupy(self) -> None:
-        """Bring back what belongs on the device."""
         self.memory.occupy()
 
 

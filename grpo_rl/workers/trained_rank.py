@@ -199,7 +199,6 @@ class TrainedRank(ABC, Generic[S, M]):
         return self.files.num_bytes()
 
     def load(self, folder: str) -> None:
-        """Restore what `save` wrote, by any number of ranks."""
         self.files.load(Path(folder))
         self.memory.release()
 
@@ -211,11 +210,9 @@ class TrainedRank(ABC, Generic[S, M]):
     # ---- memory -----------------------------------------------------------------------------------------
 
     def vacate(self) -> None:
-        """Move everything to host memory, so that an engine can be built on this device."""
         self.memory.vacate()
 
     def occupy(self) -> None:
-        """Bring back what belongs on the device."""
         self.memory.occupy()
 
 

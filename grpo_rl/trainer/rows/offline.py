@@ -170,12 +170,10 @@ class EarlyStop:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count, and what it compares with."""
         lowest = None if math.isinf(self.lowest) else self.lowest
         return {"lowest": lowest, "step": self.step, "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from this state."""
         self.lowest = math.inf if state["lowest"] is None else float(state["lowest"])
         self.step, self.in_a_row = int(state["step"]), int(state["in_a_row"])
 
