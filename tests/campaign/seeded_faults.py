@@ -377,7 +377,7 @@ FAULTS: list[Fault] = [
         "workers/trained_rank.py",
         '        self._passes("start")\n        self.optimizer.zero_grad(set_to_none=True)\n',
         '        self._passes("start")\n',
-        "unit/workers integration/test_sft_equality.py integration/test_critic.py",
+        "unit/workers integration/test_layout_invariance.py integration/test_critic.py",
     ),
     _F(
         "wrong old log-probs",

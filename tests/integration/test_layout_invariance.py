@@ -144,6 +144,17 @@ def test_gradients_and_parameters_do_not_depend_on_the_layout(ranks, models, alo
     assert_same(alone[mode], train(ranks, models[True], LAYOUTS[layout], grpo(mode), BATCHES))
 
 
+def test_each_step_of_an_update_begins_with_no_gradient(ranks, models):
+    objective, config = grpo("token-mean"), ActorConfig(ppo_epochs=2)
+    spec = spec_for(models[True], ALONE, objective, 1e6)
+    ranks[1].build(replace(spec, optim=replace(spec.optim, lr=1e-12)))
+    actor = actor_group(ranks[1], config, ALONE.rule, objective, updates_per_step=2)
+    actor.update(actor.old_logprobs(BATCHES[0]))
+    first, second = ranks[1].call("gradients")[0]
+    for name, gradient in first.items():
+        torch.testing.assert_close(second[name], gradient, atol=1e-6, rtol=1e-3, msg=name)
+
+
 def test_old_logprobs_that_are_the_engines_are_those_of_the_ratio(ranks, models):
     objective, batch = Objective("cispo"), BATCHES[0]
 
