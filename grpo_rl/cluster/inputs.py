@@ -145,8 +145,4 @@ def _data(
             train_prompts = read(PromptDataset, "train", "train", data.train_files, data, most, whole=False)
         if data.val_files:
             val_prompts = read(PromptDataset, validation, "val", data.val_files, data, most_val, whole=True)
-    if train_prompts is not None and data.curriculum == "difficulty":
-        # Read now, so that a row without one is refused before anything starts.
-        with console.progress("reading the difficulty of every row", total=len(train_prompts)) as bar:
-            train_prompts.difficulty(note=bar.advance)
     return _Data(train_prompts, val_prompts, None)

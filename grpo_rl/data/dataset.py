@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import MARK, unmarked
 from grpo_rl.data.prompts import truncate
 from grpo_rl.data.row_set import RowSet
-from grpo_rl.data.rows import BadRow, Example, column, difficulty_of, example, prompt_of
+from grpo_rl.data.rows import BadRow, Example, column, example, prompt_of
 from grpo_rl.types import Prompt
 
 TOKENIZED_AT_ONCE = 1024
@@ -44,7 +44,6 @@ class PromptDataset(RowSet[PromptRow]):
         """Open the sources with the options of a RowSet."""
         super().__init__(files, config, tokenizer, config.max_prompt_length, **options)
         self._data_sources: set[str] = set()
-        self._difficulty: np.ndarray | None = None
 
     @property
     def data_sources(self) -> list[str]:
@@ -57,29 +56,6 @@ class PromptDataset(RowSet[PromptRow]):
         row = read.example
         messages = self.renderer.messages(row.prompt)
         return Prompt(uid, read.token_ids, read.text, row.data_source, row.ground_truth, row.extra_info, messages)
-
-    def usable(self, row: int) -> bool:
-        """Return whether row `row` can be trained on; see `RowSet.usable`. A row without a difficulty is not, where it is ordered by."""
-        if self._difficulty is not None and np.isnan(self._difficulty[row]):
-            return False
-        return super().usable(row)
-
-    def difficulty(self, note: Callable[[int], None] | None = None) -> np.ndarray:
-        """Return what `data.difficulty_key` holds, per row; NaN for a bad row, which is not usable.
-
-        The first call reads all rows, and calls `note` for every thousand.
-        """
-        if self._difficulty is None:
-            values = np.full(len(self), np.nan)
-            for row, index in enumerate(self._indices().tolist()):
-                try:
-                    values[row] = difficulty_of(self._source.row(index), self._source.where(index), self.config)
-                except BadRow as error:
-                    self.bad_rows.met(index, error)
-                if note is not None and row % TOKENIZED_AT_ONCE == 0:
-                    note(min(TOKENIZED_AT_ONCE, len(values) - row))
-            self._difficulty = values
-        return self._difficulty
 
     def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, PromptRow | BadRow]]:
         """Yield the rows as `RowSet` does; many are tokenized at once."""

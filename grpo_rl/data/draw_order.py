@@ -1,4 +1,4 @@
-"""The order in which rows are trained on: seeded per epoch, mixed, by difficulty or by pass rates, resumable to the exact row."""
+"""The order in which rows are trained on: seeded per epoch, mixed, or by pass rates, resumable to the exact row."""
 
 from __future__ import annotations
 
@@ -105,20 +105,17 @@ class RowOrder(ABC):
 
 
 class EpochOrder(RowOrder):
-    """Batches of rows, epoch after epoch; the order is a function of (seed, epoch, difficulty) and of nothing else.
+    """Batches of rows, epoch after epoch; the order is a function of (seed, epoch) and of nothing else.
 
-    With a `difficulty` per row the easiest come first in every epoch, and equals in a seeded order. Rows left over at the
-    end of an epoch, fewer than a batch, are dropped (verl's `drop_last`). Rows that are not usable when their turn comes
+    Rows left over at the end of an epoch, fewer than a batch, are dropped (verl's `drop_last`). Rows that are not usable when their turn comes
     are skipped.
     """
 
     placed_by = ("epoch", "position")
 
-    def __init__(
-        self, num_rows: int, batch_size: int, shuffle: bool, seed: int, *, difficulty: np.ndarray | None = None, **options: Any
-    ) -> None:
+    def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int, **options: Any) -> None:
         super().__init__(num_rows, batch_size, **options)
-        self._shuffle, self._seed, self._difficulty = shuffle, seed, difficulty
+        self._shuffle, self._seed = shuffle, seed
         self.position = 0
         self._order = self._order_of(0)
 
@@ -142,11 +139,11 @@ class EpochOrder(RowOrder):
         self.seek({"epoch": int(state["epoch"]) + 1, "position": 0})
 
     def _identity(self) -> dict[str, Any]:
-        order = "none" if self._difficulty is None else "difficulty"
-        return {"num_rows": self._num_rows, "shuffle": self._shuffle, "seed": self._seed, "curriculum": order, "weights": None}
+        rest: dict[str, Any] = {"curriculum": "none", "weights": None}
+        return {"num_rows": self._num_rows, "shuffle": self._shuffle, "seed": self._seed} | rest
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        return order_of(self._num_rows, (self._seed, epoch) if self._shuffle else None, self._difficulty)
+        return order_of(self._num_rows, (self._seed, epoch) if self._shuffle else None)
 
 
 class PassRateOrder(RowOrder):
@@ -235,7 +232,6 @@ class MixedOrder(RowOrder):
         seed: int,
         *,
         floor: float | None = None,
-        difficulty: np.ndarray | None = None,
         **options: Any,
     ) -> None:
         super().__init__(sum(sizes), batch_size, **options)
@@ -243,7 +239,7 @@ class MixedOrder(RowOrder):
         self.wants_rates = floor is not None
         self._sizes, self._starts = list(sizes), np.cumsum([0, *sizes])
         self._weights = np.array(weights, dtype=np.float64) / sum(weights)
-        self._shuffle, self._seed, self._floor, self._difficulty = shuffle, seed, floor, difficulty
+        self._shuffle, self._seed, self._floor = shuffle, seed, floor
         self.credits = [0.0] * len(self._sizes)
         self.passes, self.places = [0] * len(self._sizes), [0] * len(self._sizes)
         self.num_drawn = self.first_epoch = 0
@@ -298,10 +294,8 @@ class MixedOrder(RowOrder):
 
     def _order(self, source: int, number: int) -> np.ndarray:
         if self._orders.get(source, (-1,))[0] != number:
-            start, size = self._starts[source], self._sizes[source]
-            difficulty = None if self._difficulty is None else self._difficulty[start : start + size]
             seed = (self._seed, source, number) if self._shuffle else None
-            self._orders[source] = number, order_of(size, seed, difficulty)
+            self._orders[source] = number, order_of(self._sizes[source], seed)
         return self._orders[source][1]
 
     def record(self, row: int, rate: float) -> None:
@@ -333,15 +327,14 @@ class MixedOrder(RowOrder):
             "sizes": self._sizes,
             "shuffle": self._shuffle,
             "seed": self._seed,
-            "curriculum": "none" if self._difficulty is None else "difficulty",
+            "curriculum": "none",
             "weights": [*self._weights.tolist(), self._floor],
         }
 
 
-def order_of(num_rows: int, seed: tuple[int, ...] | None, difficulty: np.ndarray | None) -> np.ndarray:
-    """Return all rows: shuffled by the seed, where there is one, and then the easiest first, rows without a difficulty last."""
-    order = np.arange(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows)
-    return order if difficulty is None else order[np.argsort(difficulty[order], kind="stable")]
+def order_of(num_rows: int, seed: tuple[int, ...] | None) -> np.ndarray:
+    """Return all rows, shuffled by the seed where there is one."""
+    return np.arange(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows)
 
 
 def weight_of_rate(rate: np.ndarray, floor: float) -> np.ndarray:
@@ -365,8 +358,6 @@ def make_row_order(
     }
     if data.curriculum == "pass_rate":
         return PassRateOrder(len(dataset), batch_size, data.seed, data.curriculum_floor, **options)
-    if data.curriculum == "difficulty" and isinstance(dataset, PromptDataset):
-        options["difficulty"] = dataset.difficulty()
     if data.train_weights:
         floor = data.curriculum_floor if data.dynamic_weights else None
         sizes = dataset.part_sizes

@@ -76,14 +76,6 @@ _PROMPTS, _ANSWERS = (
 """Usual names of the columns with the prompt and with the right answer."""
 
 
-def difficulty_of(row: dict[str, Any], where: str, config: DataConfig) -> float:
-    """Return what the curriculum orders by. Raises BadRow unless it is a finite number."""
-    found = column(row, config.difficulty_key, where)
-    if math.isnan(number := finite(found)):
-        raise wrong(where, config.difficulty_key, found, "a number, as data.curriculum=difficulty orders by it")
-    return number
-
-
 def column(row: dict[str, Any], key: str, where: str, optional: bool = False) -> Any:
     """The value of the column, or of a dotted path into it; None for one that is missing and `optional`.
 

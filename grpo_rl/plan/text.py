@@ -338,9 +338,7 @@ def _selection(config: Config) -> Rows:
         total = sum(data.train_weights)
         shares = ", ".join(f"{weight / total:.3g}" for weight in data.train_weights)
         yield "mix", f"shares {shares} of the draws" + (", times 4p(1-p) of the pass rates" if data.dynamic_weights else "")
-    if data.curriculum == "difficulty":
-        yield "curriculum", f"the lowest {data.difficulty_key} first in every epoch"
-    elif data.curriculum == "pass_rate":
+    if data.curriculum == "pass_rate":
         yield "curriculum", f"drawn with weight 4p(1-p) of the latest pass rate, at least {data.curriculum_floor:g}"
 
 

@@ -48,7 +48,7 @@ def _data(config: Config) -> Iterator[str]:
     if data.train_max_samples > 0:
         yield f"{shown}: with data.train_max_samples some sources would have no rows; cut the files, or leave it out"
     if data.curriculum == "pass_rate":
-        yield f"{shown}: curriculum=pass_rate draws from all rows alike; curriculum=difficulty, or data.dynamic_weights=true"
+        yield f"{shown}: curriculum=pass_rate draws from all rows alike; data.dynamic_weights=true weighs whole sources by their pass rates"
 
 
 def _training(config: Config) -> Iterator[str]:

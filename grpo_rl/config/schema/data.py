@@ -87,10 +87,8 @@ class DataConfig:
     """The treatment of longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
     shuffle: bool = True
     """Draw the training rows of every epoch in a new seeded order."""
-    curriculum: Literal["none", "difficulty", "pass_rate"] = "none"
-    """Order by difficulty_key, easiest first in every epoch; or prefer prompts whose latest pass rate is near one half."""
-    difficulty_key: str = "extra_info.difficulty"
-    """curriculum=difficulty: column with a number, a path with dots where it lies in another column."""
+    curriculum: Literal["none", "pass_rate"] = "none"
+    """pass_rate: prefer prompts whose latest pass rate is near one half."""
     curriculum_floor: PositiveFraction = 0.1
     """curriculum=pass_rate and dynamic_weights: least weight, of what is always or never solved; half solved has 1."""
     seed: Seed = 1

@@ -22,7 +22,6 @@ def mixed(**options: object) -> MixedOrder:
 
 SAMPLERS = {
     "one order": lambda: EpochOrder(50, 8, True, 5),
-    "by difficulty": lambda: EpochOrder(50, 8, True, 5, difficulty=np.arange(50.0) % 7),
     "by pass rate": lambda: PassRateOrder(50, 8, 5, 0.1),
     "mixed": mixed,
     "mixed by pass rate": lambda: mixed(floor=0.1),
@@ -112,15 +111,6 @@ def test_a_source_without_a_usable_row_leaves_its_share_to_the_others() -> None:
         sampler.next_batch()
 
 
-def test_the_easiest_rows_come_first_in_every_epoch_and_equals_in_a_new_order() -> None:
-    difficulty = np.array([3.0, 1.0, 2.0, 1.0, np.nan, 1.0])
-    sampler = EpochOrder(6, 6, True, 0, difficulty=difficulty)
-    orders = [rows(sampler.next_batch()) for _ in range(8)]
-    assert all(sorted(order[:3]) == [1, 3, 5] and order[3:] == [2, 0, 4] for order in orders)
-    assert len({tuple(order[:3]) for order in orders}) > 1
-    assert rows(EpochOrder(6, 6, False, 0, difficulty=difficulty).next_batch()) == [1, 3, 5, 2, 0, 4]
-
-
 def test_the_weight_of_a_pass_rate_is_highest_at_one_half() -> None:
     rates = np.array([0.0, 0.25, 0.5, 0.75, 1.0, np.nan])
     assert weight_of_rate(rates, 0.1).tolist() == [0.1, 0.75, 1.0, 0.75, 0.1, 1.0]
@@ -137,8 +127,8 @@ def test_prompts_of_medium_pass_rate_are_drawn_more_often() -> None:
 
 
 def test_another_curriculum_or_other_weights_cannot_go_on_in_the_middle() -> None:
-    with pytest.raises(DataError, match="curriculum was none, now difficulty"):
-        EpochOrder(5, 2, True, 0, difficulty=np.zeros(5)).load_state_dict(EpochOrder(5, 2, True, 0).state_dict())
+    with pytest.raises(DataError, match="curriculum was none, now pass_rate"):
+        PassRateOrder(5, 2, 0, 0.1).load_state_dict(EpochOrder(5, 2, True, 0).state_dict())
     with pytest.raises(DataError, match="weights was"):
         mixed(floor=0.2).load_state_dict(mixed().state_dict())
     with pytest.raises(DataError, match="weights was"):

@@ -34,7 +34,7 @@ def row(number: int, **columns: Any) -> dict[str, Any]:
         "data_source": "a",
         "prompt": [{"role": "user", "content": str(number)}],
         "reward_model": {"ground_truth": str(number)},
-        "extra_info": {"difficulty": float(-number)},
+        "extra_info": {"index": number},
     } | columns
 
 
