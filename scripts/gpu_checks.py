@@ -561,7 +561,7 @@ def check_checkpoint(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 def check_memory_runs_out(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Run out of memory for real: the error is recognised, and an update works after it."""
-    from grpo_rl.cluster.processes.out_of_memory import out_of_memory
+    from grpo_rl.cluster.processes.worker_host import out_of_memory
 
     actor, batch = actor_of(model_folder(sizes, folder), device), batch_of(sizes)
     actor.update(batch, update_of(batch))

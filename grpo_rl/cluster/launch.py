@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,7 +49,6 @@ if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.cluster.inputs import Inputs
     from grpo_rl.cluster.processes.worker_group import WorkerFailed
     from grpo_rl.cluster.recovery.supervisor import Recoveries
-    from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
@@ -179,8 +178,6 @@ class Session:
     """The collected rows that are trained on, where there are any."""
     collected: Metrics
     recoveries: Recoveries
-    smaller_passes: dict[str, dict[str, MicroBatchRule]] = field(default_factory=dict)
-    """The passes of each role in which memory ran out, and the rule that they have since."""
     lost: tuple[str, float] | None = None
     """The role that was lost last and the time of that, until the training goes on."""
 
@@ -224,10 +221,9 @@ def _train_from(launch: Launch, session: Session, stack: ExitStack) -> None:
     inputs = read_inputs(launch.plan, run_dir, console, stack, collected=session.rows)
     plan = inputs.plan
     trial = first_look(launch, inputs) if launch.checkpoint is None and session.lost is None else None
-    smaller = session.smaller_passes if plan.passes.splits else None
     folders = model_folders(launch, connection)
     plan = with_teachers(launch, plan)
-    cluster = Cluster(plan, *folders, run_dir.logs, console, session.recoveries, smaller)
+    cluster = Cluster(plan, *folders, run_dir.logs, console, session.recoveries)
     stack.callback(cluster.shutdown)
     roles, scorers = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
     roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info)

@@ -40,7 +40,6 @@ from grpo_rl.cluster.roles.reward_model_role import (
 )
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
 from grpo_rl.cluster.roles.weight_sync import Transfer
-from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.model import ModelConfig, RefFsdpConfig
 from grpo_rl.data.prompts import Renderer
@@ -71,7 +70,6 @@ class Cluster:
         log_dir: Path,
         console: Console,
         recoveries: Recoveries | None = None,
-        smaller_passes: dict[str, dict[str, MicroBatchRule]] | None = None,
     ) -> None:
         self.plan = plan
         self.config = plan.config
@@ -87,8 +85,6 @@ class Cluster:
         """Functions that end what belongs to the cluster besides its worker groups."""
         recoveries = recoveries or Recoveries(plan.config.trainer, console.warn)
         self.supervisor = Supervisor(plan.config.trainer, recoveries)
-        self.smaller_passes = smaller_passes
-        """The passes of each role that are smaller since memory ran out; None where that ends the run."""
 
     def pool(self, name: str) -> Pool:
         """Return the devices of this pool, which are reserved by the first call."""
@@ -159,7 +155,6 @@ class Cluster:
             environment=environment,
             call_timeout_s=self.config.trainer.step_timeout_s,
             threads_per_worker=calls_at_once,
-            smaller_passes=None if self.smaller_passes is None else self.smaller_passes.setdefault(role, {}),
         )
         self.worker_groups.append(worker_group)
         return worker_group

@@ -396,7 +396,7 @@ def _of_run(config: Config) -> list[Rule]:
         (trainer.val_only, "trainer: stop_on", "nothing is trained with trainer.val_only=true"),
         (
             trainer.recover == "off",
-            "trainer: on_out_of_memory max_restarts restart_window_s",
+            "trainer: max_restarts restart_window_s",
             "needs trainer.recover=auto: ranks are started again",
         ),
         (trainer.on_nonfinite != "skip", "trainer: max_nonfinite_steps", "needs trainer.on_nonfinite=skip"),

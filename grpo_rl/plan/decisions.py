@@ -75,8 +75,6 @@ class Passes:
     """The actor's pass for old log-probs."""
     reference: MicroBatchRule
     critic: MicroBatchRule
-    splits: bool
-    """True where a pass that runs out of memory is cut smaller and repeated."""
     replays_routing: bool = False
     """True where tokens take the experts in an update that they took in the actor's pass for old log-probs."""
 
@@ -458,7 +456,6 @@ def _passes(config: Config, objective: Objective) -> Passes:
         old=derived.logprob_rule(config, "rollout"),
         reference=derived.logprob_rule(config, "ref"),
         critic=derived.critic_rule(config),
-        splits=config.trainer.on_out_of_memory == "split",
         replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
     )
 

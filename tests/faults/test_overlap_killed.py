@@ -40,17 +40,17 @@ saving.OWN_EVERY_S, saving.OWN_SHARE = 0.0, 1e9
 saving.Saving.in_background = property(lambda self: False, lambda self, value: None)
 sys.exit(main(sys.argv[1:]))
 """
-OUT_OF_MEMORY = "actor.update.forward:oom@step=4,once"
+LOST_AGAIN = "actor.update.forward:kill9@step=4,once"
 
 
 def test_a_training_without_checkpoints_that_loses_ranks_goes_back_to_its_own_and_trains_each_prompt_once(
     training: Any, run_words: list[str]
 ) -> None:
     words = [word for word in words_of(run_words, "one_step_off") if not word.startswith("trainer.save_freq=")]
-    more = ["trainer.on_out_of_memory=split", "trainer.export_at_end=true"]
-    run = training("alone", [*words, *more], ";".join([ACTOR_LATER, OUT_OF_MEMORY]), ("-c", PROGRAM))
+    more = ["trainer.export_at_end=true"]
+    run = training("alone", [*words, *more], ";".join([ACTOR_LATER, LOST_AGAIN]), ("-c", PROGRAM))
     assert run.start().wait(END_S) == 0, run.describe()
-    assert [fault["fault"] for fault in run.fired()] == [ACTOR_LATER, OUT_OF_MEMORY]
+    assert [fault["fault"] for fault in run.fired()] == [ACTOR_LATER, LOST_AGAIN]
     said = " ".join((run.folder / "alone.out").read_text().split())
     assert "the run goes back to step 2, the newest checkpoint" in said and "back to step 3, the newest" in said
     assert run.status["restarts"] == {"actor0": 2} and not (run.path / "recovery").exists()

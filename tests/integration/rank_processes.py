@@ -296,6 +296,8 @@ class RankProcesses(WorkerGroup):
 
     def build(self, spec: ActorSpec | CriticSpec | RewardModelSpec | TrainedRewardModelSpec) -> None:
         """New actors, critics or reward models in all processes, in a new process group."""
+        kinds: dict[type, str] = {ActorSpec: "actor", CriticSpec: "critic"}
+        self.role = kinds.get(type(spec), "reward_model")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

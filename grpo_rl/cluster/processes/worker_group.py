@@ -13,11 +13,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_rl import faults
-from grpo_rl.cluster.processes.out_of_memory import at_least, halved, what_to_do
 from grpo_rl.cluster.processes.placement import Place, Slot
-from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored, StoredBlock
+from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored, StoredBlock, what_to_do
 from grpo_rl.cluster.session.run_watcher import is_tracker, remove_segments
-from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.errors import (
     CheckpointError,
     ClusterError,
@@ -152,9 +150,6 @@ class WorkerGroup:
     the end of the group: `cluster/launch.py` starts the run's processes again, from the newest checkpoint.
     """
 
-    smaller_passes: dict[str, MicroBatchRule] | None = None
-    """The rule by which each method is called since memory ran out in it; None: such a failure is an error."""
-
     def __init__(
         self,
         role: str,
@@ -164,7 +159,6 @@ class WorkerGroup:
         environment: dict[str, str],
         call_timeout_s: float,
         threads_per_worker: int = 1,
-        smaller_passes: dict[str, MicroBatchRule] | None = None,
     ) -> None:
         self.role = role
         self.call_timeout_s = call_timeout_s
@@ -172,7 +166,6 @@ class WorkerGroup:
             Worker(f"{role}{rank}", Place(slot, environment, threads_per_worker), log_dir / f"{role}{rank}.log")
             for rank, slot in enumerate(slots)
         ]
-        self.smaller_passes = smaller_passes
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -218,37 +211,6 @@ class WorkerGroup:
     def parts(self, method: str) -> list[ray.ObjectRef]:
         """Return each rank's result as a reference to an object that is in the store, and was not fetched."""
         return [ref for _, ref in self._firsts([w.call_pair(method) for w in self.workers], method)]
-
-    def call_in_passes(
-        self,
-        method: str,
-        rule: MicroBatchRule,
-        lengths: Sequence[Sequence[int]],
-        arguments: Callable[[MicroBatchRule], Any],
-        *,
-        for_two: bool = False,
-    ) -> list[Any]:
-        """Return the results of `method` by share; `arguments` cuts each share into micro-batches by the rule that it is given.
-
-        `lengths` are those of the sequences of each mini-batch. With `for_two` a result is a pair, as in `call_for_two`.
-        Where memory runs out, WorkerFailed is raised (the ranks that had enough wait for the others in a collective), and
-        from then on micro-batches have half the size; OutOfMemory where they must not, or one sequence alone is too long.
-        """
-        together = rule.sequence_ranks
-        longest = max((max(some, default=0) for some in lengths), default=0)
-        rule = at_least((self.smaller_passes or {}).get(method, rule), longest)
-        call = self.call_for_two if for_two else self.call_each
-        try:
-            # Ranks that compute a pass together get the same share, and all of them have its results.
-            return call(method, [one for one in arguments(rule) for _ in range(together)])[::together]
-        except OutOfMemory as error:
-            smaller = None if self.smaller_passes is None else halved(rule, lengths, len(self) // together)
-            if smaller is None or self.smaller_passes is None:
-                raise
-            self.smaller_passes[method] = smaller
-            raise WorkerFailed(
-                f"{error}\n  from now on {self.role}.{method} has micro-batches of {smaller}", self.workers
-            ) from error
 
     def shutdown(self) -> None:
         """End all processes of the group."""

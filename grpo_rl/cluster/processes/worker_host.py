@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
-from grpo_rl.cluster.processes.out_of_memory import out_of_memory
 from grpo_rl.config.secrets import HidingStream, redact, remember, remember_environment
+from grpo_rl.errors import GrpoRlError, OutOfMemory
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.workers.instruments import InstrumentOrder, Instruments, PhaseMeasure, device_name
 
 BEATS = "beats"
@@ -176,8 +178,6 @@ def _guard(
     kwargs: dict[str, Any],
     on_failure: Callable[[Exception], None] = lambda _: None,
 ) -> Any:
-    from grpo_rl.errors import GrpoRlError
-
     try:
         return function(*args, **kwargs)
     except Exception as found:
@@ -186,6 +186,38 @@ def _guard(
         error = out_of_memory(found) or found
         on_failure(error)
         raise RemoteError(type(error).__name__, redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
+
+
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+_ACTOR = "actor_rollout_ref.actor"
+_MEMORY_KEYS = {
+    "actor": f"{_ACTOR}.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, {_ACTOR}.fsdp_config.param_offload and "
+    "optimizer_offload, actor_rollout_ref.rollout.gpu_memory_utilization",
+    "critic": "critic.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, critic.fsdp.param_offload and optimizer_offload",
+    "reference": "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu or log_prob_micro_batch_size_per_gpu, "
+    "actor_rollout_ref.ref.fsdp_config.param_offload",
+    "rollout": "actor_rollout_ref.rollout.max_num_seqs, gpu_memory_utilization (GPU) or kv_cache_gib (CPU)",
+    "reward_model": "reward.reward_model.max_token_len_per_gpu, param_offload",
+}
+
+
+def out_of_memory(error: Exception) -> OutOfMemory | None:
+    """Return an error with what was asked for and what is free in this process, where `error` is of memory that ran out; else None."""
+    kind, text = type(error).__name__, " ".join(str(error).split()) or "no message"
+    if kind not in ("OutOfMemoryError", "MemoryError") and not OUT_OF_MEMORY.search(text):
+        return None
+    has = machine_memory()
+    where, free, total = f"{has.owner}'s memory", float(has.free), float(has.total)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+        where, (free, total) = "GPU's memory", torch.cuda.mem_get_info()
+    return OutOfMemory(f"{kind}: {text[:300]}; {free / 2**30:,.2f} GiB of {total / 2**30:,.2f} GiB of the {where} are free")
+
+
+def what_to_do(call: str) -> str:
+    """Return which keys to change when memory ran out in `role.method` or `start role`."""
+    role = re.split(r"[.\d ]", call.removeprefix("start "))[0].replace("sampling", "rollout")
+    return f"turn down {_MEMORY_KEYS[role]}" if role in _MEMORY_KEYS else "give the run more memory"
 
 
 def _settle_threads() -> None:

@@ -17,7 +17,7 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch, mini_batches, update_call
+from grpo_rl.cluster.roles.dispatch import Dispatched, computed, dispatch, mini_batches, update
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
@@ -112,7 +112,9 @@ class ActorRole(SavedRole):
             # A group lies in one mini-batch as a whole, so its tokens there are its tokens in the batch.
             batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
         names = [name for name in _READ if name != "old_logprobs_T" or self.old_from != "engine"]
-        call = update_call(
+        metrics = update(
+            self.worker_group,
+            self.train_rule,
             dispatched,
             batch,
             chosen,
@@ -121,14 +123,12 @@ class ActorRole(SavedRole):
             selected=self._selected(batch, chosen),
             zero_advantage_N=batch.zero_advantage() if self.objective.skips_zero_advantage else None,
         )
-        results = self.worker_group.call_in_passes("update", self.train_rule, call.lengths, call.arguments)
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dispatched = None
         self.version += 1
-        metrics = combine_stats(results, call.counts)
         if self.entropy is not None and coefficient is not None:
             metrics["actor/entropy_coeff"] = coefficient
-            if any(step_counts.num_tokens for step_counts in call.counts) and math.isfinite(metrics["actor/entropy"]):
+            if batch.num_trained_tokens and math.isfinite(metrics["actor/entropy"]):
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
 

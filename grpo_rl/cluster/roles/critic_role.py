@@ -9,7 +9,7 @@ from torch import Tensor
 
 from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch, mini_batches, update_call
+from grpo_rl.cluster.roles.dispatch import Dispatched, computed, dispatch, mini_batches, update
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
@@ -46,11 +46,11 @@ class CriticRole(SavedRole):
     def update(self, batch: Batch) -> Metrics:
         """Take `epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         assert batch.values_T is not None and batch.returns_T is not None
-        call = update_call(self._dispatch(batch), batch, self._mini_batches(batch), ("values_T", "returns_T"))
-        results = self.worker_group.call_in_passes("update", self.rule, call.lengths, call.arguments)
+        columns = ("values_T", "returns_T")
+        metrics = update(self.worker_group, self.rule, self._dispatch(batch), batch, self._mini_batches(batch), columns)
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dispatched = None
-        return combine_stats(results, call.counts, role="critic") | _fit(values(batch.values_T), batch.returns_T)
+        return metrics | _fit(values(batch.values_T), batch.returns_T)
 
     def _dispatch(self, batch: Batch) -> Dispatched:
         """Return the batch as the ranks have it, so that every mini-batch of the update is even over them."""

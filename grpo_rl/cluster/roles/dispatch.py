@@ -11,8 +11,8 @@ below its limit of 100 KiB in its messages, so that smaller blocks pass through 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,21 +66,16 @@ class Dispatched:
         lengths = self.batch.sequence_lengths_N.tolist()
         # A rollout that is not chosen may be longer than a micro-batch.
         own = [length if index in wanted else 0 for index, length in enumerate(lengths)]
-        most = rule.max_rollouts
-        if most is not None and self.units is not None:
-            # Memory that runs out halves the rule, and a unit is never cut.
-            most = max([most, *Counter(self.units[index] for index in wanted).values()])
+        together: dict[int, list[int]] = defaultdict(list)
+        for index in wanted:
+            together[index if self.units is None else self.units[index]].append(lengths[index])
+        # What stays together is never cut.
+        most, tokens = rule.max_rollouts, rule.max_tokens
+        most = None if most is None else max([most, *map(len, together.values())])
+        tokens = None if tokens is None else max([tokens, *map(sum, together.values())])
         prompts = prompts_of(self.batch) if rule.shares_prompts else None
-        cut = cut_shards(shards, own, max_tokens=rule.max_tokens, max_rollouts=most, units=self.units, prompts=prompts)
+        cut = cut_shards(shards, own, max_tokens=tokens, max_rollouts=most, units=self.units, prompts=prompts)
         return [[tuple(row[index] for index in indices) for indices in rank] for rank in cut]
-
-    def lengths(self, chosen: Sequence[int]) -> list[int]:
-        """Return the tokens of what stays together among the rollouts `chosen`: of each rollout, or of each unit."""
-        lengths = self.batch.sequence_lengths_N.tolist()
-        tokens: Counter[int] = Counter()
-        for index in chosen:
-            tokens[index if self.units is None else self.units[index]] += lengths[index]
-        return list(tokens.values())
 
     def updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
         """Return each rank's part of an update on `batch`: the columns `names`, where they are there, and its steps."""
@@ -130,19 +125,9 @@ def dispatch(
     return Dispatched(batch, shards, ranks.store([bare.select(shard) for shard in shards]), units)
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateCall:
-    """The call, made by `WorkerGroup.call_in_passes`, by which the ranks train on a batch: one optimizer step per mini-batch."""
-
-    lengths: list[list[int]]
-    """The tokens of what stays together in a micro-batch, for each mini-batch."""
-    arguments: Callable[[MicroBatchRule], list[tuple[Any, Update]]]
-    """Returns the arguments of each rank, with micro-batches by this rule."""
-    counts: list[Counts]
-    """The divisors of each step: those of its whole mini-batch."""
-
-
-def update_call(
+def update(
+    ranks: WorkerGroup,
+    rule: MicroBatchRule,
     dispatched: Dispatched,
     batch: Batch,
     mini_batches: Sequence[Sequence[int]],
@@ -151,8 +136,8 @@ def update_call(
     entropy_coeff: float | None = None,
     selected: Sequence[Tensor] | None = None,
     zero_advantage_N: Tensor | None = None,
-) -> UpdateCall:
-    """Return the call by which all ranks take one optimizer step per mini-batch.
+) -> Metrics:
+    """Have all ranks take one optimizer step per mini-batch; return their statistics as metrics of their role.
 
     `names` are the columns that the update reads beside those of the shard. `selected` has, for each mini-batch, a bool
     for every trained token of the batch. The rollouts of `zero_advantage_N` add nothing to the gradient: they get micro-batches
@@ -163,19 +148,17 @@ def update_call(
     # A rollout without a trained token has no gradient: its pass is saved.
     trained = [[index for index in indices if alive_N[index]] for indices in mini_batches]
     counts = [Counts.of(batch.trained_lengths_N[indices], batch.group_N[indices]) for indices in mini_batches]
-
-    def arguments(rule: MicroBatchRule) -> list[tuple[Any, Update]]:
-        steps: list[list[OptimizerStep]] = [[] for _ in dispatched.shards]
-        for number, indices in enumerate(trained):
-            planned = dispatched.micro_batches([index for index in indices if not forward_only[index]], rule)
-            others = [index for index in indices if forward_only[index]]
-            without_backward = dispatched.micro_batches(others, rule) if others else [[] for _ in steps]
-            for own, shard, rows, more in zip(steps, dispatched.shards, planned, without_backward, strict=True):
-                selected_T = None if selected is None else selected[number][batch.token_index(shard)]
-                own.append(OptimizerStep(counts[number], tuple(rows), tuple(more), entropy_coeff, selected_T))
-        return list(zip(dispatched.stored, dispatched.updates(batch, names, steps), strict=True))
-
-    return UpdateCall([dispatched.lengths(indices) for indices in trained if indices], arguments, counts)
+    steps: list[list[OptimizerStep]] = [[] for _ in dispatched.shards]
+    for number, indices in enumerate(trained):
+        planned = dispatched.micro_batches([index for index in indices if not forward_only[index]], rule)
+        others = [index for index in indices if forward_only[index]]
+        without_backward = dispatched.micro_batches(others, rule) if others else [[] for _ in steps]
+        for own, shard, rows, more in zip(steps, dispatched.shards, planned, without_backward, strict=True):
+            selected_T = None if selected is None else selected[number][batch.token_index(shard)]
+            own.append(OptimizerStep(counts[number], tuple(rows), tuple(more), entropy_coeff, selected_T))
+    arguments = list(zip(dispatched.stored, dispatched.updates(batch, names, steps), strict=True))
+    results = ranks.call_each("update", _for_every_rank(arguments, rule))[:: rule.sequence_ranks]
+    return combine_stats(results, counts, ranks.role)
 
 
 def computed(
@@ -187,18 +170,18 @@ def computed(
     """
     batch = dispatched.batch
     chosen = (batch.trained_lengths_N > 0).nonzero()[:, 0].tolist()
-    orders: list[list[int]] = []
-
-    def ask(rule: MicroBatchRule) -> list[tuple[Any, ...]]:
-        planned = dispatched.micro_batches(chosen, rule)
-        both = list(zip(dispatched.shards, planned, strict=True))
-        orders[:] = [[shard[row] for rows in rank for row in rows] for shard, rank in both]
-        return [(stored, rank, *arguments) for stored, rank in zip(dispatched.stored, planned, strict=True)]
-
-    results = ranks.call_in_passes(method, rule, [dispatched.lengths(chosen)], ask, for_two=True)
+    planned = dispatched.micro_batches(chosen, rule)
+    orders = [[shard[row] for rows in rank for row in rows] for shard, rank in zip(dispatched.shards, planned, strict=True)]
+    asked = [(stored, rank, *arguments) for stored, rank in zip(dispatched.stored, planned, strict=True)]
+    results = ranks.call_for_two(method, _for_every_rank(asked, rule))[:: rule.sequence_ranks]
     finite, blocks = all(one for one, _ in results), [block for _, block in results]
     lengths_N = batch.trained_lengths_N
     return {ours: RemoteColumn.of_results(name, blocks, orders, lengths_N, finite=finite) for ours, name in names.items()}
+
+
+def _for_every_rank(arguments: Sequence[tuple[Any, ...]], rule: MicroBatchRule) -> list[tuple[Any, ...]]:
+    """Return the arguments of every rank from those of every shard: ranks that compute a pass together have the same shard."""
+    return [one for one in arguments for _ in range(rule.sequence_ranks)]
 
 
 def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> list[list[int]]:
@@ -216,7 +199,7 @@ def mini_batches(batch: Batch, num_groups: int, seeds: Sequence[int | None]) -> 
     return chosen
 
 
-def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequence[Counts], role: str = "actor") -> Metrics:
+def combine_stats(results: Sequence[Sequence[dict[str, float]]], counts: Sequence[Counts], role: str) -> Metrics:
     """Return statistics of ranks and optimizer steps as metrics `role/...`: see `Objective.__call__` for the prefixes.
 
     Means over tokens are divided by the global token count of their step; steps are averaged, maxima taken.

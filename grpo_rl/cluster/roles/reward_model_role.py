@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.dispatch import combine_stats, computed, dispatch, update_call
+from grpo_rl.cluster.roles.dispatch import computed, dispatch, update
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import Config, RewardModelConfig
@@ -331,9 +331,7 @@ class TrainedRewardModelRole(SavedRole):
         # The two sides of a pair are compared in one micro-batch.
         units = batch.group_N.tolist() if self.pairs else None
         dispatched = dispatch(self.worker_group, batch, everything, units, rule=self.rule)
-        call = update_call(dispatched, batch, everything, _READ)
-        results = self.worker_group.call_in_passes("update", self.rule, call.lengths, call.arguments)
-        return combine_stats(results, call.counts, role="reward_model")
+        return update(self.worker_group, self.rule, dispatched, batch, everything, _READ)
 
     def scores(self, batch: Batch) -> Tensor:
         """Return the score of each rollout of pairs, or that at each labelled position, in the batch's order."""

@@ -149,10 +149,6 @@ class TrainerConfig:
     """The reaction to worker processes that die or freeze. auto: an engine's replica is replaced; where a process of another role is
     lost, the run goes back to its newest checkpoint and on from there, with the same bits (with save_freq=-1 it keeps one for
     itself, at most once a minute, while it lasts). off: the run ends."""
-    on_out_of_memory: Literal["stop", "split"] = "stop"
-    """The reaction to too little memory in an update or a pass for log-probs or values: stop, or go back to the newest checkpoint
-    and on from there with micro-batches of half the size in that pass, until the end of the run. The gradient is the same up to
-    rounding."""
     heartbeat_s: Seconds = 5.0
     """Time between two signs of life of a worker process; one that misses three of them is ended and started again."""
     max_restarts: CountOrZero = 5

@@ -245,7 +245,6 @@ def memory_nearly_full(run: RunRecord) -> Finding | None:
                     "lower actor_rollout_ref.rollout.kv_cache_gib on a CPU, or reward.num_workers; offload less"
                     if key == machine
                     else "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or rollout.gpu_memory_utilization; offload more",
-                    "trainer.on_out_of_memory=split goes on with smaller passes",
                 ),
                 source="docs/operations.md, on memory that runs out",
             )

@@ -25,7 +25,7 @@ class Ranks(WorkerGroup):
     """The part of a worker group that CriticRole needs; it records each rank's calls."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.role = size, "critic"
         self.steps: list[Sequence[OptimizerStep]] = []
         self.calls: list[tuple[str, Any]] = []
         self.tokens: list[list[int]] = []
