@@ -132,7 +132,8 @@ def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
     # A right name in the wrong group is as near as a misspelt name in the right one.
     meant = [last] if last in names else difflib.get_close_matches(last, names, n=limit, cutoff=0.75)
     near = {name for name in leaves() if name.rpartition(".")[2] in meant}
-    near.update(difflib.get_close_matches(key, leaves(), n=limit, cutoff=0.9 if near else 0.75))
+    if last not in names:
+        near.update(difflib.get_close_matches(key, leaves(), n=limit, cutoff=0.9 if near else 0.75))
     return tuple(sorted(near, key=lambda name: (-difflib.SequenceMatcher(None, name, key).ratio(), name))[:limit])
 
 
