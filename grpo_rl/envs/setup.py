@@ -11,12 +11,11 @@ from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.schema.tree import Config, DataConfig, MultiTurnConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
-from grpo_rl.envs.environments import Named
+from grpo_rl.envs.environments import Named, interaction_file, tools_of
 from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules, TurnPool
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
 from grpo_rl.envs.runtime.episode_host import HostSetup, with_schemas
 from grpo_rl.envs.tool_formats import check_format
-from grpo_rl.envs.verl_files import interaction_file, tools_of
 from grpo_rl.errors import ConfigError
 
 

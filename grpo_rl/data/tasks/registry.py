@@ -6,10 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 
 from grpo_rl.data.sources.source import split_options
-from grpo_rl.data.tasks.arithmetic import arithmetic
+from grpo_rl.data.tasks.arithmetic import arithmetic, rated_sums
 from grpo_rl.data.tasks.countdown import countdown
 from grpo_rl.data.tasks.made_rows import Row, typed_options
-from grpo_rl.data.tasks.rated_sums import rated_sums
 from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
 from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
 from grpo_rl.envs.games.fact_chains import fact_chains

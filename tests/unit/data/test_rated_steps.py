@@ -8,7 +8,7 @@ import torch
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow
-from grpo_rl.data.tasks.rated_sums import rated_sums, written
+from grpo_rl.data.tasks.arithmetic import rated_sums, written_steps
 from grpo_rl.data.training_rows.rated_steps import rated_batch, rated_row, tokenized_steps
 from grpo_rl.models import builtin
 from grpo_rl.rewards.models.rendering import ScorableRenderer as Scoring
@@ -80,13 +80,13 @@ def test_a_batch_scores_the_ends_of_the_labelled_steps(tokenizer):
 
 
 def test_the_embedded_task_ends_with_its_first_wrong_step():
-    assert written(47, 85) == ["7+5=12", "4+8+1=13", "132"]
+    assert written_steps(47, 85) == ["7+5=12", "4+8+1=13", "132"]
     rows = list(rated_sums(num_rows=400, errors=0.6))
     right = [all(row["labels"]) for row in rows]
     assert 0.3 < sum(right) / len(rows) < 0.5
     for row in rows:
         left, plus = row["prompt"][0]["content"].rstrip("=").split("+")
-        truth = written(int(left), int(plus))
+        truth = written_steps(int(left), int(plus))
         assert [step == same for step, same in zip(row["completions"], truth, strict=False)] == row["labels"]
         assert all(row["labels"][:-1]) and (len(row["labels"]) == len(truth) or not row["labels"][-1])
     val = {row["prompt"][0]["content"] for row in rated_sums(num_rows=200, split="val")}

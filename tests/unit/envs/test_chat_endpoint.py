@@ -44,9 +44,6 @@ def rewrites(url, start):
     except urllib.error.HTTPError as error:
         open(start.extra_info["path"], "w").write(f"{error.code} {error.read().decode()}")
 
-def fails(url, start):
-    raise KeyError("no such tool")
-
 def refused(url, start):
     for more in ({"n": 2}, {"stop": ["x"]}, {"logprobs": True}, {"tools": [{}]}, {"tool_choice": "required"}, {"messages": "?"}):
         try:
@@ -70,8 +67,8 @@ import openai
 ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
     "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}}}
 
-def client_of(url, **more):
-    return openai.OpenAI(base_url=url, api_key="none", timeout=30, **more)
+def client_of(url):
+    return openai.OpenAI(base_url=url, api_key="none", timeout=30)
 
 def note(start, *lines):
     with open(start.extra_info["path"], "a") as file:
@@ -95,17 +92,16 @@ def streamed(url, start):
          len({event.id for event in events}))
     return 1
 
-def uses_tools(url, start, stream=False, one=False):
+def uses_tools(url, start, stream=False):
     client, messages = client_of(url), [{"role": "user", "content": "2+3, 4+5"}]
-    more = {"parallel_tool_calls": False} if one else {}
     for _ in range(4):
         if stream:
-            with client.chat.completions.stream(model="m", messages=messages, tools=[ADD], **more) as events:
+            with client.chat.completions.stream(model="m", messages=messages, tools=[ADD]) as events:
                 for event in events:
                     pass
                 choice = events.get_final_completion().choices[0]
         else:
-            choice = client.chat.completions.create(model="m", messages=messages, tools=[ADD], **more).choices[0]
+            choice = client.chat.completions.create(model="m", messages=messages, tools=[ADD]).choices[0]
         message = choice.message
         calls = message.tool_calls or []
         note(start, [choice.finish_reason, message.content, [[c.id, c.function.name, json.loads(c.function.arguments)] for c in calls]])
@@ -134,21 +130,6 @@ def goes_on_after_the_end(url, start):
 
 def returns_after_the_end(url, start):
     return len(client_of(url).chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}]).choices)
-
-def rewrites_by_the_client(url, start, **more):
-    client = client_of(url)
-    for text in ("one", "two"):
-        try:
-            client.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
-        except openai.ConflictError as error:
-            note(start, [error.code, error.type])
-            raise
-
-def changes_its_tools(url, start):
-    client, messages = client_of(url), [{"role": "user", "content": "one"}]
-    messages.append(client.chat.completions.create(model="m", messages=messages, tools=[ADD]).choices[0].message)
-    messages.append({"role": "user", "content": "two"})
-    client.chat.completions.create(model="m", messages=messages)
 
 def is_left_waiting(url, start):
     try:

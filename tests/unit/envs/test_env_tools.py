@@ -61,17 +61,12 @@ def test_the_calculator_is_exact(expression: str, value: str) -> None:
     [
         "",
         "1/0",
-        "0**-1",
         "9**9**9",
-        "10**64*10**64",
         "(-8)**0.5",
         "__import__('os').system('ls')",
-        "1,2",
-        "a",
         "(" * 500,
         "9" * 500,
         "1 if 1 else 2",
-        "0x10",
         "1e-1000000",
     ],
 )
@@ -118,18 +113,10 @@ def test_a_call_that_runs_too_long_ends_the_interpreter_and_the_next_one_begins_
     assert "NameError" in results[2].text and results[3].text == "42\n"
 
 
-HOSTILE = {
-    "reads the files of the machine": "open('/etc/passwd').read()",
-    "looks at other processes": "import os; os.listdir('/proc')",
-    "opens a connection": "import socket; socket.create_connection(('127.0.0.1', 80), timeout=1)",
-    "starts a program": "import subprocess; subprocess.run(['/bin/true'])",
-    "forks": "import os; os.fork()",
+HOSTILE = {  # what the sandbox itself forbids is tried in tests/integration/test_sandbox_escapes.py
     "takes all memory": "b = bytearray(1 << 30)",
-    "writes a large file": "open('/tmp/a', 'wb').write(bytes(64 << 20))",
-    "writes outside of /tmp": "open('/a', 'w')",
     "leaves": "import os; os._exit(0)",
     "kills itself": "import os; os.kill(os.getpid(), 9)",
-    "kills everything": "import os; os.kill(-1, 9)",
     "closes its line": "import os; os.close(0)",
     "answers in a wrong form": "import os; os.write(0, b'1' + b'\\xff' * 400)",
     "floods the standard output": "import os\nwhile True: os.write(1, b'x' * 65536)",

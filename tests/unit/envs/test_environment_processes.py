@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -120,20 +118,6 @@ def test_a_process_whose_interpreter_is_held_is_killed_and_its_other_episodes_ar
     lost = events(pool, 1)["good"]
     assert lost.what == "lost" and "SIGKILL" in lost.cause
     begun(pool, "good again")
-
-
-def test_episodes_of_a_killed_process_are_lost_at_once_and_others_go_on(make) -> None:
-    pool = make("Waiting", workers=2, wait_s=3.0, turns=5)
-    begun(pool, "a", "b", "c", "d")
-    for name in "abcd":
-        pool.step(name, turn())
-    began = time.monotonic()
-    os.kill(pool.pids[0], signal.SIGKILL)
-    lost = events(pool, 2)
-    assert time.monotonic() - began < 2.0 and {event.what for event in lost.values()} == {"lost"}
-    others = events(pool, 2)
-    assert {event.what for event in others.values()} == {"answered"} and set(lost) | set(others) == set("abcd")
-    begun(pool, *(f"{name} again" for name in lost))
 
 
 @pytest.mark.parametrize(

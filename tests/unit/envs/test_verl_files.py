@@ -10,11 +10,10 @@ import pytest
 
 from grpo_rl.config.compose import compose
 from grpo_rl.envs.contract import Start, Turn
-from grpo_rl.envs.environments import TOOLS, Named, made, schema_of
+from grpo_rl.envs.environments import CLASSES, TOOLS, Named, interaction_file, made, schema_of, tools_file
 from grpo_rl.envs.games.answers_in_turns import Gsm8kInTurns
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.envs.tools.number_tools import CheckAnswer
-from grpo_rl.envs.verl_files import CLASSES, interaction_file, tools_file
 from grpo_rl.errors import ConfigError
 
 R = "actor_rollout_ref.rollout"
