@@ -18,6 +18,12 @@ def rollout(uid, prompt_ids, response_ids, reward, logprobs=None, text="same tex
     )
 
 
+def test_responses_that_were_cut_off_are_marked():
+    whole, cut_off = rollout("a", [1], [2], 1.0), rollout("a", [1], [3], 0.0)
+    cut_off.finish_reason = "length"
+    assert collate([whole, cut_off]).truncated_N.tolist() == [False, True]
+
+
 def test_columns_hold_the_rollouts_back_to_back_in_their_order():
     batch = collate(
         [

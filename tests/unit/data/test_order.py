@@ -150,6 +150,12 @@ def test_what_decides_the_next_rows_is_logged() -> None:
     assert by_rate.metrics() == {"data/seen_fraction": 0.04, "data/pass_rate": 0.75}
 
 
+def test_every_epoch_and_every_seed_has_an_order_of_its_own() -> None:
+    one, other = EpochOrder(20, 20, True, 0), EpochOrder(20, 20, True, 1)
+    orders = [tuple(rows(sampler.next_batch())) for sampler in (one, one, one, other)]
+    assert len(set(orders)) == 4 and all(sorted(order) == list(range(20)) for order in orders)
+
+
 def test_without_shuffling_rows_come_in_order_and_the_rest_of_an_epoch_is_dropped() -> None:
     sampler = EpochOrder(num_rows=5, batch_size=2, shuffle=False, seed=0)
     assert sampler.next_batch() == [(0, "e0-r0"), (1, "e0-r1")]
