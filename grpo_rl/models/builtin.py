@@ -110,6 +110,15 @@ _ARITHMETIC = Builtin(
         lr_warmup_steps=20,
     ),
 )
+# A pupil of less than half the size, with the same careless demonstrations.
+_ARITHMETIC_HALF = dataclasses.replace(_ARITHMETIC, name="arithmetic_half", version=1, hidden_size=80, intermediate_size=160)
+# A teacher for it: the first network, shown right sums only.
+_ARITHMETIC_TEACHER = dataclasses.replace(
+    _ARITHMETIC,
+    name="arithmetic_teacher",
+    version=1,
+    warm_start=dataclasses.replace(_ARITHMETIC.warm_start, task="task:arithmetic?carrying=0.7", lr=2e-3),
+)
 # The same network. It was shown numbers, targets and expressions, six in ten with the last sign turned round.
 _COUNTDOWN = dataclasses.replace(
     _ARITHMETIC,
@@ -199,6 +208,8 @@ BUILTINS: dict[str, Builtin] = {
     spec.name: spec
     for spec in (
         _ARITHMETIC,
+        _ARITHMETIC_HALF,
+        _ARITHMETIC_TEACHER,
         _COUNTDOWN,
         _COUNTDOWN_IN_TURNS,
         _ARITHMETIC_EXPERTS,

@@ -64,9 +64,11 @@ def reverse_kl(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor) -> Tenso
 
 @DIVERGENCES.register("jsd")
 def jsd(policy_logprobs_TK: Tensor, teacher_logprobs_TK: Tensor, *, jsd_beta: Fraction = 0.5) -> Tensor:
-    """The generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649), eq. 1, with TRL's convention of its ends.
+    """The generalised Jensen-Shannon divergence of GKD (arXiv 2306.13649), eq. 1.
 
-    Formula: jsd_beta KL(τ, m) + (1 - jsd_beta) KL(π, m); m = jsd_beta τ + (1 - jsd_beta) π; jsd_beta = 0 is KL(τ, π), 1 is KL(π, τ)
+    Formula: jsd_beta KL(τ, m) + (1 - jsd_beta) KL(π, m); m = jsd_beta τ + (1 - jsd_beta) π
+
+    A jsd_beta of 0 means KL(τ, π) and one of 1 KL(π, τ), as in TRL.
     """
     if jsd_beta in (0.0, 1.0):
         return (reverse_kl if jsd_beta else forward_kl)(policy_logprobs_TK, teacher_logprobs_TK)
@@ -177,4 +179,4 @@ class Distillation:
         if self.as_advantage:
             return self.formula()
         of_estimate = coefficient_of(KL_ESTIMATORS.get(self.loss_mode)).replace("π_ref", "τ") if not self.topk else ""
-        return f"- {self.coef:g} ({of_estimate})" if of_estimate else f"- {self.coef:g} ∇D, {self.formula()}"
+        return f"- {self.coef:g} ({of_estimate})" if of_estimate else f"- {self.coef:g} ∇D/∇log π"
