@@ -8,7 +8,7 @@ trained, with float32 logits whatever the layers compute in, chunk by chunk, eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -129,70 +129,83 @@ class PolicyModel(PackedModel):
         sequences = self.sliced(sequences)
         own = sequences.slice
         hidden_TD = self.hidden_TD(sequences, balance=balance, choices=choices)
-        head = self.lm.get_output_embeddings()
-        if ref_hidden_TD is not None and ref_head_VD is None:
-            ref_head_VD, ref_bias_V = head.weight.detach(), None if head.bias is None else head.bias.detach()
+        own_head = self.lm.get_output_embeddings()
+        head = Head(own_head.weight, own_head.bias, self.temperature, self.precision)
+        ref_head = head.detached() if ref_head_VD is None else replace(head, weight_VD=ref_head_VD, bias_V=ref_bias_V)
         columns = _chunked_head(
+            head,
             hidden_TD,
-            head.weight,
-            head.bias,
             sequences.target_T,
-            self.temperature,
             self.chunk_tokens,
             want_entropy=want_entropy,
+            ref_head=ref_head,
             ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
-            ref_head_VD=ref_head_VD,
-            ref_bias_V=ref_bias_V,
             top=top,
             top_ids_TK=top_ids_TK if own is None else own.own(top_ids_TK),
             support=_support_of_chunks(sequences, self.chunk_tokens),
-            precision=self.precision,
         )
         outputs = TokenOutputs(*columns, hidden_TD.float() if want_hidden else None)
         return outputs if own is None else outputs.whole(own)
 
 
+@dataclass(frozen=True, slots=True)
+class Head:
+    """An LM head, with float32 logits whatever the layers compute in."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    temperature: float
+    precision: Precision
+
+    def detached(self) -> Head:
+        """Return the same head as a constant."""
+        return replace(self, weight_VD=self.weight_VD.detach(), bias_V=None if self.bias_V is None else self.bias_V.detach())
+
+    def logprobs_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
+        """Return the log-probs of all tokens but those that are left out, which have -inf."""
+        arguments = hidden_TD.float(), self.weight_VD.float(), None if self.bias_V is None else self.bias_V.float()
+        logits_TV = linear(*arguments) if self.precision == "float32" else reduced_linear(*arguments, self.precision)
+        if self.temperature != 1.0:
+            logits_TV = logits_TV / self.temperature
+        if left_out_TV is not None:
+            logits_TV = logits_TV.masked_fill(left_out_TV, float("-inf"))
+        return logits_TV.log_softmax(dim=-1)
+
+
 def _chunked_head(
+    head: Head,
     hidden_TD: Tensor,
-    head_VD: Tensor,
-    bias_V: Tensor | None,
     target_T: Tensor,
-    temperature: float,
     chunk_tokens: int,
     *,
     want_entropy: bool,
+    ref_head: Head,
     ref_hidden_TD: Tensor | None,
-    ref_head_VD: Tensor | None,
-    ref_bias_V: Tensor | None,
     top: tuple[int, int] | None,
     top_ids_TK: Tensor | None,
     support: Sequence[tuple[Tensor, Tensor]] | None,
-    precision: Precision = "float32",
 ) -> Columns:
     """Return the columns of all trained tokens; None for what is not asked for."""
-    chunks = []
-    recompute = torch.is_grad_enabled() and len(target_T) > chunk_tokens
-    for number, start in enumerate(range(0, max(1, len(target_T)), chunk_tokens)):
-        stop = start + chunk_tokens
-        arguments = (
-            hidden_TD[start:stop],
-            head_VD,
-            bias_V,
-            target_T[start:stop],
-            temperature,
+
+    def columns(number: int) -> Columns:
+        rows = slice(number * chunk_tokens, (number + 1) * chunk_tokens)
+        return _head_columns(
+            head,
+            hidden_TD[rows],
+            target_T[rows],
             want_entropy,
-            None if ref_hidden_TD is None else ref_hidden_TD[start:stop],
-            ref_head_VD,
-            ref_bias_V,
-            None if support is None else support[number],
-            precision,
+            ref_head,
+            None if ref_hidden_TD is None else ref_hidden_TD[rows],
             top,
-            None if top_ids_TK is None else top_ids_TK[start:stop],
+            None if top_ids_TK is None else top_ids_TK[rows],
+            None if support is None else support[number],
         )
-        if recompute:
-            chunks.append(checkpoint(_head, *arguments, use_reentrant=False, preserve_rng_state=False))
-        else:
-            chunks.append(_head(*arguments))
+
+    numbers = range(max(1, -(-len(target_T) // chunk_tokens)))
+    if torch.is_grad_enabled() and len(numbers) > 1:
+        chunks = [checkpoint(columns, number, use_reentrant=False, preserve_rng_state=False) for number in numbers]
+    else:
+        chunks = [columns(number) for number in numbers]
     return tuple(None if parts[0] is None else _join(parts) for parts in zip(*chunks, strict=True))  # type: ignore[return-value]
 
 
@@ -214,23 +227,22 @@ def _join(chunks: Sequence[Tensor]) -> Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
 
 
-def _head(
+def _head_columns(
+    head: Head,
     hidden_TD: Tensor,
-    head_VD: Tensor,
-    bias_V: Tensor | None,
     target_T: Tensor,
-    temperature: float,
     want_entropy: bool,
+    ref_head: Head,
     ref_hidden_TD: Tensor | None,
-    ref_head_VD: Tensor | None,
-    ref_bias_V: Tensor | None,
+    top: tuple[int, int] | None,
+    top_ids_TK: Tensor | None,
     support: tuple[Tensor, Tensor] | None,
-    precision: Precision,
-    top: tuple[int, int] | None = None,
-    top_ids_TK: Tensor | None = None,
 ) -> Columns:
-    left_out_TV = None if support is None else _left_out(len(target_T), len(head_VD), *support)
-    logprobs_TV = _head_logprobs(hidden_TD, head_VD, bias_V, temperature, left_out_TV, precision)
+    left_out_TV = None
+    if support is not None:  # true for the tokens that could not be sampled
+        left_out_TV = torch.ones(len(target_T), len(head.weight_VD), dtype=torch.bool, device=support[1].device)
+        left_out_TV[support] = False
+    logprobs_TV = head.logprobs_TV(hidden_TD, left_out_TV)
     # A copy, not a view: FSDP hooks the outputs and cannot hook views.
     logprobs_T = logprobs_TV.gather(1, target_T[:, None]).squeeze(1).clone()
     top_logprobs_TK = None if top_ids_TK is None else logprobs_TV.gather(1, top_ids_TK)
@@ -238,41 +250,16 @@ def _head(
         top_logprobs_TK, top_ids_TK = logprobs_TV[:, : top[1]].topk(min(top), dim=1)
     else:
         top_ids_TK = None  # the caller's own
-    if not want_entropy and ref_hidden_TD is None:
-        return logprobs_T, None, None, top_logprobs_TK, top_ids_TK
-    probs_TV = logprobs_TV.exp()
-    if left_out_TV is not None:
-        # 0 log 0 is 0, in the gradient too.
-        logprobs_TV = logprobs_TV.masked_fill(left_out_TV, 0.0)
-    entropy_T = -(probs_TV * logprobs_TV).sum(-1) if want_entropy else None
-    if ref_hidden_TD is None:
-        return logprobs_T, entropy_T, None, top_logprobs_TK, top_ids_TK
-    assert ref_head_VD is not None
-    ref_logprobs_TV = _head_logprobs(ref_hidden_TD, ref_head_VD, ref_bias_V, temperature, left_out_TV, precision)
-    if left_out_TV is not None:
-        ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)
-    return logprobs_T, entropy_T, (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1), top_logprobs_TK, top_ids_TK
-
-
-def _left_out(num_tokens: int, num_ids: int, row_M: Tensor, id_M: Tensor) -> Tensor:
-    """Return a bool [T, V] that is true for the tokens that could not be sampled."""
-    left_out_TV = torch.ones(num_tokens, num_ids, dtype=torch.bool, device=id_M.device)
-    left_out_TV[row_M, id_M] = False
-    return left_out_TV
-
-
-def _head_logprobs(
-    hidden_TD: Tensor,
-    head_VD: Tensor,
-    bias_V: Tensor | None,
-    temperature: float,
-    left_out_TV: Tensor | None,
-    precision: Precision,
-) -> Tensor:
-    arguments = hidden_TD.float(), head_VD.float(), None if bias_V is None else bias_V.float()
-    logits_TV = linear(*arguments) if precision == "float32" else reduced_linear(*arguments, precision)
-    if temperature != 1.0:
-        logits_TV = logits_TV / temperature
-    if left_out_TV is not None:
-        logits_TV = logits_TV.masked_fill(left_out_TV, float("-inf"))
-    return logits_TV.log_softmax(dim=-1)
+    entropy_T = kl_T = None
+    if want_entropy or ref_hidden_TD is not None:
+        probs_TV = logprobs_TV.exp()
+        if left_out_TV is not None:
+            # 0 log 0 is 0, in the gradient too.
+            logprobs_TV = logprobs_TV.masked_fill(left_out_TV, 0.0)
+        entropy_T = -(probs_TV * logprobs_TV).sum(-1) if want_entropy else None
+        if ref_hidden_TD is not None:
+            ref_logprobs_TV = ref_head.logprobs_TV(ref_hidden_TD, left_out_TV)
+            if left_out_TV is not None:
+                ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)
+            kl_T = (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1)
+    return logprobs_T, entropy_T, kl_T, top_logprobs_TK, top_ids_TK

@@ -163,7 +163,7 @@ FAULTS: list[Fault] = [
     _F(
         "lost temperature",
         "models/forward.py",
-        "logits_TV = logits_TV / temperature",
+        "logits_TV = logits_TV / self.temperature",
         "logits_TV = logits_TV / 1.0",
         "unit/models",
     ),
