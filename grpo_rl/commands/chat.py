@@ -27,7 +27,6 @@ from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import safe_text, say
 
 if TYPE_CHECKING:
-    from grpo_rl.cluster.sampling import Sampler
     from grpo_rl.config.schema.tree import Config
     from grpo_rl.data.prompts import Renderer
     from grpo_rl.plan.decisions import Plan
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 Answer = Callable[["Prompt", "Sampling"], tuple[str, str]]
 """Takes a prompt and how to sample; returns the response's text and how it ended."""
 
-WORDS = "/reset forgets the conversation, /system TEXT sets the system prompt, /quit ends"
+WORDS = "/reset forgets the conversation, /quit ends"
 
 
 @dataclass
@@ -49,11 +48,6 @@ class Conversation:
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
     left_out: int = 0
-
-    @property
-    def has_template(self) -> bool:
-        """True where the model was trained on conversations."""
-        return self.renderer.has_template
 
     def ask(self, text: str, uid: str) -> Prompt:
         """Add a turn of the user, and return the prompt for the answer. Raises ConfigError for a turn that is too long alone."""
@@ -84,7 +78,7 @@ class Conversation:
 
     def _rendered(self) -> tuple[str, list[int]]:
         words = self.renderer.words
-        if not self.has_template:
+        if not self.renderer.has_template:
             text = words.marked("".join(turn["content"] for turn in self.turns))
             return unmarked(text), words.ids(text, add_special_tokens=True)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -104,9 +98,9 @@ def main(argv: Sequence[str]) -> int:
         from grpo_rl.cluster.sampling import sampling_session, unscored
 
         model = model_folder(target, console, trusted=options.trust_run)
-        keys = run_keys(target.run, options.engine, words, trusted=options.trust_run) | _keys(
-            options, ready_model(model, console), words
-        )
+        # A person is there in place of rewards and environments.
+        keys = settings_of_run(target.run, options.engine, words, trusted=options.trust_run, without=("reward.", EPISODES))
+        keys |= _keys(options, ready_model(model, console), words)
         plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml").plan)
         assert plan.engine is not None, "a plan that samples has an engine"
         if plan.engine.name == "hf":
@@ -115,17 +109,14 @@ def main(argv: Sequence[str]) -> int:
             session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
             sampler = stack.enter_context(session.sampler(plan))
             session.phase("gen")
-            tokenizer, answer = sampler.tokenizer, _by(sampler)
+            tokenizer = sampler.tokenizer
+
+            def answer(prompt: Prompt, sampling: Sampling) -> tuple[str, str]:
+                [rollout] = sampler.rollout.generate([prompt], 1, sampling)
+                return str(rollout.text), rollout.finish_reason
+
         _talk(plan.config, tokenizer, answer, options, target.label)
     return 0
-
-
-def _by(sampler: Sampler) -> Answer:
-    def answer(prompt: Prompt, sampling: Sampling) -> tuple[str, str]:
-        [rollout] = sampler.rollout.generate([prompt], 1, sampling)
-        return str(rollout.text), rollout.finish_reason
-
-    return answer
 
 
 def _in_this_process(plan: Plan, folder: Path, console: Console) -> tuple[Any, Answer]:
@@ -163,11 +154,6 @@ def _in_this_process(plan: Plan, folder: Path, console: Console) -> tuple[Any, A
     return tokenizer, answer
 
 
-def run_keys(run: Path | None, engine: str | None, words: Sequence[str] = (), *, trusted: bool = False) -> dict[str, Any]:
-    """Return the keys of a run that bear on a conversation: a person is there in place of rewards and environments."""
-    return settings_of_run(run, engine, words, trusted=trusted, without=("reward.", EPISODES))
-
-
 def _talk(config: Config, tokenizer: Any, answer: Answer, options: argparse.Namespace, label: str) -> None:
     from grpo_rl.data.prompts import Renderer
     from grpo_rl.trainer.schedule import VALIDATION, training_sampling
@@ -177,9 +163,9 @@ def _talk(config: Config, tokenizer: Any, answer: Answer, options: argparse.Name
     sampling = validation_sampling(values, training_sampling(config, VALIDATION))
     renderer = Renderer(config.data, tokenizer)
     talk = Conversation(renderer, config.data.max_prompt_length, options.system or config.data.system_prompt)
-    if talk.system is not None and not talk.has_template:
+    if talk.system is not None and not renderer.has_template:
         raise ConfigError("--system needs a chat template, which this model does not have")
-    _note(f"{label}: {'conversation' if talk.has_template else 'no chat template: it continues your text'}. {WORDS}.")
+    _note(f"{label}: {'conversation' if renderer.has_template else 'no chat template: it continues your text'}. {WORDS}.")
     numbers = itertools.count()
     for line in _lines():
         if line == "/quit":
@@ -187,8 +173,6 @@ def _talk(config: Config, tokenizer: Any, answer: Answer, options: argparse.Name
         if line == "/reset":
             talk.reset()
             _note("forgotten")
-        elif line.split(" ")[0] == "/system":
-            _set_system(talk, line.removeprefix("/system").strip())
         elif line.startswith("/"):
             _note(f"there is no {line.split(' ')[0]}: {WORDS}")
         elif line:
@@ -204,15 +188,6 @@ def _talk(config: Config, tokenizer: Any, answer: Answer, options: argparse.Name
             say(safe_text(text, keep_newlines=True))
             if finish_reason == "length":
                 _note(f"(cut at {sampling.max_tokens} tokens: --max-tokens)")
-
-
-def _set_system(talk: Conversation, text: str) -> None:
-    if not talk.has_template:
-        _note("a system prompt needs a chat template, which this model does not have")
-        return
-    talk.system = text or None
-    talk.reset()
-    _note("system prompt set, conversation forgotten" if text else "no system prompt, conversation forgotten")
 
 
 def _lines() -> Iterator[str]:

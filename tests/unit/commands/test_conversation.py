@@ -38,7 +38,7 @@ def test_turns_are_rendered_by_the_template() -> None:
 
 def test_without_a_template_the_text_is_continued() -> None:
     talk = conversation(template=False)
-    assert not talk.has_template and talk.ask("1+1=", "a").text == "1+1="
+    assert talk.ask("1+1=", "a").text == "1+1="
     talk.answered("2")
     assert talk.ask(" 2+2=", "b").text == "1+1=2 2+2="
 

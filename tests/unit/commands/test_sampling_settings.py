@@ -8,7 +8,6 @@ import pytest
 from command_folders import make_run
 
 from grpo_rl.commands import generate
-from grpo_rl.commands.chat import run_keys
 from grpo_rl.commands.sampling_plan import EPISODES, SamplingPlan, data_of_run, sampling_plan, settings_of_run
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin
@@ -40,7 +39,7 @@ def test_an_evaluation_goes_on_with_other_processes_and_not_with_another_game(ru
 
 
 def test_in_a_conversation_a_person_is_the_environment(run: Path) -> None:
-    found = run_keys(run, None)
+    found = settings_of_run(run, without=("reward.", EPISODES))
     assert found["actor_rollout_ref.rollout.name"] == "hf"
     assert not any(key.startswith((EPISODES, "reward.")) for key in found)
 
