@@ -1,20 +1,16 @@
-"""Reward of code tasks: a response's program against test cases, in a sandbox here or over HTTP."""
+"""Reward of code tasks: a response's program against test cases, in a sandbox."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Requests, Seconds, SecondsOrZero
+from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Seconds
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import check_options
-from grpo_rl.rewards.code.cases import Test, read_tests
-from grpo_rl.rewards.sandbox.sandbox import START_S, CaseOutcome, Limits, Sandbox, check_available
-
-if TYPE_CHECKING:
-    from grpo_rl.rewards.sandbox.remote import RemoteSandbox
+from grpo_rl.rewards.code.cases import read_tests
+from grpo_rl.rewards.sandbox.sandbox import START_S, Limits, Sandbox, check_available
 
 KEY = "reward.function_kwargs.code"
 FENCE = "```"
@@ -37,15 +33,11 @@ def code(
     memory_mb: ProcessMegabytes = 512,
     output_kb: Count = 4096,
     max_cases: Count | None = None,
-    sandbox_url: str | None = None,
-    max_concurrent: Requests = 4,
-    retry_s: SecondsOrZero = 20.0,
 ) -> dict[str, float]:
     """`score` is the share of test cases that the last ```python block passes; without `continuous`, 1 for all of them, else 0.
 
     `time_s` is for one case, `total_s` for all: cases that it leaves no time for are failed. Of more than `max_cases` cases,
-    so many are used, evenly spread. With `sandbox_url` a SandboxFusion service runs them, `max_concurrent` at a time, each
-    asked for up to `retry_s` while it is busy.
+    so many are used, evenly spread.
 
     Beside it: `acc` (all passed), `num_passed`, `num_failed`, `num_cases`, and how many `timed_out`, `crashed` (ended with an error),
     wrote `too_much`, were `not_run`; `no_code` is 1 where the response has no program. Raises RewardError for a ground truth
@@ -63,53 +55,20 @@ def code(
         return result | {"no_code": 1.0}
     limits = Limits(time_s=time_s, memory_mb=memory_mb, output_kb=output_kb)
     deadline = time.monotonic() + total_s
-    source = setup + program
-    if sandbox_url is None:
-        outcomes = _here(source, tests, limits, deadline)
-    else:
-        # Only here, for what it takes to load: every reward process loads this function, few ask a service.
-        from grpo_rl.rewards.sandbox.remote import RemoteSandbox
-
-        outcomes = _elsewhere(RemoteSandbox(sandbox_url, source, limits, retry_s), tests, deadline, max_concurrent)
-    for test in tests:
-        if result["num_failed"] and not continuous:
-            result["not_run"] += 1
-            continue
-        _count(result, test, next(outcomes))
-    outcomes.close()
+    with Sandbox(setup + program, limits) as sandbox:
+        for test in tests:
+            left = deadline - time.monotonic()
+            if left <= 0 or (result["num_failed"] and not continuous):
+                result["not_run"] += 1
+                continue
+            outcome = sandbox.run(test.case, left)
+            result["num_passed" if test.holds(outcome) else "num_failed"] += 1
+            result["timed_out"] += outcome.status == "timeout"
+            result["too_much"] += outcome.status == "output"
+            result["crashed"] += outcome.status == "ended" and outcome.exit_code != 0
     result["acc"] = float(result["num_passed"] == len(tests))
     result["score"] = result["num_passed"] / len(tests) if continuous else result["acc"]
     return result
-
-
-def _count(result: dict[str, float], test: Test, outcome: CaseOutcome | None) -> None:
-    if outcome is None:
-        result["not_run"] += 1
-        return
-    passed = test.holds(outcome)
-    result["num_passed" if passed else "num_failed"] += 1
-    result["timed_out"] += outcome.status == "timeout"
-    result["too_much"] += outcome.status == "output"
-    result["crashed"] += outcome.status == "ended" and outcome.exit_code != 0
-
-
-def _here(source: str, tests: list[Test], limits: Limits, deadline: float) -> Generator[CaseOutcome | None]:
-    """Outcomes in the order of the tests, from one sandbox; None once the time is over."""
-    with Sandbox(source, limits) as sandbox:
-        for test in tests:
-            left = deadline - time.monotonic()
-            yield sandbox.run(test.case, left) if left > 0 else None
-
-
-def _elsewhere(
-    sandbox: RemoteSandbox, tests: list[Test], deadline: float, max_concurrent: int
-) -> Generator[CaseOutcome | None]:
-    def run(test: Test) -> CaseOutcome | None:
-        left = deadline - time.monotonic()
-        return sandbox.run(test.case, left) if left > 0 else None
-
-    with ThreadPoolExecutor(max_concurrent, thread_name_prefix="sandbox") as threads:
-        yield from threads.map(run, tests)
 
 
 def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
@@ -121,22 +80,18 @@ def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
         check_options(KEY, code, options)
     except ConfigError as error:
         return error.problems
-    problems = []
-    total_s, url = options.get("total_s", TOTAL_S), options.get("sandbox_url")
-    if total_s + START_S >= timeout_s:
-        problems.append(
-            f"{KEY}.total_s={total_s:g} leaves less than {START_S:g} s of reward.timeout_s={timeout_s:g}, after which a "
-            f"response counts as failed instead of scored; set reward.timeout_s={total_s + 1.5 * START_S:g}, or lower the first"
-        )
-    if url is not None and not str(url).startswith(("http://", "https://")):
-        problems.append(f"{KEY}.sandbox_url is {url!r}; it must begin with http:// or https://")
-    return problems
+    total_s = options.get("total_s", TOTAL_S)
+    if total_s + START_S < timeout_s:
+        return []
+    return [
+        f"{KEY}.total_s={total_s:g} leaves less than {START_S:g} s of reward.timeout_s={timeout_s:g}, after which a "
+        f"response counts as failed instead of scored; set reward.timeout_s={total_s + 1.5 * START_S:g}, or lower the first"
+    ]
 
 
 def check_code(function: Callable[..., Any]) -> None:
     """Raise SandboxUnavailable, before a run starts, where `function` is `code` and its programs could not be run here."""
-    options = _options(function)
-    if options is not None and options.get("sandbox_url") is None:
+    if _options(function) is not None:
         check_available()
 
 

@@ -313,7 +313,7 @@ def unavailable(step: str, settings: Path = Path("/proc/sys")) -> str:
     ]
     return (
         f"no sandbox for code on this machine, and code of a model is never run without one. Failed: {step}. "
-        f"To do: {'; '.join(remedies)}; or use a remote sandbox with reward.function_kwargs.code.sandbox_url"
+        f"To do: {'; '.join(remedies)}; or let a service run them, from a reward function of your own (docs/sandbox.md)"
     )
 
 

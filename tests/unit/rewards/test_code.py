@@ -1,13 +1,9 @@
 """The reward of programs: which program of a response counts, which tests a row holds, and what they are worth."""
 
 import json
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from machine_lacks import needs_sandbox
@@ -18,7 +14,7 @@ from grpo_rl.rewards.code.cases import decode, read_tests, same_output, same_val
 from grpo_rl.rewards.code.code_rule import check_code, code, code_problems, last_program
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.sandbox.inside import encode
-from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Sandbox, SandboxUnavailable
+from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox, SandboxUnavailable
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
 ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nThat is it."
@@ -196,7 +192,7 @@ def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeyp
     monkeypatch.setattr(
         "grpo_rl.rewards.sandbox.sandbox.LAUNCH", "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
     )
-    with pytest.raises(SandboxUnavailable, match=r"make the namespaces: no.*(sysctl|--security-opt).*sandbox_url"):
+    with pytest.raises(SandboxUnavailable, match=r"make the namespaces: no.*(sysctl|--security-opt).*docs/sandbox.md"):
         code("code", SQUARE, ["assert f(1) == 1"])
     with pytest.raises(SandboxUnavailable):
         check_code(code)
@@ -217,92 +213,7 @@ def test_a_sandbox_that_fails_is_an_error_and_no_verdict(monkeypatch: pytest.Mon
 def test_options_out_of_range_are_refused_before_a_run() -> None:
     wrong, large, small = code_problems(partial(code, time_s=1e9, memory_mb=1, continuous="yes"), 60.0)
     assert "continuous='yes'" in wrong and "time_s" in large and "memory_mb=1 is out of range" in small
-    assert "must begin with http" in code_problems(partial(code, sandbox_url="here"), 60.0)[0]
     assert "reward.timeout_s=30" in code_problems(code, 30.0)[0]
     assert code_problems(code, 60.0) == [] and code_problems(len, 1.0) == []
     with pytest.raises(ConfigError, match="total_s"):
         RewardFunction.from_config(RewardConfig(functions=["code"], timeout_s=10.0))
-
-
-# ---- a sandbox over HTTP ----------------------------------------------------------------------------------
-
-
-class Service(BaseHTTPRequestHandler):
-    """SandboxFusion's interface over this package's own sandbox; `refusals` are answered first."""
-
-    refusals: ClassVar[list[tuple[int, Any]]] = []
-    requests: ClassVar[list[dict[str, Any]]] = []
-
-    def do_POST(self) -> None:
-        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.requests.append(given)
-        status, reply = self.refusals.pop(0) if self.refusals else (200, self.run(given))
-        if self.path != "/run_code":
-            status = 404
-        body = json.dumps(reply).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def run(self, given: dict[str, Any]) -> dict[str, Any]:
-        limits = Limits(time_s=given["run_timeout"], memory_mb=given["memory_limit_MB"])
-        with Sandbox(given["code"], limits) as sandbox:
-            outcome = sandbox.run(Case(stdin=given["stdin"]))
-        run = {
-            "status": "TimeLimitExceeded" if outcome.status == "timeout" else "Finished",
-            "return_code": outcome.exit_code,
-            "stdout": outcome.stdout.decode(),
-            "stderr": outcome.stderr.decode(),
-            "execution_time": 0.01,
-        }
-        return {"status": "Success" if outcome.succeeded else "Failed", "message": "", "run_result": run}
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def serving(monkeypatch: pytest.MonkeyPatch, refusals: list[tuple[int, Any]]) -> Iterator[str]:
-    monkeypatch.setattr(Service, "refusals", refusals)
-    monkeypatch.setattr(Service, "requests", [])
-    monkeypatch.setattr("grpo_rl.rewards.sandbox.remote.FIRST_PAUSE_S", 0.01)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join(10)
-        server.server_close()
-
-
-@needs_sandbox
-def test_a_service_runs_programs_and_functions_and_never_sees_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(monkeypatch, []) as url:
-        assert score(ADD, {"inputs": ["1 2", "3 4"], "outputs": ["3", "7771"]}, sandbox_url=url) == 0.5
-        assert score(SQUARE, ["assert f(3) == 9", "assert f(2) == 7772"], sandbox_url=url) == 0.5
-        slow = code("code", "```python\nwhile True: pass\n```", {"inputs": [""], "outputs": ["x"]}, sandbox_url=url, time_s=0.2)
-        assert slow["timed_out"] == 1.0
-    assert not any("7771" in str(request) or "7772" in str(request) for request in Service.requests)
-    assert Service.requests[0]["language"] == "python" and Service.requests[0]["memory_limit_MB"] == 512
-
-
-@needs_sandbox
-def test_a_busy_service_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusals = [(503, {}), (429, {}), (200, {"status": "SandboxError", "message": "full", "run_result": None})]
-    with serving(monkeypatch, refusals) as url:
-        assert score(ADD, {"inputs": ["1 2"], "outputs": ["3"]}, sandbox_url=url) == 1.0
-    assert len(Service.requests) == 4
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [((503, {}), "gave no result in 0.1 s: HTTP 503"), ((422, {"detail": "language"}), "refused: HTTP 422")],
-)
-def test_a_service_that_gives_no_result_is_an_error_and_no_score(
-    monkeypatch: pytest.MonkeyPatch, answer: tuple[int, Any], reason: str
-) -> None:
-    with serving(monkeypatch, [answer] * 100) as url, pytest.raises(RewardError, match=reason):
-        score(ADD, {"inputs": ["1 2"], "outputs": ["3"]}, sandbox_url=url, retry_s=0.1)
