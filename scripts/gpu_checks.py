@@ -285,7 +285,7 @@ def check_mixed(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 def check_head(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Measure the LM head in each precision: the error of log-probs against float64, and the time of both passes."""
-    from grpo_rl.models.forward import _chunked_head
+    from grpo_rl.models.forward import Head, _chunked_head
 
     generator = torch.Generator().manual_seed(2)
     tokens = min(sizes.tokens, 4096)
@@ -296,11 +296,12 @@ def check_head(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     few = slice(0, 256)
     exact_T = (hidden_TD[few].double() @ head_VD.double().T).log_softmax(-1).gather(1, target_T[few, None])[:, 0]
     bounds = {"float32": 1e-4, "tf32": 1e-2, "bfloat16": 1e-1}
-    nothing: dict[str, Any] = dict.fromkeys(("ref_hidden_TD", "ref_head_VD", "ref_bias_V", "support"))
+    nothing: dict[str, Any] = dict.fromkeys(("ref_hidden_TD", "top", "top_ids_TK", "support"))
     for precision, bound in bounds.items():
 
         def logprobs(x_TD: Tensor, w_VD: Tensor, ids_T: Tensor, precision: Any = precision) -> Tensor:
-            return _chunked_head(x_TD, w_VD, None, ids_T, 1.0, 2048, want_entropy=False, precision=precision, **nothing)[0]
+            head = Head(w_VD, None, 1.0, precision)
+            return _chunked_head(head, x_TD, ids_T, 2048, want_entropy=False, ref_head=head, **nothing)[0]
 
         def both(logprobs: Callable[..., Tensor] = logprobs) -> None:
             x_TD, w_VD = hidden_TD.detach().requires_grad_(), head_VD.detach().requires_grad_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_a_check_of_the_gpu_passes(name: str) -> None:
 
 
 def test_the_chunked_head_needs_memory_for_a_chunk_and_not_for_all_tokens() -> None:
-    from grpo_rl.models.forward import _chunked_head
+    from grpo_rl.models.forward import Head, _chunked_head
 
     tokens, vocabulary, hidden = 16_384, 65_536, 256
     hidden_TD = torch.randn(tokens, hidden, device="cuda", requires_grad=True)
@@ -36,9 +37,9 @@ def test_the_chunked_head_needs_memory_for_a_chunk_and_not_for_all_tokens() -> N
     target_T = torch.randint(0, vocabulary, (tokens,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = _chunked_head(
-        hidden_TD, head_VD, None, target_T, 1.0, 1024, want_entropy=True, ref_hidden_TD=None, ref_head_VD=None, ref_bias_V=None
-    )
+    head = Head(head_VD, None, 1.0, "float32")
+    nothing: dict[str, Any] = dict.fromkeys(("ref_hidden_TD", "top", "top_ids_TK", "support"))
+    out = _chunked_head(head, hidden_TD, target_T, 1024, want_entropy=True, ref_head=head, **nothing)
     (out[0].sum() + out[1].sum()).backward()
     used = torch.cuda.max_memory_allocated() - before
     assert used < tokens * vocabulary * 4 / 2, f"{used / 2**30:.2f} GiB"
