@@ -167,7 +167,7 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
     from grpo_rl.cluster.session import ray_session as session
     from grpo_rl.config.schema.tree import RayInitConfig
 
-    session.OBJECT_STORE_BYTES = STORE_BYTES
+    session.LEAST_STORE_BYTES = STORE_BYTES
     with ExitStack() as stack:
         # Workers are copies of one process, as a run's are: 64 ranks share what they import.
         stack.enter_context(session.ray_session(RayInitConfig(), 2, copied=modules_for("")))
@@ -292,8 +292,8 @@ def report(options: argparse.Namespace, clocks: Sequence[Clock], peaks: Sequence
         wall = statistics.median(clock.wall[phase] for clock in clocks)
         print(f"{phase:<30}{own:>14.2f}{wall:>10.2f}")
     total = [sum(clock.own.values()) for clock in clocks]
-    wall = [sum(clock.wall.values()) for clock in clocks]
-    print(f"{'all':<30}{statistics.median(total):>14.2f}{statistics.median(wall):>10.2f}")
+    whole = [sum(clock.wall.values()) for clock in clocks]
+    print(f"{'all':<30}{statistics.median(total):>14.2f}{statistics.median(whole):>10.2f}")
     print(f"controller, seconds per million tokens: {statistics.median(total) / tokens * 1e6:.3f}")
     print(f"controller, resident bytes per token:   {max(peaks) / tokens:.2f}")
     print(f"object store, bytes per token:          {max(clock.stored for clock in clocks) / tokens:.2f}")

@@ -36,7 +36,7 @@ NUM_EOS = 64
 VOCABULARY = 2048
 
 
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "10m": {
         "hidden_size": 320,
         "intermediate_size": 1024,

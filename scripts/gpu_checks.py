@@ -78,8 +78,8 @@ def model_folder(sizes: Sizes, folder: Path, *, experts: int = 0) -> Path:
         "bos_token_id": None,
     }
     if experts:
-        own = {"moe_intermediate_size": sizes.intermediate // 8, "num_experts": experts, "num_experts_per_tok": 2}
-        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, **own, norm_topk_prob=True))
+        settings |= {"moe_intermediate_size": sizes.intermediate // 8, "num_experts": experts, "num_experts_per_tok": 2}
+        model: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, norm_topk_prob=True))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**settings))
     model.save_pretrained(folder)
