@@ -10,6 +10,8 @@
 #                   many at once as it has room for. The table of all, when they are done:
 #                   python -m grpo_rl.sweep.outcome FOLDER/NAME. With --multirun among the words one job runs them in turns.
 #   --dry-run       print the commands and submit nothing
+#   --slurm         print a job file for Slurm instead: its nodes and GPUs are those of the plan, for `machine=4x8xH100-80GB` among the
+#                   words or as trainer.nnodes says; the run saves before its time is over, and the job goes on in its next turn
 #
 # Environment variables that are set here and named in GRPO_RL_SEND_ENV (default: WANDB_API_KEY
 # MLFLOW_TRACKING_URI HF_TOKEN HF_HUB_OFFLINE) are set for the job too. Paths in the overrides (data,
@@ -22,6 +24,7 @@ address=${RAY_API_SERVER_ADDRESS:-${RAY_ADDRESS:-http://127.0.0.1:8265}}
 wait_flag=--no-wait
 seeds=()
 dry_run=
+slurm=
 while [[ $# -gt 0 ]]; do
     case $1 in
         --address)
@@ -43,6 +46,10 @@ while [[ $# -gt 0 ]]; do
             dry_run=1
             shift
             ;;
+        --slurm)
+            slurm=1
+            shift
+            ;;
         -h | --help)
             sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
             exit 0
@@ -50,6 +57,11 @@ while [[ $# -gt 0 ]]; do
         *) break ;;
     esac
 done
+
+if [[ -n $slurm ]]; then
+    if [[ ! -x .venv/bin/python ]]; then bash scripts/setup.sh cluster >&2; fi
+    exec .venv/bin/python -m grpo_rl.commands.slurm "$@"
+fi
 
 if [[ " $*" != *" trainer.default_local_dir="* ]]; then
     echo "note: without trainer.default_local_dir=/shared/folder the results stay in the job's temporary folder on the cluster" >&2

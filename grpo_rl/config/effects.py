@@ -8,7 +8,6 @@ or logs only is noted in the plan, for people set these by habit (verl's command
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -115,7 +114,7 @@ def unread(config: Config, machine: Machine) -> list[Rule]:
         *_of_sampling(config, machine),
         *_of_rewards(config),
         *_of_sizes(config, machine),
-        *_of_run(config),
+        *_of_run(config, machine),
     ]
 
 
@@ -381,10 +380,10 @@ def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
     return rules
 
 
-def _of_run(config: Config) -> list[Rule]:
+def _of_run(config: Config, machine: Machine) -> list[Rule]:
     """Checkpoints, recovery, profiles and Ray."""
     trainer, profiler, profilers = config.trainer, config.global_profiler, profilers_of(config)
-    is_local = config.ray_kwargs.ray_init.address is None
+    is_local = config.ray_kwargs.ray_init.address is None and not machine.cluster
     of_cluster = f"needs {RAY}.address; a local cluster has one node, and asks for a token"
     return [
         (
@@ -392,6 +391,7 @@ def _of_run(config: Config) -> list[Rule]:
             f"{A}: checkpoint.*; trainer: on_save_error max_actor_ckpt_to_keep",
             "needs trainer.save_freq",
         ),
+        (trainer.metrics_port is None, "trainer: metrics_host", "needs trainer.metrics_port"),
         (trainer.resume_mode != "resume_path", "trainer: resume_from_path", "needs trainer.resume_mode=resume_path"),
         (trainer.val_only, "trainer: stop_on", "nothing is trained with trainer.val_only=true"),
         (
@@ -425,7 +425,7 @@ def _of_run(config: Config) -> list[Rule]:
         *((own.all_ranks, f"{key}: ranks", f"{key}.all_ranks=true names all of them") for key, own in profilers.items()),
         *((profiler.tool is None, f"{key}: enable", "needs global_profiler.tool") for key in profilers),
         (not is_local, f"{RAY}: num_cpus object_store_memory", "it is for a local cluster"),
-        (is_local and not os.environ.get("RAY_ADDRESS"), f"{RAY}: wait_for_nodes_s allow_insecure", of_cluster),
+        (is_local, f"{RAY}: wait_for_nodes_s allow_insecure", of_cluster),
     ]
 
 

@@ -48,9 +48,10 @@ def folder() -> Path:
 
 
 def known_recipes() -> list[str]:
-    """Return the names of the recipes that come with the package."""
+    """Return the names of the recipes that come with the package. The files in `cluster` are for other programs, which start runs."""
     root = folder()
-    return sorted(str(path.relative_to(root).with_suffix("")) for path in root.rglob("*.yaml"))
+    files = (path.relative_to(root) for path in root.rglob("*.yaml"))
+    return sorted(str(path.with_suffix("")) for path in files if path.parts[0] != "cluster")
 
 
 def read(name: str) -> Recipe:

@@ -51,6 +51,8 @@ def commands() -> list[tuple[str, tuple[str, ...]]]:
             if match is not None:
                 text = match["words"].partition("; do")[0]
                 given = shlex.split(text, comments=True)
+                # A job file of a named machine is made, and not run here.
+                given += ["trainer.dry_run=true"] if "--slurm" in given else []
                 words = [word for word in given if "=" in word or word == "..."]
                 # A sweep is planned by the first value of each list.
                 words = [first_value(word) for word in words] if "--multirun" in given else words

@@ -71,6 +71,7 @@ ThreadsOrAuto = Annotated[int, Range(ge=0, le=4096, reason="no machine has more 
 Ranks = Annotated[int, Range(ge=0, le=2**20, reason="no worker group has more ranks")]
 Allocations = Annotated[int, Range(ge=1, le=10**9, reason="each that is kept takes some hundred bytes of host memory")]
 Tflops = Annotated[float, Range(ge=1e-3, le=1e6, reason="a core of a CPU does more, and no device does as much")]
+Port = Annotated[int, Range(ge=1024, le=65_535, reason="TCP has no higher ports, and the lower ones are the system's")]
 Requests = Annotated[int, Range(ge=1, le=10**4, reason="each open request holds a connection")]
 AdapterRankOrOff = Annotated[int, Range(ge=0, le=2**14, reason="no adapter needs more than a layer's smaller side")]
 AdapterAlpha = Annotated[int, Range(ge=1, le=2**20, reason="alpha / rank scales the adapter, whose effect float32 has to hold")]

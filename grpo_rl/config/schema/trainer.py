@@ -19,6 +19,7 @@ from grpo_rl.config.schema.kinds import (
     MinorShare,
     Nodes,
     Pairs,
+    Port,
     Seconds,
     Seed,
     Staleness,
@@ -68,6 +69,10 @@ class TrainerConfig:
         default_factory=lambda: ["console", "tensorboard"]
     )
     """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written: `file` adds nothing."""
+    metrics_port: Port | None = None
+    """Serve the newest step's metrics and phase times to Prometheus at http://metrics_host:PORT/metrics; null: do not."""
+    metrics_host: str = "127.0.0.1"
+    """The address that answers: this machine alone, or 0.0.0.0 for a Prometheus on another one. Nobody is asked for a password."""
     log_val_generations: TableRows = 8
     """Responses in the tables that W&B gets at each validation: so many to validation prompts, and of the step's training."""
     schedule: str = "sync"

@@ -1,4 +1,4 @@
-"""The receivers of a run's metrics: metrics.jsonl always; TensorBoard, W&B and MLflow by `trainer.logger`.
+"""The receivers of a run's metrics: metrics.jsonl always; TensorBoard, W&B and MLflow by `trainer.logger`; Prometheus, which asks.
 
 Trackers live behind a thread and a bounded queue each, so that no network and no disk of theirs holds up a step. They get
 metrics under the names of verl's dashboards, where verl measures the same thing; metrics.jsonl, the screen and the reports
@@ -17,7 +17,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ _logger = logging.getLogger(__name__)
 class Sinks:
     """All destinations of one run. `log` costs milliseconds whatever a tracking server does.
 
-    Raises ConfigError when `trainer.logger` names a package that is not installed.
+    Raises ConfigError when `trainer.logger` names a package that is not installed, and for a port that is taken.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class Sinks:
         self._rollouts = RolloutLog(run_dir)
         self._file = MetricsFile(run_dir.metrics_file, warn)
         self._trackers = [Background(name, connects[name], warn, say) for name in named]
-        self._sinks: list[MetricsFile | Background] = [self._file, *self._trackers]
+        self._sinks: list[MetricsFile | Background | Prometheus] = [self._file, *self._trackers]
+        if trainer.metrics_port is not None:
+            self._sinks.append(Prometheus(run_dir.name, trainer.metrics_host, trainer.metrics_port))
 
     def truncate_after(self, step: int) -> None:
         """Forget what was written for later steps, rollout files included. To be called once, on resuming from `step`."""
@@ -313,6 +315,47 @@ class TensorBoard(Tracker):
 
     def close(self) -> None:
         self._writer.close()
+
+
+class Prometheus:
+    """The newest value of every metric, for a Prometheus that asks: `grpo_rl_reward_mean{run="NAME"}` is `reward/mean`."""
+
+    def __init__(self, run: str, host: str, port: int) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._run = run
+        self._newest: dict[str, tuple[str, float]] = {}
+        """By the name that Prometheus allows: the name here, and the value."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry)
+        except OSError as error:
+            raise ConfigError(f"trainer.metrics_port={port}: {host}:{port} cannot be served: {error.strerror}") from error
+
+    def collect(self) -> Iterator[Any]:
+        """Yield a gauge for each metric; Prometheus' library calls it at each request."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for allowed, (name, value) in self._newest.items():
+            gauge = GaugeMetricFamily(allowed, name, labels=["run"])
+            gauge.add_metric([self._run], value)
+            yield gauge
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a step. Those of a validation stay until the next one."""
+        # A new dict: a request that is being answered has the one before.
+        told = {**metrics, "step": float(step)}
+        self._newest = self._newest | {re.sub(r"\W", "_", f"grpo_rl_{name}"): (name, value) for name, value in told.items()}
+
+    def truncate_after(self, step: int) -> None:
+        """A resumed run has nothing yet."""
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(CLOSE_TIMEOUT_S)
 
 
 def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import math
+import re
 import shlex
+import socket
 import sys
 import threading
 import tomllib
 import types
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,29 @@ def test_a_resumed_run_shows_one_curve_everywhere(tmp_path: Path) -> None:
     resumed.close()
     assert [(record["step"], record["a"]) for record in read_metrics(run_dir.metrics_file)] == [(1, 1.0), (2, 20.0)]
     assert tensorboard_points(run_dir.tensorboard, "a") == [(1, 1.0), (2, 20.0)]
+
+
+def test_prometheus_reads_the_newest_values_under_names_of_its_own(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be served: Address already in use"):
+            Sinks(RunDir.create(tmp_path, "taken"), TrainerConfig(metrics_port=port), {})
+    sinks = Sinks(RunDir.create(tmp_path, "it's"), TrainerConfig(metrics_port=port), {})
+    sinks.log(0, {"val/a/mean@1": 0.25, "reward/mean": 0.0})
+    sinks.log(3, {"reward/mean": 0.5, "timing_s/gen": 2.0, "actor/kl_loss": math.nan})
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    sinks.close()
+    values = dict(re.findall(r"^grpo_rl_(\w+)\{run=\"it's\"\} (\S+)$", text, re.MULTILINE))
+    assert values == {
+        "val_a_mean_1": "0.25",
+        "reward_mean": "0.5",
+        "timing_s_gen": "2.0",
+        "actor_kl_loss": "NaN",
+        "step": "3.0",
+    }
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # free again
 
 
 def test_a_disk_on_which_tensorboard_hangs_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

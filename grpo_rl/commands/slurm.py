@@ -1,0 +1,130 @@
+"""The job file of a run for Slurm: `scripts/submit.sh --slurm WORDS > job.sh`, then `sbatch job.sh`.
+
+Nodes and GPUs are the plan's. The job starts a Ray cluster of its own on its nodes, with a token, and the controller on the first one.
+Ninety seconds before its time is over, or when it is preempted, the run saves, ends with code 75, and the job is put into the queue
+again; the same job then goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_rl.config.compose import compose
+from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import ConfigError, Preempted
+from grpo_rl.main import exit_code_after
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.make import make_plan
+
+NAME, MACHINE = "trainer.experiment_name", ("machine", "trainer.machine", "trainer.machine_host_gib")
+MARGIN_S = 60
+"""The seconds that Slurm leaves beyond trainer.grace_s, for the end of the other processes and the way back into the queue."""
+
+_HEAD = """\
+#!/usr/bin/env bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+{gpus}#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@{signal_s}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={name}-%j.log
+# Change the time, and add what your cluster asks for: --partition, --account.
+set -uo pipefail
+trap 'kill $(jobs -p) 2>/dev/null' EXIT
+cd {folder} || exit 1
+"""
+
+_CLUSTER = """\
+# A Ray cluster of this job's nodes. Its port differs from those of other jobs, and its token keeps other users out.
+head=$(hostname)
+port=$((20000 + SLURM_JOB_ID % 20000))
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+on_each=(srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE"{srun_gpus})
+"${{on_each[@]}}" --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" {ray} start --head --port="$port" --block &
+ray_head=$!
+until (exec 3<>"/dev/tcp/$head/$port") 2>/dev/null; do kill -0 "$ray_head" || exit 6; sleep 1; done
+"${{on_each[@]}}" --nodes={others} --ntasks={others} --exclude="$SLURMD_NODENAME" {ray} start --address="$head:$port" --block &
+"""
+
+_RUN = """\
+{python} -m grpo_rl.main {words} &
+run=$!
+trap 'kill -USR1 "$run"' USR1 TERM
+code=75
+# A signal interrupts `wait`, which then says so with a code above 128, while the run is still saving.
+while wait "$run"; code=$?; ((code > 128)) && kill -0 "$run" 2>/dev/null; do :; done
+if ((code == {preempted})); then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"
+"""
+
+
+def job_file(words: Sequence[str], folder: Path) -> str:
+    """Return the job file of the run that `words` describe, started in `folder`, which all nodes see.
+
+    Raises ConfigError for what no plan can be made of, and for a run without a name, which would begin again after each preemption.
+    """
+    composed = compose([*words, "trainer.dry_run=true"])
+    config = composed.config
+    if config.trainer.experiment_name is None:
+        raise ConfigError(f"{NAME}: a job that is put into the queue again goes on under its name; give it one: {NAME}=NAME")
+    plan = make_plan(composed)
+    nodes, gpus = _machines(plan)
+    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in MACHINE]
+    if plan.machine.name:
+        kept += [f"trainer.nnodes={config.trainer.nnodes}", f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"]
+    ray = "ray_kwargs.ray_init"
+    if nodes > 1:
+        kept += [f"{ray}.address=$head:$port", f"{ray}.wait_for_nodes_s=300"]
+    python = Path(sys.executable)
+    parts = {
+        "name": re.sub(r"[^\w.-]+", "-", config.trainer.experiment_name),
+        "nodes": nodes,
+        "gpus": f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        "signal_s": _signal_s(config),
+        "folder": shlex.quote(str(folder)),
+        "srun_gpus": f" --gpus-per-node={gpus}" if gpus else "",
+        "others": nodes - 1,
+        "ray": shlex.quote(str(python.parent / "ray")),
+        "python": shlex.quote(str(python)),
+        "words": " ".join(f'"{word}"' if "$head:" in word else shlex.quote(word) for word in kept),
+        "preempted": Preempted.exit_code,
+    }
+    return (_HEAD + (_CLUSTER if nodes > 1 else "") + _RUN).format(**parts)
+
+
+def _machines(plan: Plan) -> tuple[int, int]:
+    """Return how many machines the run takes, and how many GPUs of each."""
+    machine = plan.machine
+    if machine.name:
+        return machine.nodes, machine.num_gpus
+    devices = max(pool.devices_per_node for pool in plan.pools) if machine.device == "cuda" else 0
+    return sum(pool.nnodes for pool in plan.pools), devices
+
+
+def _signal_s(config: Config) -> int:
+    return round(config.trainer.grace_s) + MARGIN_S
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the job file."""
+
+    def work() -> int:
+        print(job_file(words, Path.cwd()), end="")
+        return 0
+
+    return exit_code_after(work)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    sys.exit(main(sys.argv[1:]))
