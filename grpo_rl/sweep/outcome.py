@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import math
 import re
 import shlex
 import statistics
@@ -20,8 +21,9 @@ from pathlib import Path
 from grpo_rl.config import overrides
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.evaluation.extrapolate import expected_end
 from grpo_rl.run_files import read_json
-from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.metrics_file import is_count, read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.status import read_status
 from grpo_rl.telemetry.terminal.text import number, say
@@ -61,6 +63,8 @@ class SweptRun:
     """The number of training steps that were logged."""
     values: Mapping[str, float]
     """The measures at the end, by the names of the table's columns."""
+    expected: str = ""
+    """What the reward would have come to, where the run ended before its last step."""
 
 
 def summarize(folder: Path, points: Sequence[Point]) -> str:
@@ -110,8 +114,28 @@ def _result(folder: Path, point: Point) -> SweptRun:
     seconds = [record["timing_s/step"] for record in records if "timing_s/step" in record]
     if seconds:
         values["s/step"] = statistics.median(seconds)
-    state = str(read_status(folder).get("state", "not started"))
-    return SweptRun(point, state, sum(record["step"] > 0 for record in records), values)
+    status = read_status(folder)
+    steps, total = sum(record["step"] > 0 for record in records), int(status["total"]) if is_count(status.get("total")) else 0
+    expected = ""
+    if status.get("state") != "done" and steps < total:
+        end = expected_end([record["reward/mean"] for record in records if "reward/mean" in record], total, LAST_STEPS)
+        if end is not None:
+            expected = f"; expected reward at step {total}: {end.mean:.3f} ({end.low:.3f} to {end.high:.3f} with 90 %)"
+    return SweptRun(point, str(status.get("state", "not started")), steps, values, expected)
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step that a run has logged."""
+    return max((int(record["step"]) for record in read_metrics(folder / "metrics.jsonl")), default=0)
+
+
+def score_until(folder: Path, step: int) -> float:
+    """Return what a run had reached by this step: its last validation, else its last rewards, else its loss; more is better."""
+    records = [record for record in read_metrics(folder / "metrics.jsonl") if record["step"] <= step]
+    scores = [score for record in records if record["step"] > 0 and (score := validation_score(record)) is not None]
+    rewards = [record["reward/mean"] for record in records if "reward/mean" in record]
+    losses = [-record[key] for key in ("train/loss", "val/loss") for record in records if key in record]
+    return scores[-1] if scores else statistics.fmean(rewards[-LAST_STEPS:]) if rewards else (losses or [-math.inf])[-1]
 
 
 def _table(results: Sequence[SweptRun], columns: Sequence[str]) -> str:
@@ -128,7 +152,7 @@ def _table(results: Sequence[SweptRun], columns: Sequence[str]) -> str:
     lines.append(
         f"mean and standard deviation (n - 1) over the runs that are done; reward: of the last {LAST_STEPS} steps of each"
     )
-    lines += [f"  {r.point.name}: {r.state}, {r.steps} steps" for r in results if r.state != "done"]
+    lines += [f"  {r.point.name}: {r.state}, {r.steps} steps{r.expected}" for r in results if r.state != "done"]
     return "\n".join(lines)
 
 

@@ -1,15 +1,23 @@
-"""The runs of a sweep, one after the other: `python -m grpo_rl.main --multirun key=a,b seed=1,2,3 ...`."""
+"""The runs of a sweep, one after the other: `python -m grpo_rl.main --multirun key=a,b seed=1,2,3 ...`.
+
+With `sweep.halving=true` all run to a quarter of their steps, the better half of the settings to a half, and of these the better
+half to the end: successive halving (Jamieson and Talwalkar, arXiv 1502.07943). A run that pauses is stopped as by a signal, and goes
+on later with the same bits.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import signal
+import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -18,12 +26,16 @@ from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError, Preempted
 from grpo_rl.plan.make import make_plan
-from grpo_rl.sweep.outcome import SWEEP_FILE, Point, name_of, summarize
+from grpo_rl.sweep.outcome import SWEEP_FILE, Point, last_step, name_of, score_until, summarize
 from grpo_rl.telemetry.rundir import dated_name, refuse_taken
 from grpo_rl.telemetry.status import read_status
 
 STOPPED_CODES = (75, 130)
 """Exit codes of a run that was stopped from outside: no other run of the sweep starts then."""
+HALVING = "sweep.halving"
+RUNGS = (0.25, 0.5, 1.0)
+"""Shares of the steps to which the runs go in turns; after each but the last the worse half of the settings stays where it is."""
+_LOOK_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -39,6 +51,7 @@ class Sweep:
     """The configuration of each run, by its name."""
     is_named: bool
     """True where the sweep has a name by which the same command goes on."""
+    halving: bool = False
 
     @property
     def dry_run(self) -> bool:
@@ -67,21 +80,32 @@ def run_sweep(words: Sequence[str]) -> int:
             print(redact(f"=== run {number} of {count}: {point.name}\n{plan.render()}"))
         return 0
     waiting = [point for point in sweep.points if not _is_done(sweep, point)]
-    _check(sweep, waiting)
+    totals = _check(sweep, waiting)
     sweep.write()
     skipped = f"; {count - len(waiting)} of them are done and skipped" if len(waiting) < count else ""
     print(redact("\n  ".join([f"sweep: {count} runs in {sweep.folder}{skipped}", *(one.name for one in waiting)])), flush=True)
     codes: dict[str, int] = {}
+    alive = sweep.points
     with _Signals() as signals:
-        for number, point in enumerate(sweep.points, start=1):
-            if signals.came is not None:
-                break
-            if point not in waiting:
-                continue
-            print(redact(f"\n=== run {number} of {count}: {point.name}"), flush=True)
-            codes[point.name] = signals.wait(subprocess.Popen([sys.executable, "-m", "grpo_rl.main", *sweep.words[point.name]]))
-            if codes[point.name] in STOPPED_CODES:
-                signals.came = signals.came or "a signal to the run"
+        for share in RUNGS if sweep.halving else (1.0,):
+            for number, point in enumerate(sweep.points, start=1):
+                if signals.came is not None or point not in waiting or point not in alive:
+                    continue
+                folder, end = sweep.folder / point.name, math.ceil(share * totals[point.name])
+                if share < 1 and last_step(folder) >= end:
+                    continue
+                to = f", to step {end} of {totals[point.name]}" if share < 1 else ""
+                print(redact(f"\n=== run {number} of {count}: {point.name}{to}"), flush=True)
+                process = subprocess.Popen([sys.executable, "-m", "grpo_rl.main", *sweep.words[point.name]])
+                paused = share < 1 and signals.pause(process, partial(_is_at, folder, end))
+                codes[point.name] = signals.wait(process)
+                if codes[point.name] in STOPPED_CODES:
+                    if paused:
+                        codes[point.name] = 0
+                    else:
+                        signals.came = signals.came or "a signal to the run"
+            if share < 1 and signals.came is None:
+                alive = _better_half(sweep, alive, share, totals)
         came = signals.came
     print(redact(f"\n{summarize(sweep.folder, sweep.points)}"), flush=True)
     if came is not None:
@@ -112,6 +136,17 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def pause(self, process: subprocess.Popen[bytes], is_far_enough: Callable[[], bool]) -> bool:
+        """Wait until the run is far enough, and ask it to save and end; return False where it ended, or a signal came, before."""
+        self._process = process
+        while process.poll() is None and self.came is None:
+            if is_far_enough():
+                process.send_signal(signal.SIGTERM)
+                return True
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_S)
+        return False
+
     def wait(self, process: subprocess.Popen[bytes]) -> int:
         """Return the exit code of a run, as a shell has it where a signal ended the process."""
         self._process = process
@@ -127,15 +162,38 @@ class _Signals:
             self._process.send_signal(signal.SIGTERM)
 
 
-def _check(sweep: Sweep, points: Sequence[Point]) -> None:
-    """Plan each of the runs. Raises ConfigError, or DataError where only data are wrong, with the problems of all."""
+def _better_half(sweep: Sweep, points: Sequence[Point], share: float, totals: Mapping[str, int]) -> list[Point]:
+    """Return the runs of the better half of the settings, by the mean over their seeds of the score that each had at this share."""
+    settings: dict[tuple[tuple[str, str], ...], list[Point]] = {}
+    for point in points:
+        settings.setdefault(point.setting, []).append(point)
+
+    def score(point: Point) -> float:
+        folder = sweep.folder / point.name
+        # A run that was done before this command has no total, and all of its steps.
+        return score_until(folder, math.ceil(share * totals.get(point.name, last_step(folder))))
+
+    ranked = sorted(settings.values(), key=lambda points: statistics.fmean(map(score, points)), reverse=True)
+    return [point for points in ranked[: math.ceil(len(ranked) / 2)] for point in points]
+
+
+def _is_at(folder: Path, step: int) -> bool:
+    return last_step(folder) >= step
+
+
+def _check(sweep: Sweep, points: Sequence[Point]) -> dict[str, int]:
+    """Plan each of the runs, and return its steps by its name.
+
+    Raises ConfigError, or DataError where only data are wrong, with the problems of all.
+    """
     found: dict[str, list[str]] = {}
     of_data = True
+    totals: dict[str, int] = {}
     for point in points:
         composed = sweep.composed[point.name]
         try:
             refuse_taken(composed.config.trainer.default_local_dir, composed.config.trainer.experiment_name)
-            make_plan(composed)
+            totals[point.name] = make_plan(composed).sizes.total_steps or 0
         except (ConfigError, DataError) as error:
             of_data = of_data and isinstance(error, DataError)
             for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
@@ -143,6 +201,7 @@ def _check(sweep: Sweep, points: Sequence[Point]) -> None:
     if found:
         lines = with_places(found, len(points))
         raise DataError("\n  ".join(lines)) if of_data else ConfigError(lines)
+    return totals
 
 
 def _is_done(sweep: Sweep, point: Point) -> bool:
@@ -159,7 +218,10 @@ def sweep_of(words: Sequence[str]) -> Sweep:
 
     Raises ConfigError with every problem of every run, before any of them starts; each names the runs that it is in.
     """
-    axes = overrides.axes(words)
+    halves = [word for word in words if word.partition("=")[0] == HALVING]
+    if halves not in ([], [f"{HALVING}=true"], [f"{HALVING}=false"]):
+        raise ConfigError(f"{halves[0]}: it is true or false, once")
+    axes = overrides.axes([word for word in words if word not in halves])
     if "trainer.experiment_name" in axes.values:
         axes.problems.append("trainer.experiment_name: a sweep has one name, and its runs are named after their values")
     if axes.problems:
@@ -187,7 +249,11 @@ def sweep_of(words: Sequence[str]) -> Sweep:
     folders = {str(Path(one.config.trainer.default_local_dir).expanduser()) for one in composed.values()}
     if len(folders) > 1:
         raise ConfigError(f"--multirun: the runs of a sweep lie in one folder, not in {' and '.join(sorted(folders))}")
-    return Sweep(Path(folders.pop()) / name, points, lines, composed, is_named=given is not None)
+    is_named, halving = given is not None, f"{HALVING}=true" in halves
+    if halving and len({point.setting for point in points}) < 2:
+        axes.problems.append(f"{HALVING}=true: all runs differ by their seeds alone, and none is a better setting")
+        raise ConfigError(axes.problems)
+    return Sweep(Path(folders.pop()) / name, points, lines, composed, is_named, halving)
 
 
 def with_places(found: Mapping[str, Sequence[str]], num_runs: int) -> list[str]:

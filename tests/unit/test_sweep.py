@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from grpo_rl.main import main
 from grpo_rl.sweep import outcome
 from grpo_rl.sweep.outcome import Point, name_of, read_points
 from grpo_rl.sweep.run_all import sweep_of
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 LR = "actor_rollout_ref.actor.optim.lr"
 
@@ -102,7 +104,7 @@ def test_names_of_runs_depend_on_nothing_but_their_values_and_no_two_share_a_fol
 FAKE = """
 import sys, pathlib, json, os, signal, time
 from grpo_rl.config.compose import compose
-from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
+from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, read_metrics
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 composed = compose(sys.argv[1:])
@@ -121,6 +123,17 @@ if 'wait' in os.environ.get('DO', ''):
 if trainer.seed == 13:
     status.end(ClusterError('died')); sys.exit(6)
 file = MetricsFile(run_dir.metrics_file)
+done = len(read_metrics(run_dir.metrics_file))
+if 'pause' in os.environ.get('DO', ''):
+    def stop(*a):
+        status.end(Preempted('by SIGTERM')); os._exit(75)
+    signal.signal(signal.SIGTERM, stop)
+    status.update(total=trainer.total_training_steps)
+    for step in range(done + 1, trainer.total_training_steps + 1):
+        file.log(step, {'reward/mean': composed.config.actor_rollout_ref.actor.optim.lr * (1 + 0.001 * (-1) ** step)})
+        if step == {0: 10, 10: 20}.get(done):
+            time.sleep(60)
+    status.end(); sys.exit()
 for step in range(1, 7):
     file.log(step, {'reward/mean': trainer.seed / 10 + composed.config.actor_rollout_ref.actor.optim.lr * step, 'timing_s/step': 1.0})
 status.end()
@@ -182,6 +195,29 @@ def test_a_run_that_fails_keeps_no_other_from_running_and_decides_the_exit_code(
     assert len(stand_in) == 2
     out = capfd.readouterr().out
     assert "seed=13: failed, 0 steps" in out and "1/2" in out
+
+
+def test_halving_stops_the_worse_settings_and_says_what_they_would_have_come_to(
+    tmp_path: Path, stand_in: list[list[str]], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DO", "pause")
+    rates = ["0.01", "0.04", "0.02", "0.03"]
+    words = sweep_words(
+        tmp_path, "--multirun", f"{LR}={','.join(rates)}", "sweep.halving=true", "trainer.total_training_steps=40"
+    )
+    assert main(words) == 0
+    out = capfd.readouterr().out
+    assert [word.rpartition("=")[2].rstrip("'") for *_, word in stand_in] == [*rates, "0.04", "0.03", "0.04"]
+    steps = {rate: len(read_metrics(tmp_path / f"s/lr={rate}/metrics.jsonl")) for rate in rates}
+    assert steps == {"0.01": 10, "0.02": 10, "0.03": 20, "0.04": 40}
+    assert re.search(r"lr=0.03: preempted, 20 steps; expected reward at step 40: 0.030 \(0.030 to 0.030 with 90 %\)", out)
+    # The same command knows what was stopped: nothing is left to do.
+    assert main(words) == 0 and len(stand_in) == 7
+
+
+def test_halving_of_seeds_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="differ by their seeds alone"):
+        sweep_of(sweep_words(tmp_path, "seed=1,2", "sweep.halving=true"))
 
 
 def test_a_signal_lets_the_run_save_starts_no_other_and_says_how_to_go_on(
