@@ -23,6 +23,8 @@ class PlayedTurn:
     """Tokens of its context whose keys and values the engine had already; None where the engine does not report it."""
     context_tokens: int = 0
     """Tokens of its context, the prompt included."""
+    state: int = 0
+    """A number for the state that it was taken in: equal in the turns of one prompt's episodes where the states are."""
 
     @property
     def end(self) -> int:

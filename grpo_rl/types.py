@@ -290,6 +290,8 @@ class Batch:
     step_ends_K: Tensor | None = None
     """Index of each step's last token among its rollout's trained tokens."""
     step_rewards_K: Tensor | None = None
+    step_states_K: Tensor | None = None
+    """The number of the state that each step begins in, where the steps are turns of episodes."""
     reward_parts_NP: Tensor | None = None
     """The score of each reward function, before its factor."""
     truncated_N: Tensor | None = None
@@ -407,6 +409,7 @@ class Batch:
             num_steps_N=None,
             step_ends_K=None,
             step_rewards_K=None,
+            step_states_K=None,
         )
 
     def replace(self, **columns: Column | None) -> Batch:

@@ -69,6 +69,7 @@ def estimator_input(num_parts: int = 2) -> AdvantageInput:
         baselines_N=REWARDS_N.flip(0),
         step_ends_K=torch.arange(0, num_tokens, 2),
         step_rewards_K=torch.cos(torch.arange(0, num_tokens, 2) * 0.9),
+        step_states_K=torch.arange(0, num_tokens, 2) % 7,
         reward_parts_NP=torch.stack([REWARDS_N.roll(part) for part in range(num_parts)], dim=1),
     )
 

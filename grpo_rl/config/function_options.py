@@ -86,6 +86,8 @@ ESTIMATOR = Choice(
         "gamma": FixedKey(("gamma",), 1.0),
         "lam": FixedKey(("lam",), 1.0),
         "norm_adv_by_std_in_grpo": FixedKey(("std",), True),
+        "gigpo.step_advantage_w": FixedKey(("step_advantage_w",), 1.0),
+        "gigpo.mode": FixedKey(("mode",), "mean_norm"),
     },
 )
 LOSS = Choice(

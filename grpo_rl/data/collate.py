@@ -135,10 +135,14 @@ def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     if not _all_have("steps", rollouts):
         return {}
     steps_N = [rollout.steps or () for rollout in rollouts]
+    state_of = [{} if one.episode is None else {turn.end - 1: turn.state for turn in one.episode.turns} for one in rollouts]
+    are_turns = all(end in states for states, steps in zip(state_of, steps_N, strict=True) for end, _ in steps)
+    states = (states[end] for states, steps in zip(state_of, steps_N, strict=True) for end, _ in steps)
     return {
         "num_steps_N": _column(map(len, steps_N), np.int64),
         "step_ends_K": _column((end for one in rollouts for end in _trained_ends(one)), np.int64),
         "step_rewards_K": _column((reward for steps in steps_N for _, reward in steps), np.float32),
+        "step_states_K": _column(states, np.int64) if are_turns else None,
     }
 
 

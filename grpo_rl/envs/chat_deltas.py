@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,10 @@ class ChatDeltas:
                 try:
                     expected, actual = self._both(role, thinks, tools[0] if tools else "look_up")
                 except (BadRow, DataError) as error:
-                    raise ConfigError(f"data.chat_template: {_refused(role, str(error))}") from None
+                    what = "answers of tools" if role == "tool" else f"messages of the role {role!r} behind an assistant's turn"
+                    raise ConfigError(
+                        f"data.chat_template: the chat template cannot render {what}: {error}; give another one as data.chat_template"
+                    ) from None
                 if expected == actual:
                     continue
                 if _without_thoughts(expected) != _without_thoughts(actual):
@@ -220,13 +223,9 @@ def _without_thoughts(text: str) -> str:
     return _THOUGHTS.sub("", text)
 
 
-def _refused(role: str, cause: str) -> str:
-    what = "answers of tools" if role == "tool" else f"messages of the role {role!r} behind an assistant's turn"
-    return f"the chat template cannot render {what}: {cause}; give another one as data.chat_template"
-
-
 def _rewritten(expected: str, actual: str, role: str) -> str:
-    place = next((n for n, (a, b) in enumerate(_pairs(expected, actual)) if a != b), min(len(expected), len(actual)))
+    differ = (n for n, (one, other) in enumerate(zip(expected, actual, strict=False)) if one != other)
+    place = next(differ, min(len(expected), len(actual)))
     start = max(0, place - 30)
     what = "tools answer" if role == "tool" else f"the {role} writes again"
     return (
@@ -234,7 +233,3 @@ def _rewritten(expected: str, actual: str, role: str) -> str:
         f"becomes {actual[start : place + 30]!r}. Then the tokens that are trained would not be those that were sampled. Give a "
         "template that appends as data.chat_template"
     )
-
-
-def _pairs(one: str, other: str) -> Iterator[tuple[str, str]]:
-    return zip(one, other, strict=False)

@@ -76,6 +76,8 @@ class Observation:
     tools: tuple[Mapping[str, Any], ...] = ()
     """Tools in OpenAI's form that the chat template shows in this episode, in place of the configuration's; `reset` may return
     them. Their calls are turns like others, which the environment answers itself."""
+    state: str | None = None
+    """The state that the next turn is taken in, for estimators that compare turns of equal states (gigpo); None: the messages."""
 
 
 class Environment(Protocol):
@@ -115,3 +117,20 @@ class Tool(Protocol):
 
     async def close(self) -> None:
         """Release the state."""
+
+
+class SimpleTool:
+    """A base of tools that make no state at the beginning, or release none at the end: many episodes never call."""
+
+    async def begin(self, start: Start) -> None:
+        """Do nothing."""
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+def text_tool(name: str, description: str, argument: str, what: str) -> Mapping[str, Any]:
+    """Return the schema of a tool with one argument, a text, in OpenAI's form."""
+    properties = {argument: {"type": "string", "description": what}}
+    parameters = {"type": "object", "properties": properties, "required": [argument]}
+    return {"name": name, "description": description, "parameters": parameters}

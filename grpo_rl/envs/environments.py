@@ -144,7 +144,8 @@ def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
 
     Raises ConfigError for a file that cannot be read or has another form, and for options that are no mapping.
     """
-    found = [] if path is None else tools_file(Path(path).expanduser())
+    parts = "class_name, config, tool_schema"
+    found = [] if path is None else _named_in(path, "tool_config_path", "tools", "tool", parts)
     for name, options in given.items():
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError(f"tools.{name}={options!r}: expected its options by name, {{option: value}}, or {{}}")
@@ -152,66 +153,53 @@ def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
     return found
 
 
-def tools_file(path: Path) -> list[Named]:
-    """Return the tools of a file, in its order. Raises ConfigError, with all problems, for another form or a class of verl's."""
-    entries = _entries(path, "tool_config_path", "tools", "class_name, config, tool_schema")
-    found: list[Named] = []
-    problems: list[str] = []
-    for number, entry in enumerate(entries):
-        where = f"tool_config_path={path}: tools[{number}]"
-        schema = entry.get("tool_schema")
-        if schema is not None and not isinstance(schema, Mapping):
-            problems.append(f"{where}.tool_schema is {schema!r:.60}; expected type and function, or null")
-        elif (named := _named(entry, where, "tool", problems)) is not None:
-            found.append(Named(named.name, named.options, None if schema is None else dict(schema)))
-    if problems:
-        raise ConfigError(problems)
-    return found
-
-
 def interaction_file(path: str) -> Named:
     """Return the environment of an interaction file. Raises ConfigError for another form, and for more than one interaction."""
-    file = Path(path).expanduser()
-    entries = _entries(file, "interaction_config_path", "interaction", "name, class_name, config")
-    where = f"interaction_config_path={path}"
-    if len(entries) != 1:
-        names = ", ".join(str(entry.get("name", "?")) for entry in entries) or "none"
-        raise ConfigError(f"{where}: a run has one environment, and the file has {len(entries)} interactions: {names}")
-    problems: list[str] = []
-    named = _named(entries[0], f"{where}: interaction[0]", "environment", problems)
-    if named is None:
-        raise ConfigError(problems)
-    return named
+    found = _named_in(path, "interaction_config_path", "interaction", "environment", "name, class_name, config")
+    if len(found) != 1:
+        names = ", ".join(named.name for named in found) or "none"
+        raise ConfigError(
+            f"interaction_config_path={path}: a run has one environment, and the file has {len(found)} interactions: {names}"
+        )
+    return found[0]
 
 
-def _entries(path: Path, key: str, name: str, parts: str) -> list[dict[str, Any]]:
+def _named_in(path: str, key: str, name: str, kind: str, parts: str) -> list[Named]:
+    """Return what the entries of a file name, in its order. Raises ConfigError, with all problems, for another form or a class of verl's."""
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text("utf-8"))
+        content = yaml.safe_load(Path(path).expanduser().read_text("utf-8"))
     except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{key}={path}: {error}") from None
     entries = content.get(name) if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(one, dict) and "class_name" in one for one in entries):
         raise ConfigError(f"{key}={path}: expected `{name}:`, a list of entries with {parts}")
-    return entries
+    problems: list[str] = []
+    places = [f"{key}={path}: {name}[{number}]" for number in range(len(entries))]
+    found = [_named(entry, where, kind, problems) for entry, where in zip(entries, places, strict=True)]
+    if problems:
+        raise ConfigError(problems)
+    return found
 
 
-def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str]) -> Named | None:
-    """Return what an entry names; None, with one more of `problems`, for a class of verl's and for options that are no mapping."""
-    name, given = str(entry["class_name"]), entry.get("config")
-    last = name.rpartition(".")[2]
+def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str]) -> Named:
+    """Return what an entry names; for a class of verl's, and for values of another form, with one more of `problems`."""
+    name, given, schema = str(entry["class_name"]), entry.get("config"), entry.get("tool_schema")
     if name.startswith(_OWN_OF_VERL) and ":" not in name:
-        instead = CLASSES.get(last, f"a {kind} of your own as path/to/file.py:Class (docs/agents.md), or a registered name")
+        known = f"a {kind} of your own as path/to/file.py:Class (docs/agents.md), or a registered name"
+        instead = CLASSES.get(name.rpartition(".")[2], known)
         problems.append(f"{where}.class_name={name}: a class of verl's, which is not here; write class_name: {instead}")
-        return None
     if given is not None and not isinstance(given, Mapping):
         problems.append(f"{where}.config is {given!r:.60}; expected options by name, or {{}}")
-        return None
+        given = None
+    if schema is not None and not isinstance(schema, Mapping):
+        problems.append(f"{where}.tool_schema is {schema!r:.60}; expected type and function, or null")
+        schema = None
     # `type: native` says in verl that the tool is a class of its own, as every one is here.
     dropped = ("type", *WITHOUT_MEANING.get(name, ()))
     renamed = RENAMED.get(name, {})
     if (language := (given or {}).get("default_language", "python")) != "python" and name == "python":
         problems.append(f"{where}.config.default_language={language!r}: the tool python runs python only")
-        return None
-    return Named(name, {renamed.get(str(key), str(key)): value for key, value in (given or {}).items() if key not in dropped})
+    options = {renamed.get(str(key), str(key)): value for key, value in (given or {}).items() if key not in dropped}
+    return Named(name, options, None if schema is None else dict(schema))

@@ -296,6 +296,7 @@ class EpisodePool:
         except (ConfigError, DataError) as error:
             self._fail(playing, "environment_error", str(error))
             return
+        playing.comes_to(answer["state"], messages)
         self._next_turn(playing)
 
     def _deltas_with(self, tools: list[Any]) -> ChatDeltas:

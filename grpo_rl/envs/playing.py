@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -50,6 +50,8 @@ class Playing:
     """The renderer of its context; None: the one of all, because its environment has shown no tools of its own."""
     finish_reason: FinishReason = "stop"
     """The way in which the last turn ended."""
+    state: int = 0
+    """The number of the state that the next turn is taken in."""
 
     @property
     def name(self) -> str:
@@ -79,7 +81,7 @@ class Playing:
         """Take in a turn as the engine sampled it: its tokens, with the log-probs and versions of their own sampling."""
         ids = np.array(turn.response_ids, dtype=np.int32)
         before = len(self.prompt.token_ids) + self.length
-        self.turns.append(PlayedTurn(self.length, len(ids), cached_tokens=turn.cached_tokens, context_tokens=before))
+        self.turns.append(PlayedTurn(self.length, len(ids), None, turn.cached_tokens, before, self.state))
         self.pieces.append(ids)
         self.logprobs.append(np.array(turn.rollout_logprobs, dtype=np.float32))
         if self.sampling.returns_support:
@@ -100,6 +102,12 @@ class Playing:
         if self.sampling.returns_support:  # each could only be itself
             self.supports.append((np.ones(len(ids), dtype=np.int32), ids))
         self.length += len(ids)
+
+    def comes_to(self, state: str | None, messages: Sequence[Message]) -> None:
+        """Note the state that the next turn is taken in: the one that the environment names, else what its messages say."""
+        named = "\0".join(f"{one['role']}\0{one['content']}" for one in messages) if state is None else state
+        digest = hashlib.blake2b(named.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        self.state = int.from_bytes(digest, "big", signed=True)
 
     def rewarded(self, reward: float | None) -> None:
         """Note the reward of the last turn."""
@@ -148,17 +156,13 @@ class Playing:
                 turns=tuple(self.turns),
                 messages=tuple(self.messages),
                 ended=ended,
-                counts=_numbers(self.counts),
+                counts={name: float(value) for name, value in self.counts.items()},
                 waits_s=tuple(self.waits_s),
                 info=dict(self.info),
                 failure=kind,
                 failure_cause=cause,
             ),
         )
-
-
-def _numbers(counts: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in counts.items()}
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:

@@ -43,6 +43,9 @@ from grpo_rl.trainer.sampled.selection import check_metric
 ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
 """Options of losses that change the gradient where every ratio is 1, too; those of the others are bounds of the ratio."""
 
+UNDIVIDED = {"std": "none", "mode": "mean_norm"}
+"""Options of estimators, with the value by which nothing is divided."""
+
 
 def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield each rule: what its messages begin with, and the check that raises ConfigError."""
@@ -125,15 +128,11 @@ def _bind(config: Config, choice: Choice) -> None:
     for option, (key, value) in choice.given(config).items():
         if key == "algorithm.norm_adv_by_std_in_grpo" and options_of(function)[option] == value:
             raise ConfigError(f"{key}=false: {name} has {option}={value} anyway; leave it out")
-        undivided = (
-            choice is ESTIMATOR
-            and name in ADVANTAGES
-            and name != "gdpo"
-            and (options_of(function) | options).get("std") == "none"
-        )
-        if option == "epsilon" and undivided:
+        all_options = options_of(function) | options
+        undivided = [f"{switch}={off}" for switch, off in UNDIVIDED.items() if all_options.get(switch) == off]
+        if option == "epsilon" and undivided and choice is ESTIMATOR and name in ADVANTAGES and name != "gdpo":
             raise ConfigError(
-                f"{key}: epsilon={value} has no effect with {name} and std=none, which divides by nothing; leave it out"
+                f"{key}: epsilon={value} has no effect with {name} and {undivided[0]}, which divides by nothing; leave it out"
             )
 
 
@@ -263,7 +262,12 @@ def _check_estimator(config: Config) -> None:
         return  # reported by itself
     read = "steps" if "steps" in wanted else "the parts"
     problems = []
-    if "steps" in wanted and not _may_score_steps(config):
+    if "states" in wanted and not derived.plays_episodes(config):
+        problems.append(
+            f"{algorithm.adv_estimator} compares turns that episodes take in the same state, and here every response is one turn; "
+            "actor_rollout_ref.rollout.multi_turn.enable=true, or an estimator of whole responses, such as grpo"
+        )
+    elif "steps" in wanted and not _may_score_steps(config):
         problems.append(
             f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
             "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "

@@ -257,11 +257,14 @@ class EpisodeRewarder:
     addition everything that is given for the whole episode.
     """
 
-    def __init__(self, whole: CombinedRewarder, config: MultiTurnConfig, reward: RewardConfig) -> None:
-        """`whole` gives what functions and models find in whole episodes."""
+    def __init__(
+        self, whole: CombinedRewarder, config: MultiTurnConfig, reward: RewardConfig, *, every_turn: bool = False
+    ) -> None:
+        """`whole` gives what functions and models find in whole episodes; with `every_turn` turns without a reward are steps, too."""
         self.whole, self.config, self.reward = whole, config, reward
         self.weight = config.environment.reward_weight
         self._has_outcome = bool(whole.factors)
+        self._every_turn = every_turn
         self.factors = dict(whole.factors) | {ENVIRONMENT: self.weight}
 
     def submit(self, rollout: Rollout) -> None:
@@ -289,7 +292,7 @@ class EpisodeRewarder:
         if episode.failure is not None:
             fail(rollout, episode.failure, episode.failure_cause, self.reward)
         if rollout.failure is not None:
-            rollout.steps = _at_the_end(episode, rollout.reward)
+            rollout.steps = self._steps(episode, rollout.reward, weight=0.0)
             return
         assert rollout.reward is not None
         score = episode.score(self.config.turn_discount)
@@ -303,26 +306,22 @@ class EpisodeRewarder:
             rollout.reward_parts[TRUNCATION] = -self.config.truncation.penalty
         rollout.reward = of_whole + self.weight * score
         rollout.masked = rule == "mask"
-        rollout.steps = self._steps(episode, of_whole, has_outcome=self._has_outcome or rule == "punish")
+        rollout.steps = self._steps(episode, of_whole if self._has_outcome or rule == "punish" else None, self.weight)
         if rule == "drop":
             rollout.reward, rollout.failure = None, f"truncated_{episode.ended}"
             rollout.failure_cause = (
                 f"the episode ended by its limit on {episode.ended} (multi_turn.truncation.{episode.ended}=drop)"
             )
 
-    def _steps(self, episode: Episode, of_whole: float, *, has_outcome: bool) -> tuple[tuple[int, float], ...]:
-        rewards = {turn.end - 1: self.weight * turn.reward for turn in episode.turns if turn.reward is not None and turn.length}
-        if has_outcome and (last := [turn for turn in episode.turns if turn.length]):
-            end = last[-1].end - 1
+    def _steps(self, episode: Episode, of_whole: float | None, weight: float) -> tuple[tuple[int, float], ...]:
+        """Return the turns with `weight` times their rewards; the last one has `of_whole` in addition."""
+        turns = [turn for turn in episode.turns if turn.length]
+        rewards = {turn.end - 1: weight * (turn.reward or 0.0) for turn in turns if self._every_turn or turn.reward is not None}
+        if turns and of_whole is not None:
+            end = turns[-1].end - 1
             rewards[end] = rewards.get(end, 0.0) + of_whole
         return tuple(rewards.items())
 
 
 def _environment_failed(rollout: Rollout) -> bool:
     return rollout.episode is not None and rollout.episode.failure is not None
-
-
-def _at_the_end(episode: Episode, reward: float | None) -> tuple[tuple[int, float], ...]:
-    """Return one step with all of the reward."""
-    turns = [turn for turn in episode.turns if turn.length]
-    return ((turns[-1].end - 1, reward),) if turns and reward is not None else ()

@@ -106,8 +106,15 @@ FAULTS: list[Fault] = [
     _F(
         "off by one",
         "algos/advantages/per_token.py",
-        "torch.searchsorted(token_ends_N, ends_K, right=True)",
-        "torch.searchsorted(token_ends_N, ends_K, right=False)",
+        "torch.searchsorted(self._token_ends_N, self._ends_K, right=True)",
+        "torch.searchsorted(self._token_ends_N, self._ends_K, right=False)",
+        "unit/algos",
+    ),
+    _F(
+        "states of other prompts compared",
+        "algos/advantages/per_token.py",
+        "torch.stack([inp.group_N[steps.rollout_K], states_K], dim=1)",
+        "torch.stack([states_K, states_K], dim=1)",
         "unit/algos",
     ),
     _F(

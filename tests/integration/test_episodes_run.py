@@ -52,6 +52,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         f"{TURNS}.environment.name=game.py:Digits",
         f"{TURNS}.environment.num_workers=1",
         "reward.functions=[]",
+        "algorithm.adv_estimator=gigpo",
+        "algorithm.gamma=0.9",
         f"data.max_response_length={ROOM}",
         "data.train_batch_size=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",

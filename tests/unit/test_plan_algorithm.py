@@ -26,7 +26,8 @@ BASE = [
 E = "algorithm.adv_estimator"
 KL_IN_REWARD = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
 NO_GROUP = {"reinforce_plus_plus", "remax", "gae", "rft"}
-WORDS = {"grpo_process": ["reward.functions=[arithmetic_process]"]}
+TURNS = [f"{R}.multi_turn.{word}" for word in ("enable=true", "environment.name=arithmetic")]
+WORDS = {"grpo_process": ["reward.functions=[arithmetic_process]"], "gigpo": TURNS}
 """Words that an estimator needs beside its name."""
 
 
@@ -72,6 +73,11 @@ def test_one_response_per_prompt_is_refused_by_whoever_compares_the_responses_to
         (["algorithm.adv_options={epsilon: small}"], "epsilon='small'"),
         ([f"{E}=dr_grpo", "algorithm.adv_options={std: batch}"], "has no option std"),
         ([f"{E}=gdpo", "algorithm.adv_options={weights: [1.0]}"], "factors in reward.functions"),
+        ([f"{E}=gigpo"], "compares turns that episodes take in the same state"),
+        ([f"{E}=gigpo", *TURNS, *KL_IN_REWARD], "algorithm.use_kl_in_reward=true would have no effect"),
+        ([f"{E}=gigpo", *TURNS, "algorithm.adv_options={epsilon: 1e-4}"], "with gigpo and mode=mean_norm"),
+        (["algorithm.gigpo.step_advantage_w=2"], "algorithm.gigpo.step_advantage_w=2: has no effect with"),
+        (["algorithm.gigpo.mode=mean_std_norm"], "algorithm.gigpo.mode=mean_std_norm: has no effect with"),
         ([f"{E}=gdpo", *KL_IN_REWARD], "algorithm.use_kl_in_reward=true would have no effect"),
     ],
 )

@@ -36,6 +36,8 @@ class AdvantageInput:
     step_ends_K: Tensor | None = None
     """Position on the token axis of each reasoning step's last token, in any order."""
     step_rewards_K: Tensor | None = None
+    step_states_K: Tensor | None = None
+    """The number of the state that each step begins in: equal numbers within a group are one state."""
     reward_parts_NP: Tensor | None = None
     """The parts of each rollout's reward, before any weights."""
 
@@ -92,11 +94,12 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "values": ("values_T",),
     "baselines": ("baselines_N",),
     "steps": ("step_ends_K", "step_rewards_K"),
+    "states": ("step_states_K",),
     "parts": ("reward_parts_NP",),
 }
 """The things an estimator can need of the run (`@needs`), with the columns that it reads then: several responses per
-prompt (with rollout.n=1 there is nothing to compare), a critic, greedy responses, a reward that scores steps, a reward
-in parts."""
+prompt (with rollout.n=1 there is nothing to compare), a critic, greedy responses, a reward that scores steps, episodes
+whose turns, all of them, are the steps and have states, a reward in parts."""
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
     "advantage estimator", "estimator(inp: AdvantageInput, *, option=default, ...) -> AdvantageOutput"

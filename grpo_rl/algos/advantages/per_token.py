@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from grpo_rl.algos.advantages import blockwise
 from grpo_rl.algos.advantages.contract import ADVANTAGES, AdvantageInput, AdvantageOutput
 from grpo_rl.algos.advantages.group_relative import divided
 from grpo_rl.algos.group_statistics import Groups
-from grpo_rl.config.schema.kinds import Epsilon, Fraction
+from grpo_rl.config.schema.kinds import Coefficient, Epsilon, Fraction
 from grpo_rl.registry import formula_by, needs
 
 
@@ -102,29 +103,94 @@ def grpo_process(
     are all equal, gives exactly 0. γ discounts by steps, which are turns in episodes of several turns; the paper has 1. Raises
     ValueError for a step that ends outside the token axis, and for gamma outside [0, 1].
     """
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"gamma={gamma}: a number from 0 to 1")
     if std not in ("group", "none"):
         raise ValueError(f"std={std!r}: group or none")
-    ends_K, rewards_K = inp.column("step_ends_K").long(), inp.column("step_rewards_K")
-    token_ends_N = inp.lengths_N.cumsum(0)
-    num_tokens = int(inp.lengths_N.sum())
-    if len(ends_K) and not 0 <= int(ends_K.min()) <= int(ends_K.max()) < num_tokens:
-        raise ValueError(f"steps end at tokens {int(ends_K.min())} to {int(ends_K.max())}; the batch has 0 to {num_tokens - 1}")
-    order_K = torch.argsort(ends_K, stable=True)
-    ends_K, rewards_K = ends_K[order_K], rewards_K[order_K].double()
-    rollout_K = torch.searchsorted(token_ends_N, ends_K, right=True)
-
-    groups = Groups(inp.group_N[rollout_K])
-    deviation_K = groups.deviation(rewards_K)
+    steps = Steps(inp, gamma)
+    groups = Groups(inp.group_N[steps.rollout_K])
+    deviation_K = groups.deviation(steps.rewards_K)
     normalised_K = deviation_K / (groups.std(deviation_K) + epsilon) if std == "group" else deviation_K
-    steps_N = torch.bincount(rollout_K, minlength=len(inp.lengths_N))
-    to_come_K = torch.empty(len(ends_K), dtype=torch.float64)
-    for lot in blockwise.lots(steps_N):
-        lot.write(blockwise.suffix_sums(lot.rows(normalised_K), gamma), to_come_K)
+    return steps.on_tokens(steps.to_come(normalised_K), torch.zeros(len(inp.lengths_N), dtype=torch.float64))
 
-    # The axis falls into runs with one advantage each: one up to every step's end, and 0 up to the response's.
-    run_ends, order = torch.sort(torch.cat([ends_K + 1, token_ends_N]), stable=True)
-    run_values = torch.cat([to_come_K, torch.zeros(len(inp.lengths_N), dtype=torch.float64)])[order]
-    run_lengths = torch.diff(run_ends, prepend=torch.zeros(1, dtype=torch.long))
-    return AdvantageOutput(blockwise.spread(run_values, run_lengths))
+
+def divided_by_mode(formula: str, options: Mapping[str, Any]) -> str:
+    """Return the formula of `gigpo` with the division that the option `mode` asks for; the docstring has none."""
+    if options["mode"] == "mean_norm":
+        return formula
+    return re.sub(r"(\w+ - mean\(([^)]*)\))", r"(\1) / (std(\2) + epsilon)", formula)
+
+
+@ADVANTAGES.register("gigpo")
+@needs("group", "steps", "states")
+@formula_by(divided_by_mode)
+def gigpo(
+    inp: AdvantageInput,
+    *,
+    step_advantage_w: Coefficient = 1.0,
+    gamma: Fraction = 1.0,
+    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm",
+    epsilon: Epsilon = 1e-6,
+) -> AdvantageOutput:
+    """The episode's distance to its group's mean, and that of what a turn leads to among all turns in the same state.
+
+    Formula: A = R - mean(R of group) + step_advantage_w (G_t - mean(G of the group's turns in t's state));
+    G_t = Σ_k γ^k r_(t+k), r of turns; γ = gamma
+
+    GiGPO (arXiv 2505.10978), section 4. A group is the episodes of one prompt; its turns that begin in equal states are
+    compared, whenever and in whichever episode they were taken. `mode=mean_std_norm` divides both deviations by the sample
+    standard deviation (n - 1) of what they are compared with, plus epsilon. A turn whose state no other turn has, and a state whose
+    turns all lead to the same, add exactly 0. R is not discounted by gamma. Raises ValueError for a step that ends outside the token
+    axis, and for gamma outside [0, 1].
+    """
+    steps = Steps(inp, gamma)
+    episode_N, turn_K = episode_and_turn(inp, steps, mode, epsilon)
+    return steps.on_tokens(episode_N[steps.rollout_K] + step_advantage_w * turn_K, episode_N)
+
+
+def episode_and_turn(inp: AdvantageInput, steps: Steps, mode: str, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Return GiGPO's advantages of episodes [N] and of turns [K], in float64. Raises ValueError for another mode."""
+    if mode not in ("mean_norm", "mean_std_norm"):
+        raise ValueError(f"mode={mode!r}: mean_norm or mean_std_norm")
+
+    def normalised(x: Tensor, groups: Groups) -> Tensor:
+        deviation = groups.deviation(x)
+        return deviation / (groups.std(deviation) + epsilon) if mode == "mean_std_norm" else deviation
+
+    states_K = inp.column("step_states_K")[steps.order_K]
+    of_states_K = torch.stack([inp.group_N[steps.rollout_K], states_K], dim=1)
+    anchors = Groups(torch.unique(of_states_K, dim=0, return_inverse=True)[1])
+    return normalised(inp.scores_N(), Groups(inp.group_N)), normalised(steps.to_come(steps.rewards_K), anchors)
+
+
+class Steps:
+    """The steps of a batch in the order of the token axis, whatever their order in the input was."""
+
+    def __init__(self, inp: AdvantageInput, gamma: float) -> None:
+        """Raises ValueError for a step that ends outside the token axis, and for gamma outside [0, 1]."""
+        if not 0.0 <= gamma <= 1.0:
+            raise ValueError(f"gamma={gamma}: a number from 0 to 1")
+        ends_K, self._gamma = inp.column("step_ends_K").long(), gamma
+        self._token_ends_N = inp.lengths_N.cumsum(0)
+        num_tokens = int(inp.lengths_N.sum())
+        if len(ends_K) and not 0 <= int(ends_K.min()) <= int(ends_K.max()) < num_tokens:
+            raise ValueError(
+                f"steps end at tokens {int(ends_K.min())} to {int(ends_K.max())}; the batch has 0 to {num_tokens - 1}"
+            )
+        self.order_K = torch.argsort(ends_K, stable=True)
+        """The place in the input of each step."""
+        self._ends_K = ends_K[self.order_K]
+        self.rewards_K = inp.column("step_rewards_K")[self.order_K].double()
+        self.rollout_K = torch.searchsorted(self._token_ends_N, self._ends_K, right=True)
+
+    def to_come(self, x_K: Tensor) -> Tensor:
+        """Return the discounted sum over each step and those of its response that follow."""
+        steps_N = torch.bincount(self.rollout_K, minlength=len(self._token_ends_N))
+        sums_K = torch.empty(len(x_K), dtype=torch.float64)
+        for lot in blockwise.lots(steps_N):
+            lot.write(blockwise.suffix_sums(lot.rows(x_K), self._gamma), sums_K)
+        return sums_K
+
+    def on_tokens(self, x_K: Tensor, rest_N: Tensor) -> AdvantageOutput:
+        """Return each step's value on all tokens up to its end, and `rest_N` on those after a response's last step."""
+        run_ends, order = torch.sort(torch.cat([self._ends_K + 1, self._token_ends_N]), stable=True)
+        run_lengths = torch.diff(run_ends, prepend=torch.zeros(1, dtype=torch.long))
+        return AdvantageOutput(blockwise.spread(torch.cat([x_K, rest_N])[order], run_lengths))

@@ -279,6 +279,7 @@ class ModelRewards:
         self._config = plan.config.reward
         self._episodes = plan.config.actor_rollout_ref.rollout.multi_turn if plan.plays_episodes else None
         self._models_alone = plan.reward.model_alone
+        self._every_turn = "states" in plan.advantage_needs
         trained = plan.trains_reward_model
         scores = plan.reward.scores and plan.role("reward_model") is not None
         self._setup = prepare(plan.config, folder, tokenizer, decode, trained=trained) if scores else None
@@ -298,7 +299,9 @@ class ModelRewards:
         if self._judge is not None:
             models.append(self._judge.start())
         whole = CombinedRewarder(rules, models, self._config, models_alone=self._models_alone)
-        return whole if self._episodes is None else EpisodeRewarder(whole, self._episodes, self._config)
+        if self._episodes is None:
+            return whole
+        return EpisodeRewarder(whole, self._episodes, self._config, every_turn=self._every_turn)
 
 
 _READ = ("chosen_N", "margins_N", "labels_T")

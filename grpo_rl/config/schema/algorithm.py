@@ -62,17 +62,26 @@ class RejectionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GigpoConfig:
+    step_advantage_w: Coefficient | None = None
+    """Weight of the turns' advantages beside the episodes' with adv_estimator=gigpo; null: 1."""
+    mode: Literal["mean_norm", "mean_std_norm"] | None = None
+    """With adv_estimator=gigpo: leave deviations as they are, or divide them by their group's standard deviation; null: mean_norm."""
+
+
+@dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
     norm_adv_by_std_in_grpo: bool = True
     """Divide by the group's standard deviation; false: adv_options.std=none (with grpo: Dr. GRPO's advantages)."""
     gamma: Fraction | None = None
-    """Discount of rewards from token to token, for estimators that discount; null: the estimator's own default, 1 for all of ours."""
+    """Discount of rewards from token to token, or from step to step, for estimators that discount; null: the estimator's own default, 1 for all of ours."""
     lam: Fraction | None = None
     """Decay of GAE, for estimators that have it; null: the estimator's own default, 1."""
     adv_options: dict[str, Any] = field(default_factory=dict)
     """Further options of the estimator, e.g. {std: batch}; their defaults are in docs/algorithms.md."""
+    gigpo: GigpoConfig = field(default_factory=GigpoConfig)
     reward_parts: list[str] = field(default_factory=list)
     """Parts of the reward that adv_estimator=gdpo reads, by the keys of what a reward function returns; empty: each function's score."""
     use_kl_in_reward: bool = False

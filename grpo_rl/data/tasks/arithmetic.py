@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text
 from grpo_rl.errors import ConfigError
 
 TRIES_FOR_A_NEW_PROBLEM = 64
@@ -89,13 +90,8 @@ def arithmetic(
 
 def to_row(problem: Problem, split: str, index: int) -> Row:
     """The problem in verl's row format, its level in `extra_info`."""
-    return {
-        "data_source": "arithmetic",
-        "prompt": [{"role": "user", "content": problem.text}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
-        "extra_info": {"split": split, "index": index, "level": level(problem)},
-    }
+    extra_info = {"split": split, "index": index, "level": level(problem)}
+    return row_of("arithmetic", problem.text, str(problem.answer), extra_info)
 
 
 def _conversation(row: Row, problem: Problem, *, calls: bool) -> list[dict[str, str]]:
@@ -196,14 +192,16 @@ def rated_sums(
     num_rows: Count = 4096,
     digits: Count = 3,
     errors: Fraction = 0.6,
+    forgotten_carries: Fraction = 0.0,
     split: Literal["train", "val"] = "train",
     seed: AnySeed = 0,
 ) -> LazyRows:
     """Rows of a sum, its `completions` (one column each, from the right, then the result) and their `labels`.
 
     Two numbers of `digits` digits; `errors` is the share of rows in which one column is wrong: its carry is forgotten, or it
-    has one that was not there. The rows end with their first wrong step, as PRM800K's do. The splits share no sum. Row i is
-    drawn from (seed, i). Raises ConfigError for options out of range.
+    has one that was not there. The rows end with their first wrong step, as PRM800K's do. The ground truth has all right steps, a
+    line each, and `extra_info.demonstration` a careless solution, which forgets each carry with the probability
+    `forgotten_carries`. The splits share no sum. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
     """
     if digits > MOST_DIGITS:
         raise ConfigError(f"task rated_sums: digits={digits} must be from 1 to {MOST_DIGITS}")
@@ -219,22 +217,29 @@ def rated_sums(
         bad = rng.randrange(digits) if rng.random() < errors else None
         if bad is not None:
             steps = [*steps[:bad], spoilt(steps[bad])]
-        return {
-            "prompt": [{"role": "user", "content": f"{left}+{right}="}],
-            "completions": steps,
-            "labels": [number != bad for number in range(len(steps))],
-        }
+        forgets = [rng.random() < forgotten_carries for _ in range(digits)]
+        extra_info = {"index": index, "demonstration": "\n".join(written_steps(left, right, forgets))}
+        row = row_of("rated_sums", f"{left}+{right}=", "\n".join(written_steps(left, right)), extra_info)
+        return {**row, "completions": steps, "labels": [number != bad for number in range(len(steps))]}
 
     return LazyRows(num_rows, make)
 
 
-def written_steps(left: int, right: int) -> list[str]:
-    """Return the steps of the written method: `47+85=` is `7+5=12`, `4+8+1=13`, `132`."""
-    steps, carry, total = [], 0, left + right
+def written_steps(left: int, right: int, forgets: Sequence[bool] = ()) -> list[str]:
+    """Return the steps of the written method: `47+85=` is `7+5=12`, `4+8+1=13`, `132`.
+
+    `forgets` says of each column whether what it carries is forgotten in the next one: with [True] that is `4+8=12` and `122`.
+    """
+    steps, carry, total, place = [], 0, 0, 1
     while left or right:
         column = left % 10 + right % 10 + carry
         steps.append(f"{left % 10}+{right % 10}{'+1' if carry else ''}={column}")
-        left, right, carry = left // 10, right // 10, column // 10
+        total += column % 10 * place
+        left, right, carry, place = left // 10, right // 10, column // 10, place * 10
+        if not (left or right):
+            total += carry * place
+        elif len(steps) <= len(forgets) and forgets[len(steps) - 1]:
+            carry = 0
     return [*steps, str(total)]
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Operand
 from grpo_rl.config.schema.kinds import Fraction as Share
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.rules.expressions import arithmetic_value
 
@@ -118,18 +118,9 @@ def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
     separator = " " if template == "short" else ", "
     content = PROMPTS[template].format(numbers=separator.join(map(str, problem.numbers)), target=problem.target)
     thoughts = "" if template == "short" else "<think></think>\n"
-    return {
-        "data_source": "countdown",
-        "prompt": [{"role": "user", "content": content}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": {"target": problem.target, "numbers": list(problem.numbers)}},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "level": len(problem.numbers),
-            "demonstration": f"{thoughts}<answer>{problem.solution}</answer>",
-        },
-    }
+    demonstration = f"{thoughts}<answer>{problem.solution}</answer>"
+    extra_info = {"split": split, "index": index, "level": len(problem.numbers), "demonstration": demonstration}
+    return row_of("countdown", content, {"target": problem.target, "numbers": list(problem.numbers)}, extra_info)
 
 
 def _conversation(row: Row, problem: Solved, template: Template) -> list[dict[str, str]]:

@@ -16,6 +16,17 @@ VALIDATION_SHARE = 5
 """One problem in so many belongs to the validation split."""
 
 
+def row_of(data_source: str, prompt: str, ground_truth: Any, extra_info: dict[str, Any], ability: str = "math") -> Row:
+    """Return a row in verl's format."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
+
+
 class LazyRows(Sequence[Row]):
     """`num_rows` rows; `make(index)` makes one, which must depend on nothing but its index. Nothing is kept."""
 

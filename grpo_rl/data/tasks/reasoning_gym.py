@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import Count, Seed
 from grpo_rl.data.sources.source import split_options
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text, typed_options
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text, typed_options
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.rewards.rules import reasoning_gym as gym
 
@@ -78,13 +78,9 @@ def _rows(
                 f"this data set has too few different questions to be split: leave split out"
             )
         carried = {"options": dict(options), "seed": seed, "entry": number, "metadata": gym.written(found["metadata"])}
-        return {
-            "data_source": gym.SOURCE_PREFIX + name,
-            "prompt": [{"role": "user", "content": found["question"] + (INSTRUCTION if answer_tags else "")}],
-            "ability": gym.category(name),
-            "reward_model": {"style": "rule", "ground_truth": found["answer"]},
-            "extra_info": {"split": split, "index": index, "gym": carried},
-        }
+        question = found["question"] + (INSTRUCTION if answer_tags else "")
+        extra_info = {"split": split, "index": index, "gym": carried}
+        return row_of(gym.SOURCE_PREFIX + name, question, found["answer"], extra_info, gym.category(name))
 
     return LazyRows(num_rows, row)
 

@@ -24,14 +24,8 @@ PREFIX = (TASK_PREFIX, GYM_PREFIX)
 """The beginnings of a name in data.train_files that is no file: for str.startswith."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
-TASKS.register("arithmetic")(arithmetic)
-TASKS.register("countdown")(countdown)
-TASKS.register("rated_sums")(rated_sums)
-TASKS.register("number_guessing")(number_guessing)
-TASKS.register("word_game")(word_game)
-TASKS.register("grid_world")(grid_world)
-TASKS.register("fact_chains")(fact_chains)
-TASKS.register("episodes")(episodes)
+for _task in (arithmetic, countdown, rated_sums, number_guessing, word_game, grid_world, fact_chains, episodes):
+    TASKS.register(_task.__name__)(_task)
 
 
 @functools.lru_cache(maxsize=8)  # the plan counts the rows that are then read

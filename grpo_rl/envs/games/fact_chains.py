@@ -9,35 +9,14 @@ from functools import lru_cache
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text
 from grpo_rl.envs.games.game import Message, Play, Wording, refuse
 
 NAME = "fact_chains"
 WORLD_SEED = 0
 """The facts are the same for every seed of the questions."""
 NUM_PEOPLE, NUM_TOWNS, NUM_LANDS = 120, 40, 12
-SYLLABLES = [
-    "ba",
-    "dor",
-    "el",
-    "fen",
-    "gar",
-    "hil",
-    "ka",
-    "lun",
-    "mar",
-    "nor",
-    "ol",
-    "pra",
-    "ris",
-    "sel",
-    "tor",
-    "ul",
-    "ven",
-    "wyn",
-    "yar",
-    "zim",
-]
+SYLLABLES = "ba dor el fen gar hil ka lun mar nor ol pra ris sel tor ul ven wyn yar zim".split()  # noqa: SIM905
 TRADES = ("baker", "carpenter", "doctor", "gardener", "glassblower", "judge", "miller", "painter", "sailor", "teacher")
 THINGS = ("bridge", "garden", "harbour", "lantern", "letter", "mirror", "mountain", "river", "road", "storm", "tower", "winter")
 QUALITIES = ("broken", "distant", "empty", "golden", "hidden", "last", "quiet", "red", "silver", "sleeping", "white", "wild")
@@ -54,20 +33,9 @@ class Person:
     teacher: str
     """The name of the person that taught this one."""
 
-    @property
-    def birth(self) -> str:
-        """The name of the text with the town, and the words that find it."""
-        return f"{self.name} born"
-
-    @property
-    def lesson(self) -> str:
-        """The name of the text with the teacher, and the words that find it."""
-        return f"{self.name} taught"
-
-    @property
-    def work(self) -> str:
-        """The name of the text with the book, and the words that find it."""
-        return f"{self.name} wrote"
+    def text(self, verb: str) -> str:
+        """Return the name of the text about how the person was `born`, was `taught` or `wrote`; its words find it, too."""
+        return f"{self.name} {verb}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +55,9 @@ class World:
         found = {}
         for person in self.people:
             first = f"{person.name} is a {person.trade}. {person.name}"
-            found[person.birth] = f"{first} was born in {person.town}."
-            found[person.lesson] = f"{first} was taught by {person.teacher}."
-            found[person.work] = f'{first} wrote the book "{person.book}".'
+            found[person.text("born")] = f"{first} was born in {person.town}."
+            found[person.text("taught")] = f"{first} was taught by {person.teacher}."
+            found[person.text("wrote")] = f'{first} wrote the book "{person.book}".'
         for town, land in self.lands.items():
             found[town] = f"{town} is a town in {land}."
         return found
@@ -169,13 +137,8 @@ def fact_chains(
             chain = _asked(rng, count, known)
             if split_of_text(chain.question) != split:
                 continue
-            row: Row = {
-                "data_source": NAME,
-                "prompt": [{"role": "user", "content": chain.prompt(wording)}],
-                "ability": "search",
-                "reward_model": {"style": "rule", "ground_truth": chain.answer},
-                "extra_info": {"split": split, "index": index, "hops": count},
-            }
+            extra_info = {"split": split, "index": index, "hops": count}
+            row = row_of(NAME, chain.prompt(wording), chain.answer, extra_info, "search")
             return row if play == "none" else {**row, "messages": [*row["prompt"], *_read(rng, chain, sensible, known)]}
 
     return LazyRows(num_rows, make)
@@ -202,23 +165,23 @@ def _asked(rng: random.Random, hops: int, known: World) -> Chain:
     teacher = by_name[person.teacher]
     lands = tuple(sorted(set(known.lands.values())))
     author = f'author of "{person.book}"'
-    by_book = (person.book, person.work)
+    by_book = (person.book, person.text("wrote"))
     kind = rng.choice(("land", "book")) if hops == 2 else ""
 
     def steps(*names: str) -> tuple[tuple[str, str], ...]:
         return tuple((name, name) for name in names)
 
-    to_teacher = steps(person.lesson, teacher.birth, teacher.town)
+    to_teacher = steps(person.text("taught"), teacher.text("born"), teacher.town)
     land, land_of_teacher = known.lands[person.town], known.lands[teacher.town]
     if hops == 1:
         return Chain(f"What is the name of the {author}?", author, (by_book,), person.name, tuple(by_name))
     if kind == "land":
         question, short = f"In which land was {person.name} born?", f"land of {person.name}"
-        return Chain(question, short, steps(person.birth, person.town), land, lands)
+        return Chain(question, short, steps(person.text("born"), person.town), land, lands)
     if kind == "book":
         question, short = f"Which book did the teacher of {person.name} write?", f"book of teacher of {person.name}"
         books = tuple(one.book for one in known.people)
-        return Chain(question, short, steps(person.lesson, teacher.work), teacher.book, books)
+        return Chain(question, short, steps(person.text("taught"), teacher.text("wrote")), teacher.book, books)
     if hops == 3:
         question = f"In which town was the teacher of {person.name} born, and in which land does it lie? Give the land."
         return Chain(question, f"land of teacher of {person.name}", to_teacher, land_of_teacher, lands)

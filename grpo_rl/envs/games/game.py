@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_rl.config.schema.kinds import Count
-from grpo_rl.data.tasks.made_rows import LazyRows, Row
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of
 from grpo_rl.envs.contract import Message, Observation, Start, Turn
 from grpo_rl.errors import ConfigError
 
@@ -17,17 +17,6 @@ Wording = Literal["words", "short"]
 Play = Literal["none", "random"]
 """`random`: the row has the column `messages`, a whole game with random moves, to learn the form of the game from."""
 Rewards = Literal["end", "turns"]
-
-
-def game_row(name: str, prompt: str, ground_truth: Any, extra: dict[str, Any]) -> Row:
-    """Return a row in verl's format: the game's name is its `data_source`, and what an environment reads beside the truth its `extra`."""
-    return {
-        "data_source": name,
-        "prompt": [{"role": "user", "content": prompt}],
-        "ability": "game",
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": extra,
-    }
 
 
 def random_play(row: Row, game: Game, move: Callable[[], str], turns: int) -> Row:
@@ -56,7 +45,7 @@ def episodes(*, num_rows: Count = 8192, prompt: str = "Play the game.", data_sou
     Raises ConfigError for options out of range.
     """
     refuse("episodes", (prompt.strip() != "", "prompt is empty"))
-    return LazyRows(num_rows, lambda index: game_row(data_source, prompt, "", {"index": index}))
+    return LazyRows(num_rows, lambda index: row_of(data_source, prompt, "", {"index": index}, "game"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +91,7 @@ class Game(ABC):
                 f"environment {self.name}: row {start.uid} (data_source {start.data_source!r}) has no ground truth of this game, but "
                 f"{str(start.ground_truth)[:100]!r}: {type(error).__name__}: {error}"
             ) from error
-        return Observation()
+        return Observation(state=self.state())
 
     async def step(self, turn: Turn) -> Observation:
         """Return the answer to a move."""
@@ -117,10 +106,15 @@ class Game(ABC):
             reward=gained if self._rewards == "turns" else worth if is_over else None,
             done=is_over,
             info={"solved": float(answer.solved), "turns": float(self._num_turns), "malformed": float(self._num_malformed)},
+            state=self.state(),
         )
 
     async def close(self) -> None:  # noqa: B027 - a protocol's method that has nothing to do
         """Release nothing: a game is an object of its own."""
+
+    def state(self) -> str | None:
+        """Return the state of the game, where it is another than what the last answer says: see `Observation.state`."""
+        return None
 
     @abstractmethod
     def begin(self, start: Start) -> None:

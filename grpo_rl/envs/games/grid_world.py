@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, game_row, random_play, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, random_play, refuse
 from grpo_rl.errors import ConfigError
 
 NAME = "grid_world"
@@ -108,7 +108,7 @@ def grid_world(
         rng = random.Random(f"{NAME}:{seed}:{index}")
         grid = _drawn(rng, size, walls, key, fewest_steps, split)
         truth = {"lines": list(grid.lines), "start": list(grid.start)}
-        row = game_row(NAME, prompt_of(grid, wording), truth, {"index": index, "wording": wording, "split": split})
+        row = row_of(NAME, prompt_of(grid, wording), truth, {"index": index, "wording": wording, "split": split}, "game")
         game = GridWorld()
 
         def step() -> str:
@@ -186,6 +186,9 @@ class GridWorld(Game):
         if not (way := self._grid.shortest()):
             raise ValueError("no way leads from the start to the goal, or it begins there")
         self._longest = len(way)
+
+    def state(self) -> str:
+        return str(self.place)
 
     def move(self, text: str) -> MoveResult:
         words = WORD.findall(text.lower())

@@ -8,9 +8,9 @@ import re
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Operand, Turns
-from grpo_rl.data.tasks.made_rows import LazyRows, Row
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, game_row, random_play, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, random_play, refuse
 
 NAME = "number_guessing"
 WHOLE_NUMBER = re.compile(r"(?<![0-9])-?[0-9]{1,9}(?![0-9])")
@@ -48,7 +48,7 @@ def number_guessing(
                 "mine is higher or lower."
             )
         truth = {"secret": rng.randint(low, high), "low": low, "high": high}
-        row = game_row(NAME, prompt, truth, {"index": index, "wording": wording, "answers": answers})
+        row = row_of(NAME, prompt, truth, {"index": index, "wording": wording, "answers": answers}, "game")
         game = NumberGuessing()
 
         def guess() -> str:
@@ -84,6 +84,9 @@ class NumberGuessing(Game):
         """The lowest and the highest number that the answers leave."""
         self._wording = start.extra_info.get("wording", "words")
         self._answers = start.extra_info.get("answers", "direction")
+
+    def state(self) -> str:
+        return str(self.left)
 
     def move(self, text: str) -> MoveResult:
         found = WHOLE_NUMBER.findall(text)

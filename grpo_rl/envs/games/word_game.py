@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
-from grpo_rl.data.tasks.made_rows import LazyRows, Row
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, game_row, random_play, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, random_play, refuse
 
 NAME = "word_game"
 IN_PLACE, ELSEWHERE, NOWHERE = "+", "o", "-"
@@ -59,7 +59,7 @@ def word_game(
         rng = random.Random(f"{NAME}:{seed}:{index}")
         secret = "".join(rng.choice(letters) for _ in range(length))
         extra = {"index": index, "wording": wording, "answers": answers}
-        row = game_row(NAME, prompt, {"secret": secret, "letters": letters}, extra)
+        row = row_of(NAME, prompt, {"secret": secret, "letters": letters}, extra, "game")
         left = [letters] * length
 
         def guess() -> str:
@@ -107,6 +107,9 @@ class WordGame(Game):
         self._known = UNKNOWN * len(self._secret)
         self._wording = start.extra_info.get("wording", "words")
         self._answers = start.extra_info.get("answers", "marks")
+
+    def state(self) -> str:
+        return self._known
 
     def move(self, text: str) -> MoveResult:
         found, length = WORD.findall(text.lower()), len(self._secret)

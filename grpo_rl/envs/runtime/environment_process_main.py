@@ -61,20 +61,18 @@ class Served:
 
     def handle(self, message: dict[str, Any]) -> None:
         """Begin what a message asks for; the reply follows from another thread."""
-        name, what, serial = message["id"], message["op"], message["serial"]
-        if what == "cancel":
+        name = message["id"]
+        if message["op"] == "cancel":
             if name in self._played:
                 self._played[name].cancel()
-            self._send({"id": name, "serial": serial, "heard": True})
-            return
-        works = {"reset": self._reset, "step": self._step, "close": self._close}
-        arguments = (works[what], name, serial, message.get("values"))
-        threading.Thread(target=self._answer, args=arguments, daemon=True).start()
+            self._send({"id": name, "serial": message["serial"], "heard": True})
+        else:
+            threading.Thread(target=self._answer, args=(message,), daemon=True).start()
 
-    def _answer(self, work: Callable[[str, Any], TurnAnswer | None], name: str, serial: int, values: Any) -> None:
-        reply: dict[str, Any] = {"id": name, "serial": serial}
+    def _answer(self, message: dict[str, Any]) -> None:
+        reply: dict[str, Any] = {"id": message["id"], "serial": message["serial"]}
         try:
-            answer = work(name, values)
+            answer = self._work(message["op"], message["id"], message.get("values"))
             reply["answer"] = None if answer is None else asdict(answer)
         except asyncio.CancelledError:
             reply["failed"] = "it was cancelled"
@@ -82,21 +80,16 @@ class Served:
             reply["failed"] = f"{type(error).__name__}: {error}{raised_in(error)}"[:LONGEST_CAUSE]
         self._send(reply)
 
-    def _reset(self, name: str, values: Any) -> TurnAnswer | None:
-        played = self._played[name] = Played(EpisodeHost(self._setup))
-        answer: TurnAnswer = played.run(played.host.reset(values))
-        return answer
-
-    def _step(self, name: str, values: Any) -> TurnAnswer | None:
+    def _work(self, op: str, name: str, values: Any) -> TurnAnswer | None:
+        if op == "close":
+            if (ended := self._played.pop(name, None)) is not None:
+                ended.close()
+            return None
+        if op == "reset":
+            self._played[name] = Played(EpisodeHost(self._setup))
         played = self._played[name]
-        answer: TurnAnswer = played.run(played.host.step(values))
+        answer: TurnAnswer = played.run(played.host.reset(values) if op == "reset" else played.host.step(values))
         return answer
-
-    def _close(self, name: str, values: Any) -> TurnAnswer | None:
-        played = self._played.pop(name, None)
-        if played is not None:
-            played.close()
-        return None
 
     def _send(self, reply: dict[str, Any]) -> None:
         try:

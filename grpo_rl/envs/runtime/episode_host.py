@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from grpo_rl.envs.contract import Environment, Message, Observation, Start, Tool, ToolCall, ToolResult, Turn
 from grpo_rl.envs.environments import ENVIRONMENTS, TOOLS, Named, made, schema_of
 from grpo_rl.envs.tool_formats import argument_problem, parse
+from grpo_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class TurnAnswer:
     counts: dict[str, int] = field(default_factory=dict)
     replaces_prompt: bool = False
     tools: list[dict[str, Any]] = field(default_factory=list)
+    state: str | None = None
 
 
 class EpisodeHost:
@@ -62,6 +64,8 @@ class EpisodeHost:
         for named in setup.tools:
             tool = made(named, TOOLS, "tool")
             schema = schema_of(named, tool)
+            if schema["name"] in self.tools:
+                raise ConfigError(f"two tools are called {schema['name']}")
             self.tools[schema["name"]], self.schemas[schema["name"]] = tool, schema
 
     async def reset(self, values: Mapping[str, Any]) -> TurnAnswer:
@@ -168,7 +172,9 @@ class EpisodeHost:
         info = {str(name): _finite(value) for name, value in found.info.items()}
         messages = [checked(message) for message in found.messages]
         tools = [dict(tool) for tool in found.tools]
-        return TurnAnswer(messages, reward, bool(found.done), info, replaces_prompt=bool(found.replaces_prompt), tools=tools)
+        state = None if found.state is None else str(found.state)
+        replaces = bool(found.replaces_prompt)
+        return TurnAnswer(messages, reward, bool(found.done), info, replaces_prompt=replaces, tools=tools, state=state)
 
 
 def checked(message: Any) -> Message:
@@ -205,13 +211,6 @@ def with_schemas(setup: HostSetup) -> tuple[HostSetup, list[dict[str, Any]]]:
     The tools and the environment are made once for it. Raises ConfigError for a tool or an environment that cannot be found,
     or whose options are wrong, and for two tools of one name.
     """
-    from grpo_rl.errors import ConfigError
-
-    if setup.environment is not None:
-        made(setup.environment, ENVIRONMENTS, "environment")
-    schemas = [schema_of(named, made(named, TOOLS, "tool")) for named in setup.tools]
-    names: Sequence[str] = [schema["name"] for schema in schemas]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"two tools are called {', '.join(twice)}")
+    schemas = EpisodeHost(setup).schemas.values()
     tools = tuple(replace(named, schema=schema) for named, schema in zip(setup.tools, schemas, strict=True))
     return replace(setup, tools=tools), [{"type": "function", "function": schema} for schema in schemas]

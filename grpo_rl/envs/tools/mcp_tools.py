@@ -9,7 +9,7 @@ from functools import lru_cache
 from threading import Thread
 from typing import Any
 
-from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.contract import SimpleTool, ToolResult
 from grpo_rl.errors import ConfigError
 
 START_S = 30.0
@@ -82,7 +82,7 @@ class ToolServerError(RuntimeError):
 _SHARED: dict[tuple[asyncio.AbstractEventLoop, Command], McpConnection] = {}
 
 
-class McpTool:
+class McpTool(SimpleTool):
     """The tool named `tool` of the MCP server that `command` (a program and its words) starts, with `variables` in its environment.
 
     With `shared`, which is for servers without state, all episodes of an environment process use one server; otherwise each episode
@@ -112,9 +112,6 @@ class McpTool:
                 f"tool mcp: the server {' '.join(self._command[0])} has no tool {self._tool!r}; it has {', '.join(found)}"
             )
         return found[self._tool]
-
-    async def begin(self, start: Start) -> None:
-        """Start no server yet: many episodes never call."""
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         connection = self._connection()

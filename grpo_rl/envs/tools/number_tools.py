@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Fraction as Share
-from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.contract import SimpleTool, Start, ToolResult, text_tool
 from grpo_rl.rewards.rules.expressions import NotAnExpression, formula
 from grpo_rl.rewards.rules.number_rules import gsm8k_flexible
 
@@ -15,21 +15,15 @@ LARGEST = 10**30
 DIGITS = 12
 
 
-class Calculator:
+class Calculator(SimpleTool):
     """The tool `calculator`: + - * / ** and brackets. Whole results are exact, others have 12 significant digits."""
 
-    schema: Mapping[str, Any] = {
-        "name": "calculator",
-        "description": "Work out an arithmetic expression of numbers, + - * / ** and brackets.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string", "description": "for example (12 + 7) * 3"}},
-            "required": ["expression"],
-        },
-    }
-
-    async def begin(self, start: Start) -> None:
-        """Make no state: calls do not depend on each other."""
+    schema = text_tool(
+        "calculator",
+        "Work out an arithmetic expression of numbers, + - * / ** and brackets.",
+        "expression",
+        "for example (12 + 7) * 3",
+    )
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         expression = arguments.get("expression")
@@ -39,9 +33,6 @@ class Calculator:
             return ToolResult(calculated(expression))
         except NotAnExpression as error:
             return ToolResult(f"not an expression: {error}", failed=True)
-
-    async def close(self) -> None:
-        """Release nothing."""
 
 
 def calculated(expression: str) -> str:
@@ -57,7 +48,7 @@ def calculated(expression: str) -> str:
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.{DIGITS}g}"
 
 
-class CheckAnswer:
+class CheckAnswer(SimpleTool):
     """The tool `check_answer`: compares a number with the row's ground truth, and says whether it is right.
 
     It does the work of verl's Gsm8kTool, as which it takes `penalty` (0.05) off the reward for each answer that is no better than
@@ -66,15 +57,9 @@ class CheckAnswer:
     row's ground truth, as there.
     """
 
-    schema: Mapping[str, Any] = {
-        "name": "check_answer",
-        "description": "Check whether a number is the right answer of the problem.",
-        "parameters": {
-            "type": "object",
-            "properties": {"answer": {"type": "string", "description": "the number, in digits"}},
-            "required": ["answer"],
-        },
-    }
+    schema = text_tool(
+        "check_answer", "Check whether a number is the right answer of the problem.", "answer", "the number, in digits"
+    )
 
     def __init__(self, *, penalty: Share = 0.05) -> None:
         self._penalty = float(penalty)
@@ -92,6 +77,3 @@ class CheckAnswer:
         reward = 0.0 if score > self._best else -self._penalty
         self._best = score
         return ToolResult(f"{answer[:80]} is {'right' if score else 'wrong'}.", reward)
-
-    async def close(self) -> None:
-        """Release nothing."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Seconds
-from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.contract import SimpleTool, ToolResult, text_tool
 from grpo_rl.rewards.sandbox.sandbox import Case, Limits, Sandbox
 
 LOOP = """
@@ -68,7 +68,7 @@ class Ended(Exception):
     """An error: the interpreter is gone, by its own doing or by a limit. Its text says how."""
 
 
-class PythonInterpreter:
+class PythonInterpreter(SimpleTool):
     """The tool `python`: runs a cell and returns what it printed, with the value of its last expression as a notebook shows it.
 
     `time_s` is the wall time of one call, `total_s` bounds CPU and wall time of an episode, `memory_mb` the address space. A call that
@@ -76,15 +76,12 @@ class PythonInterpreter:
     package beside the standard library (docs/sandbox.md). Processes are started with the first call of an episode.
     """
 
-    schema: Mapping[str, Any] = {
-        "name": "python",
-        "description": "Run Python code. Variables stay for later calls. Returns what is printed, and the value of the last line.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "the code to run"}},
-            "required": ["code"],
-        },
-    }
+    schema = text_tool(
+        "python",
+        "Run Python code. Variables stay for later calls. Returns what is printed, and the value of the last line.",
+        "code",
+        "the code to run",
+    )
 
     def __init__(
         self,
@@ -98,9 +95,6 @@ class PythonInterpreter:
         self._time_s, self._max_characters = float(time_s), max_characters
         self._sandbox: Sandbox | None = None
         self._line: socket.socket | None = None
-
-    async def begin(self, start: Start) -> None:
-        """Make no process yet: many episodes never call."""
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         code = arguments.get("code")

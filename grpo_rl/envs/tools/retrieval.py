@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Count
-from grpo_rl.envs.contract import Start, ToolResult
+from grpo_rl.envs.contract import SimpleTool, ToolResult, text_tool
 from grpo_rl.envs.games.fact_chains import world
 from grpo_rl.errors import ConfigError
 
@@ -70,27 +70,18 @@ def passages_of(folder: Path) -> dict[str, str]:
     return found
 
 
-class Search:
+class Search(SimpleTool):
     """The tool `search`: the `top_k` best passages of a `folder` for a query, `max_characters` of each.
 
     A passage is a paragraph of a .txt or .md file. `builtin:fact_chains` stands for the texts that answer the task fact_chains.
     """
 
-    schema: Mapping[str, Any] = {
-        "name": "search",
-        "description": "Search texts for words. Returns the passages that fit best.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "the words to look for"}},
-            "required": ["query"],
-        },
-    }
+    schema = text_tool(
+        "search", "Search texts for words. Returns the passages that fit best.", "query", "the words to look for"
+    )
 
     def __init__(self, *, folder: str = FACTS, top_k: Count = 3, max_characters: Count = 500) -> None:
         self._index, self._top_k, self._max_characters = index_of(folder), top_k, max_characters
-
-    async def begin(self, start: Start) -> None:
-        """Make no state: calls do not depend on each other."""
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         # verl's schema of this tool has a list of queries.
@@ -106,6 +97,3 @@ class Search:
         if not found:
             return "No passage has any of these words."
         return "\n\n".join(f"[{name}] {text[: self._max_characters]}" for name, text in found)
-
-    async def close(self) -> None:
-        """Release nothing: the index is shared by all episodes of the process."""

@@ -147,6 +147,7 @@ def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: 
         "baselines_N": batch.baselines_N,
         "step_ends_K": _step_ends(batch),
         "step_rewards_K": batch.step_rewards_K,
+        "step_states_K": batch.step_states_K,
         "reward_parts_NP": batch.reward_parts_NP,
         "values_T": None if batch.values_T is None else values(batch.values_T),
     }

@@ -32,5 +32,6 @@ def complete(data: Ragged, kl: list[float] | None = None, kl_coef: float = 0.0) 
         baselines_N=torch.tensor(data.baselines, dtype=torch.float32),
         step_ends_K=torch.tensor([end for end, _ in steps], dtype=torch.long),
         step_rewards_K=torch.tensor([reward for _, reward in steps], dtype=torch.float32),
+        step_states_K=torch.tensor([number for steps in data.steps for number in range(len(steps))], dtype=torch.long),
         reward_parts_NP=torch.tensor(data.parts, dtype=torch.float32),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from advantage_cases import inputs
 
 from grpo_rl.algos.advantages.contract import AdvantageInput
-from grpo_rl.algos.advantages.per_token import gae, grpo_process, reinforce_plus_plus, remax
+from grpo_rl.algos.advantages.per_token import Steps, episode_and_turn, gae, gigpo, grpo_process, reinforce_plus_plus, remax
 
 HALF = 0.5
 
@@ -103,3 +104,78 @@ def test_responses_without_steps_and_batches_without_any_have_no_advantage() -> 
 def test_a_step_that_ends_outside_the_batch_is_refused(end: int) -> None:
     with pytest.raises(ValueError, match=f"{end}.*0 to 2"):
         process([end], [1.0], [2, 1], [0, 0])
+
+
+# ---- turns in equal states ------------------------------------------------------------------------------------
+
+Turns = list[tuple[int, float, int]]
+"""The turns of an episode: tokens, reward, state."""
+
+
+def episodes(turns: list[Turns], group: list[int], order: list[int] | None = None) -> AdvantageInput:
+    """Return the input of episodes whose reward is the sum of their turns' rewards, the steps in any order."""
+    ends, start = [], 0
+    for episode in turns:
+        for length, _, _ in episode:
+            start += length
+            ends.append(start - 1)
+    steps = [(reward, state) for episode in turns for _, reward, state in episode]
+    order = list(range(len(ends))) if order is None else order
+    lengths = [sum(length for length, _, _ in episode) for episode in turns]
+    return replace(
+        inputs([sum(reward for _, reward, _ in episode) for episode in turns], lengths, group),
+        step_ends_K=torch.tensor([ends[i] for i in order], dtype=torch.long),
+        step_rewards_K=torch.tensor([steps[i][0] for i in order], dtype=torch.float32),
+        step_states_K=torch.tensor([steps[i][1] for i in order], dtype=torch.long),
+    )
+
+
+def test_turns_in_the_same_state_are_compared_by_what_they_lead_to_by_hand() -> None:
+    # Both begin in state 7. The first is back there after a turn and then gains 1; the second gains 0. Episodes: 1 and 0.
+    # With gamma 1/2 the turns in state 7 lead to 0.5, 1 and 0 (mean 0.5); nobody else is in state 8.
+    inp = episodes([[(2, 0.0, 7), (1, 1.0, 7)], [(1, 0.0, 7), (2, 0.0, 8)]], [0, 0])
+    assert gigpo(inp, gamma=HALF).advantages_T.tolist() == [0.5, 0.5, 1.0, -1.0, -0.5, -0.5]
+    assert gigpo(inp, gamma=HALF, step_advantage_w=4.0).advantages_T.tolist() == [0.5, 0.5, 2.5, -2.5, -0.5, -0.5]
+    divided = gigpo(inp, gamma=HALF, mode="mean_std_norm", epsilon=0.5).advantages_T.tolist()
+    # 0.5 / (sqrt(0.5) + 0.5) for the episodes, 0.5 / (0.5 + 0.5) for the turns
+    episode = 0.5 / (HALF**0.5 + 0.5)
+    assert divided == pytest.approx([episode, episode, episode + 0.5, -episode - 0.5, -episode, -episode], rel=1e-6)
+    # The same state of another prompt is another one.
+    assert gigpo(replace(inp, group_N=torch.tensor([0, 1])), gamma=0.0).advantages_T.tolist() == [-0.5, -0.5, 0.5, 0, 0, 0]
+    with pytest.raises(ValueError, match="mode='std'"):
+        gigpo(inp, mode="std")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", ["mean_norm", "mean_std_norm"])
+def test_gigpo_equals_a_loop_over_every_turn(seed: int, mode: str) -> None:
+    rng = random.Random(seed)
+    turns = [
+        [(rng.randrange(1, 5), rng.choice([0.0, 0.0, 0.25, -1.0]), rng.randrange(4)) for _ in range(rng.randrange(7))]
+        for _ in range(40)
+    ]
+    group = [rng.randrange(5) for _ in turns]
+    number = sum(map(len, turns))
+    inp, gamma, weight = episodes(turns, group, rng.sample(range(number), number)), 0.9, 0.7
+
+    def deviations(values: list[float]) -> list[float]:
+        mean = sum(values) / len(values)
+        std = (sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)) ** 0.5
+        return [(value - mean) / (std + 1e-6) if mode == "mean_std_norm" else value - mean for value in values]
+
+    to_come = [[sum(r * gamma**k for k, (_, r, _) in enumerate(one[t:])) for t in range(len(one))] for one in turns]
+    whole, expected_N, expected_K = [sum(r for _, r, _ in one) for one in turns], [], []
+    for i, one in enumerate(turns):
+        peers = [j for j, other in enumerate(group) if other == group[i]]
+        expected_N.append(deviations([whole[j] for j in peers])[peers.index(i)])
+        for t, (_, _, state) in enumerate(one):
+            alike = [(j, s) for j in peers for s, turn in enumerate(turns[j]) if turn[2] == state]
+            expected_K.append(deviations([to_come[j][s] for j, s in alike])[alike.index((i, t))])
+    episode_N, turn_K = episode_and_turn(inp, Steps(inp, gamma), mode, 1e-6)
+    assert episode_N.dtype == turn_K.dtype == torch.float64
+    assert (episode_N - torch.tensor(expected_N, dtype=torch.float64)).abs().max() < 1e-10
+    assert (turn_K - torch.tensor(expected_K, dtype=torch.float64)).abs().max() < 1e-10
+    of_turns = iter(expected_K)
+    tokens = [expected_N[i] + weight * a for i, one in enumerate(turns) for n, _, _ in one for a in [next(of_turns)] * n]
+    out = gigpo(inp, gamma=gamma, step_advantage_w=weight, mode=mode)  # type: ignore[arg-type]
+    assert out.advantages_T.tolist() == pytest.approx(tokens, rel=1e-6, abs=1e-9)

@@ -23,6 +23,8 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     "algorithm.gamma": (0.5,),
     "algorithm.lam": (0.5,),
     "algorithm.norm_adv_by_std_in_grpo": (False,),
+    "algorithm.gigpo.step_advantage_w": (2.0,),
+    "algorithm.gigpo.mode": ("mean_std_norm",),
     f"{A}.clip_ratio": (0.05,),
     f"{A}.clip_ratio_low": (0.05,),
     f"{A}.clip_ratio_high": (0.05,),

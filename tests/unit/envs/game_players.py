@@ -21,6 +21,8 @@ class Episode:
     answers: list[str] = field(default_factory=list)
     rewards: list[float | None] = field(default_factory=list)
     info: Mapping[str, float] = field(default_factory=dict)
+    states: list[str | None] = field(default_factory=list)
+    """The states that the environment names before each turn."""
 
     @property
     def total(self) -> float:
@@ -49,6 +51,7 @@ def play(environment: Environment, row: dict[str, Any], player: Player, seed: in
         episode, moves = Episode(), []
         first = await environment.reset(start_of(row, seed))
         episode.answers += [message["content"] for message in first.messages]
+        episode.states.append(first.state)
         for index in range(most):
             move = player(moves)
             seen = await environment.step(Turn(index=index, text=move))
@@ -59,6 +62,7 @@ def play(environment: Environment, row: dict[str, Any], player: Player, seed: in
                 break
             assert seen.messages and all(message["role"] in ("user", "tool") for message in seen.messages)
             episode.answers.append("\n".join(message["content"] for message in seen.messages))
+            episode.states.append(seen.state)
             moves.append((move, episode.answers[-1]))
         await environment.close()
         return episode

@@ -103,4 +103,5 @@ def answered(
         "counts": counts,
         "replaces_prompt": False,
         "tools": [],
+        "state": None,
     }

@@ -44,6 +44,7 @@ def word_row(secret: str, letters: str = "abcde", wording: str = "short") -> dic
 def test_a_number_is_guessed_by_higher_and_lower() -> None:
     episode = play(NumberGuessing(), number_row(37), says("50", "My guess: 25.", "37"))
     assert episode.answers == ["lower", "higher"]
+    assert episode.states == ["(1, 100)", "(1, 49)", "(26, 49)"]
     assert episode.rewards == [None, None, 1.0]
     assert episode.info == {"solved": 1.0, "turns": 3.0, "malformed": 0.0}
 
@@ -106,6 +107,7 @@ def test_letters_are_marked_as_in_wordle(guess: str, secret: str, expected: str)
 def test_a_word_is_guessed_by_its_marks() -> None:
     episode = play(WordGame(), word_row("cab"), says("abc", "is it cba", "cab"))
     assert episode.answers == ["ooo", "+oo"]
+    assert episode.states == ["...", "...", "c.."]
     assert episode.rewards == [None, None, 1.0]
 
 
@@ -132,6 +134,8 @@ def test_the_goal_opens_with_the_key_only() -> None:
         "12G#.#k",
     ]
     assert episode.rewards == [None] * 8 + [1.0]
+    # Before the locked door, back again, and with the key in hand.
+    assert len(set(episode.states)) == 7 and episode.states[1] == episode.states[2]
 
 
 # ---- arithmetic and countdown --------------------------------------------------------------------------------

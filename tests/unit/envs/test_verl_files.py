@@ -10,7 +10,7 @@ import pytest
 
 from grpo_rl.config.compose import compose
 from grpo_rl.envs.contract import Start, Turn
-from grpo_rl.envs.environments import CLASSES, TOOLS, Named, interaction_file, made, schema_of, tools_file
+from grpo_rl.envs.environments import CLASSES, TOOLS, Named, interaction_file, made, schema_of, tools_of
 from grpo_rl.envs.games.answers_in_turns import Gsm8kInTurns
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.envs.tools.number_tools import CheckAnswer
@@ -61,10 +61,10 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_verls_tool_files_are_read_with_their_options_and_schemas_once_the_class_is_ours(tmp_path: Path) -> None:
-    (checker,) = tools_file(written(tmp_path, GSM8K.format(gsm8k="check_answer")))
+    (checker,) = tools_of(str(written(tmp_path, GSM8K.format(gsm8k="check_answer"))), {})
     tool = made(checker, TOOLS, "tool")
     assert isinstance(tool, CheckAnswer) and schema_of(checker, tool)["name"] == "calc_gsm8k_reward"
-    (python,) = tools_file(written(tmp_path, SANDBOX.format(python="python")))
+    (python,) = tools_of(str(written(tmp_path, SANDBOX.format(python="python"))), {})
     assert python.options == {"time_s": 30, "memory_mb": 1024}
     assert schema_of(python, made(python, TOOLS, "tool"))["name"] == "code_interpreter"
 
@@ -72,7 +72,7 @@ def test_verls_tool_files_are_read_with_their_options_and_schemas_once_the_class
 @pytest.mark.parametrize("path", [f"verl.tools.some_module.{name}" for name in CLASSES] + ["recipe.mine.Tool"])
 def test_classes_of_verls_are_answered_with_ours(tmp_path: Path, path: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        tools_file(written(tmp_path, GSM8K.format(gsm8k=path)))
+        tools_of(str(written(tmp_path, GSM8K.format(gsm8k=path))), {})
     (problem,) = raised.value.problems
     assert f"tools[0].class_name={path}" in problem and "write class_name: " in problem
     assert CLASSES.get(path.rpartition(".")[2], "file.py:Class") in problem
@@ -95,7 +95,7 @@ def test_a_class_that_was_written_for_verl_is_answered_with_the_contract(
     ("text", "why"),
     [
         ("interaction: []", "has 0 interactions"),
-        ("interaction: [{name: a, class_name: gsm8k}, {name: b, class_name: gsm8k}]", "2 interactions: a, b"),
+        ("interaction: [{name: a, class_name: gsm8k}, {name: b, class_name: gsm8k}]", "2 interactions: gsm8k, gsm8k"),
         ("interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction}]", "write class_name: gsm8k"),
         ("interactions: [{class_name: gsm8k}]", "expected `interaction:`"),
     ],

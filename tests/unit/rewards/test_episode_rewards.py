@@ -38,7 +38,7 @@ def episode_of(
     *rewards: float | None, ended: Any = "done", failure: str | None = None, sample: int = 0, **more: Any
 ) -> Rollout:
     """Turns of two sampled tokens, each followed by three of context."""
-    turns = tuple(PlayedTurn(5 * i, 2, reward) for i, reward in enumerate(rewards))
+    turns = tuple(PlayedTurn(5 * i, 2, reward, state=7 - i) for i, reward in enumerate(rewards))
     length = max(0, 5 * len(rewards) - 3)
     messages = tuple({"role": "assistant", "content": f"t{i}"} for i in range(len(rewards)))
     episode = Episode(turns, messages, ended, failure=failure, failure_cause="why" if failure else None, **more)
@@ -67,6 +67,8 @@ def test_turns_and_outcome_add_up_and_the_turns_are_the_steps() -> None:
     assert (only_outcome.reward, only_outcome.steps) == (10.0, ((6, 10.0),))
     (neither,) = rewarder().wait([episode_of(None, None)])
     assert (neither.reward, neither.steps) == (0.0, ())
+    every = EpisodeRewarder(CombinedRewarder(None, [], RewardConfig()), MultiTurnConfig(), RewardConfig(), every_turn=True)
+    assert every.wait([episode_of(1.0, None, 0.5)])[0].steps == ((1, 1.0), (6, 0.0), (11, 0.5))
     assert rewarder(outcome=1.0, weight=0.5).factors == {"rule": 1.0, "environment": 0.5}
 
 
@@ -108,6 +110,9 @@ def test_steps_are_numbered_among_the_sampled_tokens() -> None:
     batch = collate(rollouts)
     assert batch.num_steps_N.tolist() == [2, 1]
     assert batch.step_ends_K.tolist() == [1, 3, 3]
+    assert batch.step_states_K.tolist() == [7, 6, 6] and batch.select([1, 0]).step_states_K.tolist() == [6, 7, 6]
+    rollouts[0].steps = ((0, 1.0),)
+    assert collate(rollouts).step_states_K is None  # a step within a turn begins in no state
     rollouts[0].steps = ((2, 1.0),)
     with pytest.raises(ValueError, match="ends at token 2, which was not sampled"):
         collate(rollouts)
