@@ -2,7 +2,9 @@
 
     .venv/bin/python scripts/paradigm.py                        # all methods, seeds 1 2 3
     .venv/bin/python scripts/paradigm.py --only rft grpo_os --seeds 1
+    .venv/bin/python scripts/paradigm.py --only written_os written_ps written_ps_model
     .venv/bin/python scripts/paradigm.py --out FOLDER --draw    # the table and the picture of runs that are there
+    .venv/bin/python scripts/paradigm.py --credit               # how well advantages tell good steps from bad ones
 
 The embedded model learns sums with carries (`TASK`) from demonstrations of which eight in ten forget to carry: that is the start.
 Every method then trains from it for the same number of steps, and samples the same number of rollouts: the online ones in
@@ -11,13 +13,20 @@ The reward model of the last two methods begins as the start and learns from pai
 rule; one stays as it is, the other learns on in every iteration. Accuracy is that of greedy answers to held-out problems, judged
 by the rule, whatever rewarded the training.
 
+The `written_*` methods do the same on sums that are written column by column (`WRITTEN`), where a response has six steps: outcome
+against process supervision, with the rule's scores and with those of a process reward model that learns from rated sums.
+
+`--credit` lets the start of both tasks answer prompts. What a step gained is known by the start's own continuations from before and
+from behind it: the change of the share that ends right. The table has the correlation of each kind of advantage with that.
+
 A run that is complete in the folder is not done again, so a command that was interrupted goes on. `table.md` and `paradigm.png`
-(figure 5 on the left, figure 6 on the right) are written there.
+(figure 5 on the left, figure 6 in the middle, written sums on the right) are written there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import subprocess
 import sys
 import time
@@ -25,17 +34,23 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import correlation, fmean, stdev
 from typing import Any
 
+from grpo_rl.algos.advantages.group_relative import grpo
+from grpo_rl.algos.advantages.per_token import Steps, episode_and_turn, grpo_process
+from grpo_rl.algos.advantages.registered import AdvantageInput
 from grpo_rl.config.derived import policy_steps
+from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.rewards.rules.number_rules import arithmetic_process, written_sum
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.report import STYLE
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TASK = "task:arithmetic?forms=3+1,2+2&carrying=0.7"
-HELD_OUT = f"{TASK}&split=val&num_rows=512"
-ACCURACY = "val/arithmetic/mean@1"
+WRITTEN = "task:rated_sums?digits=5"
+HELD_OUT = {task: f"{task}&split=val&num_rows=512" for task in (TASK, WRITTEN)}
+ACCURACY = {TASK: "val/arithmetic/mean@1", WRITTEN: "val/rated_sums/mean@1"}
 PROMPTS, RESPONSES, STEPS, TEST_EVERY = 32, 8, 40, 5
 ROLLOUTS = PROMPTS * RESPONSES
 """Rollouts that a method samples for each of its steps."""
@@ -46,15 +61,39 @@ NUM_PAIRED_PROMPTS, NUM_HELD_OUT_PAIRS = 4096, 256
 MODEL_STEPS, POLICY_STEPS = 25, 10
 """Steps of the reward model and of the policy in one iteration."""
 
-START = (
-    "recipe=paradigm/sft",
-    f"data.train_files={TASK}&forgotten_carries=0.8",
-    "data.response_key=extra_info.demonstration",
-    "data.val_files=[]",
-    f"data.val_prompt_files={HELD_OUT}",
-    f"{A}.optim.lr=2e-3",
-    "trainer.total_training_steps=150",
-    "trainer.test_freq=-1",
+LENGTHS = {
+    TASK: ("data.max_prompt_length=32", "data.max_response_length=16"),
+    WRITTEN: ("data.max_prompt_length=32", "data.max_response_length=64"),
+}
+
+
+def start_on(task: str, careless: str, steps: int) -> tuple[str, ...]:
+    """Return the words of the run that all methods on a task begin with."""
+    return (
+        "recipe=paradigm/sft",
+        f"data.train_files={task}&{careless}",
+        "data.response_key=extra_info.demonstration",
+        "data.val_files=[]",
+        f"data.val_prompt_files={HELD_OUT[task]}",
+        *LENGTHS[task],
+        f"{A}.optim.lr=2e-3",
+        f"trainer.total_training_steps={steps}",
+        "trainer.test_freq=-1",
+        "trainer.logger=[console]",
+    )
+
+
+STARTS = {
+    TASK: ("start", start_on(TASK, "forgotten_carries=0.8", 150)),
+    WRITTEN: ("written_start", start_on(WRITTEN, "forgotten_carries=0.7&num_rows=65536", 500)),
+}
+"""The name and the words of the run that all methods on a task begin with."""
+STEP_MODEL = (
+    "recipe=paradigm/process_reward_model",
+    f"data.train_files={WRITTEN}&num_rows=16384",
+    f"data.val_files={HELD_OUT[WRITTEN]}",
+    "trainer.total_training_steps=200",
+    "trainer.test_freq=50",
     "trainer.logger=[console]",
 )
 PAIRS = (
@@ -76,28 +115,34 @@ REWARD_MODEL = (
     "trainer.logger=[console]",
 )
 ALL = (
-    "data.max_prompt_length=32",
-    "data.max_response_length=16",
     f"{A}.optim.lr_scheduler_type=linear",
     "trainer.logger=[console]",
 )
 FROM_FIXED = (
     f"data.train_files={TASK}&split=train&num_rows={PROMPTS * STEPS}",
-    f"data.val_prompt_files={HELD_OUT}",
+    f"data.val_prompt_files={HELD_OUT[TASK]}",
     f"trainer.total_training_steps={STEPS}",
     f"trainer.test_freq={TEST_EVERY}",
 )
-SAMPLING = (
-    f"data.train_files={TASK}&split=train",
-    f"data.val_files={HELD_OUT}",
-    f"data.train_batch_size={PROMPTS}",
-    f"{A}.ppo_mini_batch_size={PROMPTS}",
-    "trainer.save_rollouts=false",
-)
-ONLINE = (*SAMPLING, f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={TEST_EVERY}")
+
+
+def sampling(task: str) -> tuple[str, ...]:
+    """Return the words of runs on a task that sample in each step."""
+    return (
+        f"data.train_files={task}&split=train",
+        f"data.val_files={HELD_OUT[task]}",
+        f"data.train_batch_size={PROMPTS}",
+        f"{A}.ppo_mini_batch_size={PROMPTS}",
+        "trainer.save_rollouts=false",
+    )
+
+
+EVERY_STEP = (f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={TEST_EVERY}")
+ONLINE = (*sampling(TASK), *EVERY_STEP)
+WRITTEN_SUMS = (*sampling(WRITTEN), *EVERY_STEP, "reward.functions=[written_sum]")
 AGAINST_A_MODEL = (
     "recipe=paradigm/iterate",
-    *SAMPLING,
+    *sampling(TASK),
     f"{A}.kl_loss_coef=0.05",
     # Two wrong answers differ little in score: divided by the spread of their own group they would weigh like a right and a wrong one.
     "algorithm.adv_options={std: batch}",
@@ -116,6 +161,7 @@ class Method:
     """Steps of the reward model and of the policy in one iteration."""
     against_a_model: bool = False
     """Trained on the score of a reward model."""
+    task: str = TASK
 
 
 RFT = (
@@ -124,7 +170,7 @@ RFT = (
     "algorithm.rejection.deduplicate=false",
 )
 FIXED = (
-    *(*AGAINST_A_MODEL, f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={TEST_EVERY}"),
+    *(*AGAINST_A_MODEL, *EVERY_STEP),
     *("trainer.iterate.reward_model_steps=0", f"trainer.iterate.steps_per_iteration={STEPS}", "~reward.reward_model.train"),
 )
 CYCLE = MODEL_STEPS + POLICY_STEPS
@@ -132,6 +178,10 @@ ITERATED = (
     *(*AGAINST_A_MODEL, f"trainer.total_training_steps={STEPS // POLICY_STEPS * CYCLE}", f"trainer.test_freq={CYCLE}"),
     *(f"trainer.iterate.reward_model_steps={MODEL_STEPS}", f"trainer.iterate.steps_per_iteration={POLICY_STEPS}"),
     "reward.reward_model.train.optim.lr=5e-4",
+)
+BY_STEP_MODEL = (
+    *("recipe=paradigm/grpo_process", *WRITTEN_SUMS),
+    *("reward.reward_model.enable=true", 'reward.reward_model.step_separator="\\n"'),
 )
 METHODS = (
     Method("rft", "RFT", RFT),
@@ -143,8 +193,12 @@ METHODS = (
     Method("ppo", "PPO", ("recipe=paradigm/ppo", *ONLINE)),
     Method("dpo", "DPO", ("recipe=paradigm/dpo", *FROM_FIXED, f"data.train_batch_size={KEPT_PAIRS}"), lr="2e-4"),
     Method("online_dpo", "online DPO", ("recipe=paradigm/online_dpo", *ONLINE), lr="3e-4"),
+    Method("written_os", "written sums, GRPO+OS", ("recipe=paradigm/grpo", *WRITTEN_SUMS), task=WRITTEN),
+    Method("written_ps", "written sums, GRPO+PS", ("recipe=paradigm/grpo_process", *WRITTEN_SUMS), task=WRITTEN),
+    Method("written_ps_model", "written sums, GRPO+PS by a model", BY_STEP_MODEL, against_a_model=True, task=WRITTEN),
 )
 ORDERS = (("online_rft", "rft"), ("grpo_os", "online_rft"), ("grpo_ps", "grpo_os"), ("online_dpo", "dpo"), ("iterate", "fixed"))
+ORDERS += (("written_ps", "written_os"), ("written_ps_model", "written_os"))
 """The orders that the paper finds: the first method of each pair ends above the second."""
 
 
@@ -155,7 +209,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/paradigm"))
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     parser.add_argument("--draw", action="store_true", help="train nothing; draw what is there")
+    parser.add_argument("--credit", action="store_true", help="train the starts only, and compare advantages of their steps")
     arguments = parser.parse_args()
+    if arguments.credit:
+        print("\n".join(credit({task: train(arguments.out, *STARTS[task]) / "model" for task in STARTS})))
+        return 0
     methods = [method for method in METHODS if arguments.only is None or method.name in arguments.only]
     if not arguments.draw:
         train_all(methods, arguments.seeds, arguments.out, arguments.side_by_side)
@@ -174,11 +232,20 @@ def main() -> int:
 def train_all(methods: Sequence[Method], seeds: Sequence[int], out: Path, side_by_side: int) -> None:
     """Train the start, what the methods need, and every method with every seed; what is complete is left as it is."""
     started = time.perf_counter()
-    start = train(out, "start", START) / "model"
-    scorer = reward_model(out, start) if any(method.against_a_model for method in methods) else None
+    starts = {task: train(out, *STARTS[task]) / "model" for task in STARTS if any(method.task == task for method in methods)}
+    scorers = {
+        task: reward_model(out, start) if task == TASK else step_model(out, start)
+        for task, start in starts.items()
+        if any(method.against_a_model and method.task == task for method in methods)
+    }
     jobs = [(method, seed) for method in methods for seed in seeds]
+
+    def run(job: tuple[Method, int]) -> None:
+        method, seed = job
+        train(out, f"{method.name}_{seed}", words_of(method, seed, starts[method.task], scorers.get(method.task)))
+
     with ThreadPoolExecutor(side_by_side) as pool:
-        list(pool.map(lambda job: train(out, f"{job[0].name}_{job[1]}", words_of(*job, start, scorer)), jobs))
+        list(pool.map(run, jobs))
     print(f"trained in {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
 
 
@@ -193,12 +260,25 @@ def reward_model(out: Path, start: Path) -> Path:
     return train(out, "reward_model", [*REWARD_MODEL, *data]) / "reward_model"
 
 
+def step_model(out: Path, start: Path) -> Path:
+    """Return the folder of the process reward model of written sums, which learns from rated ones."""
+    return train(out, "step_model", [*STEP_MODEL, f"reward.reward_model.model_path={start}"]) / "reward_model"
+
+
 def words_of(method: Method, seed: int, start: Path, scorer: Path | None) -> list[str]:
     """Return the command's words for one run of a method."""
     seeds = [f"{key}={seed}" for key in ("trainer.seed", "data.seed", f"{R}.seed")]
     models = [f"actor_rollout_ref.model.path={start}"]
     models += [f"reward.reward_model.model_path={scorer}"] if method.against_a_model else []
-    return [*method.words, *ALL, *models, f"{A}.optim.lr={method.lr}", "trainer.export_at_end=false", *seeds]
+    return [
+        *method.words,
+        *LENGTHS[method.task],
+        *ALL,
+        *models,
+        f"{A}.optim.lr={method.lr}",
+        "trainer.export_at_end=false",
+        *seeds,
+    ]
 
 
 def train(out: Path, name: str, words: Sequence[str]) -> Path:
@@ -212,7 +292,7 @@ def train(out: Path, name: str, words: Sequence[str]) -> Path:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         sys.exit(f"{name}: exit code {done.returncode}\n{' '.join(command)}\n{done.stdout[-3000:]}")
-    points = curve(folder, METHODS[0])
+    points = next((points for method in (METHODS[0], METHODS[-1]) if (points := curve(folder, method))), [])
     end = f"accuracy {points[0][1]:.3f} -> {points[-1][1]:.3f}" if points else "done"
     print(f"{name:<16} {end}, {time.perf_counter() - began:.0f} s", flush=True)
     return folder
@@ -230,8 +310,8 @@ def curve(folder: Path, method: Method) -> Points:
     """
     if not (folder / "report.txt").is_file():
         return []
-    records = read_metrics(folder / "metrics.jsonl")
-    found = {policy_steps(int(record["step"]), *method.iteration): record[ACCURACY] for record in records if ACCURACY in record}
+    records, name = read_metrics(folder / "metrics.jsonl"), ACCURACY[method.task]
+    found = {policy_steps(int(record["step"]), *method.iteration): record[name] for record in records if name in record}
     return sorted(found.items())
 
 
@@ -274,6 +354,83 @@ def reward_model_quality(out: Path) -> list[str]:
     return [f"- The reward model puts {value:.3f} of {NUM_HELD_OUT_PAIRS} held-out pairs in order." for value in values[-1:]]
 
 
+# ---- what a step gained, and what advantages say of it -----------------------------------------------------
+
+NUM_PROMPTS, NUM_CONTINUATIONS = 64, 32
+RULES = {TASK: arithmetic_process, WRITTEN: written_sum}
+
+
+def credit(starts: dict[str, Path]) -> list[str]:
+    """Return the table of correlations between the advantages of steps and what the steps gained."""
+    columns = {task: correlations(task, start) for task, start in starts.items()}
+    lines = ["| advantage of a step | " + " | ".join(task for task in columns) + " |", "|---|" + "---|" * len(columns)]
+    for name in next(iter(columns.values())):
+        lines.append(f"| {name} | " + " | ".join(f"{column[name]:.3f}" for column in columns.values()) + " |")
+    return lines
+
+
+def correlations(task: str, start: Path) -> dict[str, float]:
+    """Return the correlation of each kind of advantage with what a step gained, over the steps of the start's responses."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(1)
+    tokenizer, model = AutoTokenizer.from_pretrained(start, padding_side="left"), AutoModelForCausalLM.from_pretrained(start)
+    rows = [row for row in task_rows(f"{task}&split=train&num_rows={NUM_PROMPTS}") for _ in range(RESPONSES)]
+    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
+    responses = continued(model, tokenizer, prompts)
+
+    def judged(row: dict[str, Any], response: str) -> dict[str, Any]:
+        return RULES[task](row["data_source"], response, row["reward_model"]["ground_truth"])
+
+    results = [judged(row, response) for row, response in zip(rows, responses, strict=True)]
+    # Before each step, and for the first one before the response; behind the last step there is the outcome.
+    befores = [(n, end) for n, one in enumerate(results) for end in [0, *(end for end, _ in one["steps"][:-1])] if one["steps"]]
+    right = dict.fromkeys(befores, 0.0)
+    for _ in range(NUM_CONTINUATIONS):
+        ends = continued(model, tokenizer, [prompts[n] + responses[n][:end] for n, end in befores])
+        for (n, end), text in zip(befores, ends, strict=True):
+            right[n, end] += judged(rows[n], responses[n][:end] + text)["score"] / NUM_CONTINUATIONS
+    gains, places, ends_K, rewards_K, first = [], [], [], [], 0
+    for n, result in enumerate(results):
+        values = [right[n, end] for m, end in befores if m == n] + [result["score"]]
+        gains += [after - before for before, after in itertools.pairwise(values)]
+        places += range(len(result["steps"]))
+        ends_K += [first + end - 1 for end, _ in result["steps"]]  # a character is a token
+        rewards_K += [reward for _, reward in result["steps"]]
+        first += len(responses[n]) + 1  # with the token that ends it
+    inp = AdvantageInput(
+        None,
+        lengths_N=torch.tensor([len(response) + 1 for response in responses]),
+        group_N=torch.arange(len(rows)) // RESPONSES,
+        rewards_N=torch.tensor([result["score"] for result in results]),
+        step_ends_K=torch.tensor(ends_K),
+        step_rewards_K=torch.tensor(rewards_K),
+        step_states_K=torch.tensor(places),
+    )
+    said = {
+        "outcome (OS)": grpo(inp).advantages_T[ends_K],
+        "process (PS): the sum of the normalised rewards from here on": grpo_process(inp).advantages_T[ends_K],
+        "the same, not divided by the standard deviation": grpo_process(inp, std="none").advantages_T[ends_K],
+        "the normalised reward of this step alone": grpo_process(inp, gamma=0.0).advantages_T[ends_K],
+        "the sum from here on, compared with that of the same step alone": episode_and_turn(
+            inp, Steps(inp, 1.0), "mean_std_norm", 1e-6
+        )[1],
+    }
+    return {name: correlation(values.tolist(), gains) for name, values in said.items()}
+
+
+def continued(model: Any, tokenizer: Any, texts: Sequence[str]) -> list[str]:
+    """Return a continuation of each text, sampled by the model."""
+    found: list[str] = []
+    for start in range(0, len(texts), 1024):
+        inputs = tokenizer(list(texts[start : start + 1024]), return_tensors="pt", padding=True, add_special_tokens=False)
+        inputs.pop("token_type_ids", None)
+        tokens = model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=64)
+        found += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return found
+
+
 COLOURS = {
     "rft": "#7b8794",
     "online_rft": "#0b7285",
@@ -284,6 +441,9 @@ COLOURS = {
     "online_dpo": "#c2255c",
     "fixed": "#7b8794",
     "iterate": "#2b8a3e",
+    "written_os": "#2563eb",
+    "written_ps": "#862e9c",
+    "written_ps_model": "#2b8a3e",
 }
 
 
@@ -294,18 +454,22 @@ def draw(curves: Curves, path: Path) -> None:
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        figure = Figure(figsize=(11, 4.6), layout="constrained")
+        figure = Figure(figsize=(16, 4.6), layout="constrained")
         FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2, sharey=True)
-        for axes, title, against_a_model in (
-            (left, "rewarded by the rule", False),
-            (right, "rewarded by a reward model", True),
-        ):
-            draw_panel(axes, {m: seeds for m, seeds in curves.items() if m.against_a_model == against_a_model})
+        panels = figure.subplots(1, 3, sharey=True)
+        for axes, title in zip(panels, ("rewarded by the rule", "rewarded by a reward model", "written sums"), strict=True):
+            draw_panel(axes, {method: seeds for method, seeds in curves.items() if panel_of(method) == title})
             axes.set_title(title)
             axes.set_xlabel(f"training step of the policy, {ROLLOUTS} rollouts each")
-        left.set_ylabel("greedy accuracy on held-out problems")
+        panels[0].set_ylabel("greedy accuracy on held-out problems")
         figure.savefig(path, dpi=100)
+
+
+def panel_of(method: Method) -> str:
+    """Return the title of the panel with a method's curve."""
+    if method.task == WRITTEN:
+        return "written sums"
+    return "rewarded by a reward model" if method.against_a_model else "rewarded by the rule"
 
 
 def draw_panel(axes: Any, curves: Curves) -> None:

@@ -16,7 +16,7 @@ from grpo_rl.rewards.code.code_rule import code
 from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.rules.auto import auto, deepseek_r1
 from grpo_rl.rewards.rules.form_rules import language_consistency, length, repetition, tags, think_answer
-from grpo_rl.rewards.rules.number_rules import arithmetic, arithmetic_process, countdown, gsm8k, gsm8k_flexible
+from grpo_rl.rewards.rules.number_rules import arithmetic, arithmetic_process, countdown, gsm8k, gsm8k_flexible, written_sum
 from grpo_rl.rewards.rules.reasoning_gym import reasoning_gym
 from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
 
@@ -27,6 +27,7 @@ for _name, _function in {
     "auto": auto,
     "arithmetic": arithmetic,
     "arithmetic_process": arithmetic_process,
+    "written_sum": written_sum,
     "gsm8k": gsm8k,
     "gsm8k_flexible": gsm8k_flexible,
     "reasoning_gym": reasoning_gym,
@@ -44,5 +45,5 @@ for _name, _function in {
 }.items():
     REWARDS.register(_name)(_function)
 
-SCORE_STEPS = frozenset({"arithmetic_process"})
+SCORE_STEPS = frozenset({"arithmetic_process", "written_sum"})
 """The functions of these that score reasoning steps too."""

@@ -17,7 +17,7 @@ def run(out: Path, name: str, accuracies: list[float], *, every: int = 20, compl
     """A run's folder with these validations, the first one before training."""
     folder = out / name
     folder.mkdir()
-    rows = [{"step": number * every, paradigm.ACCURACY: value} for number, value in enumerate(accuracies)]
+    rows = [{"step": number * every, paradigm.ACCURACY[paradigm.TASK]: value} for number, value in enumerate(accuracies)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if complete:
         (folder / "report.txt").touch()

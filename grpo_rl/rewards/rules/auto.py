@@ -9,7 +9,7 @@ from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.rules.form_rules import think_answer
-from grpo_rl.rewards.rules.number_rules import arithmetic, countdown, gsm8k, gsm8k_flexible
+from grpo_rl.rewards.rules.number_rules import arithmetic, countdown, gsm8k, gsm8k_flexible, written_sum
 from grpo_rl.rewards.rules.reasoning_gym import SOURCE_PREFIX, reasoning_gym
 from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
 
@@ -32,6 +32,7 @@ MATH_SOURCES = (
 
 RULES: dict[str, Callable[..., float | dict[str, float]]] = {
     "arithmetic": arithmetic,
+    "rated_sums": written_sum,
     "gsm8k": gsm8k,
     "openai/gsm8k": gsm8k,
     "countdown": countdown,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -42,11 +42,34 @@ def arithmetic_process(
     """
     result: dict[str, Any] = dict(arithmetic(data_source, solution_str, ground_truth, extra_info))
     given = solution_str.strip()
-    start = solution_str.index(given)
-    right = [float(character == ground_truth[place : place + 1]) for place, character in enumerate(given)]
-    result["digits"] = sum(right) / max(len(given), len(ground_truth))
-    result["steps"] = [(start + place + 1, reward) for place, reward in enumerate(right)]
+    result["steps"] = _compared(given, ground_truth, solution_str.index(given))
+    result["digits"] = sum(reward for _, reward in result["steps"]) / max(len(given), len(ground_truth))
     return result
+
+
+def written_sum(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 where it is the same as there, else 0.
+
+    The rows are those of `task:rated_sums`; any solution whose right steps are known, a line each, is judged so.
+    """
+    given, right = solution_str.strip().split("\n"), ground_truth.split("\n")
+    score = float(given[-1] == right[-1])
+    steps = _compared(given, right, solution_str.index(given[0]), between=1)
+    return {"score": score, "acc": score, "steps": [step for step, line in zip(steps, given, strict=True) if line]}
+
+
+def _compared(given: Sequence[str], right: Sequence[str], end: int, between: int = 0) -> list[tuple[int, float]]:
+    """Return the end of each part in the text, and 1 where the right part stands at its place, else 0.
+
+    The first part begins at `end`; `between` characters lie between two.
+    """
+    steps = []
+    for place, part in enumerate(given):
+        end += len(part) + (between if place else 0)
+        steps.append((end, float(place < len(right) and part == right[place])))
+    return steps
 
 
 WINDOW = 300

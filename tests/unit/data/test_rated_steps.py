@@ -81,6 +81,7 @@ def test_a_batch_scores_the_ends_of_the_labelled_steps(tokenizer):
 
 def test_the_embedded_task_ends_with_its_first_wrong_step():
     assert written_steps(47, 85) == ["7+5=12", "4+8+1=13", "132"]
+    assert written_steps(47, 85, [True, True]) == ["7+5=12", "4+8=12", "122"]
     rows = list(rated_sums(num_rows=400, errors=0.6))
     right = [all(row["labels"]) for row in rows]
     assert 0.3 < sum(right) / len(rows) < 0.5
@@ -88,6 +89,7 @@ def test_the_embedded_task_ends_with_its_first_wrong_step():
         left, plus = row["prompt"][0]["content"].rstrip("=").split("+")
         truth = written_steps(int(left), int(plus))
         assert [step == same for step, same in zip(row["completions"], truth, strict=False)] == row["labels"]
+        assert row["reward_model"]["ground_truth"] == row["extra_info"]["demonstration"] == "\n".join(truth)
         assert all(row["labels"][:-1]) and (len(row["labels"]) == len(truth) or not row["labels"][-1])
     val = {row["prompt"][0]["content"] for row in rated_sums(num_rows=200, split="val")}
     assert not val & {row["prompt"][0]["content"] for row in rows}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract import Component
-from grpo_rl.rewards.rules.number_rules import arithmetic_process
+from grpo_rl.rewards.rules.number_rules import arithmetic_process, written_sum
 from grpo_rl.rewards.steps import BLOCK, read_steps, step_ends
 from grpo_rl.types import Prompt, Rollout
 
@@ -154,3 +154,18 @@ def test_only_one_function_of_a_sum_may_give_steps_and_the_others_need_not():
 def test_every_digit_of_a_sum_is_a_step(response, score, digits, steps):
     result = arithmetic_process("arithmetic", response, "445")
     assert (result["score"], result["acc"], result["digits"], result["steps"]) == (score, score, pytest.approx(digits), steps)
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "steps"),
+    [
+        ("7+5=12\n4+8+1=13\n132", 1.0, [(6, 1.0), (15, 1.0), (19, 1.0)]),
+        ("7+5=12\n4+8=12\n122", 0.0, [(6, 1.0), (13, 0.0), (17, 0.0)]),
+        ("7+5=13\n\n132\n132", 1.0, [(6, 0.0), (11, 1.0), (15, 0.0)]),
+        ("132", 1.0, [(3, 0.0)]),
+        ("", 0.0, []),
+    ],
+)
+def test_every_line_of_a_written_sum_is_a_step(response, score, steps):
+    result = written_sum("rated_sums", response, "7+5=12\n4+8+1=13\n132")
+    assert (result["score"], result["acc"], result["steps"]) == (score, score, steps)
