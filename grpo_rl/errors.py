@@ -74,6 +74,10 @@ class RewardError(GrpoRlError):
     exit_code = 5
 
 
+class NoRewardError(RewardError):
+    """None of the responses that were scored together has a reward."""
+
+
 class FunctionError(GrpoRlError):
     """A user's own estimator, loss, average, KL or schedule failed: its name, its file and line, and its interface."""
 

@@ -11,7 +11,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.schema.model import MultiTurnConfig
 from grpo_rl.config.schema.tree import Config, RewardConfig
 from grpo_rl.episode import TRUNCATED, Episode
-from grpo_rl.errors import RewardError
+from grpo_rl.errors import NoRewardError, RewardError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract import shortened, summary
 from grpo_rl.rewards.steps import Step
@@ -140,7 +140,7 @@ def stop_where_due(
     if failures and config.on_failure == "stop":
         raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
     if failures and all(failed(rollout) for rollout in rollouts if rollout.sample_index != GREEDY):
-        raise RewardError(f"no {what} has a reward: {summary(failures, len(rollouts))}")
+        raise NoRewardError(f"no {what} has a reward: {summary(failures, len(rollouts))}")
 
 
 def _set_aside(rollouts: Sequence[Rollout]) -> None:

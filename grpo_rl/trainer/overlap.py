@@ -1,5 +1,8 @@
 """Sampling beside training: groups in flight, training in a thread of its own, and the schedules `one_step_off` and `async`.
 
+With `algorithm.filter_groups` and refilling, groups are scored as they end, in another thread, and one without a signal gives its
+place to a further prompt. Which groups are trained follows from the order in which they were drawn, never from their length.
+
 In the asynchronous schedule every group has a *deadline*: the version of the weights at which it must be trained at the latest, so
 that none of its tokens is more than `max_staleness` versions old. A version trains one batch. So, of the groups with a deadline up
 to d, all but those that the batches of the versions up to d can hold have to be in this batch already; the trainer waits for them,
@@ -16,6 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_rl.config.derived import gen_batch_size
+from grpo_rl.errors import DataError, NoRewardError
 from grpo_rl.protocols import RolloutPool
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.trainer.background import BackgroundThread
@@ -30,6 +35,8 @@ LOOK_S = 0.05
 """Seconds for which responses are waited for before another look at the training beside which they are sampled."""
 
 OnEnd = Callable[[Rollout], None]
+Look = Callable[[float], bool]
+"""A function that looks which groups can be trained, waiting so many seconds at most; it returns whether it has to look again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +54,8 @@ class Group:
     missing: int = 0
     """The number of responses that have not ended."""
     rollouts: list[Rollout] = field(default_factory=list)
+    is_ready: bool = False
+    """True once it can be trained: all of its responses have ended, and where that is asked for it has a signal."""
 
     @property
     def is_complete(self) -> bool:
@@ -79,21 +88,23 @@ class GroupsInFlight:
         *,
         greedy: bool = False,
         timeline: Timeline | None = None,
+        are_judged: bool = False,
     ) -> None:
-        """`sampling` returns the parameters of a batch of prompts, by its number; `timeline` records when there are requests."""
-        self.pool, self.n, self.greedy, self.sampling = pool, n, greedy, sampling
+        """`sampling` returns the parameters of a batch of prompts, by its number; `timeline` records when there are requests.
+
+        `are_judged`: a group that is complete is not ready yet, but `unjudged`.
+        """
+        self.pool, self.n, self.greedy, self.sampling, self.are_judged = pool, n, greedy, sampling, are_judged
         self.timeline = timeline or Timeline()
         self._busy_since: float | None = None
         self.waiting: list[Group] = []
         """The groups that were not taken."""
         self.num_batches = 0
         """The number of batches of prompts that were drawn."""
-        self.asked: Counter[int] = Counter()
-        """The groups that were asked for and not taken, by the engines' version then."""
-        self.complete: Counter[int] = Counter()
-        """Those of them of which all responses have ended."""
-        self.finished: list[Group] = []
-        """The groups that are complete, in the order in which they were completed."""
+        self.ready: list[Group] = []
+        """The groups that can be trained, in the order in which that was known."""
+        self.unjudged: list[Group] = []
+        """The groups that are complete, and of which nobody has looked yet whether they can be trained."""
         self.unfinished = 0
         """The number of responses that were asked for and have not ended."""
         self._by_uid: dict[str, Group] = {}
@@ -103,12 +114,16 @@ class GroupsInFlight:
     def __len__(self) -> int:
         return len(self.waiting)
 
+    def __contains__(self, group: Group) -> bool:
+        return self._by_uid.get(group.prompt.uid) is group
+
     # ---- asking --------------------------------------------------------------------------------------------
 
-    def add(self, drawn: Iterable[tuple[int, Prompt]]) -> None:
-        """Take in the next batch of prompts, each with its row; `ask` asks for their responses."""
+    def add(self, drawn: Iterable[tuple[int, Prompt]], number: int | None = None) -> None:
+        """Take in the next batch of prompts, each with its row; `ask` asks for their responses. `number` (next): what seeds them."""
         self.num_batches += 1
-        self.waiting += [Group(self.num_batches, row, prompt) for row, prompt in drawn]
+        number = self.num_batches if number is None else number
+        self.waiting += [Group(number, row, prompt) for row, prompt in drawn]
 
     def ask(self, most: int) -> None:
         """Ask for the responses of the first `most` groups, where that was not done before."""
@@ -118,7 +133,7 @@ class GroupsInFlight:
 
     def retry(self, groups: Collection[Group]) -> None:
         """Forget the responses of these groups, which cannot be trained, and ask for others."""
-        self._uncount(groups)
+        self.ready = [group for group in self.ready if group not in groups]
         for group in groups:
             self._submit(group.batch, [group])
 
@@ -127,10 +142,9 @@ class GroupsInFlight:
         size = self.n + self.greedy
         ids = self.pool.submit([group.prompt for group in groups], self.n, self.sampling(batch), greedy=self.greedy)
         for number, group in enumerate(groups):
-            group.asked_at, group.missing, group.rollouts = version, size, []
+            group.asked_at, group.missing, group.rollouts, group.is_ready = version, size, [], False
             group.ids = ids[number * size : (number + 1) * size]
             self._by_uid[group.prompt.uid] = group
-        self.asked[version] += len(groups)
         self.unfinished += len(groups) * size
         if self._busy_since is None:
             self._busy_since = self.timeline.now()
@@ -140,25 +154,32 @@ class GroupsInFlight:
 
     # ---- taking in -----------------------------------------------------------------------------------------
 
-    def wait(self, enough: Callable[[], bool], on_end: OnEnd) -> None:
-        """Take in responses as they end, until there are enough; `on_end` is called with each."""
-        if not enough():
-            for rollout in self.pool.completed():
-                self._take_in(rollout)
-                on_end(rollout)
-                if self._by_uid[rollout.prompt.uid].is_complete and enough():
-                    return
-        assert enough(), "all that was asked for has ended, and it was asked for enough"
+    def wait(self, enough: Callable[[], bool], on_end: OnEnd, look: Look) -> None:
+        """Take in responses as they end, until there are enough; `on_end` is called with each, and `look` after each group."""
+        while True:
+            is_judging = look(0.0 if self.unfinished else LOOK_S)
+            if enough():
+                return
+            assert self.unfinished or is_judging, "all that was asked for has ended, and it was asked for enough"
+            if self.unfinished:
+                for rollout in self.pool.completed(LOOK_S if is_judging else None):
+                    self._take_in(rollout)
+                    on_end(rollout)
+                    # While something is judged, more may be wanted although nothing ends: then the wait is a short one.
+                    if self._by_uid[rollout.prompt.uid].is_complete and (look(0.0) != is_judging or enough()):
+                        break
 
-    def wait_beside(self, going: BackgroundThread[Any], on_end: OnEnd) -> None:
+    def wait_beside(self, going: BackgroundThread[Any], on_end: OnEnd, look: Look) -> None:
         """Take in responses as they end, until `going` has ended, in whose thread other work is done."""
         while not going.ended(0.0 if self.unfinished else LOOK_S):
+            look(0.0)
             if self.unfinished:
                 for rollout in self.pool.completed(LOOK_S):
                     self._take_in(rollout)
                     on_end(rollout)
                     if going.ended(0.0):
                         return
+                    look(0.0)
 
     def _take_in(self, rollout: Rollout) -> None:
         group = self._by_uid[rollout.prompt.uid]
@@ -166,31 +187,37 @@ class GroupsInFlight:
         group.missing -= 1
         self.unfinished -= 1
         if group.missing == 0:
-            assert group.asked_at is not None
-            self.complete[group.asked_at] += 1
-            self.finished.append(group)
+            if self.are_judged:
+                self.unjudged.append(group)
+            else:
+                self.make_ready([group])
         if self.unfinished == 0:
             self.record()
             self._idle_since = time.monotonic()
 
     # ---- taking out ----------------------------------------------------------------------------------------
 
-    def take(self, groups: Collection[Group]) -> None:
-        """Let go of these groups, which are complete and are trained now."""
-        self._uncount(groups)
-        taken = set(groups)
-        self.waiting = [group for group in self.waiting if group not in taken]
+    def make_ready(self, groups: Iterable[Group]) -> None:
+        """Note that these groups, which are complete, can be trained."""
         for group in groups:
-            del self._by_uid[group.prompt.uid]
+            group.is_ready = True
+            self.ready.append(group)
 
-    def _uncount(self, groups: Collection[Group]) -> None:
+    def take(self, groups: Collection[Group]) -> None:
+        """Let go of these groups; responses of theirs that are being sampled are forgotten."""
+        self._forget(groups)
         taken = set(groups)
-        self.finished = [group for group in self.finished if group not in taken]
+        self.waiting, self.ready, self.unjudged = (
+            [group for group in some if group not in taken] for some in (self.waiting, self.ready, self.unjudged)
+        )
         for group in groups:
-            assert group.asked_at is not None and group.is_complete
-            self.asked[group.asked_at] -= 1
-            self.complete[group.asked_at] -= 1
-        self.asked, self.complete = +self.asked, +self.complete
+            self._by_uid.pop(group.prompt.uid, None)
+
+    def _forget(self, groups: Iterable[Group]) -> None:
+        going = [group for group in groups if group.missing]
+        if going:
+            self.pool.forget([one for group in going for one in group.ids])
+            self.unfinished -= sum(group.missing for group in going)
 
     def record(self) -> None:
         """Record in the timeline that there were requests until now; to be called once in a step, where they may never end."""
@@ -218,12 +245,11 @@ class GroupsInFlight:
 
         `prompt` returns that of a row, by its uid. Responses that are being sampled are forgotten.
         """
-        if going := [one for group in self.waiting if group.missing for one in group.ids]:
-            self.pool.forget(going)
+        self._forget(self.waiting)
         self.num_batches = int(state["num_batches"])
         rows = [(int(batch), int(row), str(uid)) for batch, row, uid in state["waiting"]]
         self.waiting = [] if prompt is None else [Group(batch, row, prompt(row, uid)) for batch, row, uid in rows]
-        self.asked, self.complete, self.finished, self.unfinished = Counter(), Counter(), [], 0
+        self.ready, self.unjudged, self.unfinished = [], [], 0
         self._by_uid, self._idle_since, self._idle_s, self._busy_since = {}, None, 0.0, None
 
 
@@ -235,31 +261,146 @@ class OverlappingSchedule(SyncSchedule):
     else happens in the main thread while no training is going on. A replica that comes back meanwhile gets its weights
     afterwards (`RolloutPool.keep_weights`): the ranks would hand out new ones under the old version, or meet in different
     collectives.
+
+    With refilling, the groups that have ended are scored in one more thread, one lot of them at a time.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         n, greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
-        timeline = context.output.timeline
+        timeline, own = context.output.timeline, self.config.algorithm.filter_groups
+        self.refills, self.max_draws = own.enable and own.refill, own.max_num_gen_batches
         self.groups = GroupsInFlight(
-            self.rollout, n, lambda batch: training_sampling(self.config, batch), greedy=greedy, timeline=timeline
+            self.rollout,
+            n,
+            lambda batch: training_sampling(self.config, batch),
+            greedy=greedy,
+            timeline=timeline,
+            are_judged=self.refills,
         )
-        self.batch_size = self.config.data.train_batch_size
+        self.batch_size, self.draw_size = self.config.data.train_batch_size, gen_batch_size(self.config)
+        self.in_batches = True
+        """True where a batch is sampled as a whole: it has the first groups that were drawn and have a signal, and further ones of the
+        last draw are dropped, as in `SyncSchedule`."""
+        self._begin_step()
+        self._forget_judging()
 
-    def draw(self) -> None:
-        """Draw the next batch of prompts."""
-        self.groups.add(self.selection.prompts())
+    def _begin_step(self) -> None:
+        self._version, self._num_taken = self.actor.version, 0
+        """The version that the step trains, and 1 once its batch was taken: what is drawn then is for later steps."""
 
-    def may_draw(self) -> bool:
-        """Return whether prompts are left to draw, and steps in which they would be trained."""
-        steps_left = self.context.total_steps - self.context.step + 1
-        return not self.selection.exhausted and len(self.groups) + self.batch_size <= steps_left * self.batch_size
+    def _forget_judging(self) -> None:
+        self._judging: tuple[list[Group], BackgroundThread[list[Rollout]]] | None = None
+        self._useless: list[Group] = []
+        """The groups without a signal that were found for the batch that is taken next."""
+        self._num_draws = self._num_surplus = self._num_failed = 0
+
+    # ---- asking ------------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Return how many groups may be asked for and not trained."""
+        return self.batch_size
+
+    def top_up(self) -> None:
+        """Draw prompts and ask for their responses, as many as there is room for and steps in which they would be trained.
+
+        Raises DataError for a row that cannot be used, and where too few groups have a signal; never beside a training, which
+        ends with the weights of its step: the next step meets the same row.
+        """
+        most, steps_left = self.room(), self.context.total_steps - self.context.step + 1 - self._num_taken
+        wanted, num_before = min(most, steps_left * self.batch_size), len(self.groups)
+        try:
+            while len(self.groups) < wanted and not self.selection.exhausted:
+                if self.refills and len(self._useless) > self.max_draws * self.draw_size - self.batch_size:
+                    raise self._too_few()
+                # Of one step all that is drawn has the same seed where it is refilled, as in `SyncSchedule`.
+                self.groups.add(self.selection.prompts(), self.context.step if self.refills else None)
+                self._num_draws += 1
+            if self.refills and len(self.groups) < min(self.batch_size, wanted):
+                raise self._too_few("; all other prompts are retired")
+        except DataError:
+            if not self._num_taken:
+                raise
+        is_refilled = self.refills and self.in_batches and len(self.groups) > num_before
+        self.groups.ask(len(self.groups) if is_refilled else most)
+
+    def _too_few(self, more: str = "") -> DataError:
+        num_ready, num_useless = len(self.groups.ready), len(self._useless)
+        return DataError(self.selection.too_few(num_ready, num_ready + num_useless, self._num_draws) + more)
+
+    # ---- which groups have a signal ----------------------------------------------------------------------------
+
+    def look(self, wait_s: float) -> bool:
+        """Take in the rewards of groups that have ended, and replace those without a signal; return whether others are being scored."""
+        if not self.refills:
+            return False
+        if self._judging is not None and self._judging[1].ended(wait_s):
+            (groups, scoring), self._judging = self._judging, None
+            self._judge(groups, scoring)
+            self.top_up()
+        if self._judging is None and self.groups.unjudged:
+            groups, self.groups.unjudged = self.groups.unjudged, []
+            rollouts = [rollout for group in groups for rollout in group.ordered()]
+            self._judging = groups, BackgroundThread("rewards", lambda: self.rewarded(rollouts))
+        return self._judging is not None
+
+    def _judge(self, groups: list[Group], scoring: BackgroundThread[list[Rollout]]) -> None:
+        rollouts: dict[str, list[Rollout]] = {group.prompt.uid: [] for group in groups}
+        try:
+            for rollout in scoring.returned():
+                rollouts[rollout.prompt.uid].append(rollout)
+            self._num_failed = 0
+        except NoRewardError:
+            # Of a whole batch of groups it is an error, and of a few that ended together it may happen.
+            self._num_failed += len(groups)
+            if self._num_failed >= self.batch_size:
+                raise
+            rollouts = {
+                group.prompt.uid: [rollout for rollout in group.ordered() if rollout.sample_index != GREEDY] for group in groups
+            }
+        groups = [group for group in groups if group in self.groups]
+        for group in groups:
+            group.rollouts = rollouts[group.prompt.uid]
+        useful = self.selection.judged({group.prompt.uid: group.row for group in groups}, _rollouts(groups))
+        self.groups.make_ready([group for group in groups if group.prompt.uid in useful])
+        useless = [group for group in groups if group.prompt.uid not in useful]
+        self.groups.take(useless)
+        self._useless += useless
+
+    # ---- a batch -----------------------------------------------------------------------------------------------
+
+    def ready(self) -> list[Group] | None:
+        """Return the groups of the next batch, as they were drawn; None while one of them is not ready."""
+        first = self.groups.waiting[: self.batch_size]
+        return first if all(group.is_ready for group in first) else None
+
+    def wait(self, enough: Callable[[], bool]) -> None:
+        """Take in what ends until there is enough."""
+        total = None if self.refills else self.groups.unfinished
+        self.groups.wait(enough, self.context.progress.counting(self.rewarder.submit, total), self.look)
+
+    def take(self) -> list[Group]:
+        """Wait for the groups of the next batch, and return them; they leave the others."""
+        self.wait(lambda: self.ready() is not None)
+        batch = self.ready()
+        assert batch is not None
+        self.groups.take(batch)
+        self._num_taken = 1
+        if self.refills and self.in_batches:
+            surplus = [group for group in self.groups.waiting if group.asked_at is not None]
+            self._num_surplus = len(surplus)
+            self.groups.take(surplus)
+        return batch
 
     def selected(self, groups: list[Group], timer: Timer) -> Selected:
-        """Return what is trained of these groups, which leave the others; in the order in which their prompts were drawn."""
-        self.groups.take(groups)
-        rollouts = self.scored([rollout for group in groups for rollout in group.ordered()], timer)
-        return self.selection.of_batch({group.prompt.uid: group.row for group in groups}, rollouts)
+        """Return what is trained of these groups, which were taken; in the order in which their prompts were drawn."""
+        if not self.refills:
+            rollouts = self.scored([rollout for group in groups for rollout in group.ordered()], timer)
+            return self.selection.of_batch({group.prompt.uid: group.row for group in groups}, rollouts)
+        selected = self.selection.refilled(_rollouts(groups), _rollouts([*groups, *self._useless]), self._num_draws)
+        selected.metrics["filter_groups/surplus_groups"] = float(self._num_surplus)
+        self._useless, self._num_draws, self._num_surplus = [], 0, 0
+        return selected
 
     def train_beside(self, selected: Selected, timer: Timer) -> Metrics:
         """Train on the rollouts while others are sampled, and return the metrics of the step."""
@@ -269,7 +410,7 @@ class OverlappingSchedule(SyncSchedule):
         with self.rollout.keep_weights():
             training = BackgroundThread("training", lambda: self.train(selected, timer))
             try:
-                self.groups.wait_beside(training, self.context.progress.counting(self.rewarder.submit))
+                self.groups.wait_beside(training, self.context.progress.counting(self.rewarder.submit), self.look)
             finally:
                 # Also where sampling has failed: the processes must not be ended below a thread that starts them again.
                 training.ended(self.config.trainer.step_timeout_s)
@@ -277,9 +418,11 @@ class OverlappingSchedule(SyncSchedule):
         waits = {"timing_s/rollout_waits_for_trainer": self.groups.idle_s()}
         return training.returned() | staleness | waits | timer.metrics()
 
+    # ---- the rest of the contract --------------------------------------------------------------------------------
+
     def ended(self) -> str | None:
         """Return why training ends early: as in `SyncSchedule`, once what was drawn is trained."""
-        return None if len(self.groups) else super().ended()
+        return None if len(self.groups) >= (self.batch_size if self.refills else 1) else super().ended()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `SyncSchedule`, and the prompts that were drawn and not trained."""
@@ -293,6 +436,11 @@ class OverlappingSchedule(SyncSchedule):
         same_data = self.selection.load_state_dict(state["sampler"])
         self.advantage.load_state_dict(state["advantage"])
         self.groups.load_state_dict(state["groups"], self.train_data.prompt if same_data else None)
+        self._forget_judging()
+
+
+def _rollouts(groups: Iterable[Group]) -> list[Rollout]:
+    return [rollout for group in groups for rollout in group.rollouts]
 
 
 class OneStepOffSchedule(OverlappingSchedule):
@@ -305,35 +453,24 @@ class OneStepOffSchedule(OverlappingSchedule):
     def step(self) -> Metrics:
         """Wait for this step's batch, begin to sample the next one with the newest weights, and train."""
         timer = self.context.progress.timer()
-        if not self.groups.asked:
-            self._begin(timer)
+        self._begin_step()
+        if not any(group.asked_at is not None for group in self.groups.waiting):
+            # The first batch of a start: there is none that was sampled beside a training.
+            with timer("sync_weights"):
+                self.rollout.sync_weights(self.actor)
+        self.top_up()
         with timer("wait_for_rollouts"):
-            self._sample_all()
-        batch = self.groups.waiting[: self.batch_size]
+            batch = self.take()
         with timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
-        if len(self.groups) < 2 * self.batch_size and self.may_draw():
-            self.draw()
-        self.groups.ask(2 * self.batch_size)
-        return self.train_beside(self.selected(batch, timer), timer)
-
-    def _begin(self, timer: Timer) -> None:
-        """Ask for the first batch of a start: there is none that was sampled beside a training."""
-        with timer("sync_weights"):
-            self.rollout.sync_weights(self.actor)
-        if not len(self.groups):
-            self.draw()
-        self.groups.ask(self.batch_size)
-
-    def _sample_all(self) -> None:
-        """Wait until all that was asked for has ended."""
-        on_end = self.context.progress.counting(self.rewarder.submit, self.groups.unfinished)
-        self.groups.wait(lambda: self.groups.unfinished == 0, on_end)
+        selected = self.selected(batch, timer)
+        self.top_up()
+        return self.train_beside(selected, timer)
 
     def evaluate(self) -> Metrics:
         """Validate the current policy. What is being sampled is sampled to its end first: new weights would come into it."""
         if self.context.validates:
-            self._sample_all()
+            self.wait(lambda: self.groups.unfinished == 0 and self._judging is None)
         return super().evaluate()
 
 
@@ -398,53 +535,56 @@ class AsyncSchedule(OverlappingSchedule):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.settings = self.config.trainer.asynchronous
+        self.in_batches = self.settings.max_staleness == 0
         self._has_sent = False
         """True once the engines have had weights in this start of the run."""
 
     def step(self) -> Metrics:
         """Send the weights, ask for as much as the bound allows, wait for a batch, and train on it."""
         timer = self.context.progress.timer()
+        self._begin_step()
         if not self._has_sent or self.actor.version - self.rollout.version >= self.settings.sync_every:
             with timer("sync_weights"):
                 self.rollout.sync_weights(self.actor)
             self._has_sent = True
-        self._ask()
+        self.top_up()
         with timer("wait_for_rollouts"):
-            batch, num_dropped = self._next_batch()
+            num_dropped = self._drop_stale()
+            batch = self.take()
         metrics = self.train_beside(self.selected(batch, timer), timer)
         return metrics | {"rollouts/dropped_stale": float(num_dropped)}
 
-    def _ask(self) -> None:
-        """Draw prompts and ask for their responses, as many as the bound allows."""
-        most = room(self.settings.max_staleness, self.batch_size, self.actor.version - self.rollout.version)
-        while len(self.groups) + self.batch_size <= most and self.may_draw():
-            self.draw()
-        self.groups.ask(max(most, self.batch_size))
+    def room(self) -> int:
+        return room(self.settings.max_staleness, self.batch_size, self._version + self._num_taken - self.rollout.version)
 
-    def _next_batch(self) -> tuple[list[Group], int]:
-        """Return the groups to train on, as they were drawn, and how many rollouts were too old and are asked for again."""
-        num_dropped = 0
+    def _drop_stale(self) -> int:
+        """Wait for a batch without a group that is too old; ask again for those that are, and return how many rollouts they had."""
+        oldest, num_dropped = self.actor.version - self.settings.max_staleness, 0
         while True:
-            batch = self._complete_batch()
-            oldest = self.actor.version - self.settings.max_staleness
+            self.wait(lambda: self.ready() is not None)
+            batch = self.ready() or []
             stale = [group for group in batch if group.oldest_version is not None and group.oldest_version < oldest]
             if not stale:
-                return batch, num_dropped
+                return num_dropped
             num_dropped += sum(len(group.rollouts) for group in stale)
             self.groups.retry(stale)
 
-    def _complete_batch(self) -> list[Group]:
-        """Wait until a batch can be made of complete groups that keeps the bound for all others, and return it."""
-        groups, staleness = self.groups, self.settings.max_staleness
-        size = min(self.batch_size, sum(groups.asked.values()))
-        needed = urgent(_later(groups.asked, staleness), self.actor.version, size)
-        on_end = self.context.progress.counting(self.rewarder.submit, groups.unfinished)
-        groups.wait(lambda: is_enough(_later(groups.complete, staleness), needed, size), on_end)
-        deadlines = [group.asked_at + staleness for group in groups.finished if group.asked_at is not None]
-        chosen = {id(groups.finished[place]) for place in choose(deadlines, needed, size)}
-        return [group for group in groups.waiting if id(group) in chosen]
+    def ready(self) -> list[Group] | None:
+        """Return the groups of a batch that keeps the bound for all others; None while it cannot be made of those that are ready."""
+        if self.in_batches:
+            return super().ready()
+        asked = [self._deadline(group) for group in self.groups.waiting if group.asked_at is not None]
+        size = min(self.batch_size, len(self.groups) if self.refills else len(asked))
+        if len(self.groups.ready) < size:
+            return None
+        needed = urgent(Counter(asked), self.actor.version, size)
+        deadlines = [self._deadline(group) for group in self.groups.ready]
+        if not is_enough(Counter(deadlines), needed, size):
+            return None
+        chosen = {self.groups.ready[place] for place in choose(deadlines, needed, size)}
+        return [group for group in self.groups.waiting if group in chosen]
 
-
-def _later(counts: dict[int, int], staleness: int) -> dict[int, int]:
-    """Return counts by deadline, of counts by the version at which groups were asked for."""
-    return {version + staleness: number for version, number in counts.items()}
+    def _deadline(self, group: Group) -> int:
+        """Return the version at which this group has to be trained at the latest."""
+        assert group.asked_at is not None
+        return group.asked_at + self.settings.max_staleness

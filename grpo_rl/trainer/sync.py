@@ -70,10 +70,14 @@ class SyncSchedule:
     def scored(self, rollouts: Sequence[Rollout], timer: Timer) -> list[Rollout]:
         """Return the rollouts with the rewards that they are trained with; greedy ones have become baselines of the others."""
         with timer("reward"):
-            rewarded = scored(self.rewarder, rollouts, self.output.console.warn)
-            return with_baselines(
-                penalize_overlong(rewarded, self.config.reward.overlong_buffer, self.config.data.max_response_length)
-            )
+            return self.rewarded(rollouts)
+
+    def rewarded(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return what `scored` does, without a phase of the step: for any thread."""
+        rewarded = scored(self.rewarder, rollouts, self.output.console.warn)
+        return with_baselines(
+            penalize_overlong(rewarded, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+        )
 
     def train(self, selected: Selected, timer: Timer) -> Metrics:
         """Train on the rollouts of one step, and return its metrics, without those of `timer`."""

@@ -210,16 +210,11 @@ def _early_stop(config: Config) -> Iterator[str]:
 def _overlapping(config: Config) -> Iterator[str]:
     """Yield what a schedule cannot do that samples while it trains."""
     key, own = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous
-    groups, correction = config.algorithm.filter_groups, config.algorithm.rollout_correction
+    correction = config.algorithm.rollout_correction
     if derived.is_colocated(config) and not config.trainer.val_only:
         yield (
             f"{key}: samples while it trains, and with {_R}.nnodes=0 the engines share the actor's devices; give them their own: "
             f"{_R}.nnodes=1 {_R}.n_gpus_per_node=..., beside trainer.n_gpus_per_node"
-        )
-    if groups.enable and groups.refill:
-        yield (
-            "algorithm.filter_groups.refill=true: samples further prompts until enough groups have a signal, and "
-            f"{key} has sampled the next ones already; refill=false trains those of a batch that have one"
         )
     is_corrected = correction.rollout_is or correction.rollout_rs
     if derived.max_staleness(config) and correction.bypass_mode is False and not is_corrected:

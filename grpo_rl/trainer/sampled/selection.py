@@ -77,6 +77,16 @@ class Selection:
         self._record(rows, rollouts)
         return self._without_refill(rollouts)
 
+    def judged(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> set[str]:
+        """Note these scored rollouts of whole groups of prompts of `rows`, and return the uids of those that have a signal."""
+        self._record(rows, rollouts)
+        return {group[0].prompt.uid for group in self._with_signal(rollouts)[0]}
+
+    def refilled(self, trained: list[Rollout], sampled: list[Rollout], num_batches: int) -> Selected:
+        """Return what is trained of groups that were `judged`, all with a signal, beside those `sampled` that have none."""
+        num_groups = len(_by_uid(sampled))
+        return self._selected(list(_by_uid(with_reward(trained)).values()), sampled, num_groups, num_batches)
+
     def _or_rewind(self, draw: Callable[[], Drawn]) -> Drawn:
         """Return what `draw` returns; after a row that cannot be used the next draw begins with that row again."""
         position = self.sampler.place()
@@ -109,9 +119,9 @@ class Selection:
         num_groups = num_batches = 0
         while len(kept) < self.num_wanted:
             if num_batches == self.groups.max_num_gen_batches:
-                raise DataError(self._too_few(len(kept), num_groups, num_batches))
+                raise DataError(self.too_few(len(kept), num_groups, num_batches))
             if num_batches and self.exhausted:
-                raise DataError(f"{self._too_few(len(kept), num_groups, num_batches)}; all other prompts are retired")
+                raise DataError(f"{self.too_few(len(kept), num_groups, num_batches)}; all other prompts are retired")
             rollouts = self._draw(sample)
             found, drawn = self._with_signal(rollouts)
             sampled += rollouts
@@ -176,14 +186,14 @@ class Selection:
         """
         groups = list(_by_uid(with_reward(rollouts)).values())
         values = [metric_of(rollout, self.groups.metric, self.factors) for group in groups for rollout in group]
-        sizes_G = torch.tensor([len(group) for group in groups])
+        sizes_G = torch.tensor([len(group) for group in groups], dtype=torch.long)
         group_N = torch.arange(len(groups)).repeat_interleave(sizes_G)
         has_signal_N = with_signal(torch.tensor(values, dtype=torch.float64), group_N)
         first_G = sizes_G.cumsum(0) - sizes_G
         kept = [group for group, has_signal in zip(groups, has_signal_N[first_G].tolist(), strict=True) if has_signal]
         return kept, len(_by_uid(rollouts))
 
-    def _too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
+    def too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
         return (
             f"only {num_kept} of {num_groups} groups had a signal in {num_batches} batches of prompts, and "
             f"data.train_batch_size={self.num_wanted} are wanted; in the others all responses have the same "

@@ -99,7 +99,6 @@ def test_engines_that_get_weights_under_unfinished_requests_hand_tokens_over_at_
         ({f"{OWN}.sync_every": 3}, f"{OWN}.sync_every=3: the weights would be older than max_staleness=1"),
         ({f"{OWN}.partial_rollout": False, f"{OWN}.keep_cache": True}, f"{OWN}.keep_cache"),
         ({f"{OWN}.max_staleness": 0, f"{OWN}.keep_cache": True}, f"{OWN}.keep_cache"),
-        ({"algorithm.filter_groups.enable": True}, "algorithm.filter_groups.refill=true"),
         ({"trainer.schedule": "one_step_off", f"{OWN}.max_staleness": 2}, f"{OWN}.max_staleness=2"),
         ({"trainer.schedule": "sync", f"{OWN}.max_staleness": 2}, f"{OWN}.max_staleness=2"),
     ],

@@ -16,8 +16,8 @@ from test_preemption import listening, steps_saved  # noqa: F401
 from test_sync_trainer import make, make_config  # noqa: F401
 
 from grpo_rl.config.schema.trainer import AsynchronousConfig
-from grpo_rl.config.schema.tree import AlgorithmConfig, Config
-from grpo_rl.errors import ClusterError, DivergedError, Preempted
+from grpo_rl.config.schema.tree import AlgorithmConfig, Config, FilterGroupsConfig
+from grpo_rl.errors import ClusterError, DataError, DivergedError, NoRewardError, Preempted
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.trainer.run import RunLoop
@@ -227,3 +227,146 @@ def test_an_error_of_sampling_waits_for_the_training_before_it_ends_the_run(make
     with pytest.raises(ClusterError, match="rollout0 is gone"):
         run.fit()
     assert actor.version == 1 and not pool.keeps_weights
+
+
+# ---- refilling: groups without a signal give their places to further prompts ---------------------------------------------
+
+
+class PartlySolved(Pool):
+    """A pool whose policy always answers some prompts right, so that their groups have no signal."""
+
+    def _rollout(self, one):  # type: ignore[no-untyped-def]
+        rollout = super()._rollout(one)
+        if not has_signal(one.prompt.uid):
+            rollout.text = str(one.prompt.ground_truth)
+        return rollout
+
+
+def has_signal(uid: str) -> bool:
+    return random.Random(uid).random() < 0.35
+
+
+def refilling(schedule: str, *, draws: int = 20, gen_batch_size: int | None = None, **own: Any) -> Config:
+    groups = FilterGroupsConfig(enable=True, max_num_gen_batches=draws)
+    return config_of(schedule, algorithm=AlgorithmConfig(filter_groups=groups), data={"gen_batch_size": gen_batch_size}, **own)
+
+
+def trained_groups(run: RunLoop) -> dict[int, list[str]]:
+    return {step: list(dict.fromkeys(uid for uid, _ in rollouts)) for step, rollouts in ledger(run).items()}
+
+
+@pytest.mark.parametrize("gen_batch_size", [None, 1, 3])
+def test_refilling_without_staleness_trains_the_groups_of_the_synchronous_schedule(make, gen_batch_size):  # noqa: F811
+    trained, asked = [], []
+    for schedule in ("sync", "async"):
+        pool = PartlySolved(long_tailed(3), slots=5)
+        actor = Actor(pool)
+        own = {"max_staleness": 0} if schedule == "async" else {}
+        config = refilling(schedule, gen_batch_size=gen_batch_size, **own)
+        run, _ = make(config, 6, with_val=False, rows=40, policy=actor, pool=pool, reference=True)
+        run.fit()
+        trained.append(actor.trained)
+        asked.append([uid for uid, _ in pool.asked])
+        rows = rows_of(run)
+        assert max(row["filter_groups/num_gen_batches"] for row in rows) > 1
+    assert asked[0] == asked[1] and len(trained[0]) == 6
+    for ours, theirs in zip(*trained, strict=True):
+        columns = [field.name for field in dataclasses.fields(ours) if isinstance(getattr(ours, field.name), torch.Tensor)]
+        assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in columns)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_refilling_trains_every_group_with_a_signal_within_the_bound_however_long_it_is(make, max_staleness, seed):  # noqa: F811
+    pool, steps = PartlySolved(long_tailed(seed), slots=6), 12
+    actor = Actor(pool, ticks=6)
+    config = refilling("async", max_staleness=max_staleness, gen_batch_size=3)
+    run, _ = make(config, steps, with_val=False, rows=120, policy=actor, pool=pool)
+    run.fit()
+    by_step, rows = trained_groups(run), rows_of(run)
+    assert [len(groups) for groups in by_step.values()] == [BATCH] * steps
+    assert max(row["staleness/max"] for row in rows) <= max_staleness
+    assert all(row["rollouts/dropped_stale"] == row["filter_groups/surplus_groups"] == 0 for row in rows)
+    assert not pool.is_used_by_another_thread
+    # In the order in which they were drawn, none with a signal is left out: those that are not trained were drawn last.
+    drawn = [uid for uid, _ in pool.asked if has_signal(uid)]
+    trained = {uid for groups in by_step.values() for uid in groups}
+    assert len(trained) == steps * BATCH and trained <= set(drawn)
+    version_of = dict(pool.asked)
+    for uid in drawn:
+        assert uid in trained or version_of[uid] + max_staleness >= steps, "no shorter group overtakes one beyond the bound"
+    assert any(version > 0 for _, version in pool.asked) and actor.threads == {"training"}
+
+
+def test_refilling_a_batch_apart_takes_the_first_groups_that_were_drawn(make):  # noqa: F811
+    pool = PartlySolved(long_tailed(0), slots=6)
+    run, _ = make(refilling("one_step_off", test_freq=2), 6, rows=120, policy=Actor(pool, ticks=1000), pool=pool)
+    run.fit()
+    rows = rows_of(run)
+    assert [row["staleness/min"] for row in rows] == [0, 1, 1, 1, 1, 1] == [row["staleness/max"] for row in rows]
+    drawn = [uid for uid, _ in pool.asked if has_signal(uid) and not uid.startswith("val")]
+    for groups in trained_groups(run).values():
+        first = drawn.index(groups[0])
+        assert groups == drawn[first : first + BATCH]
+    assert sum(row["filter_groups/surplus_groups"] for row in rows) > 0
+
+
+def test_refilling_ends_the_run_saved_where_too_few_groups_have_a_signal(make):  # noqa: F811
+    for schedule, own in (("async", {"max_staleness": 0}), ("async", {"max_staleness": 2}), ("one_step_off", {})):
+        pool = PartlySolved(slots=6)
+        run, _ = make(
+            refilling(schedule, draws=2, save_freq=100, **own), 30, with_val=False, rows=200, policy=Actor(pool), pool=pool
+        )
+        with pytest.raises(DataError, match=r"only \d of \d groups had a signal in \d batches .*max_num_gen_batches"):
+            run.fit()
+        assert run.step == run.context.step == max([0, *steps_saved(run)])
+
+
+def test_groups_whose_rewards_all_failed_are_replaced_and_a_whole_batch_of_them_ends_the_run(make):  # noqa: F811
+    for num_failing in (1, 1000):
+        pool = PartlySolved(long_tailed(2), slots=3)
+        run, _ = make(refilling("async", max_staleness=1), 4, with_val=False, rows=60, policy=Actor(pool), pool=pool)
+        rewarded, failed = run.schedule.rewarded, []
+
+        def failing(rollouts, rewarded=rewarded, failed=failed, most=num_failing):  # type: ignore[no-untyped-def]
+            if len(failed) >= most:
+                return rewarded(rollouts)
+            failed.append({rollout.prompt.uid for rollout in rollouts})
+            for rollout in rollouts:
+                rollout.failure = "reward_timeout"
+            raise NoRewardError("no response has a reward")
+
+        run.schedule.rewarded = failing
+        if num_failing == 1000:
+            with pytest.raises(NoRewardError):
+                run.fit()
+        else:
+            run.fit()
+            # The first lot is the first group that ended.
+            assert len(failed[0]) == 1 and not failed[0] & {uid for groups in trained_groups(run).values() for uid in groups}
+
+
+@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
+def test_a_stopped_run_that_refills_trains_no_prompt_twice(make, listening, monkeypatch, schedule):  # noqa: F811
+    config = refilling(schedule, save_freq=-1, **({"max_staleness": 2} if schedule == "async" else {}))
+    pool = PartlySolved(long_tailed(1), slots=6)
+    run, _ = make(config, 7, with_val=False, rows=120, policy=Actor(pool), pool=pool)
+    listening(run)
+    seen, tick = [0], pool.tick
+
+    def interrupted() -> None:
+        tick()
+        seen[0] += 1
+        if seen[0] == 60:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(pool, "tick", interrupted)
+    with pytest.raises(Preempted, match=r"step \d of 7 is saved"):
+        run.fit()
+    [at] = steps_saved(run)
+    pool = PartlySolved(long_tailed(1), slots=6)
+    resumed, _ = make(config, 7, with_val=False, rows=120, policy=Actor(pool), pool=pool)
+    resumed.resume(run.store.folder / f"step_{at}")
+    resumed.fit()
+    trained = [uid for groups in trained_groups(resumed).values() for uid in groups]
+    assert len(trained) == len(set(trained)) == 7 * BATCH and all(map(has_signal, trained))
