@@ -396,7 +396,9 @@ def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) ->
     config, actor = plan.config, plan.config.actor_rollout_ref.actor
     sender = SenderSpec()
     if engine is not None:
-        sender = SenderSpec(engine.weight_backend, engine.bucket_bytes, engine.dtype, engine.verify_checksum)
+        alone = engine.adapter_scaling is not None
+        dtype = None if alone else engine.dtype
+        sender = SenderSpec(engine.weight_backend, engine.bucket_bytes, dtype, engine.verify_checksum, alone)
     policy = PolicySpec(
         model=replace(config.actor_rollout_ref.model, path=model_path),
         temperature=config.actor_rollout_ref.rollout.temperature,

@@ -241,7 +241,7 @@ def _of_algorithm(config: Config) -> list[Rule]:
         ),
         (
             model.lora_rank == 0,
-            f"{M}: lora_alpha target_modules exclude_modules lora_adapter_path",
+            f"{M}: lora_alpha target_modules exclude_modules lora_adapter_path; {R}: lora_sync",
             f"needs {M}.lora_rank above 0",
         ),
     ]

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError
+from grpo_rl.models.experts import FAMILIES
 from grpo_rl.models.sharded_load import bit_sums, local_of, name_in_files, rows_of
 
 FOLDER = "lora_adapter"
@@ -31,7 +32,8 @@ ALL_LINEAR = "all-linear"
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 """peft's names of an adapter's files."""
 _KEY = "actor_rollout_ref.model"
-_A, _B = ".lora_A.default.weight", ".lora_B.default.weight"
+A_NAME, B_NAME = ".lora_A.default.weight", ".lora_B.default.weight"
+"""The ends of the names of an adapter's two matrices, behind the name of the layer."""
 _PEFT_PREFIX = "base_model.model."
 _PLAIN = {"bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None, "fan_in_fan_out": False}
 """Settings of an adapter, with the values that it has here; another value stands for another function."""
@@ -79,6 +81,9 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
     targets: Any = list(model.target_modules)
     if targets == [ALL_LINEAR]:
         targets = ALL_LINEAR
+        if lm.config.model_type in FAMILIES:  # of these peft takes the tensors of all experts for linear layers
+            head = lm.get_output_embeddings()
+            targets = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
     settings = LoraConfig(
         r=model.lora_rank,
         lora_alpha=model.lora_alpha,
@@ -181,7 +186,7 @@ def scaling(layer: Any) -> float:
 
 def is_adapter(name: str) -> bool:
     """Return whether a parameter of this name is an adapter's."""
-    return name.endswith((_A, _B))
+    return name.endswith((A_NAME, B_NAME))
 
 
 @contextmanager

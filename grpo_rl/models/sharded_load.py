@@ -6,7 +6,7 @@ No process ever holds the whole model: 70 billion parameters are 280 GB in float
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,30 @@ class WeightFiles:
             with safe_open(path, framework="pt") as opened:
                 for name, rows, first in entries:
                     rows.copy_(opened.get_slice(name)[first : first + len(rows)])
+
+    def whole_tensors(self, lm: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `lm`'s state dict, for which it may be on meta, by the names that files have; one is read at a time.
+
+        A tied head comes under both of its names. Experts come one by one, whichever way the files have them.
+        """
+        names_of: dict[int, list[str]] = {}
+        for name, tensor in lm.state_dict(keep_vars=True).items():
+            names_of.setdefault(id(tensor), []).append(name)
+        whole = dict(lm.state_dict(keep_vars=True))
+        for names in names_of.values():
+            stored = next((name for name in names if name in self._file_of), None)
+            if stored is None:
+                yield from ((name, self._read(name)) for name, _ in per_expert(names[0], whole[names[0]]))
+            elif holds_experts(stored):
+                yield from per_expert(stored, self._read(stored))
+            else:
+                tensor = self._read(stored)
+                yield from ((name, tensor) for name in names)
+
+    def _read(self, name: str) -> Tensor:
+        with safe_open(self._file_of[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor
 
     def stored_as(self, lm: Any, dtype: str) -> list[Any]:
         """Return the parameters of `lm` that files have in this type, by safetensors' name for it: `BF16`, `F32`."""

@@ -204,7 +204,9 @@ def _adapters(config: Config, plan: Plan) -> str:
     start = f", from {model.lora_adapter_path}" if model.lora_adapter_path else ""
     if start and plan.base_reference is not None:
         start += " (the KL is to the base model without them)"
-    return f"; trains LoRA adapters of rank {model.lora_rank} at {layers}{number}{start}, engines get the merged weights"
+    alone = plan.engine is not None and plan.engine.adapter_scaling is not None
+    what = "adapters alone, and add them to the model's weights" if alone else "merged weights"
+    return f"; trains LoRA adapters of rank {model.lora_rank} at {layers}{number}{start}, engines get the {what}"
 
 
 def _engines(plan: Plan, engine: EngineSpec) -> str:

@@ -55,6 +55,8 @@ class EngineSpec:
     weight_backend: WeightBackend = "object_store"
     bucket_bytes: int = 512 << 20
     verify_checksum: bool = False
+    adapter_scaling: float | None = None
+    """alpha / rank of adapters that arrive alone, to be added to the model's own weights; None: whole weights arrive."""
     fp32_lm_head: bool = False
     """vLLM: compute the logits in float32 whatever `dtype` is."""
     deterministic: bool = False
@@ -100,12 +102,18 @@ class EngineSpec:
             weight_backend=weight_backend(cfg, device),
             bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
             verify_checksum=rollout.checkpoint_engine.verify_checksum,
+            adapter_scaling=model.lora_alpha / model.lora_rank if sends_adapters(cfg) else None,
             fp32_lm_head=rollout.fp32_lm_head,
             deterministic=cfg.trainer.deterministic,
             seed=rollout.seed,
             threads=rollout.cpu_threads or max(1, cores),
             engine_kwargs=dict(rollout.engine_kwargs.get(rollout.name, {})),
         )
+
+
+def sends_adapters(cfg: Config) -> bool:
+    """Return whether the engines get adapters alone, which they add to the model's own weights."""
+    return cfg.actor_rollout_ref.model.lora_rank > 0 and cfg.actor_rollout_ref.rollout.lora_sync == "adapter"
 
 
 def weight_backend(cfg: Config, device: Device) -> WeightBackend:
@@ -118,11 +126,13 @@ def weight_backend(cfg: Config, device: Device) -> WeightBackend:
     key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
     if wanted in ("ipc", "nccl") and device == "cpu":
         raise ConfigError(f"{key}={wanted} needs GPUs; on CPU use auto or object_store")
+    if wanted in ("ipc", "nccl") and sends_adapters(cfg):
+        raise ConfigError(f"{key}={wanted}: adapters alone (rollout.lora_sync=adapter) go through the object store; use auto")
     if wanted in ("ipc", "nccl") and rollout.name == "hf":
         raise ConfigError(f"{key}={wanted} is not for rollout.name=hf; use auto or object_store")
     if wanted != "auto":
         return wanted
-    if device == "cpu" or rollout.name == "hf":
+    if device == "cpu" or rollout.name == "hf" or sends_adapters(cfg):
         return "object_store"
     return "ipc" if rollout.nnodes == 0 else "nccl"
 

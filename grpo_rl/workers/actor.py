@@ -218,6 +218,10 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def begin_weight_sync(self) -> int:
         """Get ready to hand out the weights; return their size in bytes as float32."""
+        if self.spec.sender.adapters_alone:
+            adapters = fsdp.whole_adapters(self.model, self.device)
+            self._buckets = self.sender.buckets(adapters.items())
+            return sum(tensor.nbytes for tensor in adapters.values())
         # Nothing is loaded: each shard comes to the device by itself, when its tensor is gathered.
         whole = fsdp.named_full_tensors(self.model, device=self.device, dtype=self._wire_dtype)
         self._buckets = self.sender.buckets(stored_tensors(whole))

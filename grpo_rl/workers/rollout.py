@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_rl.columns import Block
 from grpo_rl.errors import ClusterError
@@ -19,6 +19,9 @@ from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.reports import Report, pack
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Completion, Metrics, Request
+
+if TYPE_CHECKING:
+    from grpo_rl.rollout.adapter_merge import AdapterMerge
 
 T = TypeVar("T")
 _Command = tuple[str, Callable[[RolloutEngine], Any], "Future[Any]"]
@@ -54,6 +57,12 @@ class RolloutWorker:
         self._updating = False
         """True while a weight update is under way; read and written in the engine's thread."""
         self._decode = response_decoder(spec)
+        self._merge: AdapterMerge | None = None
+        """Where adapters arrive alone: what adds them to the model's own weights."""
+        if spec.adapter_scaling is not None:
+            from grpo_rl.rollout.adapter_merge import AdapterMerge
+
+            self._merge = AdapterMerge(spec)
         self._num_tokens = self._num_responses = self._num_steps = 0
         self._busy_s = 0.0
         self._at: tuple[str, float] | None = None
@@ -126,13 +135,16 @@ class RolloutWorker:
 
     def load_bucket(self, bucket: WeightBucket) -> None:
         fault_point("rollout.weights.bucket")
-        self._call("load_bucket", lambda engine: engine.load_bucket(bucket))
+        load = None if self._merge is None else self._merge.receive
+        self._call("load_bucket", lambda engine: (load or engine.load_bucket)(bucket))
 
     def finish_weight_update(self, keep_cache: bool = False) -> int:
         """Return the version that is live now; see RolloutEngine for `keep_cache`."""
         fault_point("rollout.weights.before_finish")
 
         def finish(engine: RolloutEngine) -> int:
+            for bucket in () if self._merge is None else self._merge.buckets():
+                engine.load_bucket(bucket)
             engine.finish_weight_update(keep_cache)
             self._updating = False
             return engine.weight_version
@@ -140,7 +152,10 @@ class RolloutWorker:
         return self._call("finish_weight_update", finish)
 
     def received_digests(self) -> dict[str, str]:
-        return self._call("received_digests", lambda engine: engine.received_digests())
+        merge = self._merge
+        return self._call(
+            "received_digests", lambda engine: engine.received_digests() if merge is None else dict(merge.digests)
+        )
 
     def sleep(self) -> None:
         self._call("sleep", lambda engine: engine.sleep())

@@ -89,6 +89,8 @@ class SenderSpec:
     dtype: str | None = None
     """The engines' type; None sends float32."""
     verify: bool = False
+    adapters_alone: bool = False
+    """Send A and B of every adapter, in float32, and not the merged weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -422,6 +422,9 @@ class RolloutConfig:
     gpu_memory_utilization leaves beside weights and activations, which vLLM measures while it starts."""
     kv_cache_gib: Gib = 1.0
     """CPU: most memory for the engine's key-value cache, in GiB."""
+    lora_sync: Literal["merged", "adapter"] = "merged"
+    """LoRA: what travels to the engines. merged: the whole weights with the adapters added; adapter: the adapters alone, a hundredth,
+    which each engine adds to the weights in the model's files."""
     free_cache_engine: bool = True
     """GPU, colocated: the engine gives its memory back while the actor trains."""
     enforce_eager: bool | None = None

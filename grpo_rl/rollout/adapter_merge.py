@@ -1,0 +1,72 @@
+"""Weights of adapters alone: an engine's process adds what arrived to the base model, whose files it has anyway.
+
+The actor sends A and B of every adapted layer, a hundredth of the model. Here `W + (alpha / rank) B A` is made of them and of W as
+the files have it, in float32 as the actor's ranks make it (`models/fsdp.py`), and the engine gets whole tensors as ever: it needs no
+kernels for adapters, and its log-probs are those of merged weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.models.lora import A_NAME, B_NAME
+from grpo_rl.models.sharded_load import WeightFiles
+from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.model_info import load_config
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest, first_names, pack_buckets
+
+
+class AdapterMerge:
+    """The adapters that arrived in an update, and the whole tensors that they make.
+
+    Raises ConfigError for a model whose files have not its tensors by their names.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        assert spec.adapter_scaling is not None
+        self._spec, self._scaling = spec, spec.adapter_scaling
+        with torch.device("meta"):
+            self._lm: Any = AutoModelForCausalLM.from_config(load_config(spec), trust_remote_code=spec.trust_remote_code)
+        files = WeightFiles.find(spec.model_path)
+        if files is None or not files.fits(self._lm):
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.lora_sync=adapter: the files of {spec.model_path} have not the model's tensors by their "
+                "names, so that engines cannot add adapters to them; use lora_sync=merged"
+            )
+        self._files = files
+        self._adapters: dict[str, Tensor] = {}
+        self.digests: dict[str, str] = {}
+        """The digest of every tensor that arrived, where they are verified."""
+
+    def receive(self, bucket: WeightBucket) -> None:
+        """Keep the adapters of a bucket."""
+        for name, tensor in bucket.tensors():
+            self._adapters[name] = tensor.clone()
+            if self._spec.verify_checksum:
+                self.digests[name] = digest(tensor)
+
+    def buckets(self) -> Iterator[WeightBucket]:
+        """Yield the whole model with the adapters that arrived, which are forgotten. Raises WeightTransferError for half an adapter."""
+        dtype = getattr(torch, self._spec.dtype)
+        merged = ((name, tensor.to(dtype)) for name, tensor in self._merged())
+        yield from pack_buckets(merged, self._spec.bucket_bytes)
+        if self._adapters:
+            raise WeightTransferError(f"adapters of no layer of the model arrived: {first_names(sorted(self._adapters))}")
+
+    @torch.no_grad()
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self._files.whole_tensors(self._lm):
+            layer = name.removesuffix(".weight")
+            a_RI, b_OR = self._adapters.pop(layer + A_NAME, None), self._adapters.pop(layer + B_NAME, None)
+            if a_RI is None or b_OR is None:
+                if a_RI is not b_OR:
+                    raise WeightTransferError(f"one of the two matrices of the adapter at {layer} did not arrive")
+                yield name, weight
+            else:
+                yield name, torch.addmm(weight.float(), b_OR, a_RI, alpha=self._scaling)
