@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import checkpoint_trials as trials
 import pytest
@@ -66,12 +65,6 @@ def test_what_was_saved_is_found_with_its_files_and_its_state(store):
     assert names(store) == ["step_7"]
 
 
-def test_without_checkpoints_there_is_no_latest(store):
-    assert store.latest(refuse) is None and store.steps() == []
-    store.folder.mkdir()
-    assert store.latest(refuse) is None
-
-
 def test_the_newest_is_the_one_of_the_highest_step_and_not_of_the_highest_name(store):
     for step in (9, 10, 2):
         save(store, step)
@@ -127,13 +120,6 @@ def test_only_the_newest_are_kept_and_foreign_files_stay(tmp_path):
     assert names(store) == ["notes.txt", "step_1_best", "step_3", "step_4"]
 
 
-def test_the_one_just_saved_is_kept_even_beside_a_later_step(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints", keep=1)
-    save(CheckpointStore(store.folder), 10)
-    save(store, 3)
-    assert store.steps() == [3]
-
-
 def test_later_steps_are_set_aside_without_losing_any(store):
     for step in (2, 4, 6):
         save(store, step)
@@ -166,35 +152,6 @@ def flip_a_bit(folder: Path) -> None:
     data = bytearray((folder / "weights.bin").read_bytes())
     data[500] ^= 1
     (folder / "weights.bin").write_bytes(data)
-
-
-def link_outside(folder: Path) -> None:
-    (folder / "weights.bin").rename(folder.parent / "outside.bin")
-    (folder / "weights.bin").symlink_to(folder.parent / "outside.bin")
-
-
-DAMAGE = {
-    "a flipped bit": (flip_a_bit, "weights.bin is not the file that was written"),
-    "a missing file": (lambda f: (f / "weights.bin").unlink(), "weights.bin is missing"),
-    "a link leading out": (link_outside, "which is outside the folder"),
-    "an empty manifest": (lambda f: (f / MANIFEST).write_text(""), "cannot be read"),
-}
-"""Damage with what is said of it; every other kind of it is tried in `test_crash_points.py`."""
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_is_taken(store, damage):
-    save(store, 1)
-    save(store, 2)
-    harm, message = DAMAGE[damage]
-    harm(store.folder / "step_2")
-    with pytest.raises(CheckpointError) as caught:
-        verify(store.folder / "step_2")
-    assert message in str(caught.value) and str(store.folder / "step_2") in str(caught.value)
-    told: list[str] = []
-    found = store.latest(told.append)
-    assert found is not None and found.step == 1
-    assert told == [str(caught.value)]
 
 
 def test_each_damaged_one_is_told_of_once_and_older_ones_are_not_looked_at(store):
@@ -300,22 +257,6 @@ def test_what_a_broken_off_save_left_is_removed_at_the_next_start_and_nothing_el
     assert len(names(store)) == 5
     assert CheckpointStore(store.folder).latest(refuse) is None
     assert names(store) == [".nfs0001", ".writing_by_hand", ".writing_step_1_0123abcd", "step_1.tmp"]
-
-
-def test_a_resumed_run_reads_every_file_once(store, monkeypatch):
-    save(store, 1)
-    save(store, 2)
-    read: list[str] = []
-    opened = Path.open
-
-    def note(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:
-        if mode == "rb":
-            read.append(path.name)
-        return opened(path, mode, *rest, **options)
-
-    monkeypatch.setattr(Path, "open", note)
-    assert newest(store) == 2
-    assert sorted(read) == ["config.json", "trainer.json", "weights.bin"]
 
 
 def test_a_file_is_flushed_whole_before_its_writing_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,6 @@ def test_every_command_is_named_and_can_be_imported(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == f"grpo_rl {grpo_rl.__version__}\n"
 
 
-def test_an_unknown_command_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["wach", "run"]) == 2
-    assert "there is no command 'wach'. Did you mean watch?" in capsys.readouterr().err
-
-
 def test_words_without_a_command_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trainer.save_frq=1"]) == 2
     assert "trainer.save_freq" in capsys.readouterr().err
@@ -75,19 +70,9 @@ def test_options_are_not_shortened_and_settings_may_stand_anywhere() -> None:
 
 
 def test_verls_words_of_generation_are_ours() -> None:
-    theirs = [
-        "model.path=/m",
-        "data.path=p.parquet",
-        "data.output_path=o.parquet",
-        "data.n_samples=4",
-        "rollout.temperature=0.7",
-    ]
-    theirs += [
-        "rollout.response_length=64",
-        "rollout.prompt_length=32",
-        "rollout.tensor_model_parallel_size=2",
-        "data.prompt_key=p",
-    ]
+    theirs = ["model.path=/m", "data.path=p.parquet", "data.output_path=o.parquet", "data.n_samples=4"]
+    theirs += ["rollout.temperature=0.7", "rollout.response_length=64", "rollout.prompt_length=32"]
+    theirs += ["rollout.tensor_model_parallel_size=2", "data.prompt_key=p"]
     assert translated(theirs) == [
         *("/m", "--data", "p.parquet", "--output", "o.parquet", "-n", "4", "--temperature", "0.7", "--max-tokens", "64"),
         "data.max_prompt_length=32",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_rl.__main__ import main
-from grpo_rl.commands.chat import Conversation, _lines
+from grpo_rl.commands.chat import Conversation
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.errors import ConfigError
@@ -53,11 +53,6 @@ def test_the_oldest_turns_are_left_out_where_they_no_longer_fit() -> None:
     assert prompt.text == "<|user|>2+2=<|assistant|>4<|end|><|user|>3+3=<|assistant|>" and talk.left_out == 1
     with pytest.raises(ConfigError, match="room for 1 to 16"):
         talk.ask("9" * 40, "d")
-
-
-def test_a_pipe_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n/quit\n"))
-    assert list(_lines()) == ["1+1=", "/quit"]
 
 
 def test_with_transformers_a_conversation_needs_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+import time
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
-from config_tools import A, R, any_settings, nested, value_at
-from hypothesis import given, settings
+from config_tools import CPU, RUNNABLE, A, R, any_settings, nested, value_at
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from valid_configs import valid_settings
 
-from grpo_rl.config.convert import convert, convert_or_explain
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.checks.all_rules import check
+from grpo_rl.config.compose import compose
+from grpo_rl.config.convert import convert, convert_or_explain, value_problem
+from grpo_rl.config.reference_page import meanings, reference
+from grpo_rl.config.schema import tree
+from grpo_rl.config.schema.fields import Leaf, leaves
+from grpo_rl.config.schema.kinds import Range
+from grpo_rl.errors import ConfigError
+from grpo_rl.plan.make import make_plan
 
 WRONG_VALUES: list[tuple[str, Any, str]] = [
     (f"{R}.n", 8.5, "write 8 or 9"),
@@ -123,3 +135,96 @@ def test_every_value_within_its_rule_is_taken_as_it_is(keys: dict[str, Any]) -> 
     config = convert(nested(keys))
     for key, value in keys.items():
         assert value_at(config, key) == value
+
+
+# ---- settings that keep every rule -----------------------------------------------------------------------
+
+QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@QUICK
+@given(valid_settings())
+def test_a_valid_configuration_is_not_refused(keys: dict[str, Any]) -> None:
+    assert check(convert(nested(keys)), CPU) == []
+
+
+@QUICK
+@given(valid_settings(), st.data())
+def test_one_changed_value_is_refused_or_means_the_same_or_is_taken_as_it_is(keys: dict[str, Any], data: st.DataObject) -> None:
+    key = data.draw(st.sampled_from(sorted(keys)))
+    value = data.draw(st.sampled_from([None, -5, 0, 1.5, "x", "", [1], {"a": 1}, True, 10**30, float("nan"), str(keys[key])]))
+    config, problems = convert_or_explain(nested(keys | {key: value}))
+    if problems:
+        assert all(problem.startswith(key) for problem in problems)
+        return
+    taken: Any = config
+    for name in key.split("."):
+        taken = getattr(taken, name)
+    # Only what loses nothing is converted: text to the number it spells, one entry to a list of one, 1 to "1".
+    # Beyond 2^53 a real number is the nearest one to the whole number.
+    nearest = float(value) if isinstance(taken, float) and isinstance(value, int) else value
+    assert taken in (value, nearest, keys[key], [value]) or str(taken) == str(value)
+    check(config, CPU)
+
+
+# ---- every number has two bounds with a reason -----------------------------------------------------------
+
+NUMBERS = {key: leaf for key, leaf in leaves().items() if (leaf.kind.item or leaf.kind).base in (int, float)}
+EXTREMES = (0, -1, 1e-300, 1e12, 10**12, 2**31)
+BOUND_S = 2.0
+
+
+def bounds_of(leaf: Leaf) -> Range:
+    bounds = (leaf.kind.item or leaf.kind).range
+    assert bounds is not None
+    return bounds
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_has_two_finite_bounds_and_a_reason_in_the_message(key: str) -> None:
+    leaf = NUMBERS[key]
+    bounds = bounds_of(leaf)
+    low, high = bounds.ge if bounds.gt is None else bounds.gt, bounds.le if bounds.lt is None else bounds.lt
+    assert low is not None and high is not None and -math.inf < low < high < math.inf
+    assert len(bounds.reason) > 10
+    too_large: Any = int(high) + 1 if (leaf.kind.item or leaf.kind).base is int else float(high) * 1.01 + 1
+    _, (problem,) = convert_or_explain(nested({key: [too_large] if leaf.kind.item else too_large}))
+    assert problem.startswith(f"{key}=")
+    assert bounds.reason in problem or high >= 2**63 - 1
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_an_extreme_number_is_refused_or_planned_at_once(key: str) -> None:
+    for value in EXTREMES:
+        if value_problem(key, [value] if NUMBERS[key].kind.item else value) is not None:
+            continue
+        shown = f"[{value!r}]" if NUMBERS[key].kind.item else repr(value)
+        started = time.process_time()
+        try:
+            make_plan(compose([*(f"{name}={given}" for name, given in RUNNABLE.items() if name != key), f"{key}={shown}"]), CPU)
+        except ConfigError as error:
+            assert all("\n" not in problem for problem in error.problems)
+        assert time.process_time() - started < BOUND_S
+
+
+# ---- the generated page of all keys ----------------------------------------------------------------------
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "configuration.md"
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == reference(), "python -m grpo_rl.config.reference_page > docs/configuration.md"
+
+
+def test_every_key_is_on_the_page_with_its_meaning() -> None:
+    undocumented = [f"{name}.{field}" for name, fields in meanings().items() for field, text in fields.items() if not text]
+    ours = [entry for entry in undocumented if entry.split(".")[0].endswith("Config")]
+    # Fields that hold a whole group of keys need no words of their own.
+    assert [entry for entry in ours if not _is_group(*entry.split("."))] == []
+    text = reference()
+    for key in leaves():
+        assert f"| `{key.rpartition('.')[2]}` |" in text, key
+
+
+def _is_group(name: str, field: str) -> bool:
+    return is_dataclass(get_type_hints(getattr(tree, name))[field])

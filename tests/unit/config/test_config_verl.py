@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from string import Template
 
 import pytest
-from config_tools import CPU, A, R
-from verl_commands import COMMANDS
+from config_tools import A, R
 
 from grpo_rl.config.compose import compose
 from grpo_rl.config.overrides import read
@@ -16,6 +16,29 @@ from grpo_rl.config.schema.fields import free_mapping, leaves, sections
 from grpo_rl.config.verl.verl_answers import ANSWERS, Reply, answer_for, reply
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
+
+SHORT = {"A": A, "R": R, "M": "actor_rollout_ref.model", "REF": "actor_rollout_ref.ref", "RM": "reward.reward_model"}
+SHORT |= {"C": "algorithm.rollout_correction"}
+
+
+def verls_commands() -> dict[str, dict[str, str]]:
+    """Return the words of verl_commands.txt by the name of their command, groups of words put in their places."""
+    found: dict[str, dict[str, str]] = {}
+    for section in Path(__file__).with_name("verl_commands.txt").read_text().split("\n[")[1:]:
+        name, _, text = section.partition("]\n")
+        words = found[name] = {}
+        for word in Template(text).substitute(SHORT).split():
+            if word.startswith("@"):
+                words |= found[f"*{word[1:]}"]
+            elif word.startswith("-"):
+                del words[word[1:]]
+            else:
+                key, _, value = word.partition("=")
+                words[key] = value
+    return {name: words for name, words in found.items() if not name.startswith("*")}
+
+
+COMMANDS = verls_commands()
 
 
 def test_no_key_of_the_schema_has_an_answer_for_keys_that_are_missing() -> None:
@@ -90,44 +113,6 @@ def test_a_renamed_key_is_answered_with_a_key_that_exists(key: str, instead: str
 def test_a_mapping_of_keys_is_answered_key_by_key() -> None:
     problems = read(["reward_model={strategy: fsdp, model: {fsdp_config: 1}, micro_batch_size: null}"]).problems
     assert [problem.partition(":")[0] for problem in problems] == ["reward_model.model.fsdp_config"]
-
-
-HINTS = """
-data.train_files=task:arithmetic
-actor_rollout_ref.model.path=builtin:arithmetic
-data.train_batch_size=32
-data.return_raw_chat=True
-data.dataloader_num_workers=8
-data.val_batch_size=64
-actor_rollout_ref.actor.ppo_mini_batch_size=32
-actor_rollout_ref.actor.fsdp_config.forward_prefetch=True
-actor_rollout_ref.model.use_remove_padding=True
-actor_rollout_ref.model.use_shm=True
-actor_rollout_ref.rollout.mode=sync
-actor_rollout_ref.rollout.layered_summon=True
-actor_rollout_ref.rollout.enable_chunked_prefill=False
-trainer.balance_batch=False
-""".strip().splitlines()
-"""Keys of a launch command of verl's for DAPO, some of which have no meaning here."""
-
-
-def test_a_command_runs_and_says_which_of_verls_keys_have_no_meaning_here() -> None:
-    composed = compose(HINTS)
-    plan = make_plan(composed, CPU)
-    for key, value in (
-        ("data.dataloader_num_workers", "8"),
-        ("data.val_batch_size", "64"),
-        ("actor_rollout_ref.model.use_shm", "true"),
-        (f"{R}.mode", "sync"),
-        (f"{R}.layered_summon", "true"),
-        (f"{R}.enable_chunked_prefill", "false"),
-        ("trainer.balance_batch", "false"),
-    ):
-        (note,) = [note for note in composed.notes if note.startswith(f"{key}={value}: ")]
-        assert "has no meaning here: " in note
-        assert " ".join(plan.render().split()).count(" ".join(note.split())) == 1
-    # What is right here anyway is taken without a word.
-    assert not [note for note in composed.notes if "use_remove_padding" in note or "forward_prefetch" in note]
 
 
 def test_a_hint_in_a_recipe_is_noted_with_the_recipes_name(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -54,23 +55,11 @@ def make_run(base: Path, name: str) -> Path:
     metrics = MetricsFile(run_dir.metrics_file)
     for step in range(4):
         metrics.log(step, {"reward/mean": 0.1 * step, "val/arithmetic/mean@1": 0.1 * step, "timing_s/step": 1.0})
-        rollouts = [
-            Rollout(
-                Prompt(f"val-{row}", [1], f"{row}+1=", "arithmetic", ground_truth=str(row + 1)),
-                *(
-                    sample,
-                    [3, 4],
-                    [-0.1, -0.2],
-                    "stop",
-                    ((1, 2),),
-                    str(row),
-                    float(row == sample),
-                    {"acc": float(row == sample)},
-                ),
-            )
-            for row in range(3)
-            for sample in range(2)
-        ]
+        rollouts = []
+        for row, sample in itertools.product(range(3), range(2)):
+            prompt = Prompt(f"val-{row}", [1], f"{row}+1=", "arithmetic", ground_truth=str(row + 1))
+            right = float(row == sample)
+            rollouts.append(Rollout(prompt, sample, [3, 4], [-0.1, -0.2], "stop", ((1, 2),), str(row), right, {"acc": right}))
         for folder in (run_dir.rollouts, run_dir.val):
             write_rollouts(folder / f"step_{step}.jsonl", rollouts, [0.5] * 6, token_groups=1)
     metrics.close()
@@ -171,7 +160,7 @@ def deadline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pytest.fail(f"after {LONGEST_S} s there was no end")  # the commands catch SystemExit
 
     # A log of 512 MiB is legitimate; what is tried here is larger than this in any case.
-    monkeypatch.setattr(run_files, "MOST_BYTES", 2**24)
+    monkeypatch.setattr(run_files.read_bytes, "__defaults__", (2**24,))
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(LONGEST_S)
     yield

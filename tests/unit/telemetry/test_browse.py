@@ -88,12 +88,6 @@ def test_what_a_model_wrote_cannot_drive_the_terminal(run, capsys):
     assert "auto=0" in output and "advantage=-0.5" in output and "question b" in output
 
 
-def test_the_cause_of_a_failure_is_shown_with_its_rollout(run, capsys):
-    main([str(run)])
-    output = capsys.readouterr().out
-    assert output.count("cause     took longer than reward.timeout_s=1") == output.count("cause  ") == 1
-
-
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

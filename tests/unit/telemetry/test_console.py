@@ -48,18 +48,6 @@ def test_hostile_text_is_escaped_and_brackets_are_not_markup() -> None:
         assert shown in text
 
 
-def test_a_header_stands_over_its_own_numbers() -> None:
-    # Before the training there may be a validation of prompts alone, which does not say what kind of run it is.
-    pipe = Pipe()
-    console = Console(pipe)
-    console.step(0, 2, {"val/sums/mean@1": 0.5, "val/sums/reward": 0.75})
-    console.step(1, 2, {"train/loss": 0.7, "train/accuracy": 0.5})
-    console.step(2, 2, {"reward/mean": 0.5})
-    before, pairs, _, sampled, _ = pipe.lines()
-    assert before.split() == ["0/2", "|", "valid:", "mean@1", "0.500,", "reward", "0.750"]
-    assert "margin" in pairs and "reward" not in pairs and "reward" in sampled and "margin" not in sampled
-
-
 def test_the_log_file_has_every_line_that_was_printed(tmp_path: Path) -> None:
     console = Console(Pipe())
     console.log_to(tmp_path / "console.log")

@@ -12,11 +12,11 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from grpo_rl.__main__ import COMMANDS, main
+from grpo_rl.__main__ import main
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.kinds import Illness
 from grpo_rl.telemetry.diagnosis.diagnose import RULES, Alarms, as_text, as_warning, diagnose
-from grpo_rl.telemetry.diagnosis.run_record import RunRecord, Series
+from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 
 STEPS = 40
 Curve = Callable[[int], float]
@@ -230,35 +230,6 @@ def test_a_few_steps_are_too_few_to_be_called_healthy() -> None:
     assert healthy.is_healthy and not healthy.is_undecided
 
 
-def test_the_cause_of_a_disagreement_is_read_from_the_configuration() -> None:
-    differ: dict[str, Curve | None] = {"rollout/logprob_diff_mean": lambda step: 0.2}
-    parts = CONFIG["actor_rollout_ref"]
-    drops = {"actor_rollout_ref": parts | {"model": {"override_config": {"attention_dropout": 0.5}}}}
-    found = diagnose(run(differ, config=drops)).first
-    assert found is not None and "attention_dropout=0.5" in found.meaning and "dropout" in found.advice[0]
-    coarse = {"actor_rollout_ref": parts | {"rollout": {"n": 4, "dtype": "bfloat16"}}}
-    found = diagnose(run(differ, config=coarse)).first
-    assert found is not None and "computes in bfloat16, and the trainer in auto" in found.meaning
-
-
-@pytest.mark.parametrize(
-    ("phase", "seconds", "key"),
-    [
-        ("gen", 9.0, "max_num_seqs"),
-        ("gen", 7.0, None),
-        ("old_logprobs", 6.0, "ppo_mini_batch_size"),
-        ("reward", 6.0, "num_workers"),
-    ],
-)
-def test_a_phase_that_takes_most_of_the_time_is_noted_with_the_key_that_shortens_it(
-    phase: str, seconds: float, key: str | None
-) -> None:
-    found = diagnose(run({"timing_s/gen": lambda step: 1.0, f"timing_s/{phase}": lambda step: seconds}))
-    notes = [one for one in found.findings if one.name == "phase_dominates"]
-    assert found.is_healthy and bool(notes) == (key is not None)
-    assert all(key is not None and key in one.advice[0] for one in notes)
-
-
 def test_every_key_that_is_advised_exists() -> None:
     tree = yaml.safe_load(compose([]).yaml())
     roots = ("actor_rollout_ref", "algorithm", "data", "reward", "trainer", "critic")
@@ -291,13 +262,6 @@ def test_no_rule_fails_on_a_run_with_one_metric_of_any_kind() -> None:
                 rule(RunRecord({}, records))
 
 
-def test_the_ends_of_a_series_and_since_when_something_holds() -> None:
-    series = Series([(step, float(step)) for step in range(1, 11)])
-    assert (series.first, series.last, series.now) == (1.5, 9.5, 10.0)
-    assert [Series([(1, 0.0)] * number).window for number in (1, 4, 10, 100)] == [1, 1, 2, 10]
-    assert Series([(1, 0.0), (2, 5.0), (3, 0.0), (4, 5.0), (5, 6.0)]).since(lambda value: value > 1) == 4
-
-
 def test_loops_are_seen_in_the_texts_of_responses(tmp_path: Path) -> None:
     prose = "".join(chr(97 + (7 * i * i + 3 * i) % 26) for i in range(400))
     (tmp_path / "rollouts").mkdir()
@@ -318,16 +282,6 @@ def test_the_command_prints_findings_and_json(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
     assert main(["doctor", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["weight"] == "ill"
-
-
-def test_no_run_and_no_command_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", str(tmp_path)]) == 3
-    assert "there is no metrics.jsonl" in capsys.readouterr().err
-    assert main(["docter"]) == 2
-    assert "there is no command 'docter'" in capsys.readouterr().err
-    assert main([]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in COMMANDS)
 
 
 def test_an_alarm_is_raised_once_in_the_step_in_which_it_begins() -> None:

@@ -74,16 +74,6 @@ def test_steps_that_found_the_disk_full_are_written_once_there_is_room(tmp_path:
     assert "cannot be written" in warnings[0] and "can be written again; no steps" in warnings[1] and len(warnings) == 2
 
 
-def test_a_device_that_is_always_full_costs_no_step_and_the_loss_is_told() -> None:
-    warnings: list[str] = []
-    metrics = MetricsFile(Path("/dev/full"), warnings.append)
-    for step in range(3):
-        metrics.log(step, {"a": float(step)})
-    metrics.close()
-    assert len(warnings) == 2
-    assert "No space left" in warnings[0] and "3 steps could not be written" in warnings[1]
-
-
 @given(st.dictionaries(st.text(), st.one_of(st.none(), st.floats(), st.text(), st.lists(st.floats())), max_size=5))
 def test_any_record_is_one_line_of_strict_ascii_json(record: dict[str, Any]) -> None:
     line = dump_line(record)

@@ -1,8 +1,6 @@
 """The process that writes the page beside a run: when it begins, what it may cost, how it ends."""
 
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,7 +8,6 @@ from pathlib import Path
 
 from run_folders import make_run
 
-from grpo_rl.processes.family import is_running
 from grpo_rl.telemetry.page import beside_run
 from grpo_rl.telemetry.page.beside_run import PageBeside
 
@@ -32,26 +29,6 @@ def test_a_page_is_written_when_it_is_due_and_not_while_one_is_under_way(tmp_pat
     assert "a_run" in (run / "page.html").read_text() and beside._process is None
     beside.step(6)
     assert beside._process is None, f"a page may be under way for {beside_run.SHARE:.0%} of the time"
-
-
-def test_the_process_has_the_priority_of_idle_time_a_limit_and_a_session_of_its_own(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    os.remove(run / "metrics.jsonl")
-    os.mkfifo(run / "metrics.jsonl")  # it waits here
-    beside = PageBeside(run, 1)
-    beside.step(1)
-    assert beside._process is not None
-    pid = beside._process.pid
-    try:
-        deadline = time.monotonic() + 30.0
-        while os.sched_getscheduler(pid) != os.SCHED_IDLE:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert os.getpriority(os.PRIO_PROCESS, pid) == 19 and os.getsid(pid) == pid
-    finally:
-        os.kill(pid, signal.SIGALRM)  # what its own limit sends
-    beside.wait(10.0)
-    assert not is_running(pid)
 
 
 def test_a_failure_is_reported_once_and_stops_nothing(tmp_path: Path) -> None:

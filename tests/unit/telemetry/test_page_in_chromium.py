@@ -115,17 +115,6 @@ def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
     assert tab.problems == []
 
 
-def test_several_runs_lie_over_each_other(tab: Tab, tmp_path: Path) -> None:
-    runs = [make_run(tmp_path, name, num_steps=steps) for name, steps in (("one", 4), ("two", 8))]
-    page = write_page(runs)
-    assert page == tmp_path / "runs.html"
-    tab.open(address(page, tab="curves", find="kl_loss"), wait_for=CHART)
-    assert re.search(r"one 0\.04\s+two 0\.08", text(tab, ".card.small"))
-    tab.open(address(page, tab="overview", run=1))
-    assert text(tab, "h1") == "two" and "8 of 8" in text(tab, ".top")
-    assert tab.problems == []
-
-
 def test_a_whole_group_is_shown_side_by_side_with_the_history_of_its_prompt(tab: Tab, page: Path) -> None:
     tab.open(address(page, tab="rollouts", step=3), wait_for="document.querySelectorAll('.rollout').length")
     assert tab.evaluate("document.querySelectorAll('.rollout').length") == 4
@@ -202,24 +191,6 @@ def test_an_episode_is_a_conversation_whose_sampled_turns_are_marked(tab: Tab, g
     tab.size(360, 740)
     tab.open(address(games, tab="rollouts", step=2, group="2.0"), **opened)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 360
-
-
-def test_rollouts_are_filtered_by_reward_outcome_and_text(tab: Tab, page: Path) -> None:
-    def rows(**chosen: object) -> int:
-        tab.open(
-            address(page, tab="rollouts", **chosen),
-            wait_for="/^[\\d,]+ groups/.test(document.querySelector('.bar:first-child')?.innerText.split('\\n').pop() ?? '')",
-        )
-        return int(tab.evaluate("document.querySelectorAll('.row').length"))
-
-    right = [[answer(5, row, sample) == str(2 * row) for sample in range(4)] for row in range(6)]
-    assert rows(step=5) == 6
-    assert rows(step=5, low=1) == sum(any(one) for one in right)
-    assert rows(step=5, outcome="equal") == sum(len(set(one)) == 1 for one in right)
-    assert rows(step=5, outcome="mixed") == sum(len(set(one)) == 2 for one in right)
-    assert rows(step=5, text="%3E3%2B3") == 1
-    assert rows(step="all", text="%3E3%2B3") == 12
-    assert rows(step=5, outcome="failed") == 0 and "No group meets" in text(tab)
 
 
 def hostile(step: int, row: int, sample: int) -> str:

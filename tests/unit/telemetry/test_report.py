@@ -8,18 +8,10 @@ from grpo_rl.types import Prompt, Rollout
 
 
 def validate(log: RolloutLog, step: int, answers: list[str]) -> None:
+    prompts = [Prompt(f"v{step}-{i}", (1,), f"question {i}", "sums", "8") for i in range(len(answers))]
     rollouts = [
-        Rollout(
-            Prompt(f"v{step}-{i}", (1,), f"question {i}", "sums", "8"),
-            0,
-            (2,),
-            (-0.1,),
-            "stop",
-            ((step, 1),),
-            text,
-            float(text == "8"),
-        )
-        for i, text in enumerate(answers)
+        Rollout(prompt, 0, (2,), (-0.1,), "stop", ((step, 1),), text, float(text == "8"))
+        for prompt, text in zip(prompts, answers, strict=True)
     ]
     log.write("val", step, rollouts)
 
@@ -43,17 +35,6 @@ def test_the_table_compares_the_first_and_the_last_values(tmp_path: Path) -> Non
     assert lines[1].split() == ["validation", "sums/mean@1", "0.250", "0.750", "+0.500"]
     # (0.1 + ... + 0.5) / 5 and (0.6 + ... + 1.0) / 5
     assert lines[2].split() == ["training", "reward", "(first", "and", "last", "5", "steps)", "0.300", "0.800", "+0.500"]
-
-
-def test_no_training_step_is_counted_as_both_first_and_last(tmp_path: Path) -> None:
-    # (0.1 + 0.2) / 2 and (0.4 + 0.5) / 2; then 0.1 and 0.3; one step is no comparison.
-    assert "training reward (first and last 2 steps) 0.150 0.450 +0.300" in " ".join(
-        final_report(make_run(tmp_path / "5", 5)).split()
-    )
-    assert "training reward (first and last step) 0.100 0.300 +0.200" in " ".join(
-        final_report(make_run(tmp_path / "3", 3)).split()
-    )
-    assert "training reward" not in final_report(make_run(tmp_path / "1", 1))
 
 
 def test_samples_are_shown_for_the_same_prompt_and_cannot_drive_the_terminal(tmp_path: Path) -> None:
@@ -100,26 +81,11 @@ def test_a_run_that_only_validates_has_values_and_no_before_and_after(tmp_path: 
 
 
 def test_the_table_has_first_last_and_best_of_every_component_and_the_failures_by_kind():
-    records = [
-        {"step": 0.0, "val/a/mean@1": 0.1},
-        {
-            "step": 1.0,
-            "reward/mean": 0.2,
-            "reward/auto": 0.1,
-            "reward/auto/acc": 0.0,
-            "reward/acc": 0.0,
-            "reward/timeouts": 2.0,
-        },
-        {
-            "step": 2.0,
-            "reward/mean": 0.9,
-            "reward/auto": 0.8,
-            "reward/auto/acc": 0.5,
-            "reward/acc": 0.5,
-            "reward/timeouts": 1.0,
-        },
-        {"step": 3.0, "reward/mean": 0.5, "reward/auto": 0.4, "reward/auto/acc": 0.5, "reward/acc": 0.5, "reward/errors": 4.0},
-    ]
+    names = ["reward/mean", "reward/auto", "reward/auto/acc", "reward/acc"]
+    values = [(0.2, 0.1, 0.0, 0.0), (0.9, 0.8, 0.5, 0.5), (0.5, 0.4, 0.5, 0.5)]
+    failed = [{"reward/timeouts": 2.0}, {"reward/timeouts": 1.0}, {"reward/errors": 4.0}]
+    records = [{"step": 0.0, "val/a/mean@1": 0.1}]
+    records += [{"step": n + 1.0, **dict(zip(names, values[n], strict=True)), **failed[n]} for n in range(3)]
     rows = [line.split() for line in rewards_section(records).splitlines()]
     assert rows == [
         ["Rewards", "first", "last", "best", "at", "step"],

@@ -57,15 +57,6 @@ def test_a_killed_owner_leaves_the_name_free(owner: subprocess.Popen[str], tmp_p
     RunDir.create(tmp_path, "shared").release()
 
 
-def test_asking_whether_a_name_is_free_makes_no_folder_and_takes_no_lock(tmp_path: Path) -> None:
-    refuse_taken(tmp_path, "new")
-    refuse_taken(tmp_path, None)
-    assert list(tmp_path.iterdir()) == []
-    RunDir.create(tmp_path, "old").release()
-    refuse_taken(tmp_path, "old")
-    RunDir.create(tmp_path, "old").release()
-
-
 @pytest.fixture
 def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system like Lustre without -o flock."""

@@ -57,19 +57,11 @@ def test_the_width_of_a_line_never_depends_on_the_values(value: float) -> None:
 
 
 def test_components_and_failed_scores_follow_where_there_are_some() -> None:
-    plain = "".join(
-        cell.text
-        for cell in step_line.line(1, 9, {"reward/mean": 0.5, "reward/auto": 0.5, "reward/auto/acc": 0.5, "reward/acc": 0.5})
-    )
+    shown = {"reward/mean": 0.5, "reward/auto": 0.5, "reward/auto/acc": 0.5, "reward/acc": 0.5}
+    plain = as_text(step_line.line(1, 9, shown))
     assert len(plain) == 119
-    rich = {
-        "reward/mean": 0.6,
-        "reward/auto": 0.5,
-        "reward/format": 1.0,
-        "reward/timeouts": 2.0,
-        "reward/errors": 1.0,
-        "reward/dropped": 3.0,
-    }
+    rich = {"reward/mean": 0.6, "reward/auto": 0.5, "reward/format": 1.0}
+    rich |= {"reward/timeouts": 2.0, "reward/errors": 1.0, "reward/dropped": 3.0}
     text = "".join(cell.text for cell in step_line.line(1, 9, rich))
     assert text[119:] == "  |  auto  0.500  format  1.000  3 scores failed (2 timed out, 1 in error)"
     many = {"reward/mean": 1.0} | {f"reward/part{number}": 1.0 for number in range(6)}
@@ -77,14 +69,8 @@ def test_components_and_failed_scores_follow_where_there_are_some() -> None:
 
 
 def test_a_run_on_pairs_has_a_line_of_its_own() -> None:
-    names = {
-        "train/loss": 0.6,
-        "val/loss": 0.5,
-        "train/accuracy": 0.75,
-        "val/accuracy": 0.8,
-        "train/margin": 0.1,
-        "val/margin": -0.2,
-    }
+    names = {"train/loss": 0.6, "val/loss": 0.5, "train/accuracy": 0.75, "val/accuracy": 0.8}
+    names |= {"train/margin": 0.1, "val/margin": -0.2}
     metrics = {**names, "actor/grad_norm": 0.3, "perf/tokens_per_s": 99.0, "timing_s/step": 1.5, "val/arithmetic/mean@1": 0.25}
     heads = [cell.text for cell in step_line.header(metrics)]
     [head], line = heads, as_text(step_line.line(2, 9, metrics, 61.0))
