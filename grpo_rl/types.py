@@ -305,8 +305,10 @@ class Batch:
     chosen_N: Tensor | None = None
     """The side of each rollout in its pair, True for the preferred one, only for losses over pairs.
 
-    A pair is two rollouts of one group, one of them chosen, and each with a trained token.
+    A pair is two rollouts of one group, one of them chosen, and each with a trained token. Of labelled answers: the desirable ones.
     """
+    kl_N: Tensor | None = None
+    """An estimate of the policy's KL to the reference, the same for all rollouts, only for loss_mode=kto."""
     margins_N: Tensor | None = None
     """The distance by which the chosen rollout of a pair is better, on both of them; only for reward models that learn from pairs."""
     labels_T: Tensor | None = None

@@ -132,6 +132,11 @@ class Objective:
         return "pairs" in self._loss_needs
 
     @property
+    def needs_kl(self) -> bool:
+        """Return whether a pair is an answer of a labelled row and a mismatched one, of which `kl_N` is made before the update."""
+        return "kl" in self._loss_needs
+
+    @property
     def skips_zero_advantage(self) -> bool:
         """Return whether a rollout whose advantages are all 0 adds nothing to the gradient: no other term reads it."""
         if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef or self.distillation is not None:

@@ -98,6 +98,7 @@ def loss_input(*, one_update: bool = False, pairs: bool = False) -> LossInput:
         weights_T=torch.ones(num_tokens),
         group_N=group_N,
         chosen_N=torch.tensor([True, False, False, True, True, False, False, True]) if pairs else None,
+        kl_N=torch.full((8,), 0.5) if pairs else None,
         group_tokens_N=group_tokens(lengths_N, group_N),
     )
 

@@ -16,7 +16,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.row_set import BadRows, RowSet, TrainingRows, TrainingSet
 from grpo_rl.data.training_rows import rejection
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
-from grpo_rl.data.training_rows.pairs import PairSet
+from grpo_rl.data.training_rows.pairs import LabelledSet, PairSet
 from grpo_rl.data.training_rows.rated_steps import RatedStepSet
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.models import builtin
@@ -33,6 +33,7 @@ T = TypeVar("T", bound=RowSet[Any])
 _ROWS: dict[str, Callable[..., TrainingSet[Any]]] = {
     "answers": DemonstrationSet,
     "pairs": PairSet,
+    "labelled answers": LabelledSet,
     "rated steps": RatedStepSet,
 }
 """The kinds of rows that are trained as they stand, by their names in the plan."""

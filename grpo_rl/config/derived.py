@@ -16,8 +16,10 @@ from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig
 from grpo_rl.errors import ConfigError
 
-PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo")
-"""The registered losses that compare the two sides of pairs."""
+LABEL_LOSSES = ("kto",)
+"""The registered losses over single answers that are desirable or not."""
+PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo", *LABEL_LOSSES)
+"""The registered losses over preferences, most of which compare the two sides of pairs."""
 VALUE_ESTIMATORS = ("gae",)
 """The registered advantage estimators that read the values of a critic."""
 PAIR_AVERAGE = "seq-mean-token-mean"

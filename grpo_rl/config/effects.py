@@ -172,6 +172,7 @@ def _of_schedule(config: Config) -> list[Rule]:
         (not own.partial_rollout, "trainer: asynchronous.keep_cache", "partial_rollout=false lets responses end first"),
         (offline, of_policy, fixed),
         (offline and not collects, of_samples, fixed),
+        (loss in derived.LABEL_LOSSES, _PAIRS, f"loss_mode={loss} reads the columns completion and label"),
         (registered and pairs, _ANSWERS, f"loss_mode={loss} reads rows with pairs"),
         (registered and not pairs, _PAIRS, f"loss_mode={loss} reads rows with answers to learn"),
         (silent, f"{R}: *; reward: *; {_SOURCE}", "needs data.val_prompt_files: nothing else is sampled and scored"),

@@ -18,7 +18,7 @@ from grpo_rl.data.sources.locate import HUB_PREFIX, check_data_files, data_files
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.data.training_rows.conversations import conversation
-from grpo_rl.data.training_rows.pairs import pair_texts
+from grpo_rl.data.training_rows.pairs import labelled_texts, pair_texts
 from grpo_rl.data.training_rows.rated_steps import rated_row
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of
@@ -40,7 +40,7 @@ def unusable(config: Config) -> list[str]:
             data, rated_row if config.reward.reward_model.train.loss == "steps" else partial(pair_texts, with_margin=True)
         )
     if is_offline(config):
-        read = pair_texts if _trains_pairs(config) else conversation
+        read = _reader(config)
         sampled = data.train_files if collects(config) else []
         rows = check_data_files(replace(data, train_files=[]) if sampled else data, read)
         prompts = check_data_files(replace(data, train_files=[*sampled, *data.val_prompt_files], val_files=[]))
@@ -56,11 +56,15 @@ def missing(config: Config) -> list[str]:
     return [name for name in files if not Path(name).expanduser().exists()]
 
 
-def _trains_pairs(config: Config) -> bool:
+def _reader(config: Config) -> Callable[..., Any]:
+    """Return the function that reads a row as the loss needs it."""
     try:
-        return objective_of(config).needs_pairs
+        objective = objective_of(config)
     except ConfigError:
-        return False  # reported by itself
+        return conversation  # reported by itself
+    if objective.needs_kl:
+        return labelled_texts
+    return pair_texts if objective.needs_pairs else conversation
 
 
 def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | None:

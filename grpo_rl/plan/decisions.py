@@ -29,7 +29,7 @@ OldLogprobs = Literal["actor", "engine", "none"]
 """The process that computes old log-probs: the actor before the first update, the engine while it samples, or none."""
 
 
-RowKind = Literal["answers", "pairs", "rated steps"]
+RowKind = Literal["answers", "pairs", "labelled answers", "rated steps"]
 """The kind of rows that are trained on as they stand."""
 
 
@@ -400,6 +400,8 @@ def _rows(config: Config, objective: Objective) -> RowKind | None:
         return "rated steps" if config.reward.reward_model.train.loss == "steps" else "pairs"
     if not derived.is_offline(config):
         return None
+    if objective.needs_kl:
+        return "labelled answers"
     return "pairs" if objective.needs_pairs else "answers"
 
 

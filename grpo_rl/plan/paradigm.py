@@ -28,14 +28,18 @@ def components(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     for name, teacher in plan.teachers:
         yield "teacher", f"{name}: {_teacher(teacher, plan)}"
     yield "GC", f"= {gradient_coefficient(plan)}"
-    average = "mean over pairs of Σ_tokens" if plan.objective.needs_pairs else f"{plan.objective.loss_agg_mode} of"
+    average = (
+        f"mean over {'rows' if plan.objective.needs_kl else 'pairs'} of Σ_tokens"
+        if plan.objective.needs_pairs
+        else f"{plan.objective.loss_agg_mode} of"
+    )
     more = " - the entropy's own gradient" if plan.objective.entropy_coeff or plan.objective.adaptive_entropy else ""
     yield "gradient", f"= {average} GC ∇log π{more}"
 
 
 def data_source(config: Config, plan: Plan) -> str:
     """Describe where the trained responses come from."""
-    kind = "pairs" if plan.objective.needs_pairs else "answers"
+    kind = plan.rows or ("pairs" if plan.objective.needs_pairs else "answers")
     if config.data.responses == "rows":
         return f"the {kind} that stand in the rows (data.responses=rows)"
     n = (plan.collection or plan).config.actor_rollout_ref.rollout.n
@@ -54,6 +58,8 @@ def data_source(config: Config, plan: Plan) -> str:
 
 def reward_function(config: Config, plan: Plan) -> str:
     """Describe what says how good a response is."""
+    if plan.objective.needs_kl:
+        return "whether an answer is desirable, as its row says"
     if config.data.responses == "rows":
         return (
             "which answer of a pair is the better one, as its row says"

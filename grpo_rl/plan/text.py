@@ -234,7 +234,7 @@ def _step(config: Config, plan: Plan) -> Rows:
         yield "micro-batch", f"<= {config.reward.reward_model.max_token_len_per_gpu:,} tokens per rank"
         return
     if is_offline(config):
-        pairs = plan.objective.needs_pairs
+        pairs = plan.objective.needs_pairs and not plan.objective.needs_kl
         longest = f"at most {longest_sequence(config)} tokens {'in each of their two sequences' if pairs else 'each'}"
         yield "rows", f"{_count(data.train_batch_size, 'pair' if pairs else 'row')} of the data, {longest}"
         trained = "both answers of every pair" if pairs else "the tokens of the assistant's turns"

@@ -194,6 +194,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             selected_T=_to(batch.selected_T, self.device),
             group_N=batch.group_N.to(self.device),
             chosen_N=_to(batch.chosen_N, self.device),
+            kl_N=_to(batch.kl_N, self.device),
             group_tokens_N=_to(batch.group_tokens_N, self.device),
         )
 

@@ -25,6 +25,7 @@ OBJECTIVES = {
     "dpo_hinge": Objective("dpo_hinge", "prompt-mean"),
     "simpo": Objective("simpo", "seq-mean-token-mean"),
     "orpo": Objective("orpo", "seq-mean-token-mean"),
+    "kto": Objective("kto", "seq-mean-token-mean", loss_options=(("beta", 0.5), ("undesirable_weight", 2.0))),
 }
 
 
@@ -36,7 +37,9 @@ def pairs(seed: int) -> Batch:
     chosen_G = torch.randint(0, 2, (NUM_PAIRS + 2,), generator=generator)
     chosen_N = torch.arange(batch.num_rollouts) % 2 == chosen_G[batch.group_N]
     rows = (~empty_N).nonzero()[:, 0][: 2 * NUM_PAIRS]
-    return batch.replace(chosen_N=chosen_N).select(rows[torch.randperm(len(rows), generator=generator)])
+    return batch.replace(chosen_N=chosen_N, kl_N=torch.full((batch.num_rollouts,), 0.5)).select(
+        rows[torch.randperm(len(rows), generator=generator)]
+    )
 
 
 BATCHES = [pairs(seed) for seed in (1, 2)]

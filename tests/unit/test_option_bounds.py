@@ -59,7 +59,7 @@ def test_every_number_among_the_options_has_two_bounds_and_a_reason_or_says_that
         assert default is None or not out_of_bounds(name, function, {key: default})
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "dpo_hinge", "simpo", "orpo"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "dpo_hinge", "simpo", "orpo", "kto"])
 @pytest.mark.parametrize("beta", [-1, 0, 1e300, float("nan")])
 def test_a_beta_that_learns_nothing_or_the_reverse_is_refused(loss, beta):
     with pytest.raises(ConfigError, match=r"beta=\S+ is out of range, it must be >= 1e-06 and <= 10000 \(0 learns nothing"):

@@ -56,7 +56,9 @@ class LossInput:
     group_N: Tensor | None = None
     """The group of each response: equal numbers belong to one prompt."""
     chosen_N: Tensor | None = None
-    """The side of each response in its pair: True is the preferred one; a pair is two responses of one group."""
+    """The side of each response in its pair, two responses of one group: True is the preferred one. For `kto`: whether it is desirable."""
+    kl_N: Tensor | None = None
+    """The policy's estimated KL to the reference, the same for all responses."""
     group_tokens_N: Tensor | None = None
     """The number of trained tokens of each response's whole group in the mini-batch."""
 
@@ -101,10 +103,11 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy_T",),
     "group_tokens": ("group_tokens_N",),
     "pairs": ("chosen_N",),
+    "kl": ("kl_N",),
 }
 """The things a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy,
 the entropy of every token's distribution, the number of trained tokens of the response's group, rollouts in pairs (see
-`preference.py`). The other columns are always there."""
+`preference.py`), single answers of labelled rows with an estimate of the KL. The other columns are always there."""
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", "loss(inputs: LossInput, *, option=default, ...) -> TokenLoss(loss_T, stats)"

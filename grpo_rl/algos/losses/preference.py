@@ -1,4 +1,4 @@
-"""Losses over pairs: a chosen and a rejected response to one prompt, compared by the policy's own log-probabilities.
+"""Losses over preferences: a chosen and a rejected response to one prompt, compared by the policy's own log-probabilities.
 
 A *pair* is two rollouts of one `group_N`, of which `chosen_N` says which one is preferred. Both have at least one trained
 token, and both lie in the same micro-batch: pairs are the units that `data.balance` keeps together. The loss of a pair
@@ -10,6 +10,8 @@ The loss sees a pair through its *margin*: how much more the policy prefers the 
     h = (log π(y_w|x) - log π_ref(y_w|x)) - (log π(y_l|x) - log π_ref(y_l|x)).
 
 beta times a response's log-ratio is its *implicit reward* (DPO, arXiv 2305.18290, section 4, eq. 5 up to a term of the prompt).
+
+`kto` reads single responses, each desirable or not (`chosen_N`), and compares their log-ratios with `kl_N`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss
-from grpo_rl.config.schema.kinds import Beta, NonNegative, WrongShare
+from grpo_rl.config.schema.kinds import Beta, NonNegative, Positive, WrongShare
 from grpo_rl.registry import formula_by, needs
 
 
@@ -74,12 +76,17 @@ def _loss_over_pairs(inputs: LossInput, loss_P: Tensor, rewards_N: Tensor, pairs
     )
 
 
-def _log_ratios(inputs: LossInput, reference_free: bool, length_normalised: bool) -> tuple[Tensor, Pairs]:
-    """Return each response's log π - log π_ref in float64, and the pairs."""
+def _log_ratio_N(inputs: LossInput, reference_free: bool, length_normalised: bool) -> Tensor:
+    """Return each response's log π - log π_ref in float64."""
     ratio_T = inputs.policy_logprobs_T.double()
     if not reference_free:
         ratio_T = ratio_T - inputs.column("ref_logprobs_T").double()
-    ratio_N = inputs.segments.mean(ratio_T) if length_normalised else inputs.segments.sum(ratio_T)
+    return inputs.segments.mean(ratio_T) if length_normalised else inputs.segments.sum(ratio_T)
+
+
+def _log_ratios(inputs: LossInput, reference_free: bool, length_normalised: bool) -> tuple[Tensor, Pairs]:
+    """Return each response's log π - log π_ref in float64, and the pairs."""
+    ratio_N = _log_ratio_N(inputs, reference_free, length_normalised)
     return ratio_N, Pairs.of(inputs.column("group_N"), inputs.column("chosen_N"))
 
 
@@ -213,3 +220,35 @@ def orpo(inputs: LossInput, *, beta: Beta = 0.1) -> TokenLoss:
     odds_N = bounded_N - torch.log(-torch.expm1(bounded_N))
     loss_P = -mean_N[pairs.chosen_P] - beta * logsigmoid(_difference(odds_N, pairs))
     return _loss_over_pairs(inputs, loss_P, beta * mean_N, pairs)
+
+
+@POLICY_LOSSES.register("kto")
+@needs("pairs", "kl", "ref_logprobs")
+def kto(
+    inputs: LossInput, *, beta: Beta = 0.1, desirable_weight: Positive = 1.0, undesirable_weight: Positive = 1.0
+) -> TokenLoss:
+    """Return how far a response's value is from the best one, gains and losses weighed: Kahneman-Tversky optimisation.
+
+    Formula: desirable_weight (1 - sigmoid(beta (l - z))) where desirable, else undesirable_weight (1 - sigmoid(beta (z - l)));
+    l = log π(y|x) - log π_ref(y|x), z = max(0, mean of l over mismatched rows)
+
+    Gradient: ± w beta s (1 - s), s = sigmoid(beta (l - z)); w = desirable_weight and + on desirable tokens, else undesirable_weight and -
+
+    KTO (arXiv 2402.01306), eq. 8, as in TRL: z estimates the policy's KL to the reference without gradient, over the whole
+    batch, from each prompt with the answer of the row after it. Its section 4.2 keeps desirable_weight times the number of
+    desirable rows in 1 to 4/3 of the same of the others.
+    """
+    ratio_N = _log_ratio_N(inputs, reference_free=False, length_normalised=False)
+    desirable_N, kl_N = inputs.column("chosen_N"), inputs.column("kl_N").double()
+    sign_N = torch.where(desirable_N, 1.0, -1.0).double()
+    distance_N = beta * sign_N * (ratio_N - kl_N)
+    weights_N = torch.full_like(ratio_N, undesirable_weight).masked_fill(desirable_N, desirable_weight)
+    stats = {
+        "reward_margin": distance_N.detach(),
+        "reward_accuracy": (distance_N.detach() > 0).double(),
+        "kl": kl_N,
+    }
+    each_token = inputs.segments.broadcast
+    return TokenLoss(
+        each_token(weights_N * (-distance_N).sigmoid()), {name: each_token(value_N) for name, value_N in stats.items()}
+    )

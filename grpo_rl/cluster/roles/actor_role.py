@@ -37,6 +37,7 @@ _READ = (
     "teacher_top_ids_TK",
     "weights_T",
     "chosen_N",
+    "kl_N",
     "group_tokens_N",
     "shown_N",
 )

@@ -152,6 +152,8 @@ def _episodes(config: Config) -> Iterator[str]:
 def _schedule(config: Config) -> Iterator[str]:
     """Yield what does not go with the schedule."""
     loss, trainer = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.trainer
+    if loss in derived.LABEL_LOSSES and derived.trains_pairs(config) and config.data.responses != "rows":
+        yield f"{_A}.policy_loss.loss_mode={loss}: learns labelled answers; data.responses=rows, with columns completion and label"
     if derived.trains_only_reward_model(config):
         yield from _reward_model(config)
     elif derived.is_offline(config):

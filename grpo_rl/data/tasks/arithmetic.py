@@ -60,7 +60,8 @@ def arithmetic(
     operation, digits of the right one; `3+1` is 437+8, `2-2,1*1` is a difference or a product. Differences
     are never negative. `carrying` is the share of rows that are drawn from the problems with a carry (or a
     borrow) alone, the others from all. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate
-    beside the ground truth, forgets to carry; where it is 0 there are no demonstrations. `calculator_calls` is the share of rows
+    beside the ground truth, forgets to carry; where it is 0 there are no demonstrations. `completion` is the same, and
+    `label` whether it is right. `calculator_calls` is the share of rows
     whose demonstration calls the tool calculator and repeats its result; where it is above 0 all rows have their demonstration
     as a conversation, `messages`. Row i is drawn from
     (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
@@ -81,7 +82,9 @@ def arithmetic(
         row = to_row(problem, split, index)
         if forgotten_carries > 0:
             forgets = rng.random() < forgotten_carries
-            row["extra_info"]["demonstration"] = str(without_carries(problem) if forgets else problem.answer)
+            demonstration = str(without_carries(problem) if forgets else problem.answer)
+            row["extra_info"]["demonstration"] = demonstration
+            row |= {"completion": demonstration, "label": demonstration == str(problem.answer)}
         if calculator_calls > 0:
             row["messages"] = _conversation(row, problem, calls=rng.random() < calculator_calls)
         rows.append(row)

@@ -3,6 +3,8 @@
 The formats are TRL's and OpenRLHF's. A row has the columns `chosen` and `rejected`, and mostly `prompt`; each is a plain text
 or a list of chat messages. Without a prompt column it is what both answers begin with. `margin`, where a row has it, is a
 number that says by how much the chosen answer is better, for reward models that read it.
+
+A labelled row, for `kto`, has `completion`, one answer, and `label`: true where it is desirable (TRL's unpaired preferences).
 """
 
 from __future__ import annotations
@@ -179,6 +181,73 @@ def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str) -> Pair:
 
 def _int32(ids: Sequence[int]) -> np.ndarray:
     return np.asarray(ids, dtype=np.int32)
+
+
+# ---- labelled answers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """A prompt and an answer as tokens (int32), and whether it is desirable."""
+
+    prompt_ids: np.ndarray
+    answer_ids: np.ndarray
+    label: bool
+
+
+def labelled_texts(row: dict[str, Any], where: str, config: DataConfig) -> tuple[Asked, str, bool]:
+    """Return the prompt, the answer and the label of a row. Raises BadRow, with the place, for what is none of these."""
+    check_values(row, where)
+    prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
+    answer, label = column(row, "completion", where), column(row, "label", where)
+    if isinstance(answer, list):
+        check_messages(answer, where, "completion")
+        if len(answer) != 1 or answer[0]["role"] != "assistant":
+            raise wrong(where, "completion", answer, "a text, or one message of the assistant")
+        answer = answer[0]["content"]
+    expect(answer, str, where, "completion", "a text, or one message of the assistant")
+    if not answer.strip():
+        raise BadRow(f"{where}: column 'completion' has an empty answer; expected one with text")
+    expect(label, bool, where, "label", "true where the answer is desirable, else false")
+    return prompt, answer, label
+
+
+class LabelledSet(TrainingSet[Labelled]):
+    """The labelled rows of one or several sources. A row is trained beside a mismatched one: its prompt with the next row's answer."""
+
+    ways_out = PairSet.ways_out
+
+    def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
+        """Open the sources with the options of a RowSet."""
+        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
+
+    def batch(self, rows: Sequence[int]) -> Batch:
+        """Return these rows as a batch of two rollouts each: the answer, and the mismatched one, cut where it would be too long."""
+        found = [self.row(row) for row in rows]
+        batch = pair_batch(
+            [Pair(one.prompt_ids, one.answer_ids, self._mismatched(row)) for row, one in zip(rows, found, strict=True)]
+        )
+        chosen_N = torch.tensor([one.label for one in found]).repeat_interleave(2)
+        return batch.replace(chosen_N=chosen_N, rewards_N=chosen_N.float())
+
+    def _mismatched(self, row: int) -> np.ndarray:
+        following = (row + 1) % len(self)
+        while not self.usable(following):
+            following = (following + 1) % len(self)
+        return self.row(following).answer_ids[: self.longest - len(self.row(row).prompt_ids)]
+
+    def _sizes(self, row: Labelled) -> tuple[int, int, int]:
+        length = len(row.prompt_ids) + len(row.answer_ids)
+        return length, length, len(row.answer_ids)
+
+    def _tokenized(self, row: dict[str, Any], where: str) -> Labelled:
+        asked, text, label = labelled_texts(row, where, self.config)
+        prompt = self.renderer.render(asked, where)
+        (prompt_ids,) = self.renderer.tokenize([asked], [prompt])
+        (answer_ids,) = self.renderer.tokenize_answers([self.renderer.answer(asked, prompt, text, where)])
+        if not prompt_ids:
+            raise BadRow(f"{where}: the prompt has no tokens")
+        return Labelled(_int32(prompt_ids), _int32(answer_ids), label)
 
 
 # ---- batches -----------------------------------------------------------------------------------------

@@ -97,6 +97,9 @@ class OfflineSchedule(RowSchedule):
         timer = self.context.progress.timer()
         with timer("data"):
             batch = self.draw()
+        if self.objective.needs_kl:
+            with timer("kl"):
+                batch = with_kl(batch, self.actor)
         taught: Metrics = {}
         if self.context.roles.teacher is not None:
             with timer("teacher"):
@@ -236,12 +239,13 @@ def measure(
         objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=(), distillation=None
     )
     parts = [list(range(start, min(start + batch_size, len(data)))) for start in range(0, len(data), batch_size)]
-    each = [data.batch(rows).counts() for rows in parts]
+    each = [(answers_of(data.batch(rows)) if objective.needs_kl else data.batch(rows)).counts() for rows in parts]
     counts = Counts(*(sum(column) for column in zip(*(dataclasses.astuple(part) for part in each), strict=True)))
     totals: dict[str, float] = defaultdict(float)
     for rows in parts:
         batch = data.batch(rows)
         batch = batch if reference is None else reference.fill("val", rows, batch)
+        batch = with_kl(batch, actor) if objective.needs_kl else batch
         _, stats = objective(loss_input(batch, actor.logprobs(batch)), counts)
         for name, value in stats.items():
             totals[name] += float(value)
@@ -250,6 +254,21 @@ def measure(
         for name, value in totals.items()
         if not name.startswith("max/")
     }
+
+
+def answers_of(batch: Batch) -> Batch:
+    """Return the answers of a batch of labelled rows without the mismatched ones."""
+    return batch.select(torch.arange(0, batch.num_rollouts, 2))
+
+
+def with_kl(batch: Batch, actor: Actor) -> Batch:
+    """Return the answers of labelled rows with `kl_N`: the mean log-ratio of the mismatched ones under the present policy, at least 0."""
+    mismatched = batch.select(torch.arange(1, batch.num_rollouts, 2))
+    assert mismatched.ref_logprobs_T is not None
+    ratio_T = actor.logprobs(mismatched).double() - values(mismatched.ref_logprobs_T).double()
+    kl = Segments(mismatched.trained_lengths_N).sum(ratio_T).mean().clamp(min=0.0)
+    answers = answers_of(batch)
+    return answers.replace(kl_N=kl.expand(answers.num_rollouts).clone())
 
 
 def loss_input(batch: Batch, policy_logprobs_T: torch.Tensor) -> LossInput:
@@ -262,5 +281,6 @@ def loss_input(batch: Batch, policy_logprobs_T: torch.Tensor) -> LossInput:
         ref_logprobs_T=None if batch.ref_logprobs_T is None else values(batch.ref_logprobs_T),
         group_N=batch.group_N,
         chosen_N=batch.chosen_N,
+        kl_N=batch.kl_N,
         group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N),
     )

@@ -182,8 +182,19 @@ def test_a_loss_over_pairs_has_the_coefficient_on_the_chosen_and_its_opposite_on
     assert shown_coefficient(POLICY_LOSSES.get(name), options).startswith("±")
 
 
+def test_kto_has_its_coefficient_on_each_single_response() -> None:
+    inputs = trial.loss_input(pairs=True)
+    assert inputs.chosen_N is not None and inputs.ref_logprobs_T is not None and inputs.kl_N is not None
+    loss_T = POLICY_LOSSES.get("kto")(inputs, beta=0.1, undesirable_weight=2.0).loss_T
+    actual_T = minus_gradient(inputs.segments.mean(loss_T).sum(), inputs)
+    ratio_N = inputs.segments.sum(inputs.policy_logprobs_T.detach() - inputs.ref_logprobs_T)
+    s_N = (0.1 * (ratio_N - inputs.kl_N)).sigmoid()
+    expected_N = torch.where(inputs.chosen_N, 1.0, -2.0) * 0.1 * s_N * (1 - s_N)
+    torch.testing.assert_close(actual_T, inputs.segments.broadcast(expected_N))
+
+
 def test_every_loss_and_every_kl_estimator_gives_its_coefficient_and_is_tried_here() -> None:
-    assert {*LOSSES, *(name for name, *_ in PAIRED)} == set(POLICY_LOSSES)
+    assert {*LOSSES, *(name for name, *_ in PAIRED), "kto"} == set(POLICY_LOSSES)
     for function in [*map(POLICY_LOSSES.get, POLICY_LOSSES), *map(KL_ESTIMATORS.get, KL_ESTIMATORS)]:
         assert coefficient_of(function), function
 

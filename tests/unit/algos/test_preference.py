@@ -37,6 +37,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("simpo", {}),
     ("simpo", {"beta": 2.5, "gamma": 0.3}),
     ("orpo", {"beta": 0.5}),
+    ("kto", {"beta": 0.5, "undesirable_weight": 1.5}),
 ]
 IDS = [f"{name} {options}" for name, options in CASES]
 
@@ -136,8 +137,31 @@ def ragged(seed: int, num_pairs: int = 5, dtype: torch.dtype = torch.float64) ->
         ref_logprobs_T=ref_T,
         group_N=group_N,
         chosen_N=chosen_N,
+        kl_N=torch.full((2 * num_pairs,), 0.25),
         group_tokens_N=group_tokens(lengths_N, group_N),
     )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kto_and_its_gradient_are_those_of_trls_formula_in_a_loop(seed: int) -> None:
+    """TRL's `KTOTrainer.kto_loss` over single rows: the KL of mismatched rows without gradient, cut below 0, then both sides."""
+    beta, weights = 0.3, {True: 1.25, False: 0.75}
+    inputs = dataclasses.replace(ragged(seed), group_N=torch.arange(10))
+    mismatched = [[(-0.2 * row + 0.1 * token, -0.4 + 0.3 * seed) for token in range(1 + row % 3)] for row in range(10)]
+    kl = max(0.0, sum(sum(policy - ref for policy, ref in row) for row in mismatched) / len(mismatched))
+    inputs = dataclasses.replace(inputs, kl_N=torch.full((10,), kl, dtype=torch.float64))
+    loss, _ = total("kto", inputs, beta=beta, desirable_weight=weights[True], undesirable_weight=weights[False])
+    assert inputs.ref_logprobs_T is not None and inputs.chosen_N is not None
+    by_loop, place = torch.zeros((), dtype=torch.float64), 0
+    for length, desirable in zip(inputs.segments.lengths_N.tolist(), inputs.chosen_N.tolist(), strict=True):
+        own = slice(place, place + length)
+        ratio = inputs.policy_logprobs_T[own].sum() - inputs.ref_logprobs_T[own].sum()
+        inside = beta * (ratio - kl) if desirable else beta * (kl - ratio)
+        by_loop = by_loop + weights[desirable] * (1 - 1 / (1 + torch.exp(-inside))) / 10
+        place += length
+    torch.testing.assert_close(loss, by_loop, rtol=1e-10, atol=0)
+    gradients = (torch.autograd.grad(value, inputs.policy_logprobs_T)[0] for value in (loss, by_loop))
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-15)
 
 
 # ---- properties ----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from grpo_rl.registry import needs_of
 from grpo_rl.types import Batch
 
 # sft trains every token alike, dro and kl_cov have terms of the ratio without the advantage, the others compare pairs.
-OTHERS = {"sft", "dro", "kl_cov", "dpo", "dpo_hinge", "ipo", "simpo", "orpo"}
+OTHERS = {"sft", "dro", "kl_cov", "dpo", "dpo_hinge", "ipo", "simpo", "orpo", "kto"}
 ZERO_T = torch.isin(torch.arange(len(LENGTHS_N)), torch.tensor([1, 4])).repeat_interleave(LENGTHS_N)
 
 

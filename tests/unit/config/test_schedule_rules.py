@@ -86,6 +86,11 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         (ITERATE | {"reward.reward_model.step_separator": "x"}, "trains the reward model on pairs of whole responses"),
         (ITERATE | {"algorithm.adv_estimator": "gdpo"}, "reads the parts of the reward"),
         (ITERATE | {"algorithm.adv_estimator": "grpo_process"}, "come from the reward model alone"),
+        ({f"{A}.policy_loss.loss_mode": "kto"}, "loss_mode=kto: learns labelled answers; data.responses=rows"),
+        (
+            COLLECTED_PAIRS | {f"{A}.policy_loss.loss_mode": "kto"},
+            "loss_mode=kto: learns labelled answers; data.responses=rows",
+        ),
     ],
 )
 def test_what_does_not_go_with_the_schedule_is_refused(given: dict[str, Any], message: str) -> None:
@@ -99,7 +104,7 @@ PAIRS = {"data.responses": "rows", f"{A}.policy_loss.loss_mode": "dpo"}
 SAMPLED_PAIRS = {f"{A}.policy_loss.loss_mode": "dpo"}
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "dpo_hinge", "simpo"])
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "dpo_hinge", "simpo", "kto"])
 def test_pairs_in_rows_need_the_actor_alone_also_for_the_reference(loss: str) -> None:
     given = PAIRS | VAL | {f"{A}.policy_loss.loss_mode": loss, f"{A}.use_kl_loss": True}
     assert check(config_of(given), CPU) == []

@@ -15,7 +15,9 @@ from grpo_rl.data.collate import collate
 from grpo_rl.data.row_set import BadRows
 from grpo_rl.data.rows import BadRow
 from grpo_rl.data.training_rows.pairs import (
+    LabelledSet,
     PairSet,
+    labelled_texts,
     pair_texts,
     pairs_of_groups,
     with_sides,
@@ -200,3 +202,38 @@ def test_the_best_is_paired_with_the_worst_of_each_group() -> None:
     assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False, True, False]
     assert batch.group_N.tolist() == [0, 0, 1, 1] and batch.rewards_N.tolist() == [1.0, 0.0, -1.0, -2.0]
     assert batch.rollout_logprobs_T.tolist() == [-1.0] * 8
+
+
+# ---- labelled answers: TRL's unpaired preferences -------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", ["1+1=", [user("1+1=")]])
+@pytest.mark.parametrize("completion", ["2", [assistant("2")]])
+def test_labelled_rows_are_read_in_both_of_trls_forms(prompt: Any, completion: Any) -> None:
+    row = {"prompt": prompt, "completion": completion, "label": True}
+    assert labelled_texts(row, "a.jsonl, line 1", DataConfig()) == (prompt, "2", True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"label": 1}, r"column 'label' is 1 \(int\); expected true where the answer is desirable, else false"),
+        ({"completion": " "}, "column 'completion' has an empty answer"),
+        ({"completion": [user("2")]}, "expected a text, or one message of the assistant"),
+    ],
+)
+def test_labelled_rows_that_say_nothing_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRow, match=message):
+        labelled_texts({"prompt": "1+1=", "completion": "2", "label": True} | changed, "a.jsonl, line 1", DataConfig())
+
+
+def test_a_labelled_row_comes_with_the_answer_of_the_next_one_to_its_prompt(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1), "label": i % 2 == 0} for i in range(3)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batch = LabelledSet([str(file)], Config(), TOKENIZER).checked().batch([2, 0])
+    texts = [
+        TOKENIZER.decode(ids, skip_special_tokens=True) for ids in batch.token_ids_S.split(batch.sequence_lengths_N.tolist())
+    ]
+    assert texts == ["2+1=3", "2+1=1", "0+1=1", "0+1=2"]
+    assert batch.group_N.tolist() == [0, 0, 1, 1] and batch.chosen_N is not None and batch.chosen_N.all()

@@ -21,7 +21,7 @@ from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import PolicyLossConfig
 from grpo_rl.data.row_set import TrainingRows
 from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet
-from grpo_rl.data.training_rows.pairs import PairSet
+from grpo_rl.data.training_rows.pairs import LabelledSet, PairSet
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -109,15 +109,17 @@ def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val
 PAIRED = "task:arithmetic?carrying=1&forgotten_carries=1"
 
 
-def run_on_pairs(folder: Path, actor: Learner, total_steps: int, **trainer: Any) -> RunLoop:
+def run_on_pairs(folder: Path, actor: Learner, total_steps: int, *, loss: str = "dpo", **trainer: Any) -> RunLoop:
     """Six pairs of a right and a wrong sum, and three to validate on; a folder's second run follows the first."""
     base, tokenizer = make_config(**trainer), build_tokenizer(128)
     keys = {"chosen_key": "reward_model.ground_truth", "rejected_key": "extra_info.demonstration"}
     parts = base.actor_rollout_ref
-    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode="dpo")))
+    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode=loss)))
     data = replace(base.data, responses="rows", train_batch_size=2, **keys)
     config = settled(replace(base, data=data, actor_rollout_ref=parts))
-    train, val = (PairSet([f"{PAIRED}&{more}"], config, tokenizer).checked() for more in ("num_rows=6", "num_rows=3&split=val"))
+    kind = PairSet if loss == "dpo" else LabelledSet
+    task = PAIRED.replace("forgotten_carries=1", "forgotten_carries=0.5") if loss == "kto" else PAIRED
+    train, val = (kind([f"{task}&{more}"], config, tokenizer).checked() for more in ("num_rows=6", "num_rows=3&split=val"))
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
@@ -149,6 +151,18 @@ def test_pairs_are_compared_with_the_policy_as_it_was_at_first_also_in_a_resumed
     for batch in whole.batches + second.batches:
         assert batch.ref_logprobs_T is not None and torch.equal(batch.ref_logprobs_T, -torch.ones(batch.num_trained_tokens))
         assert batch.chosen_N is not None and batch.chosen_N.tolist() == [True, False] * 2
+
+
+def test_labelled_rows_are_trained_without_the_mismatched_ones_that_give_the_kl(tmp_path: Path) -> None:
+    actor = Learner()
+    run_on_pairs(tmp_path, actor, 3, loss="kto", test_freq=3).fit()
+    for number, batch in enumerate(actor.batches):
+        assert batch.num_rollouts == 2 and batch.group_N.tolist() == [0, 1] and batch.chosen_N is not None
+        # The log-probs of all tokens were -1 at first, and grow with every update.
+        assert batch.kl_N is not None and (batch.kl_N > 0).all() == (number > 0) and len(set(batch.kl_N.tolist())) == 1
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    # All answers become likelier alike, the mismatched ones, too: nothing was learnt from labels.
+    assert rows[-1]["val/loss"] == rows[0]["val/loss"] == 0.5
 
 
 def trained(actor: Learner) -> list[list[int]]:
