@@ -16,8 +16,9 @@ by the rule, whatever rewarded the training.
 The `written_*` methods do the same on sums that are written column by column (`WRITTEN`), where a response has six steps: outcome
 against process supervision, with the rule's scores and with those of a process reward model that learns from rated sums.
 
-`--credit` lets the start of both tasks answer prompts. What a step gained is known by the start's own continuations from before and
-from behind it: the change of the share that ends right. The table has the correlation of each kind of advantage with that.
+`--credit` lets the start of both tasks answer prompts. What a step gained is the change of the probability that the start goes on
+with the rest of the right solution, and 0 is left of it behind the first wrong step. The table has the correlation of each kind of
+advantage with that.
 
 A run that is complete in the folder is not done again, so a command that was interrupted goes on. `table.md` and `paradigm.png`
 (figure 5 on the left, figure 6 in the middle, written sums on the right) are written there.
@@ -26,7 +27,6 @@ A run that is complete in the folder is not done again, so a command that was in
 from __future__ import annotations
 
 import argparse
-import itertools
 import subprocess
 import sys
 import time
@@ -51,9 +51,9 @@ TASK = "task:arithmetic?forms=3+1,2+2&carrying=0.7"
 WRITTEN = "task:rated_sums?digits=5"
 HELD_OUT = {task: f"{task}&split=val&num_rows=512" for task in (TASK, WRITTEN)}
 ACCURACY = {TASK: "val/arithmetic/mean@1", WRITTEN: "val/rated_sums/mean@1"}
-PROMPTS, RESPONSES, STEPS, TEST_EVERY = 32, 8, 40, 5
-ROLLOUTS = PROMPTS * RESPONSES
-"""Rollouts that a method samples for each of its steps."""
+PROMPTS, RESPONSES, STEPS, TEST_EVERY = {TASK: 32, WRITTEN: 8}, 8, 40, 5
+ROLLOUTS = PROMPTS[TASK] * RESPONSES
+"""Rollouts that a method samples for each of its steps; on written sums, which outcomes alone teach in a few steps of that, a quarter."""
 KEPT_RESPONSES, KEPT_PAIRS = 64, 24
 """Rows in a batch of RFT and DPO: about as many of `ROLLOUTS` of the start are right, and of `PROMPTS` groups make a pair."""
 NUM_PAIRED_PROMPTS, NUM_HELD_OUT_PAIRS = 4096, 256
@@ -119,7 +119,7 @@ ALL = (
     "trainer.logger=[console]",
 )
 FROM_FIXED = (
-    f"data.train_files={TASK}&split=train&num_rows={PROMPTS * STEPS}",
+    f"data.train_files={TASK}&split=train&num_rows={PROMPTS[TASK] * STEPS}",
     f"data.val_prompt_files={HELD_OUT[TASK]}",
     f"trainer.total_training_steps={STEPS}",
     f"trainer.test_freq={TEST_EVERY}",
@@ -131,8 +131,8 @@ def sampling(task: str) -> tuple[str, ...]:
     return (
         f"data.train_files={task}&split=train",
         f"data.val_files={HELD_OUT[task]}",
-        f"data.train_batch_size={PROMPTS}",
-        f"{A}.ppo_mini_batch_size={PROMPTS}",
+        f"data.train_batch_size={PROMPTS[task]}",
+        f"{A}.ppo_mini_batch_size={PROMPTS[task]}",
         "trainer.save_rollouts=false",
     )
 
@@ -356,14 +356,14 @@ def reward_model_quality(out: Path) -> list[str]:
 
 # ---- what a step gained, and what advantages say of it -----------------------------------------------------
 
-NUM_PROMPTS, NUM_CONTINUATIONS = 64, 32
+NUM_ASKED = 256
 RULES = {TASK: arithmetic_process, WRITTEN: written_sum}
 
 
 def credit(starts: dict[str, Path]) -> list[str]:
     """Return the table of correlations between the advantages of steps and what the steps gained."""
     columns = {task: correlations(task, start) for task, start in starts.items()}
-    lines = ["| advantage of a step | " + " | ".join(task for task in columns) + " |", "|---|" + "---|" * len(columns)]
+    lines = ["| advantage of a step | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for name in next(iter(columns.values())):
         lines.append(f"| {name} | " + " | ".join(f"{column[name]:.3f}" for column in columns.values()) + " |")
     return lines
@@ -376,59 +376,68 @@ def correlations(task: str, start: Path) -> dict[str, float]:
 
     torch.manual_seed(1)
     tokenizer, model = AutoTokenizer.from_pretrained(start, padding_side="left"), AutoModelForCausalLM.from_pretrained(start)
-    rows = [row for row in task_rows(f"{task}&split=train&num_rows={NUM_PROMPTS}") for _ in range(RESPONSES)]
-    prompts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
-    responses = continued(model, tokenizer, prompts)
-
-    def judged(row: dict[str, Any], response: str) -> dict[str, Any]:
-        return RULES[task](row["data_source"], response, row["reward_model"]["ground_truth"])
-
-    results = [judged(row, response) for row, response in zip(rows, responses, strict=True)]
-    # Before each step, and for the first one before the response; behind the last step there is the outcome.
-    befores = [(n, end) for n, one in enumerate(results) for end in [0, *(end for end, _ in one["steps"][:-1])] if one["steps"]]
-    right = dict.fromkeys(befores, 0.0)
-    for _ in range(NUM_CONTINUATIONS):
-        ends = continued(model, tokenizer, [prompts[n] + responses[n][:end] for n, end in befores])
-        for (n, end), text in zip(befores, ends, strict=True):
-            right[n, end] += judged(rows[n], responses[n][:end] + text)["score"] / NUM_CONTINUATIONS
-    gains, places, ends_K, rewards_K, first = [], [], [], [], 0
-    for n, result in enumerate(results):
-        values = [right[n, end] for m, end in befores if m == n] + [result["score"]]
-        gains += [after - before for before, after in itertools.pairwise(values)]
-        places += range(len(result["steps"]))
-        ends_K += [first + end - 1 for end, _ in result["steps"]]  # a character is a token
-        rewards_K += [reward for _, reward in result["steps"]]
-        first += len(responses[n]) + 1  # with the token that ends it
+    rows = list(task_rows(f"{task}&split=train&num_rows={NUM_ASKED}"))
+    results, lengths, ends_K, rewards_K, places_K, gains_K = [], [], [], [], [], []
+    for row in rows:
+        truth = row["reward_model"]["ground_truth"]
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+        before, right = tokenizer.encode(prompt), tokenizer.encode(truth + tokenizer.eos_token)
+        with torch.no_grad():
+            logits = model(torch.tensor([before + right])).logits[0, len(before) - 1 : -1]
+            sampled = model.generate(
+                torch.tensor([before] * RESPONSES),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=64,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        logprobs = logits.log_softmax(-1)[range(len(right)), right]
+        # A character is a token. What is still to be written of the right solution has this probability, behind each of them.
+        to_come = [float(logprobs[place:].sum().exp()) for place in range(len(right))]
+        for response in tokenizer.batch_decode(sampled[:, len(before) :], skip_special_tokens=True):
+            result = RULES[task](row["data_source"], response, truth)
+            value, good = to_come[0], True
+            for number, (end, reward) in enumerate(result["steps"], 1):
+                good = good and reward == 1.0
+                after = result["score"] if number == len(result["steps"]) else to_come[end] * good
+                gains_K.append(after - value)
+                value = after
+            ends_K += [sum(lengths) + end - 1 for end, _ in result["steps"]]
+            rewards_K += [reward for _, reward in result["steps"]]
+            places_K += range(len(result["steps"]))
+            lengths.append(len(response) + 1)
+            results.append(result)
     inp = AdvantageInput(
         None,
-        lengths_N=torch.tensor([len(response) + 1 for response in responses]),
-        group_N=torch.arange(len(rows)) // RESPONSES,
+        lengths_N=torch.tensor(lengths),
+        group_N=torch.arange(len(rows)).repeat_interleave(RESPONSES),
         rewards_N=torch.tensor([result["score"] for result in results]),
         step_ends_K=torch.tensor(ends_K),
         step_rewards_K=torch.tensor(rewards_K),
-        step_states_K=torch.tensor(places),
+        step_states_K=torch.tensor(places_K),
     )
+    steps = Steps(inp, 1.0)
     said = {
-        "outcome (OS)": grpo(inp).advantages_T[ends_K],
-        "process (PS): the sum of the normalised rewards from here on": grpo_process(inp).advantages_T[ends_K],
-        "the same, not divided by the standard deviation": grpo_process(inp, std="none").advantages_T[ends_K],
+        "outcome supervision": grpo(inp).advantages_T[ends_K],
+        "process supervision: the sum of the normalised rewards from here on": grpo_process(inp).advantages_T[ends_K],
         "the normalised reward of this step alone": grpo_process(inp, gamma=0.0).advantages_T[ends_K],
-        "the sum from here on, compared with that of the same step alone": episode_and_turn(
-            inp, Steps(inp, 1.0), "mean_std_norm", 1e-6
+        "the sum of the rewards from here on, normalised for each place by itself": episode_and_turn(
+            inp, steps, "mean_std_norm", 1e-6
         )[1],
     }
-    return {name: correlation(values.tolist(), gains) for name, values in said.items()}
-
-
-def continued(model: Any, tokenizer: Any, texts: Sequence[str]) -> list[str]:
-    """Return a continuation of each text, sampled by the model."""
-    found: list[str] = []
-    for start in range(0, len(texts), 1024):
-        inputs = tokenizer(list(texts[start : start + 1024]), return_tensors="pt", padding=True, add_special_tokens=False)
-        inputs.pop("token_type_ids", None)
-        tokens = model.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=64)
-        found += tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return found
+    print(
+        f"{task}: {len(gains_K) / len(results):.2f} steps a response, {fmean(inp.rewards_N.tolist()):.3f} of them right",
+        flush=True,
+    )
+    for place in range(max(places_K) + 1):
+        chosen = [number for number, other in enumerate(places_K) if other == place]
+        figures = [
+            fmean([column[number] for number in chosen]) for column in (rewards_K, said[list(said)[1]].tolist(), gains_K)
+        ]
+        print(
+            f"  step {place}: {len(chosen)}, reward {figures[0]:.3f}, advantage by PS {figures[1]:+.3f}, gain {figures[2]:+.4f}"
+        )
+    return {name: correlation(values.tolist(), gains_K) for name, values in said.items()}
 
 
 COLOURS = {
@@ -457,18 +466,22 @@ def draw(curves: Curves, path: Path) -> None:
         figure = Figure(figsize=(16, 4.6), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(1, 3, sharey=True)
-        for axes, title in zip(panels, ("rewarded by the rule", "rewarded by a reward model", "written sums"), strict=True):
+        for axes, title in zip(panels, ("rewarded by the rule", "rewarded by a reward model", WRITTEN_PANEL), strict=True):
             draw_panel(axes, {method: seeds for method, seeds in curves.items() if panel_of(method) == title})
             axes.set_title(title)
-            axes.set_xlabel(f"training step of the policy, {ROLLOUTS} rollouts each")
+            num = ROLLOUTS if title != WRITTEN_PANEL else PROMPTS[WRITTEN] * RESPONSES
+            axes.set_xlabel(f"training step of the policy, {num} rollouts each")
         panels[0].set_ylabel("greedy accuracy on held-out problems")
         figure.savefig(path, dpi=100)
+
+
+WRITTEN_PANEL = "written sums"
 
 
 def panel_of(method: Method) -> str:
     """Return the title of the panel with a method's curve."""
     if method.task == WRITTEN:
-        return "written sums"
+        return WRITTEN_PANEL
     return "rewarded by a reward model" if method.against_a_model else "rewarded by the rule"
 
 

@@ -60,15 +60,12 @@ def word_game(
         secret = "".join(rng.choice(letters) for _ in range(length))
         extra = {"index": index, "wording": wording, "answers": answers}
         row = row_of(NAME, prompt, {"secret": secret, "letters": letters}, extra, "game")
-        left = [letters] * length
+        game = WordGame()
 
         def guess() -> str:
-            word = [rng.choice(some if rng.random() < sensible else letters) for some in left]
-            for place, (here, there) in enumerate(zip(word, secret, strict=True)):
-                left[place] = here if here == there else left[place].replace(here, "")
-            return "".join(word)
+            return "".join(rng.choice(some if rng.random() < sensible else letters) for some in game.left)
 
-        return row if play == "none" else random_play(row, WordGame(), guess, turns)
+        return row if play == "none" else random_play(row, game, guess, turns)
 
     return LazyRows(num_rows, make)
 
@@ -105,11 +102,13 @@ class WordGame(Game):
         if not self._secret or not set(self._secret) <= set(self._letters):
             raise ValueError("the secret has letters that the game does not have")
         self._known = UNKNOWN * len(self._secret)
+        self.left = [self._letters] * len(self._secret)
+        """The letters that the marks leave for each place, as far as those of the place itself say."""
         self._wording = start.extra_info.get("wording", "words")
         self._answers = start.extra_info.get("answers", "marks")
 
     def state(self) -> str:
-        return self._known
+        return "|".join(self.left)
 
     def move(self, text: str) -> MoveResult:
         found, length = WORD.findall(text.lower()), len(self._secret)
@@ -123,8 +122,9 @@ class WordGame(Game):
                 said = f"Answer with a word of {length} letters, each one of {' '.join(self._letters)}."
         else:
             said = marks(guess, self._secret)
-            places = zip(self._known, guess, self._secret, strict=True)
-            self._known = "".join(here if here == there else was for was, here, there in places)
+            places = list(zip(self._known, guess, self._secret, self.left, strict=True))
+            self._known = "".join(here if here == there else was for was, here, there, _ in places)
+            self.left = [here if here == there else left.replace(here, "") for _, here, there, left in places]
         progress = 0.0 if malformed else said.count(IN_PLACE) / length
         if self._answers == "known" and self._wording == "short":
             said = "".join(mark if letter == UNKNOWN else letter for mark, letter in zip(said, self._known, strict=True))

@@ -71,6 +71,8 @@ class Advantage:
                 f"algorithm.adv_estimator={self.config.adv_estimator}: gives no returns_T for the critic to learn"
             )
         batch = batch.replace(returns_T=None if batch.values_T is None else out.returns_T)
+        if "states" in self.needs:
+            metrics["advantage/shared_state_fraction"] = _shared_states(batch)
         if isinstance(out, RolloutAdvantages):
             batch = batch.replace(advantages_N=out.advantages_N)
         else:
@@ -161,6 +163,14 @@ def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: 
         check_rewards(batch.rewards_N)
         return AdvantageInput(None, **columns)
     return AdvantageInput(token_rewards(batch.rewards_N, batch.trained_lengths_N, kl_T, kl_coef), **columns)
+
+
+def _shared_states(batch: Batch) -> float:
+    """Return the share of turns whose state is that of another turn of their group, too: the others are compared with none."""
+    assert batch.step_states_K is not None and batch.num_steps_N is not None
+    group_K = batch.group_N.repeat_interleave(batch.num_steps_N)
+    counts = torch.unique(torch.stack([group_K, batch.step_states_K], dim=1), dim=0, return_counts=True)[1]
+    return float(counts[counts > 1].sum()) / max(1, len(group_K))
 
 
 def _advantage_metrics(batch: Batch) -> Metrics:

@@ -107,7 +107,7 @@ def test_letters_are_marked_as_in_wordle(guess: str, secret: str, expected: str)
 def test_a_word_is_guessed_by_its_marks() -> None:
     episode = play(WordGame(), word_row("cab"), says("abc", "is it cba", "cab"))
     assert episode.answers == ["ooo", "+oo"]
-    assert episode.states == ["...", "...", "c.."]
+    assert episode.states == ["abcde|abcde|abcde", "bcde|acde|abde", "c|acde|bde"]
     assert episode.rewards == [None, None, 1.0]
 
 
