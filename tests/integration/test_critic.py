@@ -1,4 +1,4 @@
-"""PPO with a critic: the same values and gradients however the work is cut, and whole runs that resume."""
+"""PPO with a critic: the same values and gradients however the work is cut, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import pytest
 import torch
 from rank_processes import RankProcesses, make_batch, make_model
 from torch import Tensor
-from whole_runs import arithmetic, train
 
 from grpo_rl.cluster.roles.critic_role import CriticRole
 from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig
-from grpo_rl.models import builtin
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import CriticSpec, PolicySpec
 
@@ -103,36 +101,3 @@ def test_the_critics_state_survives_another_number_of_ranks(ranks, model, tmp_pa
     for ours, theirs in zip(expected, found, strict=True):
         torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
     assert metrics[-1]["critic/lr"] == 1e-4
-
-
-def test_ppo_trains_from_the_command_line(tmp_path):
-    """test_methods_killed.py has the run that goes on."""
-    words = [
-        *arithmetic(builtin.build("builtin:arithmetic", tmp_path / "random")),
-        "algorithm.adv_estimator=gae",
-        "algorithm.lam=0.95",
-        "critic.optim.lr=1e-3",
-        "critic.ppo_mini_batch_size=4",
-        "critic.ppo_epochs=2",
-        "trainer.critic_warmup=1",
-        "actor_rollout_ref.actor.use_kl_loss=false",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.rollout.hf.batched=false",
-        "actor_rollout_ref.rollout.kv_cache_gib=1.0",
-        "trainer.total_training_steps=3",
-        "trainer.val_before_train=false",
-    ]
-    whole = train(tmp_path, "whole", *words)
-    rows = _rows(whole.path)
-    assert sorted(rows) == [1, 2, 3] and "actor/loss" not in rows[1]
-    assert rows[1]["critic/values/mean"] == 0.0 and rows[2]["critic/values/mean"] != 0.0
-    assert all(row["critic/grad_norm"] > 0 and row["critic/vf_loss"] > 0 for row in rows.values())
-    # One update per batch, which only the actor's steps make a version of.
-    assert [{record["weight_version"] for record in whole.rollouts(step)} for step in (1, 2, 3)] == [{0}, {0}, {1}]
-    assert rows[3]["actor/ratio_max"] == 1.0
-
-
-def _rows(path: Path) -> dict[int, dict[str, float]]:
-    from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-
-    return {int(row["step"]): row for row in read_metrics(path / "metrics.jsonl") if "critic/vf_loss" in row}

@@ -96,6 +96,7 @@ def test_sampled_tokens_alone_have_log_probs_and_all_of_them_the_weights_of_thei
     assert seen
 
 
+@pytest.mark.campaign
 def test_an_evaluation_of_the_run_plays_its_episodes(run: Run, tmp_path: Path) -> None:
     """With the other engine, which takes nothing of the run's own but its game."""
     output, data = tmp_path / "out", "task:arithmetic?split=val&num_rows=2"

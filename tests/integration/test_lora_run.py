@@ -1,4 +1,4 @@
-"""A whole run with LoRA: stopped and resumed to the bit, its reference without processes, and its model as the commands see it."""
+"""A whole run with LoRA: its reference without processes, and its model as the commands see it."""
 
 from __future__ import annotations
 
@@ -34,18 +34,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Run]:
-    """Three steps at once, and two of them and then the third, by the same command."""
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("lora")
     words = [word for word in arithmetic(model) if "kv_cache_gib" not in word and not word.startswith("reward.functions")]
     words += WORDS
-    whole = train(folder, "whole", *words, "trainer.total_training_steps=3")
-    train(folder, "parts", *words, "trainer.total_training_steps=2")
-    return whole, train(folder, "parts", *words, "trainer.total_training_steps=3")
+    return train(folder, "whole", *words, "trainer.total_training_steps=3")
 
 
-def test_the_reference_has_no_processes_and_the_sampler_agrees_with_the_trainer(runs: tuple[Run, Run]) -> None:
-    whole, _ = runs
+def test_the_reference_has_no_processes_and_the_sampler_agrees_with_the_trainer(whole: Run) -> None:
     assert not list(whole.path.glob("logs/reference*")) and list(whole.path.glob("logs/actor*"))
     assert "the base model under the adapters" in (whole.path / "plan.txt").read_text()
     steps = whole.steps
@@ -55,16 +51,7 @@ def test_the_reference_has_no_processes_and_the_sampler_agrees_with_the_trainer(
         assert row["actor/grad_norm"] > 0
 
 
-def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(runs: tuple[Run, Run]) -> None:
-    whole, parts = runs
-    for file in ("model.safetensors", f"{lora.FOLDER}/{lora.WEIGHTS}"):
-        one, other = (load_file(run.path / "model" / file) for run in (whole, parts))
-        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert whole.steps[3]["actor/loss"] == parts.steps[3]["actor/loss"]
-
-
-def test_export_writes_the_merged_model_and_the_adapter(runs: tuple[Run, Run], model: Path, tmp_path: Path) -> None:
-    whole, _ = runs
+def test_export_writes_the_merged_model_and_the_adapter(whole: Run, model: Path, tmp_path: Path) -> None:
     assert main(["export", f"{whole.path}@3", "--output", str(tmp_path / "merged")]) == 0
     exported, own = load_file(tmp_path / "merged" / "model.safetensors"), whole.weights()
     assert exported.keys() == own.keys() and all(torch.equal(exported[name], own[name]) for name in own)
@@ -76,9 +63,8 @@ def test_export_writes_the_merged_model_and_the_adapter(runs: tuple[Run, Run], m
         torch.testing.assert_close(merged[name], tensor, atol=1e-6, rtol=1e-6)
 
 
-def test_eval_and_chat_answer_with_the_adapters_merged(runs: tuple[Run, Run], tmp_path: Path) -> None:
+def test_eval_and_chat_answer_with_the_adapters_merged(whole: Run, tmp_path: Path) -> None:
     """Of a checkpoint, which has adapters alone: other log-probs than the base model's, and the merged model's own answer."""
-    whole, _ = runs
     targets, data = [f"{whole.path}@start", f"{whole.path}@3"], "task:arithmetic?split=val&num_rows=4"
     command(whole, "eval", *targets, "--trust-run", "--data", data, "-n", "2", "--output", str(tmp_path / "out"))
     logprobs = []

@@ -28,7 +28,8 @@ from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import ModelScore
 from grpo_rl.rewards.models.judge import JudgeSetup
-from grpo_rl.rewards.models.rendering import ScorableRenderer, split_steps
+from grpo_rl.rewards.models.rendering import ScorableRenderer
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.types import Prompt, Rollout
 from grpo_rl.workers.specs import RewardModelSpec
 
@@ -142,35 +143,37 @@ def test_a_run_trains_on_what_the_reward_model_says_of_each_response(folders: di
     assert [record["reward"] for record in whole] == pytest.approx([0.5 * score for score in expected], abs=1e-4)
 
 
-def test_a_run_trains_on_the_rewards_of_steps_that_the_model_gives(folders: dict[str, Path], tmp_path: Path) -> None:
-    run = train(
-        tmp_path,
-        "process",
-        *words(folders),
-        "data.max_response_length=24",
-        "algorithm.adv_estimator=grpo_process",
-        "reward.reward_model.step_separator='1'",
-    )
-    shown = " ".join(run.output.split())
-    assert "on the actor's devices" in shown and "a score per step, cut at '1'" in shown
-    assert sorted(run.steps) == [1, 2] and all(row["actor/grad_norm"] > 0 for row in run.steps.values())
-    records = run.rollouts(1)
-    for record in records:
-        assert record["reward_parts"].get("reward_model/num_steps", 0) == len(split_steps(record["response"], "1"))
-        assert record["reward"] == pytest.approx(record["reward_parts"]["reward_model"])
-    assert run.steps[1]["reward/reward_model/num_steps"] > 1
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
-def test_reward_model_and_critic_work_beside_the_sampling(folders: dict[str, Path], tmp_path: Path, schedule: str) -> None:
-    apart = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1", "trainer.n_gpus_per_node=1"]
-    critic = ["algorithm.adv_estimator=gae", "trainer.total_training_steps=4", f"trainer.schedule={schedule}"]
-    run = train(tmp_path, schedule, *words(folders), *apart, *critic, "data.max_response_length=4")
-    assert sorted(run.steps) == [1, 2, 3, 4] and all(row["actor/grad_norm"] > 0 for row in run.steps.values())
-    assert all(row["critic/grad_norm"] > 0 for row in run.steps.values())
-    assert max(row["staleness/max"] for row in run.steps.values()) == 1
-    records = [record for step in run.steps for record in run.rollouts(step)]
+@pytest.mark.parametrize(
+    "schedule", ["sync", *(pytest.param(one, marks=pytest.mark.campaign) for one in ("one_step_off", "async"))]
+)
+def test_reward_model_and_critic_learn_and_score_in_every_schedule(
+    folders: dict[str, Path], tmp_path: Path, schedule: str
+) -> None:
+    own = [
+        "algorithm.adv_estimator=gae",
+        "critic.ppo_mini_batch_size=2",
+        "critic.ppo_epochs=2",
+        "trainer.total_training_steps=4",
+        f"trainer.schedule={schedule}",
+    ]
+    if schedule == "sync":
+        own += ["trainer.critic_warmup=1"]
+    else:
+        own += ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    run = train(tmp_path, schedule, *words(folders), *own, "trainer.n_gpus_per_node=1", "data.max_response_length=4")
+    rows = {int(row["step"]): row for row in read_metrics(run.path / "metrics.jsonl") if "critic/vf_loss" in row}
+    assert sorted(rows) == [1, 2, 3, 4]
+    assert all(row["critic/grad_norm"] > 0 and row["critic/vf_loss"] > 0 for row in rows.values())
+    assert all(row["actor/grad_norm"] > 0 for row in run.steps.values())
+    assert rows[1]["critic/values/mean"] == 0.0 != rows[2]["critic/values/mean"]
+    if schedule == "sync":
+        assert "on the actor's devices" in " ".join(run.output.split()) and sorted(run.steps) == [2, 3, 4]
+        # One update per batch, which only the actor's steps make a version of.
+        assert [{record["weight_version"] for record in run.rollouts(step)} for step in rows] == [{0}, {0}, {1}, {2}]
+        assert rows[3]["actor/ratio_max"] == 1.0
+    else:
+        assert max(row["staleness/max"] for row in rows.values()) == 1
+    records = [record for step in rows for record in run.rollouts(step)]
     whole = [r for r in records if r["finish_reason"] == "length" and len(r["response"]) == r["response_length"]]
     expected = plain_scores(folders["scorer"], [record["prompt"] + record["response"] for record in whole])
     assert len(whole) >= 8
@@ -215,6 +218,7 @@ def answers(url: str) -> bool:
         return False
 
 
+@pytest.mark.campaign
 def test_a_judge_behind_a_real_server_is_asked_and_its_words_are_read(
     vllm_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from test_layout_invariance import ALONE, Layout, Trained, assert_same, train
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
+from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.types import Batch
 
 NUM_PAIRS = 5
@@ -109,10 +109,3 @@ def test_implicit_rewards_are_logged(alone):
     assert metrics["actor/reward_margin"] == pytest.approx(metrics["actor/reward_chosen"] - metrics["actor/reward_rejected"])
     assert 0 <= metrics["actor/reward_accuracy"] <= 1
     assert metrics["actor/logprob_chosen"] < 0
-
-
-# ---- pairs of rows, with the reference's log-probs computed by the same ranks -----------------------------
-
-STEPS, PER_STEP, BETA = 4, 3, 0.5
-OFFLINE = Objective("dpo", "seq-mean-token-mean", loss_options=(("beta", BETA), ("label_smoothing", 0.1)))
-OPTIM = OptimConfig(lr=1e-3, weight_decay=0.0, clip_grad=1e6)

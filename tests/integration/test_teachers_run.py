@@ -61,7 +61,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(whole: Run, words: li
     assert whole.steps[3]["actor/distillation_loss"] == parts.steps[3]["actor/distillation_loss"]
 
 
-def test_k1_trains_a_schedule_that_overlaps_and_rows_learn_a_divergence(words: list[str], tmp_path: Path) -> None:
+def test_k1_trains_a_schedule_that_overlaps(words: list[str], tmp_path: Path) -> None:
     ours = [word for word in words if "jsd" not in word and "topk" not in word and not word.startswith("trainer.save_freq")]
     overlapping = [
         "trainer.schedule=async",
@@ -71,16 +71,16 @@ def test_k1_trains_a_schedule_that_overlaps_and_rows_learn_a_divergence(words: l
     k1 = [f"{L}.loss_mode=k1", f"{L}.use_policy_gradient=true", f"{L}.discount=0.9", f"{L}.distillation_loss_coef=0.5"]
     run = train(tmp_path, "async", *ours, *overlapping, *k1, "trainer.total_training_steps=2")
     assert all(row["actor/grad_norm"] > 0 and row["actor/nonfinite"] == 0 for row in run.steps.values())
-    alone = [
-        word
-        for word in words
-        if not any(part in word for part in (".self.", "reward.", "rollout.", "use_kl", "mini", "weight"))
-    ]
-    alone = [word for word in alone if "val_" not in word]
+
+
+@pytest.mark.campaign
+def test_rows_learn_a_divergence(words: list[str], tmp_path: Path) -> None:
+    others = (".self.", "reward.", "rollout.", "use_kl", "mini", "weight", "val_")
     rows = [
+        *(word for word in words if not any(part in word for part in others)),
         "data.responses=rows",
         "data.response_key=reward_model.ground_truth",
         "actor_rollout_ref.actor.policy_loss.loss_mode=sft",
     ]
-    run = train(tmp_path, "rows", *alone, *rows, "trainer.test_freq=-1", "trainer.total_training_steps=2")
+    run = train(tmp_path, "rows", *rows, "trainer.test_freq=-1", "trainer.total_training_steps=2")
     assert all(row["distillation/other/cross_entropy"] > 0 < row["actor/distillation_loss"] for row in run.steps.values())

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
-from tokenizers.models import Unigram
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords, unmarked
@@ -128,13 +126,3 @@ def test_words_that_are_not_called_special_are_control_words_where_the_template_
     shown = ChatDeltas(renderer, own, frozenset([own.eos_token_id])).between([{"role": "tool", "content": text}], ended=True)
     assert not {ids[word] for word in turns[1:]} & set(np.asarray(shown.token_ids).tolist())
     assert shown.control_words
-
-
-def test_a_word_that_a_vocabulary_has_as_text_too_is_broken_by_a_space():
-    model = Unigram([("<unk>", 0.0), ("</s>", 0.0), *((one, -5.0) for one in "\u2581<>/sab")], 0)
-    backend = Tokenizer(model)
-    backend.normalizer = normalizers.Replace(" ", "\u2581")
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    own = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="<unk>")
-    words = ControlWords(own)
-    assert own.eos_token_id not in words.ids(words.marked("a</s>b"))

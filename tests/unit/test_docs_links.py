@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import grpo_rl
+from grpo_rl.errors import EXIT_CODES
 
 ROOT = Path(grpo_rl.__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *(path for folder in ("docs", "recipes", "examples") for path in (ROOT / folder).rglob("*.md"))]
@@ -45,3 +46,9 @@ def test_the_index_names_every_document() -> None:
     assert [
         page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md" and f"({page.name}" not in index
     ] == []
+
+
+def test_the_page_of_operations_has_every_exit_code_with_its_meaning() -> None:
+    section = (ROOT / "docs/operations.md").read_text().split("## Exit codes\n")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")]
+    assert rows[2:] == [[str(code), *texts] for code, texts in EXIT_CODES.items()]

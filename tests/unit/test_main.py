@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import grpo_rl
 from grpo_rl.errors import CheckpointError, ClusterError, DataError, Preempted
 from grpo_rl.main import main
 
@@ -49,12 +48,6 @@ def test_cfg_prints_a_recipe_that_can_be_given_again(tmp_path: Path, capsys: pyt
     (tmp_path / "again.yaml").write_text(text)
     assert main(["--cfg", f"recipe={tmp_path / 'again.yaml'}"]) == 0
     assert capsys.readouterr().out == text
-
-
-def test_help_names_the_recipes_and_version_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0 and main(["--version"]) == 0
-    out = capsys.readouterr().out
-    assert "arithmetic/grpo" in out and out.strip().endswith(f"grpo_rl {grpo_rl.__version__}")
 
 
 @pytest.mark.parametrize(

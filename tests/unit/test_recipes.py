@@ -65,13 +65,6 @@ def test_the_configuration_that_a_run_saves_is_itself_a_recipe(tmp_path: Path) -
     assert again.config == dataclasses.replace(first.config, data=data)
 
 
-def test_a_recipe_can_build_on_another_one(tmp_path: Path) -> None:
-    own = tmp_path / "mine.yaml"
-    own.write_text("defaults:\n  - /recipe/gsm8k/qwen2.5-0.5b\n  - _self_\nactor_rollout_ref: {rollout: {n: 16}}\n")
-    config = compose([f"recipe={own}"]).config
-    assert (config.actor_rollout_ref.rollout.n, config.data.train_batch_size) == (16, 256)
-
-
 def test_keys_in_conf_are_the_defaults_of_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert recipes.for_every_run() == []
     (tmp_path / "conf").mkdir()

@@ -81,22 +81,6 @@ def test_all_bad_rows_are_told_at_once(tmp_path: Path) -> None:
     assert len(records) == 12 and "line 2, column 2" in records[0] and "line 13" in records[-1]
 
 
-@pytest.mark.parametrize("action", ["error", "skip"])
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("f.json", b'[{"a": 1}, {]', r"line 1, column 13: broken JSON"),
-        ("h.parquet", b"PAR1", "not a readable parquet file"),
-    ],
-)
-def test_a_file_that_is_broken_as_a_whole_is_an_error_either_way(
-    tmp_path: Path, action: str, name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        load(tmp_path / name, action)
-
-
 def test_text_that_is_no_utf8_in_parquet_is_named_with_row_and_column(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     broken = pa.Array.from_buffers(

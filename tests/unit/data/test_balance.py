@@ -84,16 +84,6 @@ def test_a_unit_over_the_budget_is_refused():
         plan_micro_batches([6, 6, 3], 1, max_rollouts=1, units=[0, 0, 1])
 
 
-@given(lengths, ranks, st.integers(1, 4))
-def test_every_mini_batch_is_even_over_the_ranks_by_itself(lengths_N, num_ranks, num_parts):
-    parts = [list(range(start, len(lengths_N), num_parts)) for start in range(num_parts)]
-    shares = split_over_ranks(lengths_N, num_ranks, mini_batches=parts)
-    assert sorted(index for share in shares for index in share) == list(range(len(lengths_N)))
-    for part in parts:
-        loads = [sum(cost(lengths_N[i]) for i in share if i in set(part)) for share in shares]
-        assert max(loads) - min(loads) <= max((cost(lengths_N[i]) for i in part), default=0)
-
-
 @given(st.lists(st.integers(0, 40), max_size=40), ranks, st.integers(1, 3), st.booleans())
 def test_units_go_one_by_one_to_the_rank_with_the_least_work_of_their_mini_batches(lengths_N, num_ranks, num_parts, in_one):
     # The rule as its sentence says it, rank by rank; in_one: every mini-batch is the whole batch, as epochs over it are.

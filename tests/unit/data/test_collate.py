@@ -18,34 +18,19 @@ def rollout(uid, prompt_ids, response_ids, reward, logprobs=None, text="same tex
     )
 
 
-def test_responses_that_were_cut_off_are_marked():
-    whole, cut_off = rollout("a", [1], [2], 1.0), rollout("a", [1], [3], 0.0)
-    cut_off.finish_reason = "length"
-    assert collate([whole, cut_off]).truncated_N.tolist() == [False, True]
-
-
 def test_columns_hold_the_rollouts_back_to_back_in_their_order():
-    batch = collate(
-        [
-            rollout("b", [1, 2], [3], 1.0, [-0.1]),
-            rollout("a", [4], [5, 6], 0.0, [-0.2, -0.3]),
-            rollout("b", [1, 2], [7], 0.5, [-0.4]),
-        ]
-    )
-    assert batch.prompt_lengths_N.tolist() == [2, 1, 2]
-    assert batch.response_lengths_N.tolist() == [1, 2, 1]
-    assert batch.token_ids_S.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 7]
-    assert batch.rewards_N.tolist() == [1.0, 0.0, 0.5]
+    rollouts = [rollout("b", [1, 2], [3], 1.0, [-0.1]), rollout("a", [4], [5, 6], 0.0, [-0.2, -0.3])]
+    rollouts += [rollout("b", [1, 2], [7], 0.5, [-0.4]), rollout("a", [4], [], 0.0)]
+    rollouts[1].finish_reason = "length"
+    batch = collate(rollouts)
+    assert batch.prompt_lengths_N.tolist() == [2, 1, 2, 1]
+    assert batch.response_lengths_N.tolist() == [1, 2, 1, 0]
+    assert batch.token_ids_S.tolist() == [1, 2, 3, 4, 5, 6, 1, 2, 7, 4]
+    assert batch.rewards_N.tolist() == [1.0, 0.0, 0.5, 0.0]
     assert batch.rollout_logprobs_T.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4])
-    assert batch.group_N.tolist() == [0, 1, 0]
-
-
-def test_an_empty_response_has_length_zero_and_no_tokens():
-    batch = collate([rollout("a", [1, 2], [], 0.0), rollout("a", [1, 2], [3], 1.0)])
-    assert batch.response_lengths_N.tolist() == [0, 1]
-    assert batch.token_ids_S.tolist() == [1, 2, 1, 2, 3]
-    assert batch.select([1]).token_ids_S.tolist() == [1, 2, 3]
-    assert batch.counts().num_sequences == 1
+    assert batch.group_N.tolist() == [0, 1, 0, 1]
+    assert batch.truncated_N.tolist() == [False, True, False, False]
+    assert batch.select([2, 3]).token_ids_S.tolist() == [1, 2, 7, 4] and batch.counts().num_sequences == 3
 
 
 def sampled_from(sets):

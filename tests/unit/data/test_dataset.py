@@ -61,13 +61,6 @@ def test_parquet_json_and_jsonl_give_the_same_prompts(tmp_path, tokenizer):
     assert [len(data) for data in loaded] == [2, 2, 2]
 
 
-def test_a_plain_string_prompt_is_tokenized_as_it_is(tmp_path, tokenizer):
-    data = load(write_jsonl(tmp_path / "a.jsonl", [row(prompt="1+1="), row("2+2=")]), tokenizer)
-    assert data.prompt(0, "u").token_ids.tolist() == tokenizer.encode("1+1=")
-    assert data.prompt(0, "u").text == "1+1="
-    assert data.prompt(1, "u").text == "<|user|>2+2=<|assistant|>"
-
-
 def test_template_options_reach_the_template_and_ours_are_refused(tmp_path):
     tokenizer = build_tokenizer(128)
     tokenizer.chat_template = "{{ messages[0]['content'] }}{% if terse %}!{% endif %}"
@@ -107,20 +100,7 @@ def test_a_cut_prompt_keeps_the_limit_and_its_text_is_what_the_model_sees(tmp_pa
     assert data.report.num_truncated == 1
 
 
-def test_no_rows_left_after_the_filter_is_an_error(tmp_path, tokenizer):
-    name = write_jsonl(tmp_path / "a.jsonl", [row("1" * 20)])
-    with pytest.raises(DataError, match=r"no rows are left: of 1 checked, 0 are bad and 1 have more than 3 tokens"):
-        load(name, tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
-
-
 # ---- bad input ------------------------------------------------------------------------------------------
-
-
-def test_chat_messages_without_a_chat_template_are_refused(tmp_path):
-    tokenizer = build_tokenizer(128)
-    tokenizer.chat_template = None
-    with pytest.raises(DataError, match="has no chat template"):
-        load(write_jsonl(tmp_path / "a.jsonl", [row()]), tokenizer)
 
 
 @pytest.mark.parametrize(

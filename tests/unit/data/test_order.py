@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import numpy as np
 import pytest
 
-from grpo_rl.data.draw_order import EpochOrder, MixedOrder, PassRateOrder, RowOrder, weight_of_rate
+from grpo_rl.data.draw_order import EpochOrder, MixedOrder, PassRateOrder, RowOrder
 from grpo_rl.errors import ConfigError, DataError
 
 
@@ -111,11 +110,6 @@ def test_a_source_without_a_usable_row_leaves_its_share_to_the_others() -> None:
         sampler.next_batch()
 
 
-def test_the_weight_of_a_pass_rate_is_highest_at_one_half() -> None:
-    rates = np.array([0.0, 0.25, 0.5, 0.75, 1.0, np.nan])
-    assert weight_of_rate(rates, 0.1).tolist() == [0.1, 0.75, 1.0, 0.75, 0.1, 1.0]
-
-
 def test_prompts_of_medium_pass_rate_are_drawn_more_often() -> None:
     sampler = PassRateOrder(100, 5, 0, 0.1)
     for row in range(100):
@@ -133,21 +127,6 @@ def test_another_curriculum_or_other_weights_cannot_go_on_in_the_middle() -> Non
         mixed(floor=0.2).load_state_dict(mixed().state_dict())
     with pytest.raises(DataError, match="weights was"):
         EpochOrder(104, 8, True, 5).load_state_dict(mixed().state_dict())
-
-
-def test_what_decides_the_next_rows_is_logged() -> None:
-    assert EpochOrder(50, 8, True, 5).metrics() == {}
-    sampler = mixed(floor=0.1)
-    assert sampler.metrics() == pytest.approx({"data/share/0": 0.75, "data/share/1": 0.25})
-    sampler.record(2, 1.0)  # of source 0, which then has 3/4 * 0.1
-    assert sampler.metrics() == pytest.approx(
-        {"data/share/0": 0.075 / 0.325, "data/share/1": 0.25 / 0.325, "data/pass_rate/0": 1.0}
-    )
-    by_rate = PassRateOrder(50, 8, 5, 0.1)
-    assert by_rate.metrics() == {"data/seen_fraction": 0.0}
-    by_rate.record(7, 0.5)
-    by_rate.record(9, 1.0)
-    assert by_rate.metrics() == {"data/seen_fraction": 0.04, "data/pass_rate": 0.75}
 
 
 def test_every_epoch_and_every_seed_has_an_order_of_its_own() -> None:

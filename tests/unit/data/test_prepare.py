@@ -41,11 +41,6 @@ def test_a_math_row_has_the_columns_and_words_of_verls_file():
     assert math(record, "train", 0) == expected
 
 
-def test_a_row_of_math_500_has_its_level_in_the_words_of_math():
-    record = {"problem": "1+1", "solution": r"$\boxed{2}$", "answer": "2", "subject": "Algebra", "level": 2, "unique_id": "a"}
-    assert {key: math(record, "test", 0)[key] for key in ("level", "subject")} == {"level": "Level 2", "subject": "Algebra"}
-
-
 def test_countdown_keeps_target_and_numbers(tmp_path):
     (tmp_path / "a.json").write_text('[{"target": 98, "nums": [44, 19, 35]}, {"target": 5, "nums": [2, 3]}]')
     assert run("countdown", tmp_path / "a.json", tmp_path, "--limit", "1") == 0

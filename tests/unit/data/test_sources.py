@@ -21,7 +21,6 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.sources import tables
 from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.sources.source import differences
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.trainer.sampled.selection import Selection
@@ -239,11 +238,3 @@ def test_resuming_on_changed_data_is_refused_unless_allowed(tmp_path: Path) -> N
     allowed = selection(changed[:3], allow_change=True)
     allowed.load_state_dict(state)
     assert allowed.sampler.next_batch() == [(0, "e1-r0"), (1, "e1-r1")]
-
-
-def test_data_that_were_moved_are_the_same_data(tmp_path: Path) -> None:
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-    prints = [load(write(tmp_path / folder / "x.jsonl", [row(1)])).fingerprint for folder in ("a", "b")]
-    assert differences(*prints) == []
-    assert differences(prints[0], prints[0] * 2) == ["there were 1 sources (x.jsonl), now there are 2 (x.jsonl, x.jsonl)"]

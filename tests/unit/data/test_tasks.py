@@ -36,21 +36,6 @@ def test_train_and_validation_share_no_problem_not_even_with_its_operands_swappe
     assert split_of(Problem(8, "+", 47)) == split_of(Problem(47, "+", 8))
 
 
-@pytest.mark.parametrize(
-    ("problem", "expected"),
-    [
-        (Problem(473, "+", 58), 421),
-        (Problem(473, "+", 8), 471),
-        (Problem(47, "+", 68), 105),
-        (Problem(52, "-", 8), 54),
-        (Problem(100, "-", 1), 109),
-        (Problem(12, "*", 9), 108),
-    ],
-)
-def test_forgetting_the_carries_gives_the_known_mistake(problem, expected):
-    assert without_carries(problem) == expected
-
-
 def test_demonstrations_may_forget_carries_but_the_ground_truth_never_does():
     rows, careful = arithmetic(num_rows=2000, forgotten_carries=0.7), arithmetic(num_rows=2000)
     forgot = with_carry = 0

@@ -94,13 +94,6 @@ def test_a_template_that_rewrites_the_conversation_is_refused_with_the_place() -
         deltas.check(["user"])
 
 
-def test_mistral_with_tools_and_an_environment_is_refused_for_its_list_of_tools_moves() -> None:
-    deltas, _ = deltas_of("mistral", tools=True)
-    assert deltas.check(["tool"], ["add"]) == []
-    with pytest.raises(ConfigError, match="does not only append where the user writes again"):
-        deltas.check(["tool", "user"], ["add"])
-
-
 def test_a_template_without_a_role_for_tools_is_refused() -> None:
     deltas, _ = deltas_of("gemma")
     with pytest.raises(ConfigError, match=r"cannot render answers of tools.*roles are user and assistant"):

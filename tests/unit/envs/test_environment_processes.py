@@ -137,16 +137,6 @@ def test_an_environment_that_does_what_none_should_fails_with_the_reason(make, h
     assert found.what == "failed" and said in found.cause
 
 
-def test_further_episodes_wait_for_room(make) -> None:
-    pool = make("Echo", max_episodes=2)
-    for name in "abc":
-        pool.begin(name, start(name))
-    events(pool, 2)
-    assert pool.num_waiting == 1 and not pool.events(0.3)
-    pool.end("a")
-    assert set(events(pool, 1)) == {"c"}
-
-
 def test_a_class_that_cannot_be_made_is_reported_at_the_start(make) -> None:
     pool = make("Echo", no_such_option=3)
     with pytest.raises(ClusterError, match=r"no_such_option.*its options are turns, reward, opening"):

@@ -210,17 +210,3 @@ def test_forgotten_episodes_are_over_and_may_be_asked_for_again(make, tokenizer:
     rollouts = pool.generate(prompts(tokenizer), 2, SAMPLING)
     assert len(rollouts) == 6 and {r.episode.ended for r in rollouts} <= {"done", "tokens"}
     assert turns.num_rests == 1
-
-
-def test_only_what_is_wanted_now_is_handed_over_and_the_rest_is_kept(make, tokenizer: Any) -> None:
-    pool, _ = make("Echo")
-    asked = prompts(tokenizer)
-    first, rest = pool.submit(asked[:1], 2, SAMPLING), pool.submit(asked[1:], 2, SAMPLING)
-    assert {one.prompt.uid for one in pool.completed(only=first)} == {"p0"}
-    assert {one.prompt.uid for one in pool.completed()} == {"p1", "p2"} and len(rest) == 4
-
-
-@pytest.mark.parametrize("how", ["raises", "no message"])
-def test_what_an_environment_does_wrong_is_the_episodes_failure(make, tokenizer: Any, how: str) -> None:
-    rollouts = make("Wrong", how=how)[0].generate(prompts(tokenizer, 1), 2, SAMPLING)
-    assert {r.episode.failure for r in rollouts} <= {"environment_error", None} and rollouts[0].episode.failure_cause

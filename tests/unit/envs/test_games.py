@@ -49,31 +49,6 @@ def test_a_number_is_guessed_by_higher_and_lower() -> None:
     assert episode.info == {"solved": 1.0, "turns": 3.0, "malformed": 0.0}
 
 
-@pytest.mark.parametrize(
-    ("wording", "answers"),
-    [
-        ("short", ["001-049", "001-049", "026-049"]),
-        (
-            "words",
-            ["lower: from 1 to 49", "Answer with a whole number from 1 to 100. It is from 1 to 49.", "higher: from 26 to 49"],
-        ),
-    ],
-)
-def test_the_range_that_is_left_is_said_where_it_is_asked_for(wording: str, answers: list[str]) -> None:
-    row = number_row(37, wording=wording)
-    row = {**row, "extra_info": row["extra_info"] | {"answers": "range"}}
-    assert play(NumberGuessing(), row, says("50", "none", "25", "37")).answers == answers
-
-
-def test_a_guess_that_is_ruled_out_loses_a_strict_game() -> None:
-    episode = play(NumberGuessing(strict=True, turns=8), number_row(37), says("50", "none", "25", "25"))
-    assert episode.answers == ["lower", "Answer with a whole number from 1 to 100.", "higher"]
-    assert episode.rewards[:3] == [None, None, None] and 0 < episode.total < 0.5 and not episode.solved
-    assert episode.info["turns"] == 4
-    assert play(NumberGuessing(strict=True), number_row(37), says("50", "25", "37")).total == 1
-    assert play(NumberGuessing(), number_row(37), says("50", "60", "37")).total == 1
-
-
 def test_rewards_of_turns_have_the_sum_of_the_episodes_reward() -> None:
     for moves in (["4", "7", "6"], ["4", "7", "5"], ["9", "4", "4"]):
         row = number_row(5, 1, 8)
@@ -186,12 +161,6 @@ def test_a_question_of_reasoning_gym_may_be_corrected() -> None:
     assert play(ReasoningGymInTurns(turns=1, partial=0.0), row, says("<answer>0</answer>")).rewards == [0.0]
     shown = play(ReasoningGymInTurns(turns=2, show_score=True), row, says("<answer>0</answer>", "x"))
     assert "It scores 0.0" in shown.answers[0]
-
-
-def test_rows_that_are_not_of_reasoning_gym_are_refused() -> None:
-    row = {"data_source": "episodes", "prompt": [], "reward_model": {"ground_truth": ""}, "extra_info": {}}
-    with pytest.raises(ValueError, match="environment reasoning_gym: row"):
-        asyncio.run(ReasoningGymInTurns().reset(start_of(row)))
 
 
 # ---- all games -----------------------------------------------------------------------------------------------

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from grpo_rl.config.compose import compose
-from grpo_rl.envs.contract import Start, Turn
+from grpo_rl.envs.contract import Start
 from grpo_rl.envs.environments import CLASSES, TOOLS, Named, interaction_file, made, schema_of, tools_of
-from grpo_rl.envs.games.answers_in_turns import Gsm8kInTurns
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.envs.tools.number_tools import CheckAnswer
 from grpo_rl.errors import ConfigError
@@ -129,16 +127,3 @@ def test_an_answer_costs_unless_it_is_the_first_right_one() -> None:
         ("72 is right.", -0.05),
         (" is wrong.", -0.05),
     ]
-
-
-def test_a_word_problem_may_be_corrected_until_its_turns_are_over() -> None:
-    async def course(*texts: str) -> list[tuple[bool, float | None, bool]]:
-        game = Gsm8kInTurns(turns=3)
-        await game.reset(Start("r", "openai/gsm8k", (), "1,000"))
-        found = [await game.step(Turn(n, text, token_ids=np.array([1]))) for n, text in enumerate(texts)]
-        return [(one.done, one.reward, bool(one.messages)) for one in found]
-
-    assert asyncio.run(course("so 10", "#### 1000")) == [(False, None, True), (True, 1.0, False)]
-    assert asyncio.run(course("?", "2", "3"))[-1] == (True, 0.0, False)
-    with pytest.raises(ValueError, match="no ground truth of this game"):
-        asyncio.run(Gsm8kInTurns().reset(Start("r", "x", (), "blue")))

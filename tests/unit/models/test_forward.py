@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_models import FAMILIES, VOCAB, Ragged, make_folder, packed_policy, plain_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -59,33 +56,6 @@ def test_logprobs_and_entropies_are_those_of_a_plain_forward_of_each_sequence(fo
     assert out.full_kl_T is None and out.hidden_TD is None
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), min_size=1, max_size=8).filter(
-        lambda pairs: any(response for _, response in pairs)
-    ),
-    st.integers(0, 1000),
-)
-@torch.no_grad()
-def test_any_ragged_lengths_give_the_plain_logprobs(tmp_path_factory, pairs, seed):
-    path = tmp_path_factory.getbasetemp() / "any-lengths"
-    if not path.exists():
-        make_folder(path, "qwen3", tied=True)
-    ragged = Ragged([p for p, _ in pairs], [r for _, r in pairs], seed)
-    policy, plain = _models(path)
-    expected_T = ragged.plain_logprobs_TV(plain).gather(1, ragged.targets_T()[:, None])[:, 0]
-    torch.testing.assert_close(policy(ragged.sequences()).logprobs_T, expected_T, atol=2e-5, rtol=0)
-
-
-_LOADED: dict[Path, tuple[PolicyModel, Any]] = {}
-
-
-def _models(path: Path) -> tuple[PolicyModel, Any]:
-    if path not in _LOADED:
-        _LOADED[path] = (packed_policy(path), plain_model(path))
-    return _LOADED[path]
-
-
 @pytest.mark.parametrize(("family", "tied"), CASES)
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 @torch.no_grad()
@@ -103,27 +73,6 @@ def test_the_full_kl_is_the_sum_over_the_vocabulary(folder, reference, family, t
         expected_T += policy_TV[:, token].exp() * (policy_TV[:, token] - ref_TV[:, token])
     torch.testing.assert_close(out.full_kl_T, expected_T, atol=1e-4, rtol=0)
     assert float(expected_T.min()) > 0.1, "the two models must differ, or this test sees nothing"
-
-
-@torch.no_grad()
-def test_a_head_with_a_bias_uses_it_on_both_sides(folder, reference):
-    policy, ref = packed_policy(folder("qwen3", False)), packed_policy(reference)
-    for model, seed in ((policy, 1), (ref, 2)):
-        torch.manual_seed(seed)
-        model.lm.get_output_embeddings().bias = torch.nn.Parameter(torch.randn(VOCAB))
-    ref_head = ref.lm.get_output_embeddings()
-    hidden_TD = ref(RAGGED.sequences(), want_hidden=True).hidden_TD
-    out = policy(RAGGED.sequences(), ref_hidden_TD=hidden_TD, ref_head_VD=ref_head.weight, ref_bias_V=ref_head.bias)
-    policy_TV, ref_TV = (
-        RAGGED.plain_logprobs_TV(_with_bias(plain_model(path), model))
-        for path, model in ((folder("qwen3", False), policy), (reference, ref))
-    )
-    torch.testing.assert_close(out.full_kl_T, (policy_TV.exp() * (policy_TV - ref_TV)).sum(-1), atol=1e-4, rtol=0)
-
-
-def _with_bias(plain: Any, model: PolicyModel) -> Any:
-    plain.get_output_embeddings().bias = model.lm.get_output_embeddings().bias
-    return plain
 
 
 # ---- gradients and memory --------------------------------------------------------------------------

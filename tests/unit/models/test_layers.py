@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, repeats
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
 LENGTHS = torch.tensor([17, 5, 9])
 
 
@@ -107,30 +104,3 @@ def test_each_trained_token_belongs_to_the_rank_that_has_the_token_before_it(siz
         # The state that is read is the one at the token before, also where that is the last of the slice.
         assert torch.equal(part.token_ids_S[part.predict_T], whole.token_ids_S[whole.predict_T[part.slice.own_T]])
     assert torch.equal(owners, torch.ones_like(owners))
-
-
-@pytest.mark.campaign
-def test_ranks_that_compute_a_pass_together_have_a_part_of_its_activations_each() -> None:
-    """The real model code on fake tensors: what a layer keeps and computes with is a quarter, what is sharded stays the same."""
-    spec = importlib.util.spec_from_file_location("track_memory", SCRIPTS / "track_memory.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    # Its dataclasses look their module up.
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
-    settings = {
-        "model_type": "qwen2",
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 4,
-        "vocab_size": 1000,
-        "tie_word_embeddings": True,
-    }
-    case = {"world": 8, "rollouts": 1, "prompt": 96, "response": 8096, "chunk": 64}
-    whole, part = (script.track(script.Case(settings, **case, together=together)) for together in (1, 4))
-    # Shards and the batch's ids stay.
-    assert part["rest"] == pytest.approx(whole["rest"], rel=0.01)
-    for region in ("layers, forward", "layers, backward"):
-        assert part[region] - part["rest"] < 0.35 * (whole[region] - whole["rest"])

@@ -28,23 +28,6 @@ def with_config(folder: Path, target: Path, **changes: object) -> str:
     return str(target)
 
 
-def test_code_in_the_model_folder_is_not_run_unless_it_was_allowed(folder, tmp_path):
-    marker = tmp_path / "it_ran"
-    path = with_config(folder, tmp_path / "own", model_type="mine", auto_map={"AutoConfig": "configuration_mine.MyConfig"})
-    (Path(path) / "configuration_mine.py").write_text(
-        "from pathlib import Path\n"
-        "from transformers import PretrainedConfig\n"
-        f"Path({str(marker)!r}).touch()\n"
-        "class MyConfig(PretrainedConfig):\n"
-        "    model_type = 'mine'\n"
-    )
-    with pytest.raises(ConfigError, match=r"names Python code of its own \(auto_map\); set .*trust_remote_code=true"):
-        load_config(path)
-    assert not marker.exists()
-    assert type(load_config(path, trust_remote_code=True)).__name__ == "MyConfig"
-    assert marker.exists()
-
-
 @pytest.mark.parametrize("name", ["attention_dropuot", "to_dict", "use_return_dict"])
 def test_an_override_that_is_no_field_is_refused(folder, name):
     with pytest.raises(ConfigError, match=f"override_config.{name}: Qwen3Config has no such field"):

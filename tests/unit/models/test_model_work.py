@@ -14,7 +14,6 @@ from grpo_rl.models import linear
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.plan.machine import DEVICES
 from grpo_rl.workers.model_work import ModelWork, peak_tflops
-from grpo_rl.workers.sharded_policy import sequences_of
 
 TOKENS = Ragged([5, 3, 9], [4, 8, 2])
 WIDTH, LAYERS = 4 * 8, 2
@@ -46,37 +45,6 @@ def test_products_are_those_that_torch_counts(tmp_path: Path, monkeypatch: pytes
     # The embedding's rows have a gradient, so that the first layer sends one back as all others do.
     assert work.take() == products(both) + 12 * WIDTH * LAYERS * pairs
     assert work.take() == 0
-
-
-def test_a_shared_prompt_counts_once(tmp_path: Path) -> None:
-    model = packed_policy(make_folder(tmp_path / "m", "qwen3", True))
-    work = ModelWork(model)
-    prompt = torch.arange(10)
-    responses = [torch.arange(4) + 20, torch.arange(6) + 25]
-    alone = Ragged([10, 10], [4, 6])
-    alone.ids = [torch.cat([prompt, response]) for response in responses]
-    batch = alone.batch().replace(group_N=torch.zeros(2, dtype=torch.long))
-
-    def count(*, share: bool) -> float:
-        with torch.no_grad():
-            model(sequences_of(batch, torch.device("cpu"), share_prompts=share))
-        return work.take()
-
-    saved = count(share=False) - count(share=True)
-    # The prompt up to its last token, whose state both read, and the last token of each response, which nothing reads.
-    tokens_saved = len(torch.cat(alone.ids)) - computed_tokens(batch)
-    assert tokens_saved > 9
-    assert saved > 2 * tokens_saved * body_weights(model)
-
-
-def computed_tokens(batch: object) -> int:
-    return len(sequences_of(batch, torch.device("cpu"), share_prompts=True).token_ids_S)  # type: ignore[arg-type]
-
-
-def body_weights(model: PolicyModel) -> int:
-    return sum(
-        p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name and "lm_head" not in name
-    )
 
 
 def test_of_experts_those_count_that_a_token_goes_to() -> None:
