@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
 import grpo_rl
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, did_you_mean
 from grpo_rl.main import exit_code_after
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
 
@@ -70,8 +69,7 @@ def _is_setting(word: str) -> bool:
 def _command(name: str) -> Command:
     """Return a command by its name. Each is imported when it is asked for: `doctor` needs no torch."""
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        meant = f" Did you mean {near[0]}?" if near else ""
+        meant = did_you_mean(name, COMMANDS, most=1)
         raise ConfigError(f"there is no command {name!r}.{meant} There are {', '.join(COMMANDS)}: grpo-rl --help")
     command: Command = import_module(COMMANDS[name][0]).main
     return command

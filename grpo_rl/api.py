@@ -21,7 +21,7 @@ from typing import IO, Any
 from grpo_rl import errors
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, Preempted, exit_code_of
+from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, exit_code_of
 from grpo_rl.run_folder import Run
 from grpo_rl.telemetry.rundir import dated_name
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
@@ -139,28 +139,22 @@ def _rebuilt(record: dict[str, Any]) -> BaseException:
     """Return the exception that `_write_error` wrote down."""
     if record["exit_code"] == _INTERRUPTED:
         return KeyboardInterrupt()
-    kind = getattr(errors, record["type"], None)
-    message = str(record["message"])
-    error: BaseException
-    if not isinstance(kind, type) or not issubclass(kind, GrpoRlError | Preempted):
-        error = GrpoRlError(f"unexpected {record['type']}: {message}")
-    else:
-        error = kind.__new__(kind, message)
-        if isinstance(error, ConfigError):
-            error.problems = [str(problem) for problem in record["problems"]]
-        if isinstance(error, GrpoRlError):
-            error.where, error.advice = str(record["where"]), str(record["advice"])
+    kind = getattr(errors, record["kind"])
+    error: BaseException = kind(record["texts"] if kind is ConfigError else record["texts"][0])
+    if isinstance(error, GrpoRlError):
+        error.where, error.advice = record["where"], record["advice"]
     for note in record["notes"]:
-        error.add_note(str(note))
+        error.add_note(note)
     return error
 
 
 def _write_error(file: Path, error: BaseException) -> None:
-    """Write down the exception that ended the run, for the process that waits for it."""
+    """Write down the exception that ended the run, for the process that waits for it: as the nearest of `errors.py`."""
+    kinds = (kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
+    kind, texts = next(kinds, ""), getattr(error, "problems", [str(error)])
     record = {
-        "type": type(error).__name__,
-        "message": redact(str(error)),
-        "problems": [redact(problem) for problem in getattr(error, "problems", [])],
+        "kind": kind or GrpoRlError.__name__,
+        "texts": [redact(text if kind else f"unexpected {type(error).__name__}: {text}") for text in texts],
         "where": getattr(error, "where", ""),
         "advice": getattr(error, "advice", ""),
         "notes": [redact(note) for note in getattr(error, "__notes__", [])],

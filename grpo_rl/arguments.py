@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, did_you_mean
 
 _SETTING = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w-]*(\.[\w-]+)*=.*|~[A-Za-z_][\w.-]*", re.DOTALL)
 
@@ -56,9 +55,8 @@ class Arguments(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"{self.prog}: {word!r} is one argument too many; {self.prog} --help shows what there is"
         known = [name for action in self._actions for name in action.option_strings]
-        near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.5)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        return f"{self.prog}: there is no option {word.partition('=')[0]}.{meant} There are {', '.join(known)}"
+        name = word.partition("=")[0]
+        return f"{self.prog}: there is no option {name}.{did_you_mean(name, known, most=1)} There are {', '.join(known)}"
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
+from collections.abc import Iterable
 from typing import ClassVar
 
 LIBRARIES = (os.path.join(os.path.dirname(__file__), ""), os.path.join(os.path.dirname(os.__file__), ""), "<")
@@ -149,6 +151,12 @@ def details(error: BaseException, limit: int = 20) -> list[str]:
     others = [line for line in lines if line and not line.startswith(("|", "log:"))]
     more = [f"... and {len(others) - limit} more lines"] if len(others) > limit else []
     return [*others[:limit], *more, *logs]
+
+
+def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
+    """Return ` Did you mean A or B?` with those of the known names that are nearest to another one; empty where none is near."""
+    near = difflib.get_close_matches(name[:200], list(known), n=most, cutoff=0.5)
+    return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def users_line(error: BaseException) -> tuple[str, int, str] | None:

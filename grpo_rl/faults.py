@@ -14,6 +14,7 @@ import ctypes
 import errno
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -63,7 +64,9 @@ POINTS = {
 }
 """Every point: when it is passed, and which facts it has beside `worker` and `step`."""
 
-_COOPERATIVE = ("nan", "drop", "duplicate")
+_SPEC = re.compile(
+    r"(?P<point>[\w.]+):(?P<action>\w+)(=(?P<value>[\d.]+))?(@(?P<conditions>(\w+=[^,=]+|once)(,(\w+=[^,=]+|once))*))?"
+)
 _ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO, "erofs": errno.EROFS}
 _FOREVER_S = 10**6
 _DIRECT: dict[str, Callable[[float], None]] = {
@@ -77,7 +80,7 @@ _DIRECT: dict[str, Callable[[float], None]] = {
     "exit": lambda value: os._exit(int(value)),
 }
 _DEFAULTS = {"hold_gil": _FOREVER_S, "loop": _FOREVER_S, "exit": 1}
-ACTIONS = (*_DIRECT, "raise", "oom", *_ERRNO, *_COOPERATIVE)
+ACTIONS = (*_DIRECT, "raise", "oom", "nan", *_ERRNO)
 
 
 class InjectedFault(RuntimeError):
@@ -110,7 +113,7 @@ class _Armed:
         for entry in self.entries:
             if entry.point == point and self._due(entry, context):
                 self._note(entry, context)
-                if entry.action in _COOPERATIVE:
+                if entry.action == "nan":
                     return entry.action
                 _act(entry)
         return None
@@ -151,14 +154,13 @@ _unread = bool(os.environ.get("GRPO_FAULT"))
 
 
 def fault_point(name: str, **told: Any) -> str | None:
-    """Do what is armed here. `nan`, `drop` or `duplicate` are returned for the caller to do; mostly there is nothing:
-    None.
+    """Do what is armed here. `nan` is returned for the caller to do; mostly there is nothing: None.
 
     Raises InjectedFault, OSError or torch's OutOfMemoryError where those are the armed action.
     """
-    if _armed is None and not _unread:
-        return None
-    return _hit(name, told)
+    if _unread:
+        arm()
+    return None if _armed is None else _armed.hit(name, told)
 
 
 def tell(**context: Any) -> None:
@@ -184,75 +186,37 @@ def environment() -> dict[str, str]:
 def arm(spec: str | None = None, state: str | None = None) -> None:
     """Arm what `spec` says, and nothing else; the environment's GRPO_FAULT and GRPO_FAULT_STATE if it is None.
 
-    Raises ConfigError with everything that is wrong with it.
+    Raises ConfigError for what cannot be armed.
     """
     global _armed, _unread
     if spec is None:
         spec, state = os.environ.get("GRPO_FAULT", ""), os.environ.get("GRPO_FAULT_STATE")
     _unread = False
     _armed = None
-    problems: list[str] = []
-    entries = [entry for text in spec.split(";") if text.strip() and (entry := _parse(text.strip(), state, problems))]
+    entries = [_parse(text.strip(), state) for text in spec.split(";") if text.strip()]
     if state and not Path(state).is_dir():
-        problems.append(f"GRPO_FAULT_STATE={state}: not a folder; make it")
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(f"GRPO_FAULT_STATE={state}: not a folder; make it")
     if entries:
         _armed = _Armed(entries, Path(state) if state else None)
 
 
-def _hit(name: str, told: dict[str, Any]) -> str | None:
-    if _unread:
-        arm()
-    return None if _armed is None else _armed.hit(name, told)
-
-
-def _parse(text: str, state: str | None, problems: list[str]) -> _Entry | None:
-    """Return one entry; None, with the reason added to `problems`, for text that is none."""
-    rest, _, conditions = text.partition("@")
-    point, _, action = rest.partition(":")
-    action, has_value, value = action.partition("=")
-    found = _Entry(text, point, action, float(_DEFAULTS.get(action, 0)), {})
-    before = len(problems)
+def _parse(text: str, state: str | None) -> _Entry:
+    """Return one entry. Raises ConfigError for text that is none."""
+    match = _SPEC.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"GRPO_FAULT: {text!r} is not POINT:ACTION[=NUMBER][@KEY=VALUE,n=N,once]")
+    point, action, value = match["point"], match["action"], match["value"]
+    conditions = dict(word.partition("=")[::2] for word in (match["conditions"] or "").split(",") if word)
     if point not in POINTS:
-        problems.append(f"GRPO_FAULT: no fault point {point!r} in {text!r}; there are {', '.join(POINTS)}")
+        raise ConfigError(f"GRPO_FAULT: no fault point {point!r} in {text!r}; there are {', '.join(POINTS)}")
     if action not in ACTIONS:
-        problems.append(f"GRPO_FAULT: no action {action!r} in {text!r}; there are {', '.join(ACTIONS)}")
-    takes_value = action == "delay" or action in _DEFAULTS
-    if has_value and not takes_value:
-        problems.append(f"GRPO_FAULT: {action} takes no value in {text!r}")
-    elif has_value or action == "delay":
-        number = _number(value)
-        if number is None:
-            problems.append(f"GRPO_FAULT: {text!r} needs a number >= 0, as in {action}=1")
-        found.value = number or 0.0
-    for word in filter(None, conditions.split(",")):
-        _condition(word, found, state, problems)
-    return found if len(problems) == before else None
-
-
-def _condition(word: str, entry: _Entry, state: str | None, problems: list[str]) -> None:
-    key, equals, value = word.partition("=")
-    if word == "once":
-        entry.once = True
-        if not state:
-            problems.append(f"GRPO_FAULT: `once` in {entry.text!r} needs a folder to remember it in: GRPO_FAULT_STATE")
-    elif not equals or not key or not value:
-        problems.append(f"GRPO_FAULT: condition {word!r} in {entry.text!r} is not KEY=VALUE, n=N or once")
-    elif key == "n":
-        entry.nth = int(value) if value.isdecimal() and int(value) > 0 else None
-        if entry.nth is None:
-            problems.append(f"GRPO_FAULT: {word!r} in {entry.text!r}: n counts from 1")
-    else:
-        entry.conditions[key] = value
-
-
-def _number(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if 0 <= number < float("inf") else None
+        raise ConfigError(f"GRPO_FAULT: no action {action!r} in {text!r}; there are {', '.join(ACTIONS)}")
+    if (value is not None) != (action == "delay") and action not in _DEFAULTS:
+        raise ConfigError(f"GRPO_FAULT: {text!r}: delay needs a number, and {', '.join(_DEFAULTS)} may have one")
+    once, nth = conditions.pop("once", None) is not None, int(conditions.pop("n", 0)) or None
+    if once and not state:
+        raise ConfigError(f"GRPO_FAULT: `once` in {text!r} needs a folder to remember it in: GRPO_FAULT_STATE")
+    return _Entry(text, point, action, float(_DEFAULTS.get(action, 0) if value is None else value), conditions, nth, once)
 
 
 def _act(entry: _Entry) -> None:

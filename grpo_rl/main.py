@@ -1,26 +1,44 @@
-"""The command: `python -m grpo_rl.main recipe=arithmetic/grpo key=value ...`."""
+"""The command `python -m grpo_rl.main recipe=arithmetic/grpo key=value ...`, from its words to the report of the run."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import os
+import shutil
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpo_rl
 from grpo_rl import faults
-from grpo_rl.config.secrets import redact
-from grpo_rl.errors import ConfigError, GrpoRlError, Preempted, StoppedByAlarm, details, exit_code_of, headline
+from grpo_rl.config.secrets import redact, scrub
+from grpo_rl.errors import CheckpointError, ConfigError, GrpoRlError, Preempted, StoppedByAlarm, details, exit_code_of, headline
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what takes time to load is imported where it is used, so that a misspelt key is refused at once
+    from grpo_rl.checkpoint.manifest import Checkpoint
+    from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.cluster.processes.worker_group import WorkerFailed
+    from grpo_rl.cluster.recovery.supervisor import Recoveries
+    from grpo_rl.cluster.run_session import RunSession
+    from grpo_rl.config.compose import Composed
     from grpo_rl.config.schema.tree import TrainerConfig
     from grpo_rl.plan.decisions import Plan
+    from grpo_rl.plan.first_look import RewardTrial
+    from grpo_rl.telemetry.metrics.timeline import Timeline
+    from grpo_rl.telemetry.page.beside_run import PageBeside
+    from grpo_rl.telemetry.rundir import RunDir
+    from grpo_rl.telemetry.terminal.console import Console
+    from grpo_rl.trainer.schedule import Roles
+    from grpo_rl.types import Metrics
 
 _USAGE = """\
 usage: python -m grpo_rl.main [recipe=NAME|FILE.yaml] [key=value ...] [--multirun | --cfg | --help | --version]
@@ -50,6 +68,8 @@ All keys with their meaning: docs/configuration.md. verl's launch commands work 
 recipes: """
 
 
+MOST_CHANGES = 20
+"""Changed keys that a resumed run shows; its folder has both configurations."""
 REFUSAL = "this configuration cannot be run"
 
 
@@ -65,7 +85,9 @@ def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], 
     # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
     gc.disable()
     try:
-        return exit_code_after(lambda: _answer(words) if _is_question(words) else _run(words), on_error=on_error)
+        return exit_code_after(
+            lambda: _answer(words) if {"--help", "-h", "--version"} & set(words) else _run(words), on_error=on_error
+        )
     finally:
         gc.enable()
         # A run freezes what it has imported. At the interpreter's end libraries complain on the screen of what stays (nanobind).
@@ -110,10 +132,6 @@ def exit_code_after(
         return exit_code_of(error)
 
 
-def _is_question(words: list[str]) -> bool:
-    return bool({"--help", "-h", "--version"} & set(words))
-
-
 def _answer(words: list[str]) -> int:
     if "--version" in words:
         print(f"grpo_rl {grpo_rl.__version__}")
@@ -156,8 +174,6 @@ def _run(words: list[str]) -> int:
         print(redact(plan.render()))
         _print_pace(trainer, plan)
         return 0
-    from grpo_rl.cluster.launch import run
-
     return run(composed, plan)
 
 
@@ -207,6 +223,265 @@ def _traceback_file(error: Exception) -> str:
     with os.fdopen(descriptor, "w") as file:
         file.write(redact(traceback.format_exc()))
     return path
+
+
+# ---- the course of a run: what earlier ones left, Ray, workers, training, end ------------------------------------
+
+
+@dataclass(slots=True)
+class Course:
+    """A run that has its folder."""
+
+    composed: Composed
+    plan: Plan
+    session: RunSession
+    page: PageBeside
+    checkpoint: Checkpoint | None
+    """The state from which the run goes on; None for a run from the start."""
+    code: str = ""
+    """The digest of the sources."""
+    rows: Path | None = None
+    """The collected rows that are trained on, where there are any."""
+    collected: Metrics = field(default_factory=dict)
+    recoveries: Recoveries = None  # type: ignore[assignment]
+    lost: tuple[str, float] | None = None
+    """The role that was lost last and the time of that, until the training goes on."""
+
+
+def run(composed: Composed, plan: Plan) -> int:
+    """Train as the plan says, and return 0 when the last step is done.
+
+    Raises this package's errors for whatever a user can mend, with step and phase. Data, rewards and the model's
+    settings are read while Ray starts, before there is any worker.
+    """
+    from grpo_rl.checkpoint.manifest import verify
+    from grpo_rl.cluster.run_session import run_session
+    from grpo_rl.cluster.session.ray_session import clean_earlier
+    from grpo_rl.plan.first_look import of_memory
+    from grpo_rl.telemetry.page.beside_run import PageBeside
+    from grpo_rl.telemetry.report import final_report
+    from grpo_rl.telemetry.rundir import RunDir
+    from grpo_rl.telemetry.terminal.console import Console
+
+    trainer = composed.config.trainer
+    started = time.perf_counter()
+    console = Console()
+    with ExitStack() as stack:
+        run_dir = RunDir.create(trainer.default_local_dir, trainer.experiment_name)
+        stack.callback(run_dir.release)
+        stack.callback(lambda: scrub(run_dir.logs.glob("*.log")))
+        left = clean_earlier(run_dir.session_file)
+        stack.callback(shutil.rmtree, run_dir.recovery, ignore_errors=True)
+        shutil.rmtree(run_dir.recovery, ignore_errors=True)
+        checkpoint = None
+        if trainer.resume_mode == "resume_path":
+            checkpoint = verify(Path(trainer.resume_from_path or ""))
+        elif trainer.resume_mode == "auto":
+            checkpoint = _newest_in(run_dir.checkpoints, console)
+        # What was sampled or computed before a checkpoint was there is not done again where it is of the same data and weights.
+        kept = () if trainer.resume_mode == "disable" else (run_dir.collected, run_dir.reference_logprobs)
+        earlier = run_dir.start_fresh(keep=kept) if checkpoint is None else None
+        console.log_to(run_dir.logs / "console.log")
+        stack.callback(console.close)
+        changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
+        run_dir.write_config(composed.yaml(), composed.overrides)
+        run_dir.plan_file.write_text(redact(plan.render()) + "\n", encoding="utf-8", errors="backslashreplace")
+        console.info(plan.render())
+        console.info(f"run folder: {run_dir.path}")
+        if earlier is not None:
+            console.info(f"what an earlier run of this name left is in {earlier}")
+        if left:
+            console.info(f"ended {len(left)} processes that an earlier run of this name had left")
+        if changes:
+            more = [f"... and {len(changes) - MOST_CHANGES} more"] if len(changes) > MOST_CHANGES else []
+            lines = ["this run goes on with another configuration than at its last start:", *changes[:MOST_CHANGES], *more]
+            console.warn("\n  ".join(lines))
+        for sight in of_memory(plan):
+            if sight.advice:
+                console.warn(sight.as_line())
+        page = PageBeside(run_dir.path, trainer.page_freq, console.warn)
+        with run_session(plan, run_dir, console, page) as session:
+            train(Course(composed, plan, session, page, checkpoint))
+            console.info(final_report(run_dir, seconds=time.perf_counter() - started))
+    return 0
+
+
+def train(course: Course) -> None:
+    """Start the workers, and train from the checkpoint on, or from the start.
+
+    When a rank is lost, all workers are ended, and the training goes on in new ones from the newest checkpoint.
+    """
+    from grpo_rl.config.relative_paths import function_files
+    from grpo_rl.source_code import digest, sources
+
+    plan, session = course.plan, course.session
+    course.code = digest(sources(function_files(course.composed.resolved)))
+    session.status.update(code=course.code)
+
+    # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
+    with session.console.progress("starting Ray, and loading libraries"):
+        from transformers.utils.logging import disable_progress_bar
+
+        from grpo_rl.cluster.collection import collect
+        from grpo_rl.cluster.processes.worker_group import WorkerFailed
+        from grpo_rl.cluster.recovery.supervisor import Recoveries
+        from grpo_rl.cluster.start_roles import start_roles  # noqa: F401 loaded beside Ray, for `RunSession.start`
+    # Model and tokenizer files are small beside what follows; the screen has bars of its own.
+    disable_progress_bar()
+
+    if plan.collection is not None:
+        course.rows, course.collected = collect(plan, session)
+    course.recoveries = Recoveries(plan.config.trainer, session.console.warn, session.status.count_restart)
+    while True:
+        try:
+            with ExitStack() as attempt:
+                _train_from(course, attempt)
+            return
+        except WorkerFailed as error:
+            _go_back(course, error)
+        gc.collect()  # what is left of the roles refers to objects in Ray's store
+
+
+def _go_back(course: Course, error: WorkerFailed) -> None:
+    """Set the newest checkpoint as the state to go on from. Raises `error` where it is to end the run, ClusterError at the
+    end of the budget for restarts."""
+    recoveries = course.recoveries
+    if not recoveries.restarts or not (course.session.status.has_begun or course.lost):
+        raise error  # workers that fail at their first start will fail again
+    role = error.workers[0].name.rstrip("0123456789") if error.workers else "a worker"
+    course.checkpoint = newest_checkpoint(course)
+    place = "the first step" if course.checkpoint is None else f"step {course.checkpoint.step}, the newest checkpoint"
+    recoveries.failed(role, str(error), f"all workers are started again, and the run goes back to {place}")
+    course.lost = course.lost or (role, time.monotonic())
+    for worker in error.workers:
+        recoveries.on_restart(worker.name, None)
+
+
+def newest_checkpoint(course: Course) -> Checkpoint | None:
+    """Return the newest state of this run: where it began, one of its checkpoints, or the one that it keeps for itself."""
+    run_dir, found = course.session.run_dir, [course.checkpoint]
+    for folder in (run_dir.checkpoints, run_dir.recovery):
+        with suppress(CheckpointError):  # none of several is good, each of which was warned of
+            found.append(_newest_in(folder, course.session.console))
+    return max((one for one in found if one is not None), key=lambda one: one.step, default=None)
+
+
+def _newest_in(folder: Path, console: Console) -> Checkpoint | None:
+    """Return the newest checkpoint in this folder that is good. Raises CheckpointError when none of several is."""
+    from grpo_rl.checkpoint.store import CheckpointStore
+
+    return CheckpointStore(folder, warn=console.warn).latest(lambda reason: console.warn(f"CHECKPOINT PASSED OVER: {reason}"))
+
+
+def _train_from(course: Course, stack: ExitStack) -> None:
+    """Start the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
+    from grpo_rl.cluster.inputs import read_inputs
+    from grpo_rl.cluster.run_instruments import RunInstruments
+    from grpo_rl.telemetry.metrics.sinks import Sinks
+    from grpo_rl.telemetry.metrics.timeline import Timeline
+    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+    from grpo_rl.trainer.run import RunLoop
+    from grpo_rl.trainer.schedule import Context, Output
+
+    session, config = course.session, course.plan.config
+    run_dir, console = session.run_dir, session.console
+    inputs = read_inputs(course.plan, run_dir, console, stack, collected=course.rows)
+    trial = first_look(course, inputs) if course.checkpoint is None and course.lost is None else None
+    # Teachers' models that are embedded ones are made first.
+    teachers = (
+        (name, one if one.model_path is None else replace(one, model_path=session.model_folder(one.model_path)))
+        for name, one in inputs.plan.teachers
+    )
+    plan = replace(inputs.plan, teachers=tuple(teachers))
+    cluster, roles = session.start(plan, inputs, stack, course.recoveries)
+    roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info)
+    for sight in trial.sights() if trial is not None else ():
+        (console.warn if sight.advice else console.info)(sight.as_line())
+    sinks = Sinks(run_dir, config.trainer, course.composed.resolved, console.warn, console.info)
+    stack.callback(sinks.close)
+    timeline = Timeline(run_dir.timeline_file, console.warn)
+    stack.callback(timeline.write)
+    if inputs.rules is not None:
+        inputs.rules.on_busy = partial(timeline.ended, "reward", "scoring")
+    rollouts = RolloutLog(
+        run_dir,
+        config.trainer.rollout_data_format,
+        beside=True,
+        token_groups=config.trainer.log_token_groups,
+        written=sinks.written,
+    )
+    stack.callback(rollouts.close)  # before the cluster ends, whose store has the tokens
+
+    context = Context(
+        config,
+        roles,
+        inputs.train_data,
+        inputs.val_data,
+        Output(run_dir, console, sinks, rollouts, session.status, session.stop, timeline, course.page),
+        plan.sizes.total_steps or 0,
+        objective=plan.objective,
+        rows=inputs.rows,
+        collected=course.collected,
+        code=course.code,
+    )
+    training = RunLoop(context, plan.schedule)
+    if course.checkpoint is not None:
+        training.resume(course.checkpoint)
+    elif course.lost is not None:
+        training.start_over()
+    if course.lost is not None:
+        (role, since), course.lost = course.lost, None
+        course.recoveries.recovered(role, role, time.monotonic() - since, f"the run goes on after step {training.step}")
+    training.fit()
+    leave_results(course, roles, timeline, training.step)
+
+
+def first_look(course: Course, inputs: Inputs) -> RewardTrial | None:
+    """Warn of what would make the run vain, and begin to try the reward, which is scored while the workers start."""
+    from grpo_rl.plan.first_look import RewardTrial, of_plan, of_prompts, some_prompts
+
+    runs = course.session.run_dir.path.parent
+    prompts = some_prompts(inputs.train_data or inputs.val_data)
+    for sight in (*of_plan(inputs.plan, runs), *of_prompts(inputs.plan, prompts, inputs.tokenizer)):
+        if sight.advice:
+            course.session.console.warn(sight.as_line())
+    return None if inputs.rules is None else RewardTrial(prompts, inputs.rules, inputs.tokenizer)
+
+
+def newest_best(run_dir: RunDir) -> Path | None:
+    """Return the policy with the lowest validation loss, which a run with early stopping keeps; None without one."""
+    found = sorted(run_dir.best.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    return found[-1] if found else None
+
+
+def leave_results(course: Course, roles: Roles, timeline: Timeline, step: int) -> None:
+    """Export the models of a training that is done, write its page, and draw its curves."""
+    from grpo_rl.telemetry.page.beside_run import LAST_S
+    from grpo_rl.telemetry.report import plot_curves
+
+    run_dir, console = course.session.run_dir, course.session.console
+    exports = course.composed.config.trainer.export_at_end and course.plan.trains
+    if exports and roles.actor is not None:
+        with console.progress("exporting the policy"):
+            best = newest_best(run_dir)
+            if best is None:
+                roles.actor.export(run_dir.model)
+            else:
+                shutil.rmtree(run_dir.model, ignore_errors=True)
+                best.rename(run_dir.model)
+                shutil.rmtree(run_dir.best)
+        if best is not None:
+            console.info(f"the exported policy is that of {best.name.replace('_', ' ')}, whose validation loss is the lowest")
+    if exports and roles.reward_model is not None:
+        with console.progress("exporting the reward model"):
+            roles.reward_model.export(run_dir.reward_model)
+    timeline.write()
+    # In a process of its own, beside the picture.
+    course.page.last("done")
+    if step > 0:
+        with console.progress("drawing the curves"):
+            plot_curves(run_dir)
+    course.page.wait(LAST_S)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ a file has the same rights as a registered one; when it fails, the error names i
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -22,7 +21,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from grpo_rl.errors import ConfigError, FunctionError, GrpoRlError, raised_in, users_line
+from grpo_rl.errors import ConfigError, FunctionError, GrpoRlError, did_you_mean, raised_in, users_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -66,10 +65,8 @@ class Registry(Generic[F]):
             if name not in self._own:
                 self._own[name] = guarded(load_function(name, self.kind), f"{self.kind} {name}", self.interface)
             return self._own[name]
-        near = difflib.get_close_matches(name, self._functions, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ConfigError(
-            f"unknown {self.kind} {name!r}.{hint} Known: {', '.join(sorted(self._functions))}; "
+            f"unknown {self.kind} {name!r}.{did_you_mean(name, self._functions)} Known: {', '.join(sorted(self._functions))}; "
             f"or your own as my_package.module:function or path/to/file.py:function"
         )
 
@@ -204,9 +201,7 @@ def _range_in(hint: Any) -> Any:
 
 def no_such_option(what: str, name: str, known: Mapping[str, Any]) -> str:
     """Return the line for an option that a function does not take, with the nearest one and all that it takes."""
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{what} has no option {name}.{hint} It takes {', '.join(known) or 'none'}"
+    return f"{what} has no option {name}.{did_you_mean(name, known, most=1)} It takes {', '.join(known) or 'none'}"
 
 
 def fits(value: Any, default: Any) -> bool:

@@ -1,6 +1,6 @@
-"""Reading of files in a run's folder, which somebody may have sent: nothing in them makes a reader wait, or take all memory.
+"""Files in a run's folder: how they are written whole, and read though somebody may have sent them.
 
-A file must be a regular one, and no link. Its size, unpacked too, its nesting and the number of its lists and objects have
+Nothing in a file makes a reader wait, or take all memory. A file must be a regular one, and no link. Its size, unpacked too, its nesting and the number of its lists and objects have
 bounds. Whole numbers beyond 64 bits become floats, which every reader handles.
 """
 
@@ -10,7 +10,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -106,6 +106,33 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         except ValueError:
             found = None
         yield number, found if isinstance(found, dict) else None
+
+
+def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Write a file that is complete or not there at all; `durable`, after a power cut too. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_lines(path: Path, lines: Iterable[str], *, durable: bool = False) -> None:
+    """Append whole lines to a file. A write that failed, or a process that was killed, may have left half a line: they begin a new one."""
+    with path.open("a+b") as file:
+        if file.tell() > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write("".join(lines).encode())
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def parsed(text: str) -> Any:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from grpo_rl.config.convert import unknown_key
-from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.config.schema.fields import flat
+from grpo_rl.errors import ConfigError, DataError, did_you_mean
 from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_file, step_files
 from grpo_rl.telemetry.rundir import RunDir, named_run, no_run, run_config
-from grpo_rl.telemetry.status import is_gone, read_status
+from grpo_rl.telemetry.status import current_status, read_status
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,11 +62,8 @@ class Run:
         `running`, `done`, `preempted` (stopped by a signal, and saved), `failed` (`status["error"]` has the cause), or `lost`:
         its process ended without a word. `unknown` where the folder has no status.
         """
-        status = self.status
-        state = status.get("state")
-        if is_gone(status):
-            return "lost"
-        return state if state in ("running", "done", "preempted", "failed") else "unknown"
+        state = current_status(self.path).get("state")
+        return state if state in get_args(State) else "unknown"  # type: ignore[return-value]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -78,12 +75,10 @@ class Run:
 
         Raises ConfigError for a key that the run does not have, with the nearest one.
         """
-        value: Any = self.config
-        for part in key.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                raise ConfigError(unknown_key(key))
-            value = value[part]
-        return value
+        values = flat(self.config)
+        if key not in values:
+            raise ConfigError(unknown_key(key))
+        return values[key]
 
     @property
     def overrides(self) -> list[str]:
@@ -122,13 +117,7 @@ class Run:
         (the extra `frames`).
         """
         pandas = _pandas()
-        files = dict(step_files(self._rollouts_folder(val)))
-        if not files:
-            raise DataError(f"{self._rollouts_folder(val)}: no rollouts were logged (trainer.save_rollouts)")
-        wanted = max(files) if step is None else step
-        if wanted not in files:
-            raise DataError(f"step {wanted} has no log of rollouts; there are {_listed(files)}")
-        records = read_rollouts(files[wanted])
+        records = read_rollouts(step_file(self._rollouts_folder(val), step)[1])
         for record in records:
             parts = record.pop("reward_parts", None) or {}
             record.update({f"reward/{name}": value for name, value in parts.items()})
@@ -203,9 +192,8 @@ def _pandas() -> Any:
 def _refuse_unknown(names: Iterable[str], known: list[str]) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"did you mean {', '.join(near)}?" if near else f"there are {_listed(known)}"
-            raise DataError(f"no step has a metric {name!r}; {hint}")
+            hint = did_you_mean(name, known) or f" There are {_listed(known)}"
+            raise DataError(f"no step has a metric {name!r}.{hint}")
 
 
 def _listed(values: Iterable[object], most: int = 12) -> str:

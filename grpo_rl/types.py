@@ -364,7 +364,8 @@ class Batch:
     def select(self, index_K: Tensor | list[int]) -> Batch:
         """Return the rollouts at `index_K`, in that order, with all their columns."""
         index_K = torch.as_tensor(index_K, dtype=torch.long)
-        columns: dict[str, Any] = {name: _at(getattr(self, name), index_K) for name in _columns_with("_N", "_NP")}
+        by_rollout = {name: getattr(self, name) for name in _columns_with("_N", "_NP")}
+        columns: dict[str, Any] = {name: None if one is None else one[index_K] for name, one in by_rollout.items()}
         lengths = {"_S": self.sequence_lengths_N} | dict.fromkeys(("_T", "_TD", "_TK"), self.trained_lengths_N)
         if self.num_steps_N is not None:
             lengths["_K"] = self.num_steps_N
@@ -484,7 +485,3 @@ def _segment_sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
 def _columns_with(*suffixes: str) -> list[str]:
     """Return the names of the batch's columns over the axes of these suffixes."""
     return [column.name for column in dataclasses.fields(Batch) if column.name.endswith(suffixes)]
-
-
-def _at(column: Tensor | None, index: Tensor) -> Tensor | None:
-    return None if column is None else column[index]

@@ -386,7 +386,7 @@ def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need
     mathematics = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)
     plan = "from grpo_rl.main import main; main(['trainer.dry_run=true', 'trainer.device=cpu'])"
     started = (
-        "cluster.launch",
+        "cluster.run_session",
         "cluster.inputs",
         "cluster.warm_start",
         "cluster.start_roles",

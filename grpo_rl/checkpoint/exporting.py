@@ -42,7 +42,7 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
     Raises CheckpointError for a checkpoint that cannot be trusted or does not fit, and where `target` cannot be written;
     ConfigError for a base that cannot be used.
     """
-    from grpo_rl.models import load
+    from grpo_rl.models import fsdp, load, lora
 
     verify(checkpoint)
     own_code = bool(model.get("trust_remote_code"))
@@ -56,7 +56,10 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
     try:
         fresh.chmod(0o755)
-        _write_model(policy, fresh)
+        fsdp.save_model(policy, fresh)
+        if policy.adapters is not None:
+            tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
+            lora.save_adapter(fresh / lora.FOLDER, policy.lm, policy.adapters, tensors)
         tokenizer.save_pretrained(fresh)
         mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
         (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
@@ -88,15 +91,6 @@ def _policy(base: str, model: Mapping[str, Any]) -> PolicyModel:
     policy = PolicyModel(lm)
     policy.adapters = lora.describe(lm, settings)
     return policy
-
-
-def _write_model(policy: PolicyModel, folder: Path) -> None:
-    from grpo_rl.models import fsdp, lora
-
-    fsdp.save_model(policy, folder)
-    if policy.adapters is not None:
-        tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
-        lora.save_adapter(folder / lora.FOLDER, policy.lm, policy.adapters, tensors)
 
 
 def _seal(checkpoint: Path) -> str:

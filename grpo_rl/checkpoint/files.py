@@ -37,7 +37,8 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Entry:
             digest.update(piece)
             size += len(piece)
             _point("write", path)
-            _write_all(descriptor, piece)
+            while piece:
+                piece = piece[os.write(descriptor, piece) :]
         _point("fsync", path)
         os.fsync(descriptor)
     finally:
@@ -133,12 +134,6 @@ def _cut(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         view = memoryview(piece).cast("B")
         for start in range(0, len(view), _PIECE_BYTES):
             yield view[start : start + _PIECE_BYTES]
-
-
-def _write_all(descriptor: int, piece: memoryview) -> None:
-    written = 0
-    while written < len(piece):
-        written += os.write(descriptor, piece[written:])
 
 
 def _point(call: str, path: Path) -> None:

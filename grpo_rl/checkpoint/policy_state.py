@@ -6,7 +6,6 @@ A frozen policy, which has neither optimizer nor schedule, has weights alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_rl.checkpoint.files import Files, flush, write_file
-from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.checkpoint.manifest import TRAINING
-from grpo_rl.checkpoint.tensors import Part, Shards, write_parts
+from grpo_rl.checkpoint.tensors import HostMemory, Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.sharded_load import is_first_replica, local_of, rows_of
@@ -160,16 +158,11 @@ def _path(folder: Path, kind: str, rank: int) -> Path:
 def _load_optimizer(shards: Shards, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     names = {parameter: name for name, parameter in policy.named_parameters()}
     state: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(_optimized(optimizer)):
+    for index, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
         stored = {key: f"{key}:{names[parameter]}" for key in _MOMENTS if f"{key}:{names[parameter]}" in shards.shapes}
         if stored:
             state[index] = {key: _moment(shards, name, parameter) for key, name in stored.items()}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _moment(shards: Shards, name: str, parameter: Any) -> Tensor:

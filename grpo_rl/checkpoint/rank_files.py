@@ -14,7 +14,7 @@ import torch
 
 from grpo_rl.checkpoint import policy_state
 from grpo_rl.checkpoint.files import Files, entry_of, not_written, write_file
-from grpo_rl.checkpoint.host_memory import HostMemory
+from grpo_rl.checkpoint.tensors import HostMemory
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel

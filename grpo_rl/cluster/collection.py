@@ -25,8 +25,7 @@ from typing import Any
 
 from grpo_rl.checkpoint.files import flush, rename, write_file
 from grpo_rl.cluster.inputs import read_inputs
-from grpo_rl.cluster.recovery.supervisor import Recoveries
-from grpo_rl.cluster.start_roles import Cluster, start_roles
+from grpo_rl.cluster.run_session import RunSession
 from grpo_rl.config.schema.tree import Config, RejectionConfig
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows, parts_of
@@ -35,8 +34,7 @@ from grpo_rl.faults import fault_point
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder, RolloutPool
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
-from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.status import Status
+from grpo_rl.telemetry.rollouts.rollout_log import record_of
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.progress import advancing
 from grpo_rl.trainer.sampled.reward_failures import scored
@@ -44,20 +42,13 @@ from grpo_rl.trainer.schedule import training_sampling
 from grpo_rl.types import Metrics, Rollout
 
 
-def collect(
-    plan: Plan,
-    run_dir: RunDir,
-    console: Console,
-    status: Status,
-    phase: Callable[[str], None],
-    model_folders: Callable[[], tuple[str, str]],
-) -> tuple[Path, Metrics]:
+def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
     """Return the file of the collected rows and their metrics; what is not there yet is sampled now.
 
-    `plan` is the plan of the whole run. `phase` is called as each phase begins; `model_folders` waits for Ray and returns
-    the folders of the policy and of the reward model. A run that goes on from a checkpoint has trained on the rows that are
+    `plan` is the plan of the whole run. A run that goes on from a checkpoint has trained on the rows that are
     there: they stay. Raises DataError where nothing is left to train on.
     """
+    run_dir, console = session.run_dir, session.console
     files = CollectedFiles(run_dir.collected)
     if plan.resumes and files.complete:
         return files.train, files.summary()
@@ -65,7 +56,7 @@ def collect(
     with ExitStack() as stack:
         inputs = read_inputs(plan.collection, run_dir, console, stack, part="prompts")
         assert inputs.val_data is not None, "a collection has prompts"
-        folder, scorer = model_folders()
+        folder = session.model_folder(plan.config.actor_rollout_ref.model.path)
         collection = Collection(plan.collection.config, inputs.val_data, files, pairs=plan.objective.needs_pairs)
         settings = collection.settings(Path(folder))
         if not files.has(settings):
@@ -73,19 +64,13 @@ def collect(
                 console.info(f"responses that were collected with other settings are now in {run_dir.set_aside(files.folder)}")
             files.begin(settings)
         if not files.complete:
-            recoveries = Recoveries(plan.config.trainer, console.warn, status.count_restart)
-            cluster = Cluster(plan.collection, folder, scorer, run_dir.logs, console, recoveries)
-            stack.callback(cluster.shutdown)
-            roles, scorers = start_roles(cluster, plan.collection, inputs.tokenizer)
-            status.update(workers=cluster.pids())
-            assert roles.rollout is not None, "a collection samples"
-            rewarder = inputs.models.beside(inputs.rules, scorers)
-            stack.callback(rewarder.close)
-            collection.run(roles.rollout, rewarder, console, phase)
+            _, roles = session.start(plan.collection, inputs, stack)
+            assert roles.rollout is not None and roles.rewarder is not None, "a collection samples and scores"
+            collection.run(roles.rollout, roles.rewarder, console, session.phase)
         metrics = files.summary()
         collection.check(metrics)
         console.info(collection.report(metrics))
-        phase("start")
+        session.phase("start")
         return files.train, metrics
 
 
@@ -195,7 +180,8 @@ class Collection:
     def _part(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
         least = self.config.algorithm.rejection.min_reward
-        rows = pair_rows(rollouts) if self.pairs else answer_rows(rollouts, least)
+        records = [record_of(rollout) | {"messages": rollout.prompt.messages} for rollout in rollouts]
+        rows = pair_rows(records) if self.pairs else answer_rows(records, least)
         groups = {rollout.prompt.uid for rollout in rollouts}
         useful = {row["uid"] for row in rows}
         counts = {

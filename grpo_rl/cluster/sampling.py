@@ -13,12 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.cluster.inputs import read_inputs
-from grpo_rl.cluster.launch import await_ray, connecting_for, ends_the_run, phase_of, reported
-from grpo_rl.cluster.processes.placement import raylets
-from grpo_rl.cluster.recovery.supervisor import Recoveries
-from grpo_rl.cluster.session.ray_session import Connection, clean_earlier
-from grpo_rl.cluster.start_roles import Cluster, start_roles
-from grpo_rl.cluster.warm_start import ready_folder
+from grpo_rl.cluster.run_session import RunSession, run_session
+from grpo_rl.cluster.session.ray_session import clean_earlier
 from grpo_rl.config.schema.tree import MultiTurnConfig
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.plan.decisions import Plan, RewardPlan
@@ -26,10 +22,8 @@ from grpo_rl.protocols import Rewarder, RolloutPool
 from grpo_rl.rewards.combined import by_rule
 from grpo_rl.rollout.requests import rollout_id
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.status import Status
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.sampled.reward_failures import scored
-from grpo_rl.trainer.stopping import Stop
 from grpo_rl.types import Prompt, Rollout, Sampling
 
 
@@ -82,52 +76,27 @@ class Sampler:
             self.rollout.forget([one for ids in asked for one in ids])
 
 
-class SamplingSession:
-    """A Ray session in which models are sampled from, one after another."""
-
-    def __init__(self, connection: Connection, run_dir: RunDir, console: Console, status: Status, stop: Stop) -> None:
-        self._connection, self._run_dir, self._console = connection, run_dir, console
-        self._status, self.stop = status, stop
-        self.phase = phase_of(status, stop)
-        """A function to call as a phase begins: `gen` may be left by a signal, `save` may not."""
-
-    @contextmanager
-    def sampler(self, plan: Plan) -> Iterator[Sampler]:
-        """Start the engines and the reward of a plan, and end them after the block."""
-        with ExitStack() as stack:
-            inputs = read_inputs(plan, self._run_dir, self._console, stack, part="prompts")
-            await_ray(self._connection, self._console)
-            logs, model = self._run_dir.logs, plan.config.actor_rollout_ref.model.path
-            folder = ready_folder(model, plan.machine, logs, self._console)
-            scorer = ready_folder(plan.config.reward.reward_model.model_path or "", plan.machine, logs, self._console)
-            recoveries = Recoveries(plan.config.trainer, self._console.warn, self._status.count_restart)
-            cluster = Cluster(inputs.plan, folder, scorer, logs, self._console, recoveries)
-            stack.callback(cluster.shutdown)
-            roles, scorers = start_roles(cluster, inputs.plan, inputs.tokenizer, inputs.episodes)
-            self._status.update(workers=cluster.pids())
-            self._connection.watch_nodes(raylets(cluster.places()))
-            assert roles.rollout is not None, "a plan that samples has engines"
-            rewarder = None
-            if plan.reward.scores:
-                rewarder = inputs.models.beside(inputs.rules, scorers)
-                stack.callback(rewarder.close)
-            yield Sampler(inputs.plan, inputs.tokenizer, inputs.val_data, roles.rollout, rewarder, self._console.warn)
-
-
 @contextmanager
-def sampling_session(plan: Plan, run_dir: RunDir, console: Console) -> Iterator[SamplingSession]:
+def sampling_session(plan: Plan, run_dir: RunDir, console: Console) -> Iterator[RunSession]:
     """Start Ray for plans like this one, with the status, the signals and the logs of a run in `run_dir`; end all after it."""
     from transformers.utils.logging import disable_progress_bar
 
-    with ExitStack() as stack:
-        run_dir.logs.mkdir(parents=True, exist_ok=True)
-        clean_earlier(run_dir.session_file)
-        status, stop = stack.enter_context(reported(plan, run_dir, stack, console))
-        lost = ends_the_run(plan, status, run_dir, console)
-        connection = stack.enter_context(connecting_for(plan, run_dir, console.warn, lost))
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    clean_earlier(run_dir.session_file)
+    with run_session(plan, run_dir, console) as session:
         # Model and tokenizer files are small beside what follows; the screen has bars of its own.
         disable_progress_bar()
-        yield SamplingSession(connection, run_dir, console, status, stop)
+        yield session
+
+
+@contextmanager
+def sampler(session: RunSession, plan: Plan) -> Iterator[Sampler]:
+    """Start the engines and the reward of a plan, and end them after the block."""
+    with ExitStack() as stack:
+        inputs = read_inputs(plan, session.run_dir, session.console, stack, part="prompts")
+        _, roles = session.start(inputs.plan, inputs, stack)
+        assert roles.rollout is not None, "a plan that samples has engines"
+        yield Sampler(inputs.plan, inputs.tokenizer, inputs.val_data, roles.rollout, roles.rewarder, session.console.warn)
 
 
 def unscored(plan: Plan) -> Plan:

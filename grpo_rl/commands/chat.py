@@ -11,9 +11,9 @@ import itertools
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +27,10 @@ from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import safe_text, say
 
 if TYPE_CHECKING:
+    from grpo_rl.cluster.sampling import Sampler
     from grpo_rl.config.schema.tree import Config
     from grpo_rl.data.prompts import Renderer
-    from grpo_rl.plan.decisions import Plan
-    from grpo_rl.types import Prompt, Sampling
-
-Answer = Callable[["Prompt", "Sampling"], tuple[str, str]]
-"""Takes a prompt and how to sample; returns the response's text and how it ended."""
+    from grpo_rl.types import Prompt
 
 WORDS = "/reset forgets the conversation, /quit ends"
 
@@ -95,73 +92,28 @@ def main(argv: Sequence[str]) -> int:
     with ExitStack() as stack:
         stack.callback(console.close)
         folder = stack.enter_context(_folder())
-        from grpo_rl.cluster.sampling import sampling_session, unscored
+        from grpo_rl.cluster.sampling import sampler, sampling_session, unscored
 
         model = model_folder(target, console, trusted=options.trust_run)
         # A person is there in place of rewards and environments.
         keys = settings_of_run(target.run, options.engine, words, trusted=options.trust_run, without=("reward.", EPISODES))
         keys |= _keys(options, ready_model(model, console), words)
         plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml").plan)
-        assert plan.engine is not None, "a plan that samples has an engine"
-        if plan.engine.name == "hf":
-            tokenizer, answer = _in_this_process(plan, folder, console)
-        else:
-            session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
-            sampler = stack.enter_context(session.sampler(plan))
-            session.phase("gen")
-            tokenizer = sampler.tokenizer
-
-            def answer(prompt: Prompt, sampling: Sampling) -> tuple[str, str]:
-                [rollout] = sampler.rollout.generate([prompt], 1, sampling)
-                return str(rollout.text), rollout.finish_reason
-
-        _talk(plan.config, tokenizer, answer, options, target.label)
+        session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
+        started = stack.enter_context(sampler(session, plan))
+        session.phase("gen")
+        _talk(plan.config, started, options, target.label)
     return 0
 
 
-def _in_this_process(plan: Plan, folder: Path, console: Console) -> tuple[Any, Answer]:
-    """Return the tokenizer, and what answers by the transformers engine in this process: one model, one request, no Ray."""
-    from transformers.utils.logging import disable_progress_bar
-
-    from grpo_rl.cluster.warm_start import ensure
-    from grpo_rl.models import builtin
-    from grpo_rl.models.load import load_tokenizer
-    from grpo_rl.rollout.engines import ENGINES
-    from grpo_rl.rollout.model_info import response_decoder
-    from grpo_rl.rollout.requests import sampling_of
-    from grpo_rl.types import Request
-
-    assert plan.engine is not None
-    model = plan.config.actor_rollout_ref.model
-    logs = RunDir(folder).logs
-    logs.mkdir(parents=True, exist_ok=True)
-    path = model.path
-    if path.startswith(builtin.PREFIX):
-        path = str(ensure(path, builtin.cache_folder(path), plan.machine, logs, console))
-    spec = replace(plan.engine, model_path=path)
-    disable_progress_bar()
-    tokenizer = load_tokenizer(model.tokenizer_path or path, trust_remote_code=model.trust_remote_code)
-    with console.progress("reading the model"):
-        engine, decode = ENGINES.get("hf")(spec), response_decoder(spec)
-
-    def answer(prompt: Prompt, sampling: Sampling) -> tuple[str, str]:
-        engine.submit([Request(prompt.uid, prompt.token_ids, sampling_of(sampling, prompt.uid, 0))])
-        while engine.num_unfinished:
-            for completion in engine.step():
-                return decode(completion.response_ids), completion.finish_reason
-        raise AssertionError("the request ended without an answer")
-
-    return tokenizer, answer
-
-
-def _talk(config: Config, tokenizer: Any, answer: Answer, options: argparse.Namespace, label: str) -> None:
+def _talk(config: Config, sampler: Sampler, options: argparse.Namespace, label: str) -> None:
     from grpo_rl.data.prompts import Renderer
     from grpo_rl.trainer.schedule import VALIDATION, training_sampling
     from grpo_rl.trainer.validation import validation_sampling
 
     values = config.actor_rollout_ref.rollout.val_kwargs
     sampling = validation_sampling(values, training_sampling(config, VALIDATION))
-    renderer = Renderer(config.data, tokenizer)
+    renderer = Renderer(config.data, sampler.tokenizer)
     talk = Conversation(renderer, config.data.max_prompt_length, options.system or config.data.system_prompt)
     if talk.system is not None and not renderer.has_template:
         raise ConfigError("--system needs a chat template, which this model does not have")
@@ -183,10 +135,10 @@ def _talk(config: Config, tokenizer: Any, answer: Answer, options: argparse.Name
                 continue
             if talk.left_out:
                 _note(f"(the oldest {talk.left_out} turns no longer fit and are left out)")
-            text, finish_reason = answer(prompt, sampling)
-            talk.answered(text)
-            say(safe_text(text, keep_newlines=True))
-            if finish_reason == "length":
+            [rollout] = sampler.rollout.generate([prompt], 1, sampling)
+            talk.answered(str(rollout.text))
+            say(safe_text(str(rollout.text), keep_newlines=True))
+            if rollout.finish_reason == "length":
                 _note(f"(cut at {sampling.max_tokens} tokens: --max-tokens)")
 
 

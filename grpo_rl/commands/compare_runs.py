@@ -1,11 +1,8 @@
 """`grpo-rl compare RUN RUN ...`: what differs between runs in configuration, and whether their results do.
 
 Results are compared at equal steps, at equal tokens and at equal seconds: a method that needs fewer steps may need more of
-the others. Which test is made depends on what there is, and the result says which:
-- two runs or more on both sides: a permutation test over runs, which is about the method;
-- else, with validation responses in the folders: a paired test over prompts, which is about these runs only, as it does not
-  contain what another seed would change;
-- else none.
+the others. Two runs or more on both sides are tested by a permutation over runs, which is about the method. Whether the
+policies of two single runs differ is what `grpo-rl eval` says of the files of their validations.
 """
 
 from __future__ import annotations
@@ -22,14 +19,13 @@ from typing import Any, Literal
 import numpy as np
 
 from grpo_rl.arguments import Arguments
+from grpo_rl.config.convert import show
 from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.evaluation import estimates
-from grpo_rl.evaluation.estimates import Difference
+from grpo_rl.evaluation.estimates import Difference, difference_of_runs
 from grpo_rl.evaluation.evaluation_results import p_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
-from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import find_run, run_config
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import duration, safe_text
@@ -96,8 +92,7 @@ class Comparison:
     first: float
     second: float
     difference: Difference | None
-    over: str
-    """The units of the test, in words: runs, or prompts of these runs; or why there is none."""
+    """None where a side has one run alone."""
 
 
 def read_run(folder: Path) -> ComparedRun:
@@ -145,53 +140,12 @@ def compare(first: Method, second: Method, metric: str, axis: Axis) -> Compariso
     sides = [[found[1] for run in side if (found := run.value_at(metric, axis, at)) is not None] for side in (first, second)]
     if [len(side) for side in sides] != [len(first), len(second)]:
         return None
-    difference, over = _tested(first, second, metric, axis, at, sides)
-    return Comparison(metric, axis, at, fmean(sides[0]), fmean(sides[1]), difference, over)
-
-
-def _tested(
-    first: Method, second: Method, metric: str, axis: Axis, at: float, values: Sequence[Sequence[float]]
-) -> tuple[Difference | None, str]:
-    if min(map(len, values)) >= 2:
-        return estimates.difference_of_runs(*values), f"{len(first)} and {len(second)} runs"
-    if metric == REWARD:
-        return None, "one run: no test"
-    sides = [_by_prompt(method, metric, axis, at) for method in (first, second)]
-    common = sorted(sides[0].keys() & sides[1].keys())
-    if len(common) < 2:
-        return None, "no responses of both"
-    mine, other = (np.array([side[prompt] for prompt in common]) for side in sides)
-    return estimates.paired_difference(mine, other), f"{len(common)} prompts"
-
-
-def _by_prompt(method: Method, metric: str, axis: Axis, at: float) -> dict[tuple[str, str], float]:
-    """Return the mean value of the responses to each validation prompt, over the method's runs, at the validation nearest there."""
-    from grpo_rl.evaluation.evaluation_results import values_of
-
-    source = metric.removeprefix("val/").rpartition("/")[0]
-    found: dict[tuple[str, str], list[float]] = {}
-    for run in method:
-        nearest = run.value_at(metric, axis, at)
-        files = dict(step_files(run.folder / "val"))
-        if nearest is None or nearest[0] not in files:
-            return {}
-        records: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        try:
-            for record in read_rollouts(files[nearest[0]]):
-                if record["data_source"] == source:
-                    records.setdefault(prompt_key(record), []).append(record)
-        except (DataError, KeyError):
-            return {}
-        if len({len(group) for group in records.values()}) != 1:
-            return {}
-        values = values_of(dict(enumerate(records.values())))
-        for prompt, value in zip(records, values.values_PN.mean(axis=1), strict=True):
-            found.setdefault(prompt, []).append(float(value))
-    return {prompt: fmean(values) for prompt, values in found.items() if len(values) == len(method)}
+    difference = difference_of_runs(*sides) if min(map(len, sides)) >= 2 else None
+    return Comparison(metric, axis, at, fmean(sides[0]), fmean(sides[1]), difference)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the comparison, and write it as JSON. Returns 0. Raises ConfigError and DataError for what is no run."""
+    """Print the comparison. Returns 0. Raises ConfigError and DataError for what is no run."""
     options = _parser().read(argv)
     folders = list(dict.fromkeys(find_run(text).resolve() for text in options.runs))
     if len(folders) < 2:
@@ -213,7 +167,7 @@ def _configurations(groups: Sequence[Method], console: Console) -> None:
     if len(groups) == 1:
         console.info("these runs differ in nothing but seeds, names and places: there is one method, and nothing to test")
         return
-    rows = [[key, *(_value(value) for value in values)] for key, values in config_differences(groups)]
+    rows = [[key, *(safe_text(show(value), limit=44) for value in values)] for key, values in config_differences(groups)]
     console.info("")
     console.table("configuration: what differs", rows, ["key", *map(_letter, range(len(groups)))])
 
@@ -230,9 +184,17 @@ def _results(groups: Sequence[Method], console: Console) -> None:
     if not found:
         console.info("" if len(groups) == 1 else "no metric was measured in all of the runs")
         return
-    header = ["metric", "sides", "at", "first", "second", "change", "95 % interval", "p", "tested over"]
+    header = ["metric", "sides", "at", "first", "second", "change", "95 % interval", "p"]
     rows = [
-        [_metric(one), sides, _place(one), f"{one.first:.3f}", f"{one.second:.3f}", *_difference(one)] for sides, one in found
+        [
+            safe_text(one.metric.removeprefix("val/"), limit=30),
+            sides,
+            _place(one),
+            f"{one.first:.3f}",
+            f"{one.second:.3f}",
+            *_difference(one),
+        ]
+        for sides, one in found
     ]
     console.info("")
     console.table("results at equal steps, tokens and seconds", rows, header)
@@ -244,15 +206,15 @@ def _honest(groups: Sequence[Method], found: Sequence[Comparison]) -> list[str]:
     """Return what the tests say and what they do not."""
     lines = [
         "Each row is at the last place that both sides reached: validation measured nearest to it, and the mean reward of the "
-        "five training steps before it. Tests: permutation over runs where both sides have two or more, else over prompts."
+        "five training steps before it. Tests: permutation over runs where both sides have two or more."
     ]
     if any(len(group) == 1 for group in groups):
         lines.append(
-            "One run of a method: the tests over prompts say whether these two policies differ, and nothing about another seed. "
-            "For the methods themselves, train each with three seeds or more (trainer.seed)."
+            "One run of a method says nothing about another seed: train each with three seeds or more (trainer.seed). Whether two "
+            "policies differ on the validation prompts: grpo-rl eval RUN/val/step_N.jsonl OTHER/val/step_N.jsonl"
         )
     tested = [one for one in found if one.difference is not None]
-    least = max((one.difference.least_p for one in tested if one.difference and "runs" in one.over), default=0.0)
+    least = max((one.difference.least_p for one in tested if one.difference), default=0.0)
     if least > 0.05:
         lines.append(f"With so few runs no difference can have a p below {least:.2f}, however large it is.")
     if len(tested) > 1:
@@ -269,20 +231,12 @@ def _place(one: Comparison) -> str:
 def _difference(one: Comparison) -> list[str]:
     change = f"{one.second - one.first:+.3f}"
     if one.difference is None:
-        return [change, "", "", one.over]
-    return [change, f"{one.difference.low:+.3f} to {one.difference.high:+.3f}", p_text(one.difference.p), one.over]
-
-
-def _metric(one: Comparison) -> str:
-    return safe_text(one.metric.removeprefix("val/"), limit=30)
+        return [change, "", ""]
+    return [change, f"{one.difference.low:+.3f} to {one.difference.high:+.3f}", p_text(one.difference.p)]
 
 
 def _letter(number: int) -> str:
     return chr(ord("A") + number) if number < 26 else f"Z{number}"
-
-
-def _value(value: object) -> str:
-    return safe_text("null" if value is None else str(value), limit=44)
 
 
 def _parser() -> Arguments:

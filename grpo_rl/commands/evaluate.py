@@ -12,7 +12,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,33 +25,25 @@ from grpo_rl.commands.sampling_plan import (
     output_folder,
     sampled_with,
     sampling_plan,
+    translated,
 )
 from grpo_rl.commands.targets import Target, find_target, model_folder
-from grpo_rl.commands.verl_words import translated
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.evaluation.estimates import LEVEL, RESAMPLES
-from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of, write_whole
+from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of
+from grpo_rl.run_files import write_whole
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
-from grpo_rl.telemetry.run_lock import RunLock
-from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.rundir import RunLock
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
     from grpo_rl.config.schema.tree import Config
     from grpo_rl.evaluation.evaluation_results import Groups, SourceResult
+    from grpo_rl.plan.decisions import Plan
     from grpo_rl.telemetry.terminal.console import Console
     from grpo_rl.types import Rollout
 
 FOLDER = Path("evaluations")
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """A model that is evaluated, with its plan and the file of its responses."""
-
-    target: Target
-    planned: SamplingPlan
-    file: ResponseFile
 
 
 def main(argv: Sequence[str]) -> int:
@@ -84,12 +75,12 @@ def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Consol
     if run is not None:
         console.info(f"data columns, templates, lengths and reward are those of {run}")
     models = list(_models(targets, keys, words, EvaluationFolder(folder), console, options.trust_run))
-    _answer_missing(models, run_dir, console)
-    values = models[0].planned.plan.config.actor_rollout_ref.rollout.val_kwargs
-    groups = [model.file.groups(values.n) for model in models]
+    answer_missing([(f"evaluating {label}", plan, file) for label, plan, file in models], run_dir, console)
+    values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
+    groups = [file.groups(values.n) for _, _, file in models]
     how = f"Sampled at temperature {values.temperature:g}."
-    _report([model.target.label for model in models], groups, folder, console, options, how)
-    console.info(f"responses: {', '.join(str(model.file.path) for model in models)}")
+    _report([label for label, _, _ in models], groups, folder, console, options, how)
+    console.info(f"responses: {', '.join(str(file.path) for _, _, file in models)}")
 
 
 def _evaluate_files(options: argparse.Namespace, words: Sequence[str], console: Console) -> None:
@@ -118,8 +109,8 @@ def _models(
     folder: EvaluationFolder,
     console: Console,
     trusted: bool,
-) -> Iterator[_Model]:
-    """Yield each model with its plan. All is refused here that can be, before an engine starts."""
+) -> Iterator[tuple[str, Plan, ResponseFile]]:
+    """Yield each model by its label, with its plan and the file of its responses. All is refused here that can be, before an engine starts."""
     settled: dict[str, Any] | None = None
     for number, target in enumerate(targets):
         path = model_folder(target, console, trusted=trusted)
@@ -127,27 +118,7 @@ def _models(
         if settled is None:
             settled = planned.settings | _data_settings(planned)
             folder.settle(settled)
-        file = folder.model(target.label, identity_of(path))
-        yield _Model(target, planned, file)
-
-
-def _answer_missing(models: Sequence[_Model], run_dir: RunDir, console: Console) -> None:
-    """Sample and score what is not in the folder yet."""
-    values = models[0].planned.plan.config.actor_rollout_ref.rollout.val_kwargs
-    open_ones = [model for model in models if not model.file.is_complete(values.n)]
-    if not open_ones:
-        console.info("all responses are there already")
-        return
-    # Loading engines and Ray takes seconds, which tables of responses that are there need not wait for.
-    from grpo_rl.cluster.sampling import sampling_session
-
-    with sampling_session(open_ones[0].planned.plan, run_dir, console) as session:
-        for model in open_ones:
-            plan = model.planned.plan
-            with session.sampler(plan) as sampler:
-                assert sampler.prompts is not None, "an evaluation has data"
-                label = f"evaluating {model.target.label}"
-                answer_missing(plan, sampler, session, sampler.prompts, model.file, label, console)
+        yield target.label, planned.plan, folder.model(target.label, identity_of(path))
 
 
 def _report(

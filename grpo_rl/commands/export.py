@@ -17,13 +17,13 @@ import yaml
 import grpo_rl
 from grpo_rl.arguments import Arguments, writing
 from grpo_rl.commands.targets import Target, add_trust_option, find_target, model_folder
-from grpo_rl.config.schema.fields import flat, leaves
+from grpo_rl.config.schema.fields import changed, flat, leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.validation import shown_keys
-from grpo_rl.telemetry.rundir import RunDir, run_config
+from grpo_rl.telemetry.metrics.validation import results
+from grpo_rl.telemetry.rundir import RunDir, run_config, shown_value
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import safe_text
 
@@ -83,14 +83,10 @@ def _data(config: Mapping[str, Any]) -> list[str]:
 
 def _result(records: Sequence[Mapping[str, float]]) -> list[str]:
     """Return a table of validation and reward before and after."""
-    keys = [*shown_keys(records), "reward/mean", "response_length/mean"]
     rows = []
-    for key in keys:
-        points = [(int(record["step"]), record[key]) for record in records if key in record]
-        if points:
-            (first, before), (last, after) = points[0], points[-1]
-            name = safe_text(key, limit=80).replace("|", "\\|")
-            rows.append(f"| {name} | {before:.4g} (step {first}) | {after:.4g} (step {last}) |")
+    for name, (first, before), (last, after) in results(records):
+        shown = safe_text(name, limit=80).replace("|", "\\|")
+        rows.append(f"| {shown} | {before:.4g} (step {first:.0f}) | {after:.4g} (step {last:.0f}) |")
     if not rows:
         return ["No step was measured."]
     return ["| | first | last |", "|---|---|---|", *rows]
@@ -98,14 +94,8 @@ def _result(records: Sequence[Mapping[str, float]]) -> list[str]:
 
 def _changed(config: Mapping[str, Any]) -> list[str]:
     """Return the keys that differ from the schema's defaults, one per line, without those about one machine's folders."""
-    found = []
-    for key, leaf in leaves().items():
-        value = config.get(key, leaf.default)
-        if value != leaf.default and key not in _LOCAL:
-            text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
-            text = text.removesuffix("\n").removesuffix("\n...")
-            found.append(f"{key}: {text.replace('```', '')}")
-    return found
+    own = ((key, value) for key, (value, _) in changed(config).items() if key in leaves() and key not in _LOCAL)
+    return [f"{key}: {shown_value(value, quotes=True).replace('```', '')}" for key, value in own]
 
 
 def _repeat(run_dir: RunDir) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -24,13 +23,12 @@ from grpo_rl.commands.sampling_plan import (
     output_folder,
     sampled_with,
     sampling_plan,
+    translated,
 )
 from grpo_rl.commands.targets import find_target, model_folder
-from grpo_rl.commands.verl_words import translated
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of
-from grpo_rl.telemetry.run_lock import RunLock
-from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, identity_of
+from grpo_rl.telemetry.rundir import RunDir, RunLock
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
@@ -79,10 +77,7 @@ def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, c
     folder.settle(planned.settings | {"data.val_files": data, "scored": scores})
     file = folder.model("model", identity_of(model))
     n = planned.plan.config.actor_rollout_ref.rollout.val_kwargs.n
-    if not file.is_complete(n):
-        from grpo_rl.cluster.sampling import unscored  # which loads Ray
-
-        _sample(planned.plan if scores else unscored(planned.plan), data, file, run_dir, console, options.limit)
+    _sample(planned.plan, data, scores, file, run_dir, console, options.limit)
     groups = file.groups(n)
     rows = list(_rows(groups.values(), options))
     if not rows:
@@ -108,17 +103,19 @@ def _check_episodes(options: argparse.Namespace) -> None:
         raise ConfigError("--scores no: episodes of several turns are scored as they are played; leave it out")
 
 
-def _sample(plan: Plan, data: Sequence[str], file: ResponseFile, run_dir: RunDir, console: Console, limit: int | None) -> None:
+def _sample(
+    plan: Plan, data: Sequence[str], scores: bool, file: ResponseFile, run_dir: RunDir, console: Console, limit: int | None
+) -> None:
     """Sample what is not in the file yet."""
-    from grpo_rl.cluster.sampling import sampling_session
+    from grpo_rl.cluster.sampling import unscored
     from grpo_rl.data.dataset import BarePromptDataset
 
-    with sampling_session(plan, run_dir, console) as session, session.sampler(plan) as sampler:
-        prompts = sampler.prompts
-        if prompts is None:
-            bare = BarePromptDataset(data, plan.config.data, sampler.tokenizer, max_samples=-1 if limit is None else limit)
-            prompts = bare.checked(whole=True)
-        answer_missing(plan, sampler, session, prompts, file, "generating", console, _messages)
+    def bare_prompts(tokenizer: Any) -> BarePromptDataset:
+        bare = BarePromptDataset(data, plan.config.data, tokenizer, max_samples=-1 if limit is None else limit)
+        return bare.checked(whole=True)
+
+    models = [("generating", plan if scores else unscored(plan), file)]
+    answer_missing(models, run_dir, console, None if scores else bare_prompts, _messages)
 
 
 def _messages(rollout: Rollout) -> dict[str, Any]:
@@ -147,40 +144,13 @@ def _rows(groups: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if options.keep == "all":
             yield from ({key: value for key, value in record.items() if key not in _INTERNAL} for record in group)
             continue
-        rollouts = [_rollout(record) for record in group]
-        rows = pair_rows(rollouts) if options.keep == "pairs" else answer_rows(rollouts, options.min_reward)
+        scored = [record | ({"reward": None} if record.get("failure") else {}) for record in group]
+        rows = pair_rows(scored) if options.keep == "pairs" else answer_rows(scored, options.min_reward)
         yield from (row for row in rows if kept.takes(row))
 
 
 _INTERNAL = ("row", "messages", "advantage", "weight_version")
 """Fields of a line in the folder of work that say nothing about the response."""
-
-
-def _rollout(record: Record) -> Rollout:
-    """Return a line as a rollout; of its tokens the line has only the count."""
-    from grpo_rl.types import Prompt, Rollout
-
-    prompt = Prompt(
-        uid=str(record["uid"]),
-        token_ids=np.zeros(record["prompt_length"], dtype=np.int32),
-        text=record["prompt"],
-        data_source=record["data_source"],
-        ground_truth=record["ground_truth"],
-        messages=None if record["messages"] is None else tuple(record["messages"]),
-    )
-    length = record["response_length"]
-    # Two responses are compared by their tokens: a number that is made of the text stands in for each.
-    mark = zlib.crc32(record["response"].encode("utf-8", "surrogatepass")) & 0x7FFF_FFFF
-    return Rollout(
-        prompt=prompt,
-        sample_index=record["sample"],
-        response_ids=np.full(length, mark, dtype=np.int32),
-        rollout_logprobs=np.zeros(length),
-        finish_reason=record["finish_reason"],
-        versions=(),
-        text=record["response"],
-        reward=None if record.get("failure") else record["reward"],
-    )
 
 
 def _summary(groups: Any, rows: Sequence[Any], scores: bool, options: argparse.Namespace, console: Console) -> None:

@@ -20,12 +20,13 @@ from grpo_rl.arguments import Arguments, counted, not_negative, writing
 from grpo_rl.commands.targets import Target, add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
-from grpo_rl.config.schema.fields import flat, leaves, nested
+from grpo_rl.config.schema.fields import changed, flat, nested
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.rundir import RunDir, find_run, run_config
 
 if TYPE_CHECKING:
-    from grpo_rl.cluster.sampling import Sampler, SamplingSession
+    from grpo_rl.cluster.run_session import RunSession
+    from grpo_rl.cluster.sampling import Sampler
     from grpo_rl.data.dataset import PromptDataset
     from grpo_rl.evaluation.response_file import ResponseFile
     from grpo_rl.plan.decisions import Plan
@@ -71,7 +72,7 @@ class SamplingPlan:
         """
         tree = flat(self.composed.resolved)
         matters = {key for key in tree if _is_taken(key) and (not _is_of_engine(key) or key in SAMPLED_WITH)} - _PROCESSES
-        kept = {key: value for key, value in tree.items() if key in matters and value != _default(key)}
+        kept = {key: value for key, (value, _) in changed(tree).items() if key in matters}
         values = {key: tree[key] for key in tree if key.startswith(f"{_R}.val_kwargs.")}
         return kept | values | {"data.val_max_samples": tree.get("data.val_max_samples")}
 
@@ -144,7 +145,7 @@ def settings_of_run(
         return {}
     tree = flat(run_config(run))
     left_out = _typed(words)
-    kept = {key: value for key, value in tree.items() if _is_taken(key) and key not in left_out and value != _default(key)}
+    kept = {key: value for key, (value, _) in changed(tree).items() if _is_taken(key) and key not in left_out}
     kept = {key: value for key, value in kept.items() if not key.startswith(tuple(without))}
     if engine not in (None, tree.get(f"{_R}.name")):
         kept = {key: value for key, value in kept.items() if not _is_of_engine(key) or key == f"{_R}.seed"}
@@ -177,16 +178,42 @@ def sampled_with(
 
 
 def answer_missing(
-    plan: Plan,
-    sampler: Sampler,
-    session: SamplingSession,
-    prompts: PromptDataset,
-    file: ResponseFile,
-    label: str,
+    models: Sequence[tuple[str, Plan, ResponseFile]],
+    run_dir: RunDir,
     console: Console,
+    bare_prompts: Callable[[Any], PromptDataset] | None = None,
     more: Callable[[Rollout], dict[str, Any]] = lambda rollout: {},
 ) -> None:
-    """Answer the prompts that have no answers in the file yet; `more` makes further fields of a line."""
+    """Sample and score what is not in the files yet: of each model a label for the screen, its plan, its file.
+
+    `bare_prompts` makes the prompts, with the tokenizer, for plans without data; `more` makes further fields of a line.
+    """
+    n = models[0][1].config.actor_rollout_ref.rollout.val_kwargs.n
+    open_ones = [model for model in models if not model[2].is_complete(n)]
+    if not open_ones:
+        console.info("all responses are there already")
+        return
+    # Loading engines and Ray takes seconds, which tables of responses that are there need not wait for.
+    from grpo_rl.cluster.sampling import sampler, sampling_session
+
+    with sampling_session(open_ones[0][1], run_dir, console) as session:
+        for label, plan, file in open_ones:
+            with sampler(session, plan) as started:
+                prompts = started.prompts if bare_prompts is None else bare_prompts(started.tokenizer)
+                assert prompts is not None, "an evaluation has data"
+                _answer(label, plan, started, session, prompts, file, console, more)
+
+
+def _answer(
+    label: str,
+    plan: Plan,
+    sampler: Sampler,
+    session: RunSession,
+    prompts: PromptDataset,
+    file: ResponseFile,
+    console: Console,
+    more: Callable[[Rollout], dict[str, Any]],
+) -> None:
     from grpo_rl.telemetry.rollouts.rollout_log import record_of
     from grpo_rl.trainer.schedule import VALIDATION, training_sampling
     from grpo_rl.trainer.validation import validation_sampling
@@ -246,5 +273,46 @@ def _is_of_engine(key: str) -> bool:
     return key.startswith(f"{_R}.") and not key.startswith(EPISODES)
 
 
-def _default(key: str) -> Any:
-    return leaves()[key].default if key in leaves() else None
+# ---- the words of verl's main_generation and main_eval ------------------------------------------------------
+#
+# verl (0.5, trainer/config/generation.yaml and evaluation.yaml) names model, data and sampling by keys of files of their own.
+# Those with a meaning here become options or keys; the others are answered as verl's keys are in training.
+
+_PLACES = {
+    "data.n_samples": "-n",
+    "data.output_path": "--output",
+    "rollout.temperature": "--temperature",
+    "rollout.top_p": "--top-p",
+    "rollout.top_k": "--top-k",
+    "rollout.response_length": "--max-tokens",
+    "rollout.seed": "--seed",
+    "rollout.prompt_length": "data.max_prompt_length",
+    "data.data_source_key": "data.reward_fn_key",
+}
+"""The option or the key that has the value of one of verl's keys."""
+
+
+def translated(words: Sequence[str]) -> list[str]:
+    """Return a command line in which verl's keys are ours."""
+    # main_eval scores the responses that are in the file: the file is what is measured.
+    file_option = [] if any(word.lstrip("+").startswith("data.response_key=") for word in words) else ["--data"]
+    found: list[str] = []
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        place = _PLACES.get(key, key)
+        if word.startswith("-") or not equals:
+            found.append(word)
+        elif key == "model.path":
+            found.insert(0, value)
+        elif key == "data.path":
+            files = value.removeprefix("[").removesuffix("]").split(",")
+            found += [entry for file in files for entry in (*file_option, file.strip().strip("'\""))]
+        elif key == "data.reward_model_key":
+            found.append(f"data.ground_truth_key={value}.ground_truth")
+        elif place.startswith("-"):
+            found += [place, value]
+        elif place == key and key.split(".")[0] in ("rollout", "model", "actor"):
+            found.append(f"actor_rollout_ref.{key}={value}")
+        else:
+            found.append(word if place == key else f"{place}={value}")
+    return found

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from grpo_rl.config.schema.fields import Kind, annotations_of, kind_of, leaves, nearest, siblings
-from grpo_rl.config.schema.tree import Config, Range
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
@@ -68,7 +68,8 @@ def unknown_key(key: str, where: str = "") -> str:
 def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
     """Return the dataclass `section`, built from `raw`; a field with a problem keeps its default."""
     if not isinstance(raw, Mapping):
-        problems.append(f"{prefix[:-1]}={show(raw)}: is a group of keys, not a value. Set {_example(prefix)}")
+        example = next((key for key in leaves() if key.startswith(prefix)), "its keys")
+        problems.append(f"{prefix[:-1]}={show(raw)}: is a group of keys, not a value. Set {example}=...")
         return section()
     annotations = annotations_of(section)
     problems += [unknown_key(f"{prefix}{name}") for name in raw if name not in annotations]
@@ -115,7 +116,8 @@ def _value(kind: Kind, value: Any) -> Any:
     if kind.base is str:
         return _text(value)
     number = _int(value) if kind.base is int else _float(value)
-    _check_range(kind.range, number)
+    if kind.range is not None and (problem := kind.range.problem(number)):
+        raise _Wrong(problem)
     return number
 
 
@@ -183,11 +185,6 @@ def _float(value: Any) -> float:
     return number
 
 
-def _check_range(bounds: Range | None, number: float) -> None:
-    if bounds is not None and (problem := bounds.problem(number)):
-        raise _Wrong(problem)
-
-
 def show(value: Any) -> str:
     """Return a value as it is written on the command line, shortened when it is very long."""
     if value is None:
@@ -203,7 +200,3 @@ def show(value: Any) -> str:
         text = f"{value:#x}" if isinstance(value, int) and value.bit_length() > 1000 else str(value)
     text = "".join(char if char.isprintable() else char.encode("unicode_escape", "replace").decode() for char in text)
     return text if len(text) <= 120 else text[:100] + f"... ({len(text)} characters)"
-
-
-def _example(prefix: str) -> str:
-    return next((key for key in leaves() if key.startswith(prefix)), "its keys") + "=..."

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from grpo_rl.config.schema.distillation import Dtype, TeacherConfig
+from grpo_rl.config.schema.algorithm import Dtype, TeacherConfig
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig
 from grpo_rl.errors import ConfigError

@@ -66,8 +66,8 @@ class Settings:
             if value is not None or not self.where:  # in a file: all lines of the group are commented out
                 self.problems.append(f"{place}={show(value)}: is a group of keys, not a value; set {place}.NAME=...")
         elif (reply := verl_answers.reply(place, value, self.where)) is not None:
-            self.problems += reply.problems
-            self.notes += reply.notes
+            self.problems += reply[0]
+            self.notes += reply[1]
         elif above:
             self.problems.append(f"{place}: {above} takes {leaves()[above].kind.describe()}, so nothing lies below it")
         else:

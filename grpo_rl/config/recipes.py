@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import io
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, did_you_mean
 
 DEFAULT_RECIPE = "arithmetic/grpo"
 _PARENT = "/recipe/"
@@ -66,9 +65,7 @@ def read(name: str) -> Recipe:
         return _read(own, name, own=True)
     path = folder() / f"{name}.yaml"
     if name not in known_recipes() or not path.is_file():
-        near = difflib.get_close_matches(name, known_recipes(), n=2, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise ConfigError(f"recipe={name}: unknown recipe.{hint} {_list_of_recipes()}")
+        raise ConfigError(f"recipe={name}: unknown recipe.{did_you_mean(name, known_recipes(), most=2)} {_list_of_recipes()}")
     return _read(path, name, own=False)
 
 

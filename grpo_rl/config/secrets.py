@@ -49,7 +49,8 @@ def is_secret_name(name: str) -> bool:
 
 def remember(values: Iterable[object]) -> None:
     """Hide these values from now on, wherever they appear in a text."""
-    _known.update(str(value) for value in values if _worth_hiding(value))
+    texts = (value for value in values if isinstance(value, str) and len(value) >= _SHORTEST)
+    _known.update(text for text in texts if not text.isdigit() and not text.startswith(("/", "<", "${")))
 
 
 def remember_environment(environment: Mapping[str, str] | None = None) -> None:
@@ -79,11 +80,6 @@ def redact(text: str) -> str:
         if any(needle in text for needle in needles):
             text = pattern.sub(replacement, text)
     return text
-
-
-def _worth_hiding(value: object) -> bool:
-    text = str(value)
-    return isinstance(value, str) and len(text) >= _SHORTEST and not text.isdigit() and not text.startswith(("/", "<", "${"))
 
 
 # ---- what other programs write: the output of processes, and log files that are already there -------------------

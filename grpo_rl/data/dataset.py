@@ -80,10 +80,8 @@ class PromptDataset(RowSet[PromptRow]):
         return len(row.token_ids), len(row.token_ids), 0
 
     def _cut(self, row: PromptRow, where: str) -> PromptRow:
-        token_ids = truncate(row.token_ids.tolist(), self.longest, self.config.truncation)
-        return PromptRow(
-            row.example, unmarked(self.renderer.tokenizer.decode(token_ids)), np.asarray(token_ids, dtype=np.int32)
-        )
+        token_ids = truncate(row.token_ids, self.longest, self.config.truncation)
+        return PromptRow(row.example, unmarked(self.renderer.tokenizer.decode(token_ids.tolist())), token_ids)
 
     def _count(self, row: PromptRow) -> None:
         super()._count(row)

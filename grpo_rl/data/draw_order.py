@@ -28,9 +28,17 @@ class RowOrder(ABC):
     """True where rows are drawn by pass rates, which therefore have to be recorded."""
     placed_by: ClassVar[tuple[str, ...]]
     """The attributes that are the position."""
+    curriculum: ClassVar[str] = "none"
 
     def __init__(
-        self, num_rows: int, batch_size: int, *, size_key: str = "data.train_batch_size", is_usable: Usable = lambda row: True
+        self,
+        num_rows: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        *,
+        size_key: str = "data.train_batch_size",
+        is_usable: Usable = lambda row: True,
     ) -> None:
         """`size_key` is the key that set the batch's size. Raises ConfigError for a batch that is larger than the data."""
         if num_rows < batch_size:
@@ -43,6 +51,7 @@ class RowOrder(ABC):
         self.epoch = 0
         """The epoch, from 0, of the batch that was drawn last."""
         self._num_rows, self._is_usable = num_rows, is_usable
+        self._shuffle, self._seed = shuffle, seed
 
     @abstractmethod
     def next_batch(self) -> list[tuple[int, str]]:
@@ -84,9 +93,10 @@ class RowOrder(ABC):
     def start_after(self, state: dict[str, Any]) -> None:
         """Begin the epoch after the one of `state`, which may be of other data."""
 
-    @abstractmethod
     def _identity(self) -> dict[str, Any]:
         """Return what the order depends on."""
+        order = {"num_rows": self._num_rows, "shuffle": self._shuffle, "seed": self._seed}
+        return order | {"curriculum": self.curriculum, "weights": None}
 
     def _first_usable(self, rows: Iterator[int]) -> tuple[list[int], int] | None:
         """Return the first usable rows of these, a batch, and how many were looked at; None where there are fewer."""
@@ -114,8 +124,7 @@ class EpochOrder(RowOrder):
     placed_by = ("epoch", "position")
 
     def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int, **options: Any) -> None:
-        super().__init__(num_rows, batch_size, **options)
-        self._shuffle, self._seed = shuffle, seed
+        super().__init__(num_rows, batch_size, shuffle, seed, **options)
         self.position = 0
         self._order = self._order_of(0)
 
@@ -138,10 +147,6 @@ class EpochOrder(RowOrder):
     def start_after(self, state: dict[str, Any]) -> None:
         self.seek({"epoch": int(state["epoch"]) + 1, "position": 0})
 
-    def _identity(self) -> dict[str, Any]:
-        rest: dict[str, Any] = {"curriculum": "none", "weights": None}
-        return {"num_rows": self._num_rows, "shuffle": self._shuffle, "seed": self._seed} | rest
-
     def _order_of(self, epoch: int) -> np.ndarray:
         return order_of(self._num_rows, (self._seed, epoch) if self._shuffle else None)
 
@@ -156,10 +161,11 @@ class PassRateOrder(RowOrder):
 
     wants_rates = True
     placed_by = ("epoch", "first_epoch", "num_draws", "num_drawn")
+    curriculum = "pass_rate"
 
     def __init__(self, num_rows: int, batch_size: int, seed: int, floor: float, **options: Any) -> None:
-        super().__init__(num_rows, batch_size, **options)
-        self._seed, self._floor = seed, floor
+        super().__init__(num_rows, batch_size, True, seed, **options)
+        self._floor = floor
         self.num_draws = self.num_drawn = self.first_epoch = 0
         self._rates = np.full(num_rows, np.nan)
 
@@ -205,10 +211,6 @@ class PassRateOrder(RowOrder):
         self.epoch = self.first_epoch = int(state["epoch"]) + 1
         self.num_draws, self.num_drawn = int(state.get("num_draws", 0)), 0
 
-    def _identity(self) -> dict[str, Any]:
-        rest: dict[str, Any] = {"curriculum": "pass_rate", "weights": None}
-        return {"num_rows": self._num_rows, "shuffle": True, "seed": self._seed} | rest
-
 
 class MixedOrder(RowOrder):
     """Batches in which each source has its share, draw by draw as even as whole rows allow.
@@ -234,12 +236,12 @@ class MixedOrder(RowOrder):
         floor: float | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(sum(sizes), batch_size, **options)
+        super().__init__(sum(sizes), batch_size, shuffle, seed, **options)
         self.least_rows = 1
         self.wants_rates = floor is not None
         self._sizes, self._starts = list(sizes), np.cumsum([0, *sizes])
         self._weights = np.array(weights, dtype=np.float64) / sum(weights)
-        self._shuffle, self._seed, self._floor = shuffle, seed, floor
+        self._floor = floor
         self.credits = [0.0] * len(self._sizes)
         self.passes, self.places = [0] * len(self._sizes), [0] * len(self._sizes)
         self.num_drawn = self.first_epoch = 0
@@ -322,14 +324,7 @@ class MixedOrder(RowOrder):
         self.passes = [max(first, self.epoch)] * len(self._sizes)
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "num_rows": self._num_rows,
-            "sizes": self._sizes,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-            "curriculum": "none",
-            "weights": [*self._weights.tolist(), self._floor],
-        }
+        return super()._identity() | {"sizes": self._sizes, "weights": [*self._weights.tolist(), self._floor]}
 
 
 def order_of(num_rows: int, seed: tuple[int, ...] | None) -> np.ndarray:

@@ -6,7 +6,6 @@ Prompts are worded as verl's and TinyZero's own preparation words them.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from grpo_rl.arguments import Arguments, counted, writing
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import Joined
-from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.rewards.rules.answers import last_boxed
 
 Record = dict[str, Any]
@@ -113,13 +112,9 @@ def _shown(value: Any) -> str:
 # ---- the command -------------------------------------------------------------------------------------
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return exit code 0 when the file is written, else 2 for wrong options or 3 for rows that cannot be read."""
-    try:
-        print(prepare(_parser().read(sys.argv[1:] if argv is None else argv)))
-    except GrpoRlError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+def main(argv: Sequence[str]) -> int:
+    """Write the file. Returns 0. Raises ConfigError for wrong options, DataError for rows that cannot be read."""
+    print(prepare(_parser().read(argv)))
     return 0
 
 
@@ -166,7 +161,3 @@ def _parser() -> Arguments:
     parser.add_argument("--limit", type=counted, metavar="N", help="the first N rows only")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_rl.config.checks.inputs import irregular
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords
@@ -146,11 +148,11 @@ def template_text(given: str) -> str:
         ) from error
 
 
-def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
-    """`limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends (the right one longer if odd)."""
+def truncate(token_ids: np.ndarray, limit: int, side: str) -> np.ndarray:
+    """Return `limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends (the right one longer if odd)."""
     if side == "left":
         return token_ids[-limit:]
     if side == "right":
         return token_ids[:limit]
     head = limit // 2
-    return token_ids[:head] + token_ids[head - limit :]
+    return np.concatenate([token_ids[:head], token_ids[head - limit :]])

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -332,20 +332,11 @@ class TrainingRows:
     val: TrainingSet[Any] | None = None
 
 
-class Tokens(Protocol):
-    """A row as one sequence of tokens, of which some are trained."""
+def batch_of_sequences(rows: Sequence[Any], prompt_lengths: Sequence[int], rewards: float, **columns: Any) -> Batch:
+    """Return rows as a batch of one rollout each, in a group of its own, with this reward and these further columns.
 
-    @property
-    def token_ids(self) -> np.ndarray:
-        """int32 [tokens]"""
-
-    @property
-    def positions(self) -> np.ndarray:
-        """int64 [trained tokens], ascending"""
-
-
-def batch_of_sequences(rows: Sequence[Tokens], prompt_lengths: Sequence[int], rewards: float, **columns: Any) -> Batch:
-    """Return rows as a batch of one rollout each, in a group of its own, with this reward and these further columns."""
+    A row has `token_ids` (int32 [tokens]) and `positions` (int64 [trained tokens], ascending).
+    """
     lengths_N = torch.tensor([len(row.token_ids) for row in rows], dtype=torch.long)
     prompt_lengths_N = torch.tensor(prompt_lengths, dtype=torch.long)
     starts = (lengths_N.cumsum(0) - lengths_N).tolist()

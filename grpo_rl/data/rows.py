@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.errors import DataError
+from grpo_rl.errors import DataError, did_you_mean
 
 Message = dict[str, str]
 Asked = list[Message] | str
@@ -97,7 +95,7 @@ def column(row: dict[str, Any], key: str, where: str, optional: bool = False) ->
             names = sorted(map(str, value))
             listed = ", ".join(names) or "no columns"
             if number == 0:
-                raise BadRow(f"{where}: there is no column {part!r}.{near(part, names)} The row has {listed}")
+                raise BadRow(f"{where}: there is no column {part!r}.{did_you_mean(part, names, most=5)} The row has {listed}")
             raise BadRow(f"{where}: column {path!r} has no {part}; it has {listed}")
         value = value[part]
     return value
@@ -200,9 +198,3 @@ def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, e
     """Raise BadRow, with place and column, for a value of another type."""
     if not isinstance(value, kind):
         raise wrong(where, column, value, expected)
-
-
-def near(name: str, names: Sequence[str]) -> str:
-    """` Did you mean 'prompt'?`, or nothing."""
-    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

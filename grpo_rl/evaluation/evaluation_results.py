@@ -139,7 +139,7 @@ def shown_metrics(result: SourceResult) -> list[str]:
 
 def table(result: SourceResult, labels: Sequence[str]) -> Table:
     """Return header and rows of one data source: a column for each model, a row for each number."""
-    rows = [[name, *map(estimate_text, result.metrics[name])] for name in shown_metrics(result)]
+    rows = [[name, *map(_text, result.metrics[name])] for name in shown_metrics(result)]
     rows.append(["tokens per response", *(f"{length:.1f}" for length in result.lengths)])
     rows.append(["cut at the limit", *(f"{share:.1%}" for share in result.truncated)])
     rows.append(["failed rewards", *map(str, result.failures)])
@@ -148,19 +148,17 @@ def table(result: SourceResult, labels: Sequence[str]) -> Table:
 
 def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
     """Return header and rows of the differences to the first model: a column for each of the others."""
-    rows = [[name, *map(difference_text, result.differences[name])] for name in shown_metrics(result)]
+    rows = [
+        [name, *(f"{_text(found, '+')} {p_text(found.p)}" for found in result.differences[name])]
+        for name in shown_metrics(result)
+    ]
     return [f"minus {labels[0]}", *labels[1:]], rows
 
 
-def estimate_text(found: Estimate) -> str:
+def _text(found: Estimate | Difference, sign: str = "") -> str:
     """Return `0.312 [0.281, 0.344]`; without the interval where there is none."""
-    return f"{found.mean:.3f}" + ("" if math.isnan(found.low) else f" [{found.low:.3f}, {found.high:.3f}]")
-
-
-def difference_text(found: Difference) -> str:
-    """Return `+0.031 [+0.004, +0.058] p=0.027`."""
-    ends = "" if math.isnan(found.low) else f" [{found.low:+.3f}, {found.high:+.3f}]"
-    return f"{found.mean:+.3f}{ends} {p_text(found.p)}"
+    ends = "" if math.isnan(found.low) else f" [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
+    return f"{found.mean:{sign}.3f}{ends}"
 
 
 def p_text(p: float) -> str:

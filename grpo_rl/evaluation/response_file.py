@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from typing import Any
 
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.run_files import opened, read_json, read_lines
+from grpo_rl.run_files import append_lines, opened, read_json, read_lines, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 
 Record = dict[str, Any]
@@ -52,7 +51,7 @@ class EvaluationFolder:
 
     def model(self, name: str, identity: Mapping[str, Any]) -> ResponseFile:
         """Return the file of a model's responses. Raises ConfigError where the name stands for another model there."""
-        folder = self.path / "models" / _plain(name)
+        folder = self.path / "models" / (re.sub(r"[^\w.@=-]+", "-", name, flags=re.ASCII).strip("-.") or "model")
         identity_text = json.dumps(jsonable(identity), indent=1, sort_keys=True)
         if (folder / MODEL).is_file():
             self._refuse_others(_read(folder / MODEL), json.loads(identity_text), f"the model {name}")
@@ -81,8 +80,9 @@ class ResponseFile:
     def groups(self, n: int) -> dict[int, list[Record]]:
         """Return the n responses to each prompt that is complete, by the prompt's row, in the order of the samples."""
         found: dict[int, dict[int, Record]] = defaultdict(dict)
-        for record in read_responses(self.path) if self.path.is_file() else ():
-            if all(type(record.get(name)) is int and record[name] >= 0 for name in _NUMBERS):
+        for _, record in read_lines(self.path) if self.path.is_file() else ():
+            # A line that a killed process has left in part is no object.
+            if record is not None and all(type(record.get(name)) is int and record[name] >= 0 for name in _NUMBERS):
                 found[record["row"]][record["sample"]] = record
         whole = {row: group for row, group in sorted(found.items()) if set(group) == set(range(n))}
         return {row: [group[sample] for sample in range(n)] for row, group in whole.items()}
@@ -100,19 +100,7 @@ class ResponseFile:
 
     def append(self, records: Sequence[Record]) -> None:
         """Append all responses to some prompts; they are on the disk when this returns."""
-        text = "".join(hide_known(dump_line(record)) for record in records).encode("ascii")
-        with self.path.open("ab+") as file:
-            # A killed process may have left half a line; a new one must not be glued to it.
-            if file.tell() and not _ends_with_newline(file):
-                text = b"\n" + text
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def read_responses(path: Path) -> list[Record]:
-    """Return the lines of a jsonl file that are objects; a broken one, of a process that was killed, is left out."""
-    return [record for _, record in read_lines(path) if record is not None]
+        append_lines(self.path, (hide_known(dump_line(record)) for record in records), durable=True)
 
 
 def identity_of(model: str) -> dict[str, Any]:
@@ -143,29 +131,12 @@ def weights_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _ends_with_newline(file: Any) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return bool(file.read(1) == b"\n")
-
-
 def _read(file: Path) -> dict[str, Any]:
     try:
         found = read_json(file)
     except DataError as error:
         raise ConfigError(f"{error}; give another --output") from error
     return found if isinstance(found, dict) else {}
-
-
-def write_whole(file: Path, text: str) -> None:
-    """Write a file that is complete or not there at all."""
-    temporary = file.with_name(f".{file.name}")
-    temporary.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
-    os.replace(temporary, file)
-
-
-def _plain(name: str) -> str:
-    """Return a name for a folder: letters, digits, dots, and dashes for all else."""
-    return re.sub(r"[^\w.@=-]+", "-", name, flags=re.ASCII).strip("-.") or "model"
 
 
 def _short(value: Any) -> str:

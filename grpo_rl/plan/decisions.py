@@ -14,7 +14,7 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine, MicroBatchRule
-from grpo_rl.config.schema.distillation import TeacherConfig
+from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.config import derived
-from grpo_rl.config.schema.distillation import TeacherConfig
+from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.registry import shown_coefficient

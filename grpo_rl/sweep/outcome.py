@@ -142,7 +142,8 @@ def _table(results: Sequence[SweptRun], columns: Sequence[str]) -> str:
     """Return one row per setting: its runs that are done, and mean and spread of each column over them."""
     groups: dict[str, list[SweptRun]] = {}
     for result in results:
-        groups.setdefault(_label(result.point), []).append(result)
+        label = name_of(dict(result.point.setting)).replace(",", ", ") or "all runs"
+        groups.setdefault(label, []).append(result)
     width = max([len("setting"), *map(len, groups)]) + 2
     lines = [f"{'setting':<{width}}{'done':>7}" + "".join(f"{name:>22}" for name in columns)]
     for label, group in groups.items():
@@ -161,10 +162,6 @@ def _mean_and_spread(values: Sequence[float]) -> str:
         return "-"
     spread = f" ± {number(statistics.stdev(values), 9).strip()}" if len(values) > 1 else ""
     return f"{number(statistics.fmean(values), 9).strip()}{spread}"
-
-
-def _label(point: Point) -> str:
-    return name_of(dict(point.setting)).replace(",", ", ") or "all runs"
 
 
 def _write_csv(file: Path, results: Sequence[SweptRun], columns: Sequence[str]) -> None:

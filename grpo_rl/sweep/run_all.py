@@ -53,17 +53,6 @@ class Sweep:
     """True where the sweep has a name by which the same command goes on."""
     halving: bool = False
 
-    @property
-    def dry_run(self) -> bool:
-        """Return whether the runs are only to be planned."""
-        return any(composed.config.trainer.dry_run for composed in self.composed.values())
-
-    def write(self) -> None:
-        """Write down what the runs are, for the summary that is made from the folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        record = [{"name": point.name, "values": dict(point.values)} for point in self.points]
-        (self.folder / SWEEP_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
 
 def run_sweep(words: Sequence[str]) -> int:
     """Run every combination of the values, and return 0 when all are done, or the exit code of the first that failed.
@@ -74,14 +63,17 @@ def run_sweep(words: Sequence[str]) -> int:
     """
     sweep = sweep_of(words)
     count = len(sweep.points)
-    if sweep.dry_run:
+    if any(composed.config.trainer.dry_run for composed in sweep.composed.values()):
         for number, point in enumerate(sweep.points, start=1):
             plan = make_plan(sweep.composed[point.name])
             print(redact(f"=== run {number} of {count}: {point.name}\n{plan.render()}"))
         return 0
     waiting = [point for point in sweep.points if not _is_done(sweep, point)]
     totals = _check(sweep, waiting)
-    sweep.write()
+    # What the runs are, for the summary that is made from the folder.
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    record = [{"name": point.name, "values": dict(point.values)} for point in sweep.points]
+    (sweep.folder / SWEEP_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     skipped = f"; {count - len(waiting)} of them are done and skipped" if len(waiting) < count else ""
     print(redact("\n  ".join([f"sweep: {count} runs in {sweep.folder}{skipped}", *(one.name for one in waiting)])), flush=True)
     codes: dict[str, int] = {}

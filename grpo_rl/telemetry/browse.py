@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-import io
 import math
 import operator
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_rl.arguments import Arguments
-from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+from grpo_rl.errors import ConfigError, did_you_mean
 from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_file
 from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.terminal.text import safe_text, say
 
@@ -58,23 +54,19 @@ SHORTENED = 1200
 """Characters of a prompt or response that are shown unless the whole is asked for."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the rollouts that the command line asks for. Return exit code 0; 2 for wrong options and what is no run, 3 where there are no rollouts or they cannot be read."""
-    try:
-        say(browse(_parser().read(sys.argv[1:] if argv is None else argv)))
-    except GrpoRlError as error:
-        say(f"error: {error}", sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:
-        # The reader, such as `head`, has read enough and closed the pipe.
-        sys.stdout = io.StringIO()
+def main(argv: Sequence[str]) -> int:
+    """Print the rollouts that the command line asks for. Returns 0.
+
+    Raises ConfigError for wrong options and what is no run, DataError where there are no rollouts or they cannot be read.
+    """
+    say(browse(_parser().read(argv)))
     return 0
 
 
 def browse(arguments: argparse.Namespace) -> str:
     """Return the rollouts that are shown."""
     conditions = [parse_condition(text) for text in arguments.where]
-    step, path = choose_file(find_run(arguments.run), "val" if arguments.val else "rollouts", arguments.step)
+    step, path = step_file(find_run(arguments.run) / ("val" if arguments.val else "rollouts"), arguments.step)
     records = read_rollouts(path)
     wanted = [condition.name for condition in conditions] + ([arguments.sort.lstrip("-")] if arguments.sort else [])
     check_names(wanted, records)
@@ -86,19 +78,6 @@ def browse(arguments: argparse.Namespace) -> str:
     if len(shown) < len(chosen):
         title += f", the first {len(shown)} shown"
     return as_text(title, shown, full=arguments.full)
-
-
-def choose_file(run: Path, kind: str, step: int | None) -> tuple[int, Path]:
-    """Return step and file of the run folder's rollouts, the last step where none is named. Raises DataError with the steps there are."""
-    files = dict(step_files(run / kind))
-    if not files:
-        raise DataError(f"{run / kind}: there are no files step_N.jsonl or step_N.jsonl.zst; give the folder of a run")
-    chosen = max(files) if step is None else step
-    if chosen not in files:
-        steps = [*map(str, files)]
-        shown = ", ".join(steps if len(steps) <= 12 else [*steps[:6], "...", *steps[-6:]])
-        raise DataError(f"{run / kind}: there is no step {step}; there are {shown}")
-    return chosen, files[chosen]
 
 
 def select(records: Sequence[Record], conditions: Sequence[Condition], sort: str | None) -> list[Record]:
@@ -169,9 +148,7 @@ def check_names(names: Sequence[str], records: Sequence[Record]) -> None:
     known = [*FIELDS, *sorted(components)]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"no rollout has {name!r}.{hint} There are {', '.join(known)}")
+            raise ConfigError(f"no rollout has {name!r}.{did_you_mean(name, known)} There are {', '.join(known)}")
 
 
 def _number(text: str) -> float | None:
@@ -250,7 +227,3 @@ def _parser() -> Arguments:
     parser.add_argument("--limit", type=int, default=10, help="rollouts at most (10)")
     parser.add_argument("--full", action="store_true", help="long prompts and responses whole")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

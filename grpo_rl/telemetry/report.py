@@ -7,7 +7,7 @@ import os
 import random
 import statistics
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ import numpy as np
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys, validation_name
-from grpo_rl.telemetry.rollouts.rollout_log import first_and_last, prompt_key, read_rollouts
+from grpo_rl.telemetry.metrics.validation import results, shown_keys, validation_name
+from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.step_line import FAILURES, component_keys
 from grpo_rl.telemetry.terminal.text import duration, number, safe_text
@@ -46,10 +46,14 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
     `seconds` is the duration of the whole run.
     """
     records = read_metrics(run_dir.metrics_file)
+    health = ""
+    if any(record["step"] > 0 for record in records):
+        found = as_text(diagnose(RunRecord.of_folder(run_dir.path)), brief=True)
+        health = f"Health\n{found}\n  more: python -m grpo_rl doctor {run_dir.path}"
     sections = [
         _before_after(records),
         rewards_section(records),
-        _health(run_dir) if any(record["step"] > 0 for record in records) else "",
+        health,
         _samples(run_dir, num_samples),
         _written(run_dir),
     ]
@@ -60,13 +64,18 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
 
 def measured_pace(folder: Path, num_steps: int | None) -> str | None:
     """Return how long steps took in the run that `folder` holds, and what `num_steps` of them would take; None without one."""
-    seconds = [record["timing_s/step"] for record in read_metrics(folder / "metrics.jsonl") if "timing_s/step" in record]
-    if not seconds:
+    recent = recent_seconds(read_metrics(folder / "metrics.jsonl"))
+    if not recent:
         return None
-    recent = seconds[1:][-PACE_STEPS:] or seconds  # the first one warms up
     pace = statistics.median(recent)
     whole = f"; {num_steps:,} steps take {duration(pace * num_steps)}" if num_steps else ""
     return f"{pace:.3g} s per step, the median of {len(recent)} of the run in {folder}, as it was configured{whole}"
+
+
+def recent_seconds(records: Sequence[Mapping[str, float]]) -> list[float]:
+    """Return the seconds of the last steps; without the first, in which caches are cold, where there are others."""
+    seconds = [record["timing_s/step"] for record in records if record["step"] > 0 and "timing_s/step" in record]
+    return seconds[1:][-PACE_STEPS:] or seconds
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
@@ -74,7 +83,7 @@ def _before_after(records: Sequence[dict[str, float]]) -> str:
 
     What was measured at one step alone has neither a before nor an after.
     """
-    found = [(validation_name(key), *_ends(records, key)) for key in shown_keys(records)] + other_results(records)
+    found = results(records)
     changed = [(safe_text(name, limit=54), before[1], after[1]) for name, before, after in found if before[0] != after[0]]
     measured = [(safe_text(name, limit=54), after[1]) for name, before, after in found if before[0] == after[0]]
     lines = [f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}"] if changed else []
@@ -82,11 +91,6 @@ def _before_after(records: Sequence[dict[str, float]]) -> str:
     lines += [f"{'Result':<56}{'value':>10}"] if measured and not changed else []
     lines += [f"  {name:<54}{value:>10.3f}" for name, value in measured]
     return "\n".join(lines)
-
-
-def _ends(records: Sequence[dict[str, float]], key: str) -> tuple[Point, Point]:
-    points = [(record["step"], record[key]) for record in records if key in record]
-    return points[0], points[-1]
 
 
 def rewards_section(records: Sequence[dict[str, float]]) -> str:
@@ -112,17 +116,11 @@ def rewards_section(records: Sequence[dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def _health(run_dir: RunDir) -> str:
-    """Return what the doctor finds in the finished run."""
-    text = as_text(diagnose(RunRecord.of_folder(run_dir.path)), brief=True)
-    return f"Health\n{text}\n  more: python -m grpo_rl doctor {run_dir.path}"
-
-
 def _samples(run_dir: RunDir, num_samples: int) -> str:
-    ends = first_and_last(run_dir.val)
-    if ends is None:
+    files = step_files(run_dir.val)
+    if not files:
         return ""
-    (first_step, first_file), (last_step, last_file) = ends
+    (first_step, first_file), (last_step, last_file) = files[0], files[-1]
     before, after = _by_prompt(read_rollouts(first_file)), _by_prompt(read_rollouts(last_file))
     prompts = [prompt for prompt in before if prompt in after]
     chosen = random.Random(0).sample(prompts, min(num_samples, len(prompts)))

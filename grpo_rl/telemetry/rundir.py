@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
+import fcntl
+import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,15 +16,17 @@ from typing import Any
 
 import yaml
 
-from grpo_rl.config.schema.fields import leaves, sections
-from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.run_files import read_text, read_yaml
-from grpo_rl.telemetry.run_lock import LOCK_FILE, RunLock
+from grpo_rl.config.checks.inputs import NAME_RULE, stays_below
+from grpo_rl.config.schema.fields import flat, sections
+from grpo_rl.errors import ConfigError, DataError, did_you_mean
+from grpo_rl.run_files import parsed, read_text, read_yaml
 
 RUNS = Path("runs")
 """The folder in which runs lie unless another one is configured: a name is looked for there as well."""
 _SUBFOLDERS = ("tensorboard", "rollouts", "val", "plots", "logs", "checkpoints")
 _EARLIER = "earlier"
+LOCK_FILE = ".lock"
+_STARTED = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
 class _Place:
@@ -117,7 +121,10 @@ class RunDir:
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
         """Write `config.yaml` and `overrides.txt`; different ones from before a resume stay beside them, numbered."""
         for file, text in ((self.config_file, resolved_yaml), (self.overrides_file, "".join(f"{o}\n" for o in overrides))):
-            if file.exists() and not _has(file, text):
+            before = None
+            with suppress(DataError):
+                before = read_text(file)
+            if before != text and file.exists():
                 file.rename(_first_free(file.with_name(f"{file.stem}.{{}}{file.suffix}")))
             file.write_text(text, encoding="utf-8")
 
@@ -135,7 +142,7 @@ class RunDir:
                 break
         else:
             return []
-        old, new = flattened(before), flattened(yaml.safe_load(resolved_yaml))
+        old, new = flat(before), flat(yaml.safe_load(resolved_yaml))
         shown = {
             key: [shown_value(values[key]) if key in values else "not set" for values in (old, new)] for key in {**old, **new}
         }
@@ -147,12 +154,12 @@ class RunDir:
         For a run that does not resume: so it starts in an empty folder and nothing is overwritten. The files and folders `keep` stay.
         """
         left = (_EARLIER, LOCK_FILE, *(path.name for path in keep))
-        if not self._holds_a_run(left):
+        there = [entry for entry in sorted(self.path.iterdir()) if entry.name not in left]
+        if not any(entry.is_file() or any(entry.iterdir()) for entry in there):
             return None
         aside = self._new_aside()
-        for entry in sorted(self.path.iterdir()):
-            if entry.name not in left:
-                entry.rename(aside / entry.name)
+        for entry in there:
+            entry.rename(aside / entry.name)
         self._make_subfolders()
         return aside
 
@@ -175,14 +182,6 @@ class RunDir:
         for name in _SUBFOLDERS:
             (self.path / name).mkdir(exist_ok=True)
 
-    def _holds_a_run(self, left: Sequence[str]) -> bool:
-        for entry in self.path.iterdir():
-            if entry.name in left:
-                continue
-            if entry.is_file() or any(entry.iterdir()):
-                return True
-        return False
-
 
 def run_config(run: Path) -> dict[str, Any]:
     """Return config.yaml of a run, nested. Raises DataError where it cannot be read, and where a group of keys is a value."""
@@ -194,12 +193,6 @@ def run_config(run: Path) -> dict[str, Any]:
             if not isinstance(value, dict):
                 raise DataError(f"{run / 'config.yaml'}: {section} is {type(value).__name__}, expected a group of keys")
     return found
-
-
-def _has(file: Path, text: str) -> bool:
-    with suppress(DataError):
-        return read_text(file) == text
-    return False
 
 
 def named_run(text: str) -> Path | None:
@@ -235,27 +228,16 @@ def find_run(text: str) -> Path:
 def no_run(text: str, nor: str = "") -> str:
     """Return the message that `text` names no run, `nor` what else was looked for; with the nearest run, or those below it."""
     known = [str(folder.parent) for folder in RUNS.glob("**/config.yaml") if len(folder.parts) <= 4]
-    near = difflib.get_close_matches(text, [*known, *(Path(one).name for one in known)], n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    hint = did_you_mean(text, [*known, *(Path(one).name for one in known)], most=1)
     if os.path.isdir(text) and (below := sorted(path.parent.name for path in Path(text).glob("*/config.yaml"))):
         more = f" and {len(below) - 12} more" if len(below) > 12 else ""
         hint = f" The runs below it are {', '.join(below[:12])}{more}"
     return f"{text!r} is no run (a folder with config.yaml, or its name){nor}.{hint}"
 
 
-def flattened(tree: Any, path: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their dotted keys; what the schema has as one key stays one."""
-    if not isinstance(tree, Mapping) or (path and path in leaves()):
-        return {path: tree}
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flattened(value, f"{path}.{key}" if path else str(key))
-    return found
-
-
-def shown_value(value: Any) -> str:
-    """Return a value of a configuration as YAML has it in one line; texts without quotes."""
-    if isinstance(value, str):
+def shown_value(value: Any, *, quotes: bool = False) -> str:
+    """Return a value of a configuration as YAML has it in one line; texts without quotes, unless they are asked for."""
+    if isinstance(value, str) and not quotes:
         return value
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
     return str(text).removesuffix("\n").removesuffix("\n...")
@@ -298,14 +280,12 @@ def dated_name() -> str:
 
 
 def _named_path(base: Path, name: str) -> Path:
-    rule = "it must name a folder below trainer.default_local_dir, without '..', a leading '/' or control characters"
-    is_plain = name.strip() != "" and name.isprintable() and len(name.encode(errors="replace")) <= 200
-    if not is_plain or Path(name).is_absolute() or any(part in ("..", ".") for part in name.split("/")):
-        raise ConfigError(f"trainer.experiment_name={name!r}: {rule}")
+    if not stays_below(name):
+        raise ConfigError(f"trainer.experiment_name={name!r}: {NAME_RULE}")
     path = base / name
     # A symbolic link below base may lead out of it.
     if not path.resolve().is_relative_to(base.resolve()):
-        raise ConfigError(f"trainer.experiment_name={name!r} leads to {path.resolve()}: {rule}")
+        raise ConfigError(f"trainer.experiment_name={name!r} leads to {path.resolve()}: {NAME_RULE}")
     return path
 
 
@@ -342,3 +322,74 @@ def _first_free(pattern: Path) -> Path:
         if not path.exists():
             return path
         number += 1
+
+
+# ---- the lock: one process at a time runs under one name, on one machine or several -----------------------------
+
+
+class RunLock:
+    """Keeps other processes out of a run's folder until `release`, or until this process ends, however it ends.
+
+    The kernel's lock on the file `.lock` decides, on one machine and on network file systems that have locks. The file
+    says whose it is, and decides on a file system without locks: an owner on another machine is taken to be alive there.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def take(cls, folder: Path, *, claim: bool = True) -> RunLock:
+        """Return the lock of this folder; without `claim`, one that only shows that the folder is free.
+
+        Raises ConfigError with the owner where another process has it.
+        """
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        except BlockingIOError:
+            is_free = False
+        except OSError:  # this file system has no locks
+            is_free = not _is_alive(descriptor)
+        if not is_free:
+            owner = _owner(descriptor)
+            os.close(descriptor)
+            raise ConfigError(
+                f"trainer.experiment_name={folder.name}: another process (pid {owner.get('pid')} on {owner.get('host')}, "
+                f"since {owner.get('since')}) is running in {folder}; wait for it, stop it, or choose another name. Remove "
+                f"{folder / LOCK_FILE} if that process is gone"
+            )
+        if claim:
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(_myself()).encode(), 0)
+        return cls(descriptor)
+
+    def release(self) -> None:
+        """Let other processes have the folder."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):
+                if _owner(descriptor) == _myself():
+                    os.truncate(descriptor, 0)
+            os.close(descriptor)
+
+
+def _myself() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": _STARTED}
+
+
+def _owner(descriptor: int) -> dict[str, Any]:
+    """Return what the lock's file says of its owner; empty where it says nothing that can be read."""
+    try:
+        found = parsed(os.pread(descriptor, 1000, 0).decode("utf-8", errors="replace"))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_alive(descriptor: int) -> bool:
+    """Return whether the owner in the text may still be running, where the kernel's lock cannot say it."""
+    owner = _owner(descriptor)
+    if owner.get("host") == socket.gethostname():
+        return owner.get("pid") != os.getpid() and Path(f"/proc/{owner.get('pid')}").exists()
+    return bool(owner)

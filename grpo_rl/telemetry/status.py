@@ -15,7 +15,7 @@ from typing import Any
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError, Preempted, exit_code_of, headline
 from grpo_rl.processes.family import started
-from grpo_rl.run_files import read_json
+from grpo_rl.run_files import read_json, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import is_count, jsonable
 
 FINAL_WAIT_S = 5.0
@@ -116,12 +116,8 @@ class Status:
 
     def _write(self, text: str) -> None:
         assert self.path is not None
-        temporary = self.path.with_suffix(".tmp")
-        try:
-            temporary.write_text(redact(text) + "\n", encoding="utf-8")
-            os.replace(temporary, self.path)
-        except OSError:
-            return  # the next change tries again; the run must not depend on being watched
+        with suppress(OSError):  # the next change tries again; the run must not depend on being watched
+            write_whole(self.path, redact(text) + "\n")
 
 
 _TEXT, _OBJECT = (lambda value: isinstance(value, str)), (lambda value: isinstance(value, dict))
@@ -141,6 +137,14 @@ def read_status(folder: Path) -> dict[str, Any]:
         if isinstance(found, dict):
             return {name: value for name, value in found.items() if name not in _FORMS or value is None or _FORMS[name](value)}
     return {}
+
+
+def current_status(folder: Path, state: str | None = None) -> dict[str, Any]:
+    """Return the status of the run in `folder`, with the state `lost` where its process is gone, or with `state` where one is given."""
+    status = read_status(folder)
+    if state is not None or is_gone(status):
+        status["state"] = state or "lost"
+    return status
 
 
 def is_gone(status: Mapping[str, Any]) -> bool:

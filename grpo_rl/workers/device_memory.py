@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_rl.checkpoint.host_memory import HostMemory
+from grpo_rl.checkpoint.tensors import HostMemory
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 

@@ -553,7 +553,7 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "another process's folder",
-        "telemetry/run_lock.py",
+        "telemetry/rundir.py",
         "and Path(f\"/proc/{owner.get('pid')}\").exists()",
         "and False",
         "unit/telemetry",

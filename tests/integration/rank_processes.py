@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_rl import faults
-from grpo_rl.checkpoint.host_memory import HostMemory
+from grpo_rl.checkpoint.tensors import HostMemory
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig

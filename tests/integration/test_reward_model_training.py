@@ -14,7 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from grpo_rl.cluster.roles.reward_model_role import TrainedRewardModelRole
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import RewardModelOptimConfig, RewardModelTrainConfig
+from grpo_rl.config.schema.tree import HeadOptimConfig, RewardModelTrainConfig
 from grpo_rl.types import Batch
 from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch, TrainedRewardModelSpec
 
@@ -50,7 +50,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory, causal: Path) -> Path:
 def role_over(
     processes: RankProcesses, model: Path, loss: str, rule: MicroBatchRule = WHOLE, recompute: bool = False, lr: float = 1e-3
 ) -> TrainedRewardModelRole:
-    optim = RewardModelOptimConfig(lr=lr, clip_grad=1e6)
+    optim = HeadOptimConfig(lr=lr, clip_grad=1e6)
     center = CENTER_COEF if loss == "bradley_terry" else 0.0
     train = RewardModelTrainConfig(loss, center, optim, enable_gradient_checkpointing=recompute)
     processes.build(TrainedRewardModelSpec(RewardModelSpec(str(model), "float32"), train, total_optimizer_steps=100, seed=1))

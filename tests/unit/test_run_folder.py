@@ -73,7 +73,7 @@ def test_metrics_are_chosen_by_name_and_a_wrong_name_is_refused_with_the_nearest
     pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
     run = grpo_rl.Run(write_run(tmp_path).path)
     assert list(run.metrics("timing_s/step", "reward/mean").columns) == ["timing_s/step", "reward/mean"]
-    with pytest.raises(DataError, match="no step has a metric 'reward/men'; did you mean reward/mean"):
+    with pytest.raises(DataError, match=r"no step has a metric 'reward/men'\. Did you mean reward/mean"):
         run.metrics("reward/men")
 
 
@@ -85,7 +85,7 @@ def test_rollouts_are_a_frame_with_a_column_per_part_of_the_reward(tmp_path: Pat
     assert list(frame["response"]) == ["8", "9"] and list(frame["reward/auto"]) == [1.0, 0.0]
     assert frame.groupby("uid")["reward"].mean().to_dict() == {"t-1": 0.5}
     assert list(run.rollouts(val=True)["response"]) == ["9"]
-    with pytest.raises(DataError, match="step 7 has no log of rollouts; there are 1, 2, 3"):
+    with pytest.raises(DataError, match="there is no step 7; there are 1, 2, 3"):
         run.rollouts(7)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_rl.algos.advantages import blockwise
 from grpo_rl.algos.kl import KL_ESTIMATORS, k1, kl_estimate
 from grpo_rl.algos.losses.contract import LossInput
-from grpo_rl.config.schema.distillation import DistillationConfig
+from grpo_rl.config.schema.algorithm import DistillationConfig
 from grpo_rl.config.schema.kinds import Fraction
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry, coefficient_of, formula_of, options_of, own_options, shown

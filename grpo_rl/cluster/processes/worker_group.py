@@ -147,7 +147,7 @@ class WorkerGroup:
     """All processes of a role, in rank order.
 
     A process that has died or does not answer makes a call fail with WorkerFailed. For ranks, which work in step, that is
-    the end of the group: `cluster/launch.py` starts the run's processes again, from the newest checkpoint.
+    the end of the group: `main.py` starts the run's processes again, from the newest checkpoint.
     """
 
     def __init__(

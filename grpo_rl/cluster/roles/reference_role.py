@@ -16,7 +16,7 @@ from grpo_rl.cluster.roles.dispatch import Dispatched, computed, dispatch
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.columns import RemoteColumn
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.distillation import TeacherConfig
+from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.errors import DataError

@@ -5,11 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from grpo_rl.config import effects
-from grpo_rl.config.checks import contradictions, engine_arguments, inputs, sizes
-from grpo_rl.config.derived import Machine, settled
-from grpo_rl.config.schema.fields import nearest
+from grpo_rl.config import derived, effects
+from grpo_rl.config.checks import engine_arguments, inputs, sizes
+from grpo_rl.config.convert import show
+from grpo_rl.config.derived import ASYNC, ITERATE, OFFLINE, REWARD_MODEL, Machine, settled
+from grpo_rl.config.effects import SAMPLING, has_tools
+from grpo_rl.config.schema.fields import leaves, nearest, value_of
 from grpo_rl.config.schema.tree import Config
+
+_A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_SCORER, _TURNS = "reward.reward_model", "actor_rollout_ref.rollout.multi_turn"
+_RESUMABLE = ("model", "optimizer", "extra")
+SUPERVISED_LOSS = "sft"
 
 
 def check(config: Config, machine: Machine) -> list[str]:
@@ -25,7 +32,7 @@ def check(config: Config, machine: Machine) -> list[str]:
 def _without_machine(config: Config, run: Config) -> Iterator[str]:
     yield from inputs.problems(run)
     yield from sizes.problems_without_machine(run)
-    yield from contradictions.problems(config)
+    yield from contradictions(config)
     yield from engine_arguments.problems(run)
 
 
@@ -45,3 +52,255 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
     found = [*_without_machine(config, settled(config)), *effects.problems(config, Machine(1, 1, "cuda"))]
     # What is missing altogether may stand in the word or recipe that could not be read.
     yield from (line for line in found if "is not set" not in line and not doubtful & set(re.findall(r"\w+", line)))
+
+
+# ---- settings that contradict each other, or that the schedule cannot do ------------------------------------------
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """Yield contradictions between settings, and what does not go with the schedule."""
+    yield from _data(settled(config))
+    yield from _training(config)
+    yield from _sampling(config)
+    yield from _rewards(settled(config))
+    yield from _episodes(config)
+    yield from _schedule(config)
+
+
+def _data(config: Config) -> Iterator[str]:
+    data, weights = config.data, config.data.train_weights
+    if 0 <= data.train_max_samples < data.train_batch_size:
+        yield (
+            f"data.train_max_samples={data.train_max_samples}: fewer rows than one batch; at least "
+            f"data.train_batch_size={data.train_batch_size}, or -1 for all"
+        )
+    if data.dynamic_weights and len(weights) < 2:
+        yield "data.dynamic_weights=true: needs data.train_weights with two sources or more, e.g. [1,1]"
+    if data.curriculum == "pass_rate" and not data.shuffle:
+        yield "data.curriculum=pass_rate: draws at random, which data.shuffle=false forbids"
+    if not weights:
+        return
+    shown = f"data.train_weights=[{','.join(f'{weight:g}' for weight in weights)}]"
+    if data.custom_cls.path is not None:
+        yield f"{shown}: a class of your own is one source; mix inside it, or leave out data.custom_cls"
+    elif len(weights) != len(data.train_files):
+        yield f"{shown}: {len(weights)} weights for {len(data.train_files)} entries of data.train_files; one for each"
+    if data.train_max_samples > 0:
+        yield f"{shown}: with data.train_max_samples some sources would have no rows; cut the files, or leave it out"
+    if data.curriculum == "pass_rate":
+        yield f"{shown}: curriculum=pass_rate draws from all rows alike; data.dynamic_weights=true weighs whole sources by their pass rates"
+
+
+def _training(config: Config) -> Iterator[str]:
+    """Yield contradictions between the loss, the optimizer, the model and its checkpoints."""
+    algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
+    if algorithm.use_kl_in_reward and actor.use_kl_loss:
+        yield (
+            f"algorithm.use_kl_in_reward=true: the KL is in the loss already ({_A}.use_kl_loss=true, the default); set "
+            f"{_A}.use_kl_loss=false, or algorithm.use_kl_in_reward=false"
+        )
+    for key in (f"{_A}.optim", "critic.optim", f"{_SCORER}.train.optim"):
+        if len(betas := value_of(config, f"{key}.betas")) != 2:
+            yield f"{key}.betas={show(betas)}: must be two numbers >= 0 and < 1, e.g. [0.9,0.999]"
+    if algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
+        yield f"algorithm.filter_groups.enable=true: a group of one response never has a signal, and {_R}.n=1; usual is 5 to 16"
+    if model.lora_rank and derived.is_iterated(config):
+        yield f"{_M}.lora_rank={model.lora_rank}: trainer.schedule=iterate moves the reference, which under adapters is the base model"
+    if model.lora_rank and not model.target_modules:
+        yield f"{_M}.target_modules=[]: no layer would have an adapter; all-linear, or names such as [q_proj,v_proj]"
+    if model.lora_rank and "all-linear" in model.target_modules and len(model.target_modules) > 1:
+        yield f"{_M}.target_modules={show(model.target_modules)}: all-linear stands alone; exclude_modules takes layers out of it"
+    if model.lora_rank and "quantization_config" in model.override_config:
+        yield f"{_M}.override_config.quantization_config: LoRA over quantized weights (QLoRA) is not here; leave it out"
+    contents = actor.checkpoint.save_contents
+    missing = [name for name in _RESUMABLE if name not in contents]
+    if missing and config.trainer.save_freq > 0:
+        yield (
+            f"{_A}.checkpoint.save_contents={show(contents)}: a run cannot resume without {' and '.join(missing)}; "
+            "[model,optimizer,extra] and hf_model if wanted"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    """Yield contradictions in sampling, and in validation by it."""
+    rollout, trainer, values = config.actor_rollout_ref.rollout, config.trainer, config.actor_rollout_ref.rollout.val_kwargs
+    validates = bool(config.data.val_files or config.data.val_prompt_files)
+    for key, top_k in ((_R, rollout.top_k), (f"{_R}.val_kwargs", values.top_k if validates else -1)):
+        if top_k == 0:
+            yield f"{key}.top_k=0: would leave no token; -1 takes all"
+    cuts = [
+        f"{_R}.{name}={getattr(rollout, name):g}" for name in ("top_p", "min_p") if getattr(rollout, name) != (name == "top_p")
+    ]
+    if rollout.name == "vllm" and rollout.top_k == -1 and cuts:
+        yield (
+            f"{' and '.join(cuts)}: needs {_R}.top_k: the trainer needs the tokens that could be sampled, and vllm reports "
+            "the top_k likeliest ones; set top_k, e.g. 100, or rollout.name=hf"
+        )
+    if rollout.quantization is not None and rollout.dtype == "float32":
+        yield f"{_R}.quantization={rollout.quantization}: quantizes weights of 16 bits; set {_R}.dtype=bfloat16, or leave it out"
+    if not validates and trainer.test_freq > 0:
+        yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; give data.val_files, or test_freq=-1"
+    if not validates and trainer.val_only:
+        yield "trainer.val_only=true: there is nothing to validate on; give data.val_files"
+    if validates and values.n > 1 and not (values.do_sample and values.temperature):
+        yield (
+            f"{_R}.val_kwargs.n={values.n}: needs {_R}.val_kwargs.do_sample=true and a temperature above 0; validation is greedy, "
+            "and all would be equal"
+        )
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    scorer, estimator = config.reward.reward_model, config.algorithm.adv_estimator
+    separator, key = scorer.step_separator, f"{_SCORER}.step_separator"
+    if derived.trains_only_reward_model(config):
+        if scorer.train.loss == "steps" and not separator:
+            yield (
+                f"{key} is not set: {_SCORER}.train.loss=steps reads a step at the end of the text between steps; give it, such as "
+                "'\\n\\n', and the same where the model scores"
+            )
+    elif scorer.enable and separator == "":
+        yield f"{key}='': would cut nowhere; give the text between steps, such as '\\n\\n', or null"
+    elif scorer.enable and separator is not None and estimator != "grpo_process":
+        yield (
+            f"{key}={separator!r}: makes rewards of steps, which algorithm.adv_estimator={estimator} does not read; set "
+            "algorithm.adv_estimator=grpo_process, or leave step_separator out for one score per response"
+        )
+    if scorer.enable_resource_pool and scorer.nnodes == 0:
+        yield f"{_SCORER}.nnodes=0: {_SCORER}.enable_resource_pool=true needs the number of its nodes; 1, or more"
+
+
+def _episodes(config: Config) -> Iterator[str]:
+    """Yield what does not go with episodes of several turns."""
+    own = config.actor_rollout_ref.rollout.multi_turn
+    if not own.enable:
+        return
+    if own.environment.name is None and own.interaction_config_path is None and not has_tools(config):
+        yield (
+            f"{_TURNS}.enable=true: nothing answers the policy; name {_TURNS}.environment.name, or tools by {_TURNS}.tools or "
+            "tool_config_path"
+        )
+    if own.environment.name is not None and own.interaction_config_path is not None:
+        yield f"{_TURNS}.interaction_config_path: names an environment, as environment.name={own.environment.name} does; keep one"
+    if derived.collects(config):
+        yield f"{_TURNS}.enable=true: data.responses=initial_policy keeps single responses; data.responses=policy"
+    elif not derived.samples_answers(config):
+        yield f"{_TURNS}.enable=true: nothing is sampled in this run; leave it out"
+    if config.actor_rollout_ref.rollout.ignore_eos:
+        yield f"{_TURNS}.enable=true: with {_R}.ignore_eos=true no turn would ever end; leave that out"
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    """Yield what does not go with the schedule."""
+    loss, trainer = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.trainer
+    if loss in derived.LABEL_LOSSES and derived.trains_pairs(config) and config.data.responses != "rows":
+        yield f"{_A}.policy_loss.loss_mode={loss}: learns labelled answers; data.responses=rows, with columns completion and label"
+    if derived.trains_only_reward_model(config):
+        yield from _reward_model(config)
+    elif derived.is_offline(config):
+        yield from _fixed_responses(config)
+    elif trainer.schedule == OFFLINE:
+        yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
+    elif loss == SUPERVISED_LOSS and trainer.schedule in SAMPLING:
+        yield (
+            f"{_A}.policy_loss.loss_mode={loss}: reads no advantages, so the reward would have no effect with "
+            f"trainer.schedule={trainer.schedule}; data.responses=rows learns the answers in the data, loss_mode=reinforce weighs "
+            "sampled ones"
+        )
+    if derived.is_iterated(config):
+        yield from _iterated(config)
+    if derived.overlaps(config):
+        yield from _overlapping(config)
+
+
+def _fixed_responses(config: Config) -> Iterator[str]:
+    """Yield what cannot be where the trained responses are fixed before training."""
+    trainer, chosen, pairs = config.trainer, f"data.responses={config.data.responses}", derived.trains_pairs(config)
+    if trainer.schedule != leaves()["trainer.schedule"].default:
+        yield (
+            f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with {chosen} they are fixed before "
+            "training; leave it out"
+        )
+    if pairs and config.data.truncation != "error":
+        yield (
+            f"data.truncation={config.data.truncation}: a loss over pairs compares whole answers, and a cut one would be another; "
+            "drop long rows with data.filter_overlong_prompts=true"
+        )
+    if derived.collects(config) and pairs and config.actor_rollout_ref.rollout.n < 2:
+        yield f"{_R}.n={config.actor_rollout_ref.rollout.n}: {chosen} compares the best and the worst of a group; 2 or more"
+    mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
+    if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
+        yield (
+            f"{_A}.ppo_mini_batch_size={mini}: {chosen} takes one optimizer step on each batch, "
+            f"data.train_batch_size={batch}; leave it out"
+        )
+    if trainer.val_only:
+        yield f"trainer.val_only=true: {chosen} only trains; data.responses=policy samples and scores answers to data.val_files"
+    if derived.collects(config) and config.data.train_weights:
+        yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
+    yield from _early_stop(config)
+
+
+def _early_stop(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.early_stop_patience is not None and not (config.data.val_files and trainer.test_freq > 0):
+        yield (
+            f"trainer.early_stop_patience={trainer.early_stop_patience}: needs the loss on data.val_files every trainer.test_freq "
+            "steps; give both"
+        )
+
+
+def _overlapping(config: Config) -> Iterator[str]:
+    """Yield what a schedule cannot do that samples while it trains."""
+    key, own = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous
+    correction = config.algorithm.rollout_correction
+    if derived.is_colocated(config) and not config.trainer.val_only:
+        yield (
+            f"{key}: samples while it trains, and with {_R}.nnodes=0 the engines share the actor's devices; give them their own: "
+            f"{_R}.nnodes=1 {_R}.n_gpus_per_node=..., beside trainer.n_gpus_per_node"
+        )
+    is_corrected = correction.rollout_is or correction.rollout_rs
+    if derived.max_staleness(config) and correction.bypass_mode is False and not is_corrected:
+        yield (
+            f"algorithm.rollout_correction.bypass_mode=false: with {key} the weights that sampled a token may be older than "
+            "those that it trains, and nothing would correct for that; leave it out, or set rollout_is=token beside it"
+        )
+    if config.trainer.schedule == ASYNC and own.sync_every > own.max_staleness + 1:
+        yield (
+            f"trainer.asynchronous.sync_every={own.sync_every}: the weights would be older than max_staleness={own.max_staleness} "
+            "before they are sent; at most max_staleness + 1"
+        )
+
+
+def _reward_model(config: Config) -> Iterator[str]:
+    """Yield what contradicts the schedule that trains a reward model alone."""
+    key = f"trainer.schedule={REWARD_MODEL}"
+    if config.data.responses != "policy":
+        yield f"data.responses={config.data.responses}: says what a policy learns from, and {key} trains none; leave it out"
+    if config.trainer.val_only:
+        yield f"trainer.val_only=true: {key} validates while it trains; leave it out"
+    yield from _early_stop(config)
+
+
+def _iterated(config: Config) -> Iterator[str]:
+    """Yield what iterated training cannot do: its reward is the model's score, and the labels are those of the rules."""
+    key, reward, scorer = f"trainer.schedule={ITERATE}", config.reward, config.reward.reward_model
+    if not scorer.enable:
+        yield f"{key}: trains on the score of a reward model; give {_SCORER}.enable=true and its model_path"
+    if not reward.functions:
+        yield f"{key}: needs reward.functions, whose reward labels the reward model's pairs and shows the true accuracy"
+    if config.trainer.critic_warmup:
+        yield f"trainer.critic_warmup={config.trainer.critic_warmup}: counts first steps, which with {key} may be the reward model's"
+    if config.trainer.iterate.reward_model_steps == 0:
+        return
+    if config.actor_rollout_ref.rollout.n < 2:
+        yield f"{_R}.n={config.actor_rollout_ref.rollout.n}: {key} compares the best and the worst of a group; 2 or more"
+    if scorer.step_separator is not None or scorer.train.loss != "bradley_terry":
+        yield (
+            f"{key}: trains the reward model on pairs of whole responses; leave out {_SCORER}.step_separator and train.loss, or set "
+            "trainer.iterate.reward_model_steps=0"
+        )
+    if config.trainer.val_only and (scorer.model_path or "").startswith("builtin:"):
+        yield (
+            f"trainer.val_only=true: {_SCORER}.model_path={scorer.model_path} has no head before {key} trains it; name a trained "
+            f"one, or validate by the rules alone, without this schedule and {_SCORER}"
+        )

@@ -7,12 +7,12 @@ are refused until someone has looked at them.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from grpo_rl.config.convert import show
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import did_you_mean
 
 _KEY = "actor_rollout_ref.rollout.engine_kwargs"
 _R, _M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -87,8 +87,7 @@ def _vllm_argument(name: str, value: Any) -> Iterator[str]:
     if name in VLLM_OWNED:
         yield f"{key}: cannot be passed around the configuration; set {VLLM_OWNED[name]}"
     elif name not in VLLM_ALLOWED:
-        near = difflib.get_close_matches(name[:200], (*VLLM_ALLOWED, *VLLM_OWNED), n=2, cutoff=0.6)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = did_you_mean(name, (*VLLM_ALLOWED, *VLLM_OWNED), most=2)
         yield (
             f"{key}: is not among vLLM's settings of speed and memory, and others may load code, open an address, or change what is "
             f"sampled.{hint} Those that may be passed are {', '.join(VLLM_ALLOWED)}"

@@ -282,11 +282,8 @@ def _run(config: Config) -> Iterator[str]:
     trainer, names = config.trainer, config.trainer.logger
     for name in ("project_name", "experiment_name"):
         value = getattr(trainer, name)
-        if value is not None and not _stays_below(value):
-            yield (
-                f"trainer.{name}={value!r}: it must name a folder below trainer.default_local_dir, without '..', a leading '/' or "
-                "control characters, at most 200 bytes"
-            )
+        if value is not None and not stays_below(value):
+            yield f"trainer.{name}={value!r}: {NAME_RULE}"
     folder, resumed = trainer.default_local_dir, trainer.resume_from_path
     if not folder.strip() or not folder.isprintable():
         yield f"trainer.default_local_dir={folder!r}: give the folder in which runs are made, a path without control characters"
@@ -307,7 +304,11 @@ def _run(config: Config) -> Iterator[str]:
         yield f"trainer.logger: {name} is not installed; {INSTALL[name]}, or trainer.logger=[{others}]"
 
 
-def _stays_below(name: str) -> bool:
+NAME_RULE = "it must name a folder below trainer.default_local_dir, without '..', a leading '/' or control characters, at most 200 bytes"
+
+
+def stays_below(name: str) -> bool:
+    """Return whether a name can be that of a folder below another one."""
     if not name.strip() or not name.isprintable() or len(name.encode(errors="replace")) > 200:
         return False
     return not name.startswith(("/", "~")) and not any(part in ("..", ".") for part in name.split("/"))

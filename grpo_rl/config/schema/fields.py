@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ class Kind:
             text = f"a list, each {self.item.describe()}"
         else:
             text = _NOUNS[self.base]
-        bounds = describe_range(self.range)
+        bounds = "" if self.range is None else self.range.describe()
         return text + (f" {bounds}" if bounds else "") + (", or null" if self.optional else "")
 
 
@@ -45,11 +46,6 @@ class Leaf:
     key: str
     kind: Kind
     default: Any
-
-
-def describe_range(bounds: Range | None) -> str:
-    """Return the bounds as `>= 1 and < 2`, empty where there are none."""
-    return "" if bounds is None else bounds.describe()
 
 
 def kind_of(annotation: Any) -> Kind:
@@ -153,6 +149,24 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             found |= flat(value, f"{key}.")
         else:
             found[key] = value
+    return found
+
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+def changed(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return value and default of each key of a configuration (`flat`) that is not at its default, `${key}` in it filled in.
+
+    A key that the schema does not have counts where its value says something.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for key, value in values.items():
+        default = leaves()[key].default if key in leaves() else None
+        if isinstance(default, str):
+            default = _REFERENCE.sub(lambda match: str(values.get(match[1], match[0])), default)
+        if value != default and (key in leaves() or value not in ({}, [])):
+            found[key] = value, default
     return found
 
 

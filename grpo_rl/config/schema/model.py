@@ -109,6 +109,14 @@ class OptimConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadOptimConfig(OptimConfig):
+    """The optimizer of a model with a new head: a critic, a reward model."""
+
+    lr: LearningRate = 1e-5
+    """Peak learning rate."""
+
+
+@dataclass(frozen=True, slots=True)
 class FsdpConfig:
     param_offload: bool = False
     """GPU: keep parameters in host memory while the rollout engine runs."""
@@ -474,17 +482,11 @@ class CriticModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class CriticOptimConfig(OptimConfig):
-    lr: LearningRate = 1e-5
-    """Peak learning rate."""
-
-
-@dataclass(frozen=True, slots=True)
 class CriticConfig:
     enable: bool | None = None
     """True for a critic, false for none (refused where it contradicts the estimator); null: as adv_estimator needs."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    optim: CriticOptimConfig = field(default_factory=CriticOptimConfig)
+    optim: HeadOptimConfig = field(default_factory=HeadOptimConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     ppo_mini_batch_size: Prompts | None = None

@@ -10,7 +10,6 @@ from grpo_rl.config.schema.kinds import (
     Count,
     Devices,
     Factor,
-    LearningRate,
     Length,
     NodesOrNone,
     Positive,
@@ -22,7 +21,7 @@ from grpo_rl.config.schema.kinds import (
     Tokens,
     Tries,
 )
-from grpo_rl.config.schema.model import OptimConfig
+from grpo_rl.config.schema.model import HeadOptimConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +50,12 @@ class OverlongBufferConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardModelOptimConfig(OptimConfig):
-    lr: LearningRate = 1e-5
-    """Peak learning rate."""
-
-
-@dataclass(frozen=True, slots=True)
 class RewardModelTrainConfig:
     loss: Literal["bradley_terry", "steps"] = "bradley_terry"
     """The loss of a reward model that is trained. bradley_terry: pairs, -log sigmoid(r_chosen - r_rejected - margin); steps: rated steps, the cross-entropy of "this step is good" at each step's last token."""
     center_coef: Coefficient = 0.0
     """bradley_terry: weight of (r_chosen + r_rejected)², which pulls the mean of the scores to 0; 0.01 is usual."""
-    optim: RewardModelOptimConfig = field(default_factory=RewardModelOptimConfig)
+    optim: HeadOptimConfig = field(default_factory=HeadOptimConfig)
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
     optimizer_offload: bool = False

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from grpo_rl.config.schema.algorithm import *
 from grpo_rl.config.schema.data import *
-from grpo_rl.config.schema.distillation import *
 from grpo_rl.config.schema.kinds import *
 from grpo_rl.config.schema.model import *
 from grpo_rl.config.schema.reward import *

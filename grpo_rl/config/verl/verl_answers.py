@@ -114,25 +114,20 @@ def answer_for(key: str) -> Answer | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """What is said of a value of one of verl's keys: why it is refused, or that it is taken and means nothing here."""
+def reply(key: str, value: Any, where: str = "") -> tuple[list[str], list[str]] | None:
+    """Return why verl's `key` is refused with this value, and notes where it is taken and means nothing here.
 
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def reply(key: str, value: Any, where: str = "") -> Reply | None:
-    """Return what is said of verl's `key` with this value; nothing where that is right here. None: verl has no such key either."""
+    Neither where the value is right here. None: verl has no such key either.
+    """
     answer = answer_for(key)
     if answer is None or value is None or any(_same(value, right) for right in answer.accepts):
-        return None if answer is None else Reply()
+        return None if answer is None else ([], [])
     if answer.hint:
-        return Reply(notes=(f"{key}={show(value)}: has no meaning here{where}: {answer.advice}",))
+        return [], [f"{key}={show(value)}: has no meaning here{where}: {answer.advice}"]
     if not answer.accepts:
-        return Reply((f"{key}: a key of verl's that is not here{where}: {answer.advice}",))
+        return [f"{key}: a key of verl's that is not here{where}: {answer.advice}"], []
     right = " or ".join(show(right) for right in answer.accepts)
-    return Reply((f"{key}={show(value)}: only {right} is possible here{where}: {answer.advice}",))
+    return [f"{key}={show(value)}: only {right} is possible here{where}: {answer.advice}"], []
 
 
 def _same(value: Any, right: str) -> bool:

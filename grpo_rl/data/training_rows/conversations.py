@@ -17,7 +17,7 @@ import numpy as np
 from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.control_words import unmarked
-from grpo_rl.data.prompts import Renderer
+from grpo_rl.data.prompts import Renderer, truncate
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
 from grpo_rl.data.rows import BadRow, check_values, column, expect, wrong
 from grpo_rl.data.tasks.registry import task_rows
@@ -302,12 +302,9 @@ def cut_to(found: Demonstration, limit: int, side: str) -> Demonstration:
 
     The first token that is left is not trained, for nothing comes before it.
     """
-    head = {"left": 0, "right": limit}.get(side, limit // 2)
-    gone = len(found.token_ids) - limit
-    token_ids = np.concatenate([found.token_ids[:head], found.token_ids[head + gone :]])
-    positions = found.positions
-    positions = np.concatenate([positions[positions < head], positions[positions >= head + gone] - gone])
-    return Demonstration(token_ids, positions[positions > 0])
+    kept = truncate(np.arange(len(found.token_ids)), limit, side)
+    positions = np.flatnonzero(np.isin(kept, found.positions))
+    return Demonstration(found.token_ids[kept], positions[positions > 0])
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:

@@ -10,9 +10,10 @@ A labelled row, for `kto`, has `completion`, one answer, and `label`: true where
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.data.rows import Asked, BadRow, check_messages, check_values, column, expect, finite, prompt_of, wrong
 from grpo_rl.types import Batch, Rollout
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,20 +292,14 @@ def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]
         members = groups.setdefault(rollout.prompt.uid, [])
         if rollout.reward is not None and math.isfinite(rollout.reward) and len(rollout.response_ids):
             members.append(rollout)
-    pairs = []
-    for members in groups.values():
-        # `sorted` keeps the order of equals: both ends take the smallest sample index among theirs.
-        in_order = sorted(members, key=lambda rollout: rollout.sample_index)
-        best = max(in_order, key=_reward, default=None)
-        worst = min(in_order, key=_reward, default=None)
-        if best is not None and worst is not None and _reward(best) > _reward(worst) and not best.same_response(worst):
-            pairs.append((best, worst))
-    return pairs
+    both = [best_and_worst(members, attrgetter("reward"), attrgetter("sample_index")) for members in groups.values() if members]
+    return [(best, worst) for best, worst in both if best.reward != worst.reward and not best.same_response(worst)]
 
 
-def _reward(rollout: Rollout) -> float:
-    assert rollout.reward is not None
-    return rollout.reward
+def best_and_worst(members: Sequence[T], reward: Callable[[T], float], sample: Callable[[T], int]) -> tuple[T, T]:
+    """Return those with the highest and the lowest reward; of equal ones that with the smallest sample index."""
+    in_order = sorted(members, key=sample)
+    return max(in_order, key=reward), min(in_order, key=reward)
 
 
 def with_sides(batch: Batch) -> Batch:

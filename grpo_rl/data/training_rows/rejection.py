@@ -5,16 +5,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from grpo_rl.config.derived import gen_batch_size
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
-from grpo_rl.data.training_rows.pairs import pairs_of_groups
-from grpo_rl.types import Rollout
+from grpo_rl.data.training_rows.pairs import best_and_worst
 
 Rows = list[dict[str, Any]]
+_OF_LOG = (
+    *("prompt", "response", "reward", "data_source", "ground_truth", "uid", "sample", "finish_reason", "prompt_length"),
+    "response_length",
+)
+"""The columns of a line of the log of rollouts that a collected row has."""
 _COLUMNS = ("prompt_key", "response_key", "chosen_key", "rejected_key", "messages_key", "custom_cls", "system_prompt")
 
 
@@ -55,44 +61,39 @@ class Kept:
         return True
 
 
-def answer_rows(rollouts: Sequence[Rollout], min_reward: float) -> Rows:
-    """Return a row for each response with a reward of at least `min_reward` and with text, as `data.responses=rows` reads it.
+def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> Rows:
+    """Return a row for each logged response with a reward of at least `min_reward` and with text, as `data.responses=rows` reads it.
 
-    Prompt and response are the texts that the model read and wrote, as in the log of rollouts, whose columns these are.
+    Prompt and response are the texts that the model read and wrote.
     """
-    kept = [r for r in rollouts if r.reward is not None and r.reward >= min_reward and str(r.text).strip()]
-    return [
-        {
-            "prompt": rollout.prompt.text,
-            "response": str(rollout.text),
-            "reward": rollout.reward,
-            "data_source": rollout.prompt.data_source,
-            "ground_truth": rollout.prompt.ground_truth,
-            "uid": rollout.prompt.uid,
-            "sample": rollout.sample_index,
-            "finish_reason": rollout.finish_reason,
-            "prompt_length": len(rollout.prompt.token_ids),
-            "response_length": len(rollout.response_ids),
-        }
-        for rollout in kept
-    ]
+    kept = [one for one in records if one["reward"] is not None and one["reward"] >= min_reward and one["response"].strip()]
+    return [{name: record[name] for name in _OF_LOG} for record in kept]
 
 
-def pair_rows(rollouts: Sequence[Rollout]) -> Rows:
-    """Return a row with the best and the worst response of each group whose rewards differ."""
+def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
+    """Return a row with the best and the worst logged response of each group whose rewards differ, and whose texts do.
+
+    `messages` of a record are the prompt's chat messages, None for a plain text.
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        if record["reward"] is not None and math.isfinite(record["reward"]) and record["response_length"]:
+            groups.setdefault(record["uid"], []).append(record)
+    both = (best_and_worst(group, itemgetter("reward"), itemgetter("sample")) for group in groups.values())
     return [
         {
-            "prompt": best.prompt.text if best.prompt.messages is None else list(best.prompt.messages),
-            "chosen": str(best.text),
-            "rejected": str(worst.text),
-            "chosen_reward": best.reward,
-            "rejected_reward": worst.reward,
-            "data_source": best.prompt.data_source,
-            "ground_truth": best.prompt.ground_truth,
-            "uid": best.prompt.uid,
+            "prompt": best["prompt"] if best["messages"] is None else list(best["messages"]),
+            "chosen": best["response"],
+            "rejected": worst["response"],
+            "chosen_reward": best["reward"],
+            "rejected_reward": worst["reward"],
+            "data_source": best["data_source"],
+            "ground_truth": best["ground_truth"],
+            "uid": best["uid"],
         }
-        for best, worst in pairs_of_groups(rollouts)
-        if str(best.text).strip() and str(worst.text).strip() and best.text != worst.text
+        for best, worst in both
+        if best["reward"] > worst["reward"] and best["response"].strip() and worst["response"].strip()
+        if best["response"] != worst["response"]
     ]
 
 

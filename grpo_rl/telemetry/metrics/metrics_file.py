@@ -9,12 +9,12 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from grpo_rl.errors import DataError
-from grpo_rl.run_files import read_lines
+from grpo_rl.run_files import append_lines, read_lines, write_whole
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Strings for the numbers that JSON does not have."""
@@ -93,12 +93,7 @@ class MetricsFile:
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, so that a resumed run continues its own curve."""
         kept = [record for record in read_records(self.path) if record["step"] <= step]
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(dump_line(record) for record in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
+        write_whole(self.path, "".join(map(dump_line, kept)), durable=True)
 
     def close(self) -> None:
         """Write what is waiting, if that is possible now; say how many steps are lost."""
@@ -110,16 +105,6 @@ class MetricsFile:
     def _write(self) -> None:
         append_lines(self.path, self._waiting)
         self._waiting.clear()
-
-
-def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append whole lines to a file. A write that failed, or a process that was killed, may have left half a line: they begin a new one."""
-    with path.open("a+b") as file:
-        if file.tell() > 0:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write("".join(lines).encode())
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,18 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from grpo_rl.telemetry.metrics.metrics_file import append_lines, dump_line, is_number, read_records
+from grpo_rl.run_files import append_lines, write_whole
+from grpo_rl.telemetry.metrics.metrics_file import dump_line, is_number, read_records
 
 Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "controller", "wait", "step"]
 """The rows of a timeline. `wait`: one side does nothing because of the other, `what` names the side; `step`: a whole training
 step, which marks its bounds."""
-MOST_WAITING = 100_000
-"""Intervals that are kept in memory while the file cannot be written; more are dropped."""
 CLOSED_GAP_S = 0.02
 """Intervals of one role that do the same in the same step become one where the gap between them is shorter: rewards end by
 the thousand."""
-CLOSE_S = 10.0
-"""Seconds that the end of a run waits for the last lines."""
 
 _logger = logging.getLogger(__name__)
 
@@ -39,7 +35,7 @@ class Interval(NamedTuple):
 
 
 class Timeline:
-    """Records intervals from any thread, and appends them to a file beside the training. Without a path it drops them.
+    """Records intervals from any thread; `write` appends them to a file. Without a path they are dropped.
 
     The seconds count from the first start of a run; a resumed run goes on at the end of its last kept interval, so the
     pause between the two is not in it. A file that cannot be written costs its lines and one warning, never a step.
@@ -55,7 +51,6 @@ class Timeline:
         self._newest: dict[tuple[int, str, str], int] = {}
         """The place among the waiting ones of the newest interval of each step, role and activity."""
         self._lock = threading.Lock()
-        self._writer: threading.Thread | None = None
         self._has_failed = False
 
     def now(self) -> float:
@@ -72,7 +67,7 @@ class Timeline:
             before = self._waiting[place] if place >= 0 else None
             if before is not None and before.start <= start <= before.end + CLOSED_GAP_S:
                 self._waiting[place] = before._replace(end=max(before.end, interval.end))
-            elif len(self._waiting) < MOST_WAITING:
+            else:
                 self._newest[interval[:3]] = len(self._waiting)
                 self._waiting.append(interval)
 
@@ -91,12 +86,15 @@ class Timeline:
             self.record(role, what, start, self.now(), step)
 
     def write(self) -> None:
-        """Begin to append what was recorded, in a thread; while an earlier one is at work, it stays for the next call."""
-        if self.path is None or not self._waiting or (self._writer is not None and self._writer.is_alive()):
+        """Append what was recorded since the last call."""
+        with self._lock:
+            intervals, self._waiting, self._newest = self._waiting, [], {}
+        if self.path is None or not intervals:
             return
-        # A daemon: a disk that hangs must not hold the end of the process.
-        self._writer = threading.Thread(target=self._append, name="timeline", daemon=True)
-        self._writer.start()
+        try:
+            append_lines(self.path, map(_line, intervals))
+        except OSError as error:
+            self._failed(error)
 
     def truncate_after(self, step: int) -> None:
         """Drop the intervals of later steps, and go on where the last kept one ended. To be called before any is recorded."""
@@ -105,27 +103,7 @@ class Timeline:
         kept = [interval for interval in read_timeline(self.path) if interval.step <= step]
         self._origin = time.perf_counter() - max((interval.end for interval in kept), default=0.0)
         try:
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(map(_line, kept)), encoding="utf-8")
-            os.replace(temporary, self.path)
-        except OSError as error:
-            self._failed(error)
-
-    def close(self) -> None:
-        """Write what is left, and wait some seconds for it."""
-        for _ in range(2):  # what a thread is writing now, and what was recorded since
-            if self._writer is not None:
-                self._writer.join(CLOSE_S)
-            self.write()
-        if self._writer is not None:
-            self._writer.join(CLOSE_S)
-
-    def _append(self) -> None:
-        assert self.path is not None
-        with self._lock:
-            intervals, self._waiting, self._newest = self._waiting, [], {}
-        try:
-            append_lines(self.path, map(_line, intervals))
+            write_whole(self.path, "".join(map(_line, kept)))
         except OSError as error:
             self._failed(error)
 

@@ -57,6 +57,13 @@ def validation_name(key: str) -> str:
     return f"validation {key.removeprefix('val/')}"
 
 
+def results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
+    """Return all that a run changed, as name, first and last point: validation of prompts, then `other_results`."""
+    validated = {key: [(record["step"], record[key]) for record in records if key in record] for key in shown_keys(records)}
+    shown = [(validation_name(key), points[0], points[-1]) for key, points in validated.items() if points]
+    return shown + other_results(records)
+
+
 def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
     """Return what a run changed beside the validation of prompts, as name, first and last point: losses on rows, and the training reward.
 

@@ -27,7 +27,7 @@ from urllib.parse import unquote, urlsplit
 
 from grpo_rl.errors import ConfigError, DataError, GrpoRlError
 from grpo_rl.processes.family import is_running
-from grpo_rl.run_files import read_bytes
+from grpo_rl.run_files import read_bytes, write_whole
 from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, write_chunk
 from grpo_rl.telemetry.page.run_data import ENDED, run_data
 from grpo_rl.telemetry.rundir import RunDir
@@ -75,7 +75,11 @@ def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None 
         is_live = any(part["status"].get("state") not in (*ENDED, None) for part in parts)
         version = round(time.time(), 3)
         data = {"version": version, "written": version, "live": f"{files.name}/{LIVE}.js" if is_live else None, "runs": parts}
-        _replace(out, document(data))
+        for left in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+            writer = left.name.split(".")[-2]
+            if writer.isdecimal() and not is_running(int(writer)):  # it was killed
+                left.unlink(missing_ok=True)
+        write_whole(out, document(data))
         if is_live or (files / f"{LIVE}.js").exists():
             # Pages that are open look here for a newer version of themselves.
             files.mkdir(exist_ok=True)
@@ -94,8 +98,10 @@ def default_page(runs: Sequence[Path]) -> Path:
 
 def document(data: Mapping[str, Any]) -> str:
     """Return the HTML document with these data."""
-    library, script = chart_library()["script"], own_script()
-    title = " · ".join(run["name"] for run in data["runs"])
+    # The page's own scripts are one behind the other in one function.
+    scripts = "\n".join(_asset(name) for name in SCRIPTS)
+    library, script = chart_library()["script"], f"(function () {{\n'use strict';\n{scripts}\n}}());"
+    title = "".join(char if char.isprintable() else " " for char in " · ".join(run["name"] for run in data["runs"]))
     policy = "; ".join(
         (
             "default-src 'none'",
@@ -112,7 +118,7 @@ def document(data: Mapping[str, Any]) -> str:
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">',
-            f"<title>{html.escape(_without_controls(title))}</title>",
+            f"<title>{html.escape(title)}</title>",
             f"<style>{chart_library()['style']}\n{_asset('page.css')}</style></head><body>",
             '<div id="page"></div><noscript>This page is drawn by its own scripts: allow them.</noscript>',
             f'<script type="application/json" id="data">{embedded(data)}</script>',
@@ -126,12 +132,6 @@ def embedded(value: Any) -> str:
     """Return JSON that can stand in an element of HTML: ASCII only, without `<`, `>` and `&`."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-@cache
-def own_script() -> str:
-    """Return the page's own scripts, one behind the other in one function."""
-    return "(function () {\n'use strict';\n" + "\n".join(_asset(name) for name in SCRIPTS) + "\n}());"
 
 
 @cache
@@ -154,23 +154,6 @@ def _asset(name: str) -> str:
 
 def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-def _without_controls(text: str) -> str:
-    return "".join(char if char.isprintable() else " " for char in text)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        writer = left.name.split(".")[-2]
-        if writer.isdecimal() and not is_running(int(writer)):  # it was killed
-            left.unlink(missing_ok=True)
-    try:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class PageServer:

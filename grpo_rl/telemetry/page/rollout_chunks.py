@@ -11,16 +11,15 @@ import gzip
 import hashlib
 import json
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.errors import DataError
-from grpo_rl.run_files import read_bytes
+from grpo_rl.run_files import read_bytes, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, jsonable
 from grpo_rl.telemetry.metrics.validation import logged_value
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
@@ -68,12 +67,11 @@ def chunks_of(
     be read are left out.
     """
     files = {(kind, step): path for kind in ("rollouts", "val") for step, path in step_files(run / kind)}
-    sizes = [size for path in files.values() if (size := _size(path)) is not None]
-    # A compressed log is about a fifth of its text.
-    if (
-        sum(size * (5 if path.suffix == ".zst" else 1) for path, size in zip(files.values(), sizes, strict=False))
-        <= inline_bytes
-    ):
+    size = 0
+    for path in files.values():
+        with suppress(OSError):
+            size += path.stat().st_size * (5 if path.suffix == ".zst" else 1)  # a compressed log is about a fifth of its text
+    if size <= inline_bytes:
         packer = _Packer(pieces)
         for (kind, step), path in sorted(files.items()):
             packer.add(kind, step, path)
@@ -88,7 +86,7 @@ def chunks_of(
     index = packer.index()
     kept = {name for entry in index["steps"] for name, _, _ in entry["chunks"]}
     write_chunk(folder, INDEX, pack(index | {"stamps": packer.stamps}))
-    _remove_others(folder, kept | {INDEX})
+    _remove_others(folder, kept)
     return Chunks(index, folder=folder)
 
 
@@ -105,9 +103,7 @@ def unpack(packed: str) -> Any:
 
 def write_chunk(folder: Path, name: str, packed: str) -> None:
     """Write a chunk's file, which is complete or not there at all."""
-    temporary = folder / f"{name}.{os.getpid()}.tmp"
-    temporary.write_text(f'__chunk("{name}","{packed}")\n', encoding="ascii")
-    os.replace(temporary, folder / f"{name}.js")
+    write_whole(folder / f"{name}.js", f'__chunk("{name}","{packed}")\n')
 
 
 def read_chunk(folder: Path, name: str) -> Any:
@@ -302,13 +298,6 @@ def _place(table: list[str], name: str) -> int:
     return table.index(name)
 
 
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
 def _earlier(folder: Path) -> Any:
     """Return the index that an earlier call left; None where there is none, or one of another version."""
     with suppress(DataError, OSError, ValueError):
@@ -320,13 +309,7 @@ def _earlier(folder: Path) -> Any:
 
 def _remove_others(folder: Path, kept: set[str]) -> None:
     """Remove the chunks of steps that are no longer there: a resumed run writes them anew."""
-    for path in _chunk_files(folder):
-        if path.stem not in kept:
+    for path in folder.glob("*.js"):
+        if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem) and path.stem not in kept:
             with suppress(OSError):
                 path.unlink()
-
-
-def _chunk_files(folder: Path) -> Iterator[Path]:
-    for path in folder.glob("*.js"):
-        if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem):
-            yield path

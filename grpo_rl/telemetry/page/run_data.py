@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.fields import changed, flat, leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_text
@@ -22,8 +22,8 @@ from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.metrics.timeline import read_timeline
 from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys
 from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, Chunks, chunks_of, pieces_of, rounded
-from grpo_rl.telemetry.rundir import RunDir, flattened, shown_value
-from grpo_rl.telemetry.status import is_gone, read_status
+from grpo_rl.telemetry.rundir import RunDir, shown_value
+from grpo_rl.telemetry.status import current_status
 
 ENDED = ("done", "failed", "preempted", "lost")
 Z95 = 1.959964
@@ -33,7 +33,6 @@ MOST_POINTS = 4000
 TIMELINE_STEPS = 200
 """The last steps whose intervals are drawn."""
 _ROW = re.compile(r"  (\S+(?: \S+)*)\s+(.*)")
-_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _NAME = "trainer.experiment_name"
 _FOLDER = "trainer.default_local_dir"
 
@@ -83,14 +82,6 @@ def run_data(
         "written": _written(run, diagnosis.num_steps if state == "done" else None),
     }
     return RunData(jsonable(data), chunks)
-
-
-def current_status(run: Path, state: str | None = None) -> dict[str, Any]:
-    """Return the run's status, with `state` in place of its own where one is given."""
-    status = read_status(run)
-    if state is not None or is_gone(status):
-        status["state"] = state or "lost"
-    return status
 
 
 def plan_sections(run: Path) -> list[dict[str, Any]]:
@@ -194,10 +185,15 @@ def interval(by_prompt: Sequence[Sequence[float]], *, single: bool) -> tuple[flo
         half = Z95 / (1 + Z95**2 / n) * math.sqrt(mean * (1 - mean) / n + Z95**2 / (4 * n * n))
         # At the ends the bound is exactly 0 or 1, up to rounding.
         return mean, max(0.0, round(middle - half, 12)), min(1.0, round(middle + half, 12))
-    half = Z95 * statistics.stdev(means) / math.sqrt(n) if len(set(means)) > 1 else math.nan
+    half = _half_width(means)
     if all(0.0 <= one <= 1.0 for one in means) and not math.isnan(half):  # shares stay shares
         return mean, max(0.0, mean - half), min(1.0, mean + half)
     return mean, mean - half, mean + half
+
+
+def _half_width(values: Sequence[float]) -> float:
+    """Return half of the 95 % interval of a mean; NaN where all values are the same and there is no variance to take it from."""
+    return Z95 * statistics.stdev(values) / math.sqrt(len(values)) if len(set(values)) > 1 else math.nan
 
 
 def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[str, Series]:
@@ -263,11 +259,9 @@ def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict
         return None
     differences = [later - earlier for earlier, later in both]
     mean = statistics.fmean(differences)
-    if len(set(differences)) == 1:  # no variance to estimate an interval from
-        return {"mean": rounded(mean), "low": None, "high": None, "prompts": len(both)}
-    half = Z95 * statistics.stdev(differences) / math.sqrt(len(both))
+    half = _half_width(differences)
     limit = 1.0 if all(0.0 <= one <= 1.0 for pair in both for one in pair) else math.inf
-    low, high = max(-limit, mean - half), min(limit, mean + half)
+    low, high = max(mean - half, -limit), min(mean + half, limit)  # NaN stays NaN
     return {"mean": rounded(mean), "low": rounded(low), "high": rounded(high), "prompts": len(both)}
 
 
@@ -296,8 +290,9 @@ def _finite(value: Any) -> float:
 
 def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that differ from their defaults, the whole as YAML text, and the commands that repeat and resume the run."""
-    words = _words(run)
-    whole = ""
+    words, whole = [], ""
+    with suppress(DataError):
+        words = read_text(run / "overrides.txt").splitlines()
     with suppress(DataError):
         whole = read_text(run / "config.yaml")
     return {"different": differences(config, words), "whole": whole, "words": words} | commands(run, config, words)
@@ -305,27 +300,22 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(config: Mapping[str, Any], words: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return key, value, default and whether the command line named it, for each key that differs from its default."""
-    flat = flattened(config)
     named = {word.partition("=")[0].lstrip("+~") for word in words}
-    found = []
-    for key, value in flat.items():
-        leaf = leaves().get(key)
-        default = _resolved(leaf.default, flat) if leaf is not None else None
-        if leaf is not None and value == default:
-            continue
-        if leaf is None and value in ({}, [], None):
-            continue
-        is_named = any(key == name or key.startswith(f"{name}.") for name in named)
-        found.append(
-            {"key": key, "value": shown_value(value), "default": shown_value(default) if leaf else "", "named": is_named}
-        )
-    return found
+    return [
+        {
+            "key": key,
+            "value": shown_value(value),
+            "default": shown_value(default) if key in leaves() else "",
+            "named": any(key == name or key.startswith(f"{name}.") for name in named),
+        }
+        for key, (value, default) in changed(flat(config)).items()
+    ]
 
 
 def commands(run: Path, config: Mapping[str, Any], words: Sequence[str]) -> dict[str, str]:
     """Return the command that repeats the run under another name, and the one that resumes it."""
-    flat = flattened(config)
-    name, folder = flat.get(_NAME), flat.get(_FOLDER)
+    values = flat(config)
+    name, folder = values.get(_NAME), values.get(_FOLDER)
     unnamed = [word for word in words if word.partition("=")[0] != _NAME]
     repeat = [*unnamed, f"{_NAME}={(name or run.name)}_again"]
     resume = list(words)
@@ -333,22 +323,6 @@ def commands(run: Path, config: Mapping[str, Any], words: Sequence[str]) -> dict
         resume = [word for word in unnamed if word.partition("=")[0] != _FOLDER]
         resume += [f"{_NAME}={run.name}", f"{_FOLDER}={folder or run.parent}"]
     return {"repeat": _command(repeat), "resume": _command(resume)}
-
-
-def _resolved(default: Any, flat: Mapping[str, Any]) -> Any:
-    """Return a default with `${key}` filled in."""
-    if not isinstance(default, str):
-        return default
-    whole = _REFERENCE.fullmatch(default)
-    if whole is not None:
-        return flat.get(whole[1], default)
-    return _REFERENCE.sub(lambda match: str(flat.get(match[1], match[0])), default)
-
-
-def _words(run: Path) -> list[str]:
-    with suppress(DataError):
-        return read_text(run / "overrides.txt").splitlines()
-    return []
 
 
 def _command(words: Sequence[str]) -> str:

@@ -356,12 +356,6 @@ def prompt_key(record: Mapping[str, Any]) -> tuple[str, str]:
     return f"row {row[1]}" if row else f"answer {record.get('ground_truth')}", str(record.get("prompt", ""))
 
 
-def first_and_last(folder: Path) -> tuple[tuple[int, Path], tuple[int, Path]] | None:
-    """Return (step, file) of the first and of the last step in `folder`, which may be the same; None without any."""
-    files = step_files(folder)
-    return (files[0], files[-1]) if files else None
-
-
 def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, file) of every step in `folder`, ascending; none where there is no such folder."""
     found = []
@@ -370,3 +364,16 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
         if match:
             found.append((int(match[1]), path))
     return sorted(found)
+
+
+def step_file(folder: Path, step: int | None) -> tuple[int, Path]:
+    """Return (step, file) of a step in `folder`, the last one for None. Raises DataError with the steps there are."""
+    files = dict(step_files(folder))
+    if not files:
+        raise DataError(f"{folder}: no rollouts were logged (step_N.jsonl or step_N.jsonl.zst; trainer.save_rollouts)")
+    chosen = max(files) if step is None else step
+    if chosen not in files:
+        steps = [*map(str, files)]
+        shown = ", ".join(steps if len(steps) <= 12 else [*steps[:6], "...", *steps[-6:]])
+        raise DataError(f"{folder}: there is no step {step}; there are {shown}")
+    return chosen, files[chosen]

@@ -29,13 +29,10 @@ def safe_text(text: str, limit: int | None = None, keep_newlines: bool = False) 
     if limit is not None and len(text) > limit:
         head = (limit - 5) * 2 // 3
         text = text[:head] + " ... " + text[len(text) - (limit - 5 - head) :]
-    return "".join(_escape(char) if _is_unsafe(char, keep_newlines) else char for char in text)
-
-
-def _is_unsafe(char: str, keep_newlines: bool) -> bool:
-    if char == "\n" and keep_newlines:
-        return False
-    return unicodedata.category(char) in _UNSAFE_CATEGORIES
+    kept = "\n" if keep_newlines else ""
+    return "".join(
+        _escape(char) if unicodedata.category(char) in _UNSAFE_CATEGORIES and char not in kept else char for char in text
+    )
 
 
 def _escape(char: str) -> str:

@@ -15,7 +15,7 @@ from grpo_rl.algos.losses.distillation import DIVERGENCES, Distillation, with_re
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
 from grpo_rl.config.derived import teachers_of
-from grpo_rl.config.schema.distillation import DistillationConfig, DistillationLossConfig
+from grpo_rl.config.schema.algorithm import DistillationConfig, DistillationLossConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Counts

@@ -13,9 +13,8 @@ from torch import nn
 
 from grpo_rl.checkpoint import policy_state, tensors
 from grpo_rl.checkpoint.files import entry_of
-from grpo_rl.checkpoint.host_memory import HostMemory
 from grpo_rl.checkpoint.rank_files import RankFiles
-from grpo_rl.checkpoint.tensors import Part, write_parts
+from grpo_rl.checkpoint.tensors import HostMemory, Part, write_parts
 from grpo_rl.errors import CheckpointError
 
 WAIT_S = 10.0

@@ -12,7 +12,7 @@ import pytest
 import grpo_rl
 from grpo_rl.__main__ import COMMANDS, main
 from grpo_rl.arguments import Arguments
-from grpo_rl.commands.verl_words import translated
+from grpo_rl.commands.sampling_plan import translated
 from grpo_rl.errors import ConfigError
 
 OWN = [name for name in COMMANDS if name != "train"]

@@ -35,16 +35,6 @@ def test_values_are_compared_where_both_have_got_to(tmp_path: Path) -> None:
     assert at_seconds is not None and at_seconds.at == 4.0 and at_seconds.difference is None
 
 
-def test_one_run_each_is_tested_over_prompts(tmp_path: Path) -> None:
-    few = grouped([read_run(make_run(tmp_path, "few", solved=range(4)))])[0]
-    more = grouped([read_run(make_run(tmp_path, "more", DAPO, solved=range(9)))])[0]
-    found = compare(few, more, VAL, "step")
-    assert found is not None and found.difference is not None and found.over == "20 prompts"
-    assert found.difference.mean == pytest.approx(5 / 20)
-    # Five prompts differ, all to one side: two of 32 signs.
-    assert found.difference.p == pytest.approx(2 / 32)
-
-
 def test_several_seeds_are_tested_over_runs(tmp_path: Path) -> None:
     sides = []
     for name, words, solved in (("a", [], 4), ("b", [DAPO], 8)):
@@ -54,7 +44,7 @@ def test_several_seeds_are_tested_over_runs(tmp_path: Path) -> None:
         ]
         sides.append(grouped([read_run(run) for run in runs])[0])
     found = compare(*sides, VAL, "step")
-    assert found is not None and found.difference is not None and found.over == "3 and 3 runs"
+    assert found is not None and found.difference is not None
     assert found.difference.p == pytest.approx(0.1) == found.difference.least_p
 
 
@@ -68,8 +58,8 @@ def test_the_command_shows_keys_and_results_and_names_the_page(
     out = capsys.readouterr().out
     for said in (
         "clip_ratio_high",
-        "p=0.062",
         "nothing about another seed",
+        "grpo-rl eval RUN/val/step_N.jsonl",
         f"grpo-rl page {tmp_path}/runs/a {tmp_path}/runs/b",
     ):
         assert said in out

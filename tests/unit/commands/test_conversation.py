@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from grpo_rl.__main__ import main
-from grpo_rl.commands.chat import Conversation
+from grpo_rl.commands.chat import Conversation, _lines
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.errors import ConfigError
-from grpo_rl.models import builtin
 from grpo_rl.models.builtin import build_tokenizer
 
 
@@ -55,15 +51,6 @@ def test_the_oldest_turns_are_left_out_where_they_no_longer_fit() -> None:
         talk.ask("9" * 40, "d")
 
 
-def test_with_transformers_a_conversation_needs_no_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    import ray
-
-    def started(*_: Any, **__: Any) -> None:
-        raise AssertionError("Ray was started")
-
-    monkeypatch.setattr(ray, "init", started)
-    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n/reset\n1+1=\n/quit\n"))
-    model = builtin.build("builtin:arithmetic", tmp_path / "model")
-    assert main(["chat", str(model), "--engine", "hf", "--temperature", "0", "--max-tokens", "6"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines and lines[: len(lines) // 2] == lines[len(lines) // 2 :], "greedy: the same answer again"
+def test_a_pipe_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("1+1=\n/quit\n"))
+    assert list(_lines()) == ["1+1=", "/quit"]

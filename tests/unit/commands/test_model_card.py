@@ -21,7 +21,7 @@ def test_the_card_says_what_was_trained_on_what_and_how_to_repeat_it(tmp_path: P
     metadata = yaml.safe_load(head)
     assert metadata["tags"] == ["grpo_rl", "reinforcement-learning", "grpo"] and "base_model" not in metadata
     assert "# carded" in body and "`builtin:arithmetic`" in body and "after 3 steps" in body
-    assert "| val/arithmetic/mean@1 | 0.05 (step 0) | 0.5 (step 3) |" in body
+    assert "| validation arithmetic/mean@1 | 0.05 (step 0) | 0.5 (step 3) |" in body
     assert "![curves](curves.png)" in body and "hf:owner/sums?split=test" in body
     assert "trainer.seed: 7" in body and str(tmp_path) not in body.partition("## How to repeat it")[0]
 

@@ -13,7 +13,7 @@ from config_tools import A, R
 from grpo_rl.config.compose import compose
 from grpo_rl.config.overrides import read
 from grpo_rl.config.schema.fields import free_mapping, leaves, sections
-from grpo_rl.config.verl.verl_answers import ANSWERS, Reply, answer_for, reply
+from grpo_rl.config.verl.verl_answers import ANSWERS, answer_for, reply
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
 
@@ -51,12 +51,13 @@ def test_no_key_of_the_schema_has_an_answer_for_keys_that_are_missing() -> None:
 def test_every_answer_takes_its_right_values_and_null_and_refuses_or_notes_others_with_advice(key: str) -> None:
     answer = ANSWERS[key]
     for value in (None, *answer.accepts):
-        assert reply(key, value) == Reply()
+        assert reply(key, value) == ([], [])
     other = reply(key, "something else")
     assert other is not None
-    (line,) = [*other.problems, *other.notes]
+    problems, notes = other
+    (line,) = [*problems, *notes]
     assert line.startswith(key) and answer.advice in line
-    assert bool(other.notes) == answer.hint == ("has no meaning here" in line)
+    assert bool(notes) == answer.hint == ("has no meaning here" in line)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_every_answer_takes_its_right_values_and_null_and_refuses_or_notes_other
 )
 def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]) -> None:
     for value in values:
-        assert reply(key, value) == Reply()
+        assert reply(key, value) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_the_right_value_is_right_in_any_spelling(key: str, values: list[object]
 def test_other_values_are_refused_and_true_is_not_one(key: str, value: object) -> None:
     answer = reply(key, value)
     assert answer is not None
-    (problem,) = answer.problems
+    (problem,) = answer[0]
     assert "only" in problem and "possible here" in problem
 
 

@@ -4,13 +4,15 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from grpo_rl.data.prepare import main, math
+from grpo_rl.__main__ import main
+from grpo_rl.data.prepare import math
 
 DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 
 
 def run(kind, source, folder, *words):
-    return main([kind, "--from", *map(str, source if isinstance(source, list) else [source]), "--to", str(folder), *words])
+    sources = map(str, source if isinstance(source, list) else [source])
+    return main(["prepare", kind, "--from", *sources, "--to", str(folder), *words])
 
 
 def read(path):

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from grpo_rl.config.schema.tree import Config, DataConfig, RejectionConfig
+from grpo_rl.data.training_rows import rejection
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
-from grpo_rl.data.training_rows.rejection import Kept, answer_rows, reading
+from grpo_rl.data.training_rows.rejection import Kept, reading
 from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.telemetry.rollouts.rollout_log import record_of
 from grpo_rl.types import Prompt, Rollout
 
 
@@ -24,6 +26,10 @@ def rollout(text: str, reward: float | None, *, row: int = 0, sample: int = 0, f
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     ids += [tokenizer.eos_token_id] if finish == "stop" else []
     return Rollout(prompt, sample, ids, [0.0] * len(ids), finish, ((0, len(ids)),), text=text, reward=reward)
+
+
+def answer_rows(rollouts: list[Rollout], min_reward: float) -> list[dict[str, Any]]:
+    return rejection.answer_rows([record_of(one) for one in rollouts], min_reward)
 
 
 def kept(rows: list[dict[str, Any]], **options: Any) -> tuple[list[str], Kept]:

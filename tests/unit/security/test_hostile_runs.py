@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,12 +17,13 @@ import pyarrow
 import pytest
 
 import grpo_rl
+from grpo_rl import main as command
 from grpo_rl import run_files
 from grpo_rl.__main__ import main
-from grpo_rl.cluster import launch
+from grpo_rl.cluster import run_session
 from grpo_rl.config.compose import compose
 from grpo_rl.errors import DataError, GrpoRlError
-from grpo_rl.main import main as launched
+from grpo_rl.telemetry import report
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
@@ -215,14 +217,16 @@ def test_a_training_that_goes_on_in_a_hostile_folder_begins_or_is_refused(
     GOING_ON[what](run)
     begun: list[Path] = []
 
-    def train(begins: launch.Launch, stack: Any) -> None:
-        begins.run_dir.metrics_file.touch()
-        begins.run_dir.timeline_file.touch()
-        begun.append(begins.run_dir.path)
+    def train(course: command.Course) -> None:
+        run_dir = course.session.run_dir
+        run_dir.metrics_file.touch()
+        run_dir.timeline_file.touch()
+        begun.append(run_dir.path)
 
-    monkeypatch.setattr(launch, "train", train)
-    monkeypatch.setattr(launch, "final_report", lambda *_, **__: "the end")
-    code = launched(["recipe=arithmetic/grpo", f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=sent"])
+    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr(run_session, "connecting", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(report, "final_report", lambda *_, **__: "the end")
+    code = command.main(["recipe=arithmetic/grpo", f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=sent"])
     out, err = capsys.readouterr()
     assert "Traceback" not in out + err
     links = any(word in what for word in ("FIFO", "link", "never ends"))

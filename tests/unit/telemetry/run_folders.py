@@ -84,7 +84,7 @@ def make_run(
             numbers["val/arithmetic/mean@1"] = sum(one.reward or 0.0 for one in validated) / len(validated)
         metrics.log(step, numbers)
     metrics.close()
-    timeline.close()
+    timeline.write()
     status = {"state": state, "phase": "end", "step": num_steps, "total": num_steps, "last_commit": 4, "host": "elsewhere"}
     run_dir.status_file.write_text(json.dumps(status), encoding="utf-8")
     run_dir.release()

@@ -8,7 +8,7 @@ import pytest
 from grpo_rl.columns import Block, View
 from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.errors import DataError
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, first_and_last, read_rollouts
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
 
@@ -108,7 +108,7 @@ def test_compressed_rollouts_are_the_same_lines_in_less_room(tmp_path: Path) -> 
     packed = RolloutLog(run_dir, "jsonl.zst").write("rollouts", 2, rollouts)
     assert packed.name == "step_2.jsonl.zst" and read_rollouts(packed) == read_rollouts(plain)
     assert packed.stat().st_size < plain.stat().st_size / 10
-    assert first_and_last(run_dir.rollouts) == ((1, plain), (2, packed))
+    assert step_files(run_dir.rollouts) == [(1, plain), (2, packed)]
     RolloutLog(run_dir).truncate_after(1)
     assert not packed.exists() and plain.exists()
     packed.write_bytes(b"\x28\xb5\x2f\xfd damaged")

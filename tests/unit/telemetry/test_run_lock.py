@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.run_lock import LOCK_FILE, RunLock
-from grpo_rl.telemetry.rundir import RunDir, refuse_taken
+from grpo_rl.telemetry.rundir import LOCK_FILE, RunDir, RunLock, refuse_taken
 
 HOLDS = """
 import sys, time

@@ -21,7 +21,7 @@ TWO_STEPS = [
 def write(timeline: Timeline, intervals: list[Interval]) -> None:
     for one in intervals:
         timeline.record(one.role, one.what, one.start, one.end, one.step)  # type: ignore[arg-type]
-    timeline.close()
+    timeline.write()
 
 
 def test_intervals_of_several_threads_are_all_in_the_file_and_in_order(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_intervals_of_several_threads_are_all_in_the_file_and_in_order(tmp_path:
         thread.start()
     for thread in threads:
         thread.join(30)
-    timeline.close()
+    timeline.write()
     read = read_timeline(tmp_path / "timeline.jsonl")
     assert len(read) == 800
     assert [sum(one.step == number for one in read) for number in range(4)] == [200] * 4
@@ -52,7 +52,7 @@ def test_intervals_that_follow_at_once_become_one_and_others_do_not(tmp_path: Pa
         timeline.record("reward", "scoring", start, end, 1)
     timeline.record("reward", "scoring", 3.0, 4.0, 2)
     timeline.record("actor", "update_actor", 2.5, 2.6, 1)
-    timeline.close()
+    timeline.write()
     spans = [(one.step, one.role, one.start, one.end) for one in read_timeline(tmp_path / "timeline.jsonl")]
     assert spans == [(1, "reward", 1.0, 2.5), (1, "actor", 2.5, 2.6), (1, "reward", 2.6, 3.0), (2, "reward", 3.0, 4.0)]
 
@@ -65,7 +65,7 @@ def test_a_resumed_run_loses_later_steps_and_goes_on_where_the_last_kept_one_end
     assert {one.step for one in read_timeline(path)} == {1}
     with resumed.span("actor", "again", 2):
         pass
-    resumed.close()
+    resumed.write()
     last = read_timeline(path)[-1]
     assert last.step == 2 and 10.0 <= last.start < 11.0, "the pause between the two starts is not in it"
 

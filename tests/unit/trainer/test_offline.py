@@ -16,12 +16,12 @@ from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.checkpoint.files import Files, write_file
-from grpo_rl.cluster.launch import newest_best
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import PolicyLossConfig
 from grpo_rl.data.row_set import TrainingRows
 from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet
 from grpo_rl.data.training_rows.pairs import LabelledSet, PairSet
+from grpo_rl.main import newest_best
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics

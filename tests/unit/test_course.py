@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from grpo_rl import machine_memory
+from grpo_rl import main as command
 from grpo_rl.checkpoint.manifest import Checkpoint, verify
 from grpo_rl.checkpoint.store import CheckpointStore
-from grpo_rl.cluster import launch
-from grpo_rl.cluster.launch import reported
+from grpo_rl.cluster import run_session
 from grpo_rl.cluster.processes.worker_group import WorkerDied
 from grpo_rl.cluster.recovery.supervisor import Recoveries
 from grpo_rl.config.compose import compose
@@ -45,7 +45,8 @@ def end_of(run_dir: RunDir, error: BaseException) -> tuple[BaseException, str]:
     """Return the error that leaves a run in which this one is raised, and the state in the run's status."""
     with ExitStack() as stack, pytest.raises(BaseException) as found:
         stack.callback(run_dir.release)
-        with reported(PLAN, run_dir, stack, Console()):
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(run_session, "connecting", lambda *_, **__: nullcontext())
+        with run_session.run_session(PLAN, run_dir, Console()):
             raise error
     return found.value, json.loads(run_dir.status_file.read_text())["state"]
 
@@ -70,12 +71,12 @@ def lose_the_cluster(folder: Path, when: str) -> None:
     """Be a process that notices the loss of its cluster, before the end of its run or after it."""
     os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
     sys.stdout = sys.stderr = os.fdopen(2, "w", closefd=False)
-    launch.TAKEN_DOWN_S = 0.2
+    run_session.TAKEN_DOWN_S = 0.2
     run_dir = RunDir.create(str(folder), "lost")
     status = Status(run_dir.status_file)
     if when == "ended":
         status.end(Preempted("by SIGTERM: step 1 of 2 is saved"))
-    launch.ends_the_run(PLAN, status, run_dir, Console())("the Ray cluster is lost")
+    run_session.ends_the_run(PLAN, status, run_dir, Console())("the Ray cluster is lost")
 
 
 @pytest.mark.parametrize(("when", "code", "state"), [("going on", 6, "failed"), ("ended", 75, "preempted")])
@@ -118,18 +119,21 @@ def test_a_container_that_is_too_small_is_named_before_a_start_and_as_the_cause_
     assert ("the likely cause is memory: the container has 1.4 GiB, and the run needs about" in headline(error)) == is_named
 
 
-class Session(SimpleNamespace):
-    """What a run has while its workers are started again: here without Ray."""
-
-    def __init__(self, **trainer: Any) -> None:
-        self.lines: list[str] = []
-        super().__init__(lost=None, recoveries=Recoveries(TrainerConfig(**trainer), self.lines.append))
-
-
-def going_on(run_dir: RunDir, checkpoint: Checkpoint | None = None) -> Any:
+def going_on(run_dir: RunDir, checkpoint: Checkpoint | None = None, step: int = 3, **trainer: Any) -> tuple[Any, list[str]]:
+    """Return a run in this step, without Ray, and the lines that it prints."""
+    lines: list[str] = []
     status = Status(run_dir.status_file)
-    status.update(step=3)
-    return launch.Launch(*[None] * 2, run_dir, Console(), checkpoint, status, *[None] * 2)  # type: ignore[arg-type]
+    status.update(step=step)
+    session: Any = SimpleNamespace(run_dir=run_dir, console=Console(), status=status)
+    nothing: Any = None
+    recoveries = Recoveries(TrainerConfig(**trainer), lines.append)
+    return command.Course(nothing, nothing, session, nothing, checkpoint, recoveries=recoveries), lines
+
+
+def goes_back_to(run_dir: RunDir, checkpoint: Checkpoint | None = None) -> Checkpoint | None:
+    course, _ = going_on(run_dir, checkpoint)
+    command._go_back(course, LOST)
+    return course.checkpoint
 
 
 def saved(folder: Path, step: int) -> Checkpoint:
@@ -140,29 +144,28 @@ LOST = WorkerDied("actor.update failed on actor1: the process died", [SimpleName
 
 
 def test_a_run_that_loses_a_rank_goes_back_to_the_newest_state_that_it_has(tmp_path: Path) -> None:
-    run_dir, session = RunDir.create(str(tmp_path), "lost"), Session()
-    first = going_on(run_dir)
-    assert launch._gone_back(first, session, LOST).checkpoint is None
-    assert session.lines[-1].endswith("and the run goes back to the first step") and session.lost[0] == "actor"
+    run_dir = RunDir.create(str(tmp_path), "lost")
+    first, lines = going_on(run_dir)
+    command._go_back(first, LOST)
+    assert first.checkpoint is None and first.lost[0] == "actor"
+    assert lines[-1].endswith("and the run goes back to the first step")
     began = saved(tmp_path / "another run", 2)
-    assert launch._gone_back(going_on(run_dir, began), session, LOST).checkpoint == began, "where resume_from_path points"
+    assert goes_back_to(run_dir, began) == began, "where resume_from_path points"
     for folder, step in ((run_dir.recovery, 3), (run_dir.checkpoints, 4), (run_dir.recovery, 5)):
-        newest = launch._gone_back(going_on(run_dir, began), session, LOST).checkpoint
+        newest = goes_back_to(run_dir, began)
         saved(folder, step)
-        found = launch._gone_back(going_on(run_dir, began), session, LOST).checkpoint
+        found = goes_back_to(run_dir, began)
         assert found is not None and found.step == step and found != newest
-        session.recoveries = Session().recoveries
     (run_dir.recovery / "step_5" / "trainer.json").write_text("{}")
-    found = launch._gone_back(going_on(run_dir, began), session, LOST).checkpoint
+    found = goes_back_to(run_dir, began)
     assert found is not None and found.step == 4, "a damaged one is passed over"
 
 
 def test_a_lost_rank_ends_the_run_where_it_may_not_go_back_or_no_step_has_begun(tmp_path: Path) -> None:
-    launched = going_on(RunDir.create(str(tmp_path), "lost"))
+    run_dir = RunDir.create(str(tmp_path), "lost")
     with pytest.raises(WorkerDied):
-        launch._gone_back(launched, Session(recover="off"), LOST)
+        command._go_back(going_on(run_dir, recover="off")[0], LOST)
     with pytest.raises(ClusterError, match=r"actor failed and is not started again: restarts so far: 0"):
-        launch._gone_back(launched, Session(max_restarts=0), LOST)
-    launched.status.update(step=0)
+        command._go_back(going_on(run_dir, max_restarts=0)[0], LOST)
     with pytest.raises(WorkerDied):
-        launch._gone_back(launched, Session(), LOST)
+        command._go_back(going_on(run_dir, step=0)[0], LOST)

@@ -1,0 +1,173 @@
+"""What a run has while it lasts, and a command that samples: Ray, the files that say how it goes, answers to signals."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from grpo_rl.cluster.processes.forks import modules_for
+from grpo_rl.cluster.session.ray_session import Connection, connecting
+from grpo_rl.config.secrets import redact
+from grpo_rl.errors import (
+    ClusterError,
+    ConfigError,
+    FunctionError,
+    GrpoRlError,
+    Preempted,
+    RewardError,
+    StoppedByAlarm,
+    headline,
+)
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.first_look import lack_of_memory
+from grpo_rl.telemetry.page.beside_run import FAILED_S, PageBeside
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import Status
+from grpo_rl.telemetry.terminal.console import Console
+from grpo_rl.telemetry.terminal.standard_streams import write_now
+from grpo_rl.trainer.stopping import Stop
+
+if TYPE_CHECKING:  # these import torch, which loads beside Ray
+    from grpo_rl.cluster.inputs import Inputs
+    from grpo_rl.cluster.recovery.supervisor import Recoveries
+    from grpo_rl.cluster.start_roles import Cluster
+    from grpo_rl.trainer.schedule import Roles
+
+TAKEN_DOWN_S = 20.0
+"""Seconds that a run which has ended may take to leave a cluster that is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSession:
+    """Ray, status and signals of one run."""
+
+    plan: Plan
+    run_dir: RunDir
+    console: Console
+    status: Status
+    stop: Stop
+    connection: Connection
+
+    def phase(self, name: str) -> None:
+        """Note that a phase begins that belongs to no training step; `gen` may be left by a signal, `save` may not."""
+        self.status.update(phase=name)
+        self.stop.phase(name)
+
+    def model_folder(self, path: str) -> str:
+        """Wait for Ray, and return the folder of a model: an embedded one may have to be trained first."""
+        from grpo_rl.cluster.warm_start import ready_folder
+
+        if self.connection.has_tried:
+            self.connection.connected()
+        else:
+            with self.console.progress("waiting for Ray"):
+                self.connection.connected()
+        if not gc.isenabled():  # by the command that trains, whose imports are done now
+            gc.enable()
+            # A million objects of modules, which live as long as the process: a garbage collection need not visit them.
+            gc.freeze()
+        return ready_folder(path, self.plan.machine, self.run_dir.logs, self.console)
+
+    def start(
+        self, plan: Plan, inputs: Inputs, stack: ExitStack, recoveries: Recoveries | None = None
+    ) -> tuple[Cluster, Roles]:
+        """Start the workers of a plan, and return them and their roles, the reward among them; `stack` ends them."""
+        from grpo_rl.cluster.processes.placement import raylets
+        from grpo_rl.cluster.recovery.supervisor import Recoveries
+        from grpo_rl.cluster.start_roles import Cluster, start_roles
+
+        policy = self.model_folder(plan.config.actor_rollout_ref.model.path)
+        scorer = self.model_folder(plan.config.reward.reward_model.model_path or "")
+        recoveries = recoveries or Recoveries(plan.config.trainer, self.console.warn, self.status.count_restart)
+        cluster = Cluster(plan, policy, scorer, self.run_dir.logs, self.console, recoveries)
+        stack.callback(cluster.shutdown)
+        roles, scorers = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
+        self.status.update(workers=cluster.pids(), tokenizer=cluster.model_path)
+        self.connection.watch_nodes(raylets(cluster.places()))
+        if plan.reward.scores:
+            roles.rewarder = inputs.models.beside(inputs.rules, scorers)
+            stack.callback(roles.rewarder.close)
+        return cluster, roles
+
+
+@contextmanager
+def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside | None = None) -> Iterator[RunSession]:
+    """Start Ray for a plan, write status.json and answer signals.
+
+    At the end the status says how it ended, before anything is taken down, and the logs have a failure's traceback.
+    """
+    status = Status(run_dir.status_file)
+    over = Preempted("the grace period is over; the last commit is untouched")
+    stop = Stop(plan.config.trainer.grace_s, lambda: status.end(over), console.notice, console.give_back_terminal)
+    stop.listen()
+    with ExitStack() as stack:
+        stack.callback(stop.close)
+        try:
+            # Workers are copies of one process where they can be: a GPU's driver does not survive a fork.
+            copied = modules_for(plan.config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
+            ray_init, num_cpus, log = plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
+            lost = ends_the_run(plan, status, run_dir, console)
+            starting = connecting(
+                ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log, alone=plan.computes_alone
+            )
+            yield RunSession(plan, run_dir, console, status, stop, stack.enter_context(starting))
+        except BaseException as raised:
+            # What a signal's handler raises in the middle of Ray's C++ part comes out of it as a SystemError.
+            error = raised.__cause__ if isinstance(raised, SystemError) and isinstance(raised.__cause__, Preempted) else raised
+            stop.finishing()
+            if isinstance(error, GrpoRlError) and not isinstance(error, ConfigError):
+                error.where = error.where or status.where()
+                if isinstance(error, ClusterError | FunctionError | RewardError) and status.has_begun:
+                    error.advice = status.going_on()
+                if isinstance(error, ClusterError):
+                    error.advice = _with_memory(plan, error.advice)
+            log = run_dir.logs / "error.log"
+            stopped = isinstance(error, Preempted | StoppedByAlarm)
+            if not stopped:
+                with suppress(OSError):
+                    log.write_text(redact(traceback.format_exc()), encoding="utf-8", errors="backslashreplace")
+                error.add_note(f"log: {log}")
+            # The command prints it as well, where the terminal is still there.
+            console.log(f"{'stopped' if stopped else 'error'}: {headline(error)}")
+            status.end(error)
+            if page is not None:
+                page.last(outlives=True)
+                # In a container the process ends with the run. A batch system that has asked the run to stop is not kept waiting.
+                page.wait(0.0 if isinstance(error, Preempted) else FAILED_S)
+            if error is not raised:
+                raise error from None
+            raise
+        status.end()
+
+
+def ends_the_run(plan: Plan, status: Status, run_dir: RunDir, console: Console) -> Callable[[str], None]:
+    """Return what to do, in another thread, when the cluster is lost: the main one may be in Ray and not come back."""
+
+    def end(cause: str) -> None:
+        if status.ended_with is not None:
+            # The run is over and is being taken down, which the loss may hold up but no longer changes.
+            time.sleep(TAKEN_DOWN_S)
+            os._exit(status.ended_with)
+        error = ClusterError(cause)
+        error.where, error.advice = status.where(), _with_memory(plan, status.going_on())
+        log = run_dir.logs / "error.log"
+        with suppress(OSError):
+            log.write_text(f"{headline(error)}\nRay's own logs go with its temporary folder.\n", encoding="utf-8")
+        status.end(error)
+        console.give_back_terminal()
+        write_now(redact(f"\nerror: {headline(error)}\n  log: {log}\n"))
+        # What it leaves behind is ended and removed by the process beside it (run_watcher.py).
+        os._exit(error.exit_code)
+
+    return end
+
+
+def _with_memory(plan: Plan, advice: str) -> str:
+    """Return the advice on a cluster that failed, with lack of memory as its cause where that is likely."""
+    return "; ".join(words for words in (lack_of_memory(plan), advice) if words)
