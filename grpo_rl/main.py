@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # what takes time to load is imported where it is used, so th
     from grpo_rl.cluster.recovery.supervisor import Recoveries
     from grpo_rl.cluster.run_session import RunSession
     from grpo_rl.config.compose import Composed
-    from grpo_rl.config.schema.tree import TrainerConfig
     from grpo_rl.plan.decisions import Plan
     from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.telemetry.metrics.timeline import Timeline
@@ -172,20 +171,8 @@ def _run(words: list[str]) -> int:
     plan = make_plan(composed)
     if trainer.dry_run:
         print(redact(plan.render()))
-        _print_pace(trainer, plan)
         return 0
     return run(composed, plan)
-
-
-def _print_pace(trainer: TrainerConfig, plan: Plan) -> None:
-    """Print what a run of this name has measured, as an estimate of the one that is planned; nothing without such a run."""
-    if trainer.experiment_name is None:
-        return
-    from grpo_rl.telemetry.report import measured_pace
-
-    pace = measured_pace(Path(trainer.default_local_dir).expanduser() / trainer.experiment_name, plan.sizes.total_steps)
-    if pace is not None:
-        print(redact(f"estimate\n  time        {pace}"))
 
 
 def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:

@@ -19,13 +19,14 @@ from grpo_rl.arguments import Arguments, not_negative
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.telemetry.diagnosis.diagnose import ALARM
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.report import recent_seconds
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.status import is_gone, read_status
 from grpo_rl.telemetry.terminal import step_line
 from grpo_rl.telemetry.terminal.text import duration, encodable, safe_text, say
 
+RECENT_STEPS = 20
+"""Steps from which the time left is estimated, as the run itself does."""
 GONE_CODE = 6
 """The exit code where a run's process is gone and its status does not say how it ended: it was killed."""
 SAMPLE_WIDTH = 96
@@ -60,7 +61,9 @@ class Look:
     @property
     def seconds_left(self) -> float | None:
         """An estimate from the latest steps; None before the first, and once the run has ended."""
-        recent, total = recent_seconds(self.records), self.status.get("total")
+        seconds = [record["timing_s/step"] for record in self.records if record["step"] > 0 and "timing_s/step" in record]
+        # The first step is slower than all others: compilers and caches are cold.
+        recent, total = seconds[1:][-RECENT_STEPS:] or seconds, self.status.get("total")
         if not recent or not isinstance(total, int) or self.ended_with is not None:
             return None
         return statistics.fmean(recent) * max(0, total - int(self.records[-1]["step"]))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import os
 import random
-import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _TEXT_LIMIT = 400
-PACE_STEPS = 20
-"""The number of a run's last steps from which its pace is taken."""
 
 
 def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
@@ -60,22 +57,6 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
     if seconds is not None:
         sections.append(f"Finished in {duration(seconds)}.")
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def measured_pace(folder: Path, num_steps: int | None) -> str | None:
-    """Return how long steps took in the run that `folder` holds, and what `num_steps` of them would take; None without one."""
-    recent = recent_seconds(read_metrics(folder / "metrics.jsonl"))
-    if not recent:
-        return None
-    pace = statistics.median(recent)
-    whole = f"; {num_steps:,} steps take {duration(pace * num_steps)}" if num_steps else ""
-    return f"{pace:.3g} s per step, the median of {len(recent)} of the run in {folder}, as it was configured{whole}"
-
-
-def recent_seconds(records: Sequence[Mapping[str, float]]) -> list[float]:
-    """Return the seconds of the last steps; without the first, in which caches are cold, where there are others."""
-    seconds = [record["timing_s/step"] for record in records if record["step"] > 0 and "timing_s/step" in record]
-    return seconds[1:][-PACE_STEPS:] or seconds
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:

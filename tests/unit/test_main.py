@@ -20,19 +20,6 @@ def test_a_dry_run_prints_the_plan_and_ends_well(capsys: pytest.CaptureFixture[s
     assert out.startswith("plan: recipe arithmetic/grpo") and "optimizer step" in out and err == ""
 
 
-def test_a_dry_run_estimates_the_time_where_a_run_of_this_name_has_measured_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*DRY_RUN, f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=before"]
-    assert main(words) == 0
-    assert "estimate\n" not in capsys.readouterr().out
-    (tmp_path / "before").mkdir()
-    (tmp_path / "before" / "metrics.jsonl").write_text('{"step": 1, "time": 0.0, "timing_s/step": 1.5}\n')
-    assert main([*words, "trainer.total_training_steps=20"]) == 0
-    out = capsys.readouterr().out
-    assert "estimate\n  time        1.5 s per step, the median of 1 of the run in" in out and "20 steps take 30.0 s" in out
-
-
 def test_mistakes_are_listed_one_per_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trainer.save_frq=1", "trainer.test_freq=1.5"]) == 2
     out, err = capsys.readouterr()

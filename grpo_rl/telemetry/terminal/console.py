@@ -76,10 +76,6 @@ class Console:
         """Print a message that a reader should not overlook."""
         self._print([step_line.Cell("warning: ", "bold yellow"), step_line.Cell(message, "yellow")])
 
-    def error(self, message: str) -> None:
-        """Print a message to the error stream."""
-        self._print([step_line.Cell("error: ", "bold red"), step_line.Cell(message)], self._errors)
-
     def notice(self, message: str) -> None:
         """Print a message about the run itself, such as that it will stop, to the error stream."""
         # Live bars are redrawn from where their own console left the cursor: nothing else may move it.

@@ -39,11 +39,11 @@ def test_hostile_text_is_escaped_and_brackets_are_not_markup() -> None:
     console = Console(pipe)
     console.info("[red]\x1b[2J[/red] :smile: [/nothing]")
     console.warn("w\x07")
-    console.error("e\x1b]0;title\x07")
+    console.notice("e\x1b]0;title\x07")
     console.table("[b]T[/b]", [["\x1b[31m", "[link=x]y[/link]"]], header=["a", "[i]b"])
     text = "\n".join(pipe.lines())
     assert "\x1b" not in text and "\x07" not in text
-    assert pipe.lines()[:3] == ["[red]\\x1b[2J[/red] :smile: [/nothing]", "warning: w\\x07", "error: e\\x1b]0;title\\x07"]
+    assert pipe.lines()[:3] == ["[red]\\x1b[2J[/red] :smile: [/nothing]", "warning: w\\x07", "e\\x1b]0;title\\x07"]
     for shown in ("[b]T[/b]", "\\x1b[31m", "[link=x]y[/link]", "[i]b"):
         assert shown in text
 

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.report import final_report, measured_pace, rewards_section
+from grpo_rl.telemetry.report import final_report, rewards_section
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
@@ -52,20 +52,6 @@ def test_samples_are_shown_for_the_same_prompt_and_cannot_drive_the_terminal(tmp
     ]
     assert "after   [reward 0] nine" in report  # a change for the worse is not hidden
     assert report.endswith("Finished in 1 min 15 s.\n")
-
-
-def test_the_pace_is_that_of_the_last_steps_without_the_first(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "r")
-    assert measured_pace(run_dir.path, 10) is None
-    metrics = MetricsFile(run_dir.metrics_file)
-    metrics.log(0, {"val/sums/mean@1": 0.5})
-    metrics.log(1, {"timing_s/step": 100.0})
-    assert "100 s per step, the median of 1 of" in str(measured_pace(run_dir.path, None))
-    for step in range(2, 40):
-        metrics.log(step, {"timing_s/step": 50.0 if step < 19 else 2.5})
-    pace = measured_pace(run_dir.path, 1000)
-    assert pace is not None and pace.startswith("2.5 s per step, the median of 20 of the run in ")
-    assert pace.endswith("as it was configured; 1,000 steps take 41 min 40 s")
 
 
 def test_a_run_that_only_validates_has_values_and_no_before_and_after(tmp_path: Path) -> None:
