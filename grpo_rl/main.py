@@ -364,6 +364,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     """Start the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
     from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.run_instruments import RunInstruments
+    from grpo_rl.rewards.audit import Audit
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.metrics.timeline import Timeline
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
@@ -380,7 +381,11 @@ def _train_from(course: Course, stack: ExitStack) -> None:
         for name, one in inputs.plan.teachers
     )
     plan = replace(inputs.plan, teachers=tuple(teachers))
+    audit = None
+    if config.reward.audit and inputs.train_data is not None:
+        audit = Audit(config.reward, inputs.train_data.data_sources, run_dir.logs, stack)
     cluster, roles = session.start(plan, inputs, stack, course.recoveries)
+    roles.audit = audit
     roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info)
     for sight in trial.sights() if trial is not None else ():
         (console.warn if sight.advice else console.info)(sight.as_line())

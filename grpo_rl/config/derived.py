@@ -376,8 +376,8 @@ def trains_only_reward_model(config: Config) -> bool:
 
 
 def has_judge(config: Config) -> bool:
-    """Return whether a language model behind an endpoint judges the responses."""
-    return config.reward.judge.base_url is not None
+    """Return whether a language model behind an endpoint judges the responses for the reward, and not only in its audit."""
+    return config.reward.judge.base_url is not None and "judge" not in config.reward.audit
 
 
 def scores_steps_by_model(config: Config) -> bool:

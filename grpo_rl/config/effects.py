@@ -53,7 +53,7 @@ HARMLESS = (
     f"{REF}: *; {R}: log_prob_* val_kwargs.* checkpoint_engine.* gpu_memory_utilization kv_cache_memory_bytes kv_cache_gib "
     f"free_cache_engine enforce_eager enable_prefix_caching cpu_threads engine_kwargs; {A}: ppo_micro_batch_size_per_gpu "
     f"clip_ratio_c fsdp_config.fsdp_size; critic: ppo_micro_batch_size_per_gpu fsdp.fsdp_size; {RAY}: num_cpus "
-    "object_store_memory; trainer: val_before_train log_val_generations; reward: overlong_buffer.*; global_profiler: tool; "
+    "object_store_memory; trainer: val_before_train log_val_generations; reward: overlong_buffer.* audit audit_share; global_profiler: tool; "
     f"{_OFFLOADS}"
 )
 """Keys that are set by habit, and change nothing that is learned where another key has switched them off in plain sight."""
@@ -330,9 +330,13 @@ def _of_rewards(config: Config) -> list[Rule]:
     reward, scorer, custom = config.reward, config.reward.reward_model, "reward.custom_reward_function"
     buffer, scores = reward.overlong_buffer, scorer.enable or derived.trains_only_reward_model(config)
     by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
+    trains_on_samples = not config.trainer.val_only and not derived.is_offline(config)
     pool = f"it shares the actor's devices; {SCORER}.enable_resource_pool=true gives it its own"
     return [
         (reward.custom_reward_function.path is None, f"{custom}: name reward_kwargs", f"needs {custom}.path"),
+        (not trains_on_samples, "reward: audit audit_share", "no policy is trained on responses that it samples"),
+        (not reward.audit, "reward: audit_share", "needs reward.audit"),
+        ("judge" in reward.audit, f"{JUDGE}: weight", "the judge is in reward.audit, and no part of the reward"),
         (reward.on_failure != "value", "reward: failure_value", "needs reward.on_failure=value"),
         (buffer.len is None, "reward: overlong_buffer.*", "there is no reward.overlong_buffer.len"),
         (

@@ -111,6 +111,7 @@ def _functions(config: Config) -> Checks:
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.plan import algorithm
     from grpo_rl.rewards.combined import factors_of
+    from grpo_rl.rewards.compose import RewardFunction, audit_of
     from grpo_rl.rollout.engines import ENGINES
     from grpo_rl.trainer.schedules import schedule_of
 
@@ -118,6 +119,8 @@ def _functions(config: Config) -> Checks:
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(config.actor_rollout_ref.rollout.name)
     yield "trainer.schedule: ", lambda: schedule_of(config)
     yield "", lambda: factors_of(config)
+    if set(config.reward.audit) - {"judge"}:
+        yield "", lambda: RewardFunction.from_config(audit_of(config.reward), key="audit")
     custom = config.data.custom_cls
     if custom.path is not None and custom.name is not None:
         yield "data.custom_cls.path: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")

@@ -12,7 +12,7 @@ from grpo_rl.config.schema.model import MultiTurnConfig
 from grpo_rl.config.schema.tree import Config, RewardConfig
 from grpo_rl.episode import TRUNCATED, Episode
 from grpo_rl.errors import NoRewardError, RewardError
-from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.compose import JUDGE, RewardFunction
 from grpo_rl.rewards.contract import shortened, summary
 from grpo_rl.rewards.steps import Step
 from grpo_rl.types import GREEDY, Rollout
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
     from grpo_rl.protocols import Rewarder
 
 
-REWARD_MODEL, JUDGE, ENVIRONMENT = "reward_model", "judge", "environment"
+REWARD_MODEL, ENVIRONMENT = "reward_model", "environment"
 """The names of the scores of models, and of the reward of an episode's turns, among the parts of the reward."""
 RULE = "by-rule"
 """The name of the rules' reward among the parts, where it is no summand. No function can be called so."""

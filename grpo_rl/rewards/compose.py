@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
 
 LIFTED = ("acc", "answer")
 """Keys of a result that also appear in the parts without the component's name, for validation."""
+
+
+JUDGE = "judge"
+"""The name of the judge's score among the parts of the reward, and of the judge in `reward.audit`."""
 
 
 class AssembledReward(NamedTuple):
@@ -45,11 +50,11 @@ class RewardFunction:
         self.decode = decode
 
     @classmethod
-    def from_config(cls, config: RewardConfig, decode: Decode | None = None) -> RewardFunction:
+    def from_config(cls, config: RewardConfig, decode: Decode | None = None, key: str = "functions") -> RewardFunction:
         """The sum that `reward.functions` (or `reward.custom_reward_function`) describes.
 
         `decode`, from tokens to the text that is scored, is given where the rewards of reasoning steps are read;
-        each response must have steps then.
+        each response must have steps then. `key` is the one that messages name: `audit` for the settings of `audit_of`.
 
         Raises ConfigError, with all problems at once, for unknown names, files that cannot be imported,
         options that a function does not take, and contradictions.
@@ -64,10 +69,10 @@ class RewardFunction:
             try:
                 components.append(_component(spec, specs, config))
             except ConfigError as error:
-                problems += [f"reward.functions: {problem}" for problem in error.problems]
+                problems += [f"reward.{key}: {problem}" for problem in error.problems]
         problems += [text for component in components for text in code_problems(component.function, config.timeout_s)]
         names = [component.name for component in components]
-        problems += [f"reward.functions: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        problems += [f"reward.{key}: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
         problems += _unknown_names(config, specs)
         if problems:
             raise ConfigError(problems)
@@ -172,6 +177,18 @@ def place(name: str, rollout: Rollout) -> str:
     return f"reward {name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
 
 
+def audit_of(config: RewardConfig) -> RewardConfig:
+    """Return the settings under which the functions of `reward.audit` are called, with the two lists in each other's place."""
+    return replace(
+        config,
+        functions=[name for name in config.audit if name != JUDGE],
+        audit=_specs(config),
+        custom_reward_function=CustomRewardConfig(),
+        on_failure="drop",
+        num_workers=1,
+    )
+
+
 def _specs(config: RewardConfig) -> list[str]:
     """The list of functions, the custom one in its place."""
     custom = config.custom_reward_function
@@ -226,7 +243,7 @@ def _check_signature(name: str, function: Any, given: Sequence[str], options: di
 def _unknown_names(config: RewardConfig, specs: list[str]) -> list[str]:
     """Return the names of functions that are not in the sum, in the keys that name single ones."""
     try:
-        names = [_parse(spec)[1] for spec in specs]
+        names = [_parse(spec)[1] for spec in (*specs, *config.audit)]
     except ConfigError:
         return []  # reported by itself
     known = {*names, *(_part_name(name, names) for name in names)}

@@ -227,7 +227,10 @@ def _panels(records: Records) -> list[tuple[str, list[str]]]:
     else:
         # Where the reward is a model's opinion on a scale of its own, that of the rules, which validation has.
         reward = "reward/by-rule" if "reward/by-rule" in measured else "reward/mean"
-        panels = [("Reward and validation", [reward, *validation])]
+        audits = sorted(
+            key.removesuffix("/num_prompts") for key in measured if key.startswith("audit/") and key.endswith("_prompts")
+        )
+        panels = [("Reward and validation", [reward, *audits, *validation])]
     return [*panels, *((title, [key]) for key, title in TITLES.items() if key in measured)][:MOST_PANELS]
 
 
@@ -245,6 +248,8 @@ def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None
             # A reward beside another number of a validation is drawn in dashes.
             dashes = "--" if key.endswith("/reward") else "-"
             axes.plot(steps, values, dashes, color=next(colours), linewidth=1.6, marker="o", markersize=4, label=label)
+        elif values and key.startswith("audit/"):
+            axes.plot(steps, smooth(values), ":", color=next(colours), linewidth=2, label=label)
         elif values:
             axes.plot(steps, values, color=_BLUE, alpha=0.25, linewidth=1)
             axes.plot(steps, smooth(values), color=_BLUE, linewidth=2, label=label)

@@ -38,6 +38,7 @@ from grpo_rl.types import Metrics, Rollout, Sampling
 
 if TYPE_CHECKING:
     # The plan looks up the schedule, and need not wait for what draws: TensorBoard, rich.
+    from grpo_rl.rewards.audit import Audit
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.terminal.console import Console
 
@@ -53,6 +54,8 @@ class Roles:
     actor: Actor | None = None
     rollout: RolloutPool | None = None
     rewarder: Rewarder | None = None
+    audit: Audit | None = None
+    """The scorer of a part of each step's responses that nothing is trained on."""
     reference: Reference | None = None
     teacher: Teacher | None = None
     critic: Critic | None = None

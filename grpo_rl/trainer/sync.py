@@ -80,14 +80,16 @@ class SyncSchedule:
         )
 
     def train(self, selected: Selected, timer: Timer) -> Metrics:
-        """Train on the rollouts of one step, and return its metrics, without those of `timer`."""
+        """Train on the rollouts of one step, and return its metrics, without those of `timer`. They are audited beside it."""
+        audit = self.context.roles.audit
+        if audit is not None:
+            audit.submit(selected.sampled)
         sampled = rollout_metrics(selected.sampled) | selected.metrics | {"trainer/epoch": float(self.selection.epoch)}
         if self.compares:
             selected, pair_metrics = self._paired(selected)
             sampled |= pair_metrics
         if not selected.trained:
-            self._keep_rollouts(selected)
-            return sampled
+            return sampled | self._keep_rollouts(selected)
         batch = with_sides(collate(selected.trained)) if self.compares else collate(selected.trained, self.advantage.parts)
         with timer("old_logprobs"):
             batch = self.actor.old_logprobs(batch)
@@ -105,7 +107,7 @@ class SyncSchedule:
             batch, trained, measured = self._weighed(batch)
         trained = self._shown(selected, trained)
         update_metrics = self._update(trained, timer)
-        self._keep_rollouts(selected, batch, trained)
+        sampled |= self._keep_rollouts(selected, batch, trained)
         self.trained = selected.trained
         return sampled | batch_metrics(batch, timer) | measured | update_metrics
 
@@ -145,19 +147,25 @@ class SyncSchedule:
         numbers = [number if one.prompt.uid in uids else -1 for number, one in enumerate(selected.trained)]
         return trained if max(numbers) < 0 else trained.replace(shown_N=torch.tensor(numbers))
 
-    def _keep_rollouts(self, selected: Selected, batch: Batch | None = None, trained: Batch | None = None) -> None:
-        """Write all that was sampled, with the advantages of what was trained: the rollouts of `batch`.
+    def _keep_rollouts(self, selected: Selected, batch: Batch | None = None, trained: Batch | None = None) -> Metrics:
+        """Write all that was sampled, with its audit and the advantages of what was trained, the rollouts of `batch`.
 
-        `trained` is what is left of the batch after corrections, with the rollouts whose tokens the log shows.
+        `trained` is what is left of the batch after corrections, with the rollouts whose tokens the log shows. Returns the
+        metrics of the audit.
         """
+        audit, audited = self.context.roles.audit, dict[str, float]()
+        if audit is not None:
+            audited = audit.wait(self.output.console.warn)
+            selected = replace(selected, sampled=audit.logged(selected.sampled))
         if not self.config.trainer.save_rollouts:
-            return
+            return audited
         advantages = logged_advantages(selected.sampled, selected.trained, batch)
         seen: Seen = {}
         if trained is not None and trained.shown_N is not None:
             updated = self.context.step > self.config.trainer.critic_warmup
             seen = token_values(selected.trained, trained, self.actor.shown_logprobs() if updated else {})
         self.output.rollouts.write("rollouts", self.context.step, selected.sampled, advantages, seen)
+        return audited
 
     # ---- the rest of the contract ------------------------------------------------------------------------
 

@@ -211,6 +211,13 @@ def _rewards(config: Config) -> Iterator[str]:
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):
         yield f"reward.functions=[{shown}]: a function is named twice; give it a factor instead (2*name)"
+    for name in reward.audit:
+        if name in reward.functions:
+            yield f"reward.audit={name}: is in reward.functions too, and an audit is by what the policy is not trained on"
+        if "*" in name:
+            yield f"reward.audit={name}: takes no factor, as an audit is no sum"
+    if "judge" in reward.audit and reward.judge.base_url is None:
+        yield "reward.audit=judge: needs reward.judge.base_url"
     if reward.on_failure == "value" and reward.failure_value is None:
         yield "reward.on_failure=value: gives every failed reward reward.failure_value, which is not set; give it, e.g. 0"
     if custom.path is None:

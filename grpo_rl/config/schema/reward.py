@@ -13,6 +13,7 @@ from grpo_rl.config.schema.kinds import (
     Length,
     NodesOrNone,
     Positive,
+    PositiveFraction,
     Processes,
     ProcessGib,
     Requests,
@@ -145,6 +146,10 @@ class RewardConfig:
     """Options of functions by their name: {my_function: {option: value}}."""
     batched: list[str] = field(default_factory=list)
     """Functions that are called once with all responses of a step: (data_sources, solution_strs, ground_truths, extra_infos), lists, -> list."""
+    audit: list[str] = field(default_factory=list)
+    """Functions that score some of each step's responses and that nothing is trained on: names as in `functions`, without factors, and `judge` for reward.judge, which is no part of the reward then. See docs/rewards.md."""
+    audit_share: PositiveFraction = 0.25
+    """The share of each step's responses that is audited, spread over its prompts."""
     num_workers: Processes = 2
     """Processes that compute rewards."""
     timeout_s: RewardSeconds = 10.0

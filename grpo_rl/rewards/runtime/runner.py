@@ -42,8 +42,9 @@ class RewardRunner:
         *,
         data_sources: Iterable[str] = (),
         log_folder: Path | None = None,
+        log_name: str = "reward",
     ) -> None:
-        """Start the processes. They load what the rules for `data_sources` need, and print to `log_folder`/reward-N.log."""
+        """Start the processes. They load what the rules for `data_sources` need, and print to `log_folder`/`log_name`-N.log."""
         self._function, self._config = function, config
         self.factors = function.factors
         self._singly = [component for component in function.components if not component.batched]
@@ -61,7 +62,8 @@ class RewardRunner:
         self.on_busy: Callable[[float], None] = lambda _: None
         """A function called when nothing is left to score, from any thread, with the seconds for which there was something."""
         self._num_pending, self._busy_since = 0, 0.0
-        paths = [None if log_folder is None else log_folder / f"reward-{place}.log" for place in range(config.num_workers)]
+        places = range(config.num_workers)
+        paths = [None if log_folder is None else log_folder / f"{log_name}-{place}.log" for place in places]
         self._threads = [threading.Thread(target=self._work, args=(i, path), daemon=True) for i, path in enumerate(paths)]
         for thread in self._threads:
             thread.start()

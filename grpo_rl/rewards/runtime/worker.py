@@ -41,6 +41,7 @@ class RewardProcess:
         setup = {
             "reward": {
                 "functions": config.functions,
+                "audit": config.audit,
                 "custom_reward_function": {"path": custom.path, "name": custom.name, "reward_kwargs": custom.reward_kwargs},
                 "batched": config.batched,
                 "function_kwargs": config.function_kwargs,

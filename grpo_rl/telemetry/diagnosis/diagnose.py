@@ -23,6 +23,7 @@ RULES: tuple[Callable[[RunRecord], Finding | None], ...] = (
     reward_rules.reward_failures,
     policy_rules.nothing_trained,
     reward_rules.reward_constant,
+    reward_rules.reward_exploited,
     policy_rules.sampler_trainer_disagree,
     policy_rules.learning_rate_too_high,
     policy_rules.entropy_explosion,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from statistics import NormalDist
+
+import numpy as np
 
 from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord, Series, Weight
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key
@@ -13,6 +17,15 @@ FEW_STEPS = 3
 """Steps after which a reward that never varies is no accident."""
 MANY_FAILURES = 0.05
 """The share of rewards that fail from which on they change what is learnt."""
+FALSE_ALARM = 0.05
+"""The chance that an honest run is taken for one whose reward is exploited, by all looks at it together."""
+COMPARED_STEPS = 5
+"""Steps that are compared with as many before them."""
+NO_RISE = NormalDist().inv_cdf(0.95)
+"""Standard errors up to which an audit has not risen: at one look in twenty a rise by chance is taken for one."""
+LEAST_WORTH = 0.25
+"""The rise of an audit, as a share of the reward's and each in its standard deviation, that any honest audit should have."""
+TINY = 1e-9
 HACKED = "The policy has found responses that the reward model likes and that are wrong."
 AGAINST_HACKING = (
     "refresh the reward model from the policy's own samples: trainer.schedule=iterate, with shorter steps_per_iteration there",
@@ -171,6 +184,95 @@ def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
         advice=AGAINST_HACKING,
         source="DeepSeekMath, section 4.1.4; Gao et al. 2022, section 3",
     )
+
+
+def reward_exploited(run: RunRecord) -> Finding | None:
+    """Find a training reward that rises while an audit of the same responses falls or stays.
+
+    The last steps are compared with each run of as many before them, by tests of the prompts' means. Found where the rise of the
+    reward is too large for chance, as is that of the paired difference between what the reward should be worth to the audit and the
+    audit, and the audit has not risen. The chance of one false alarm is at most FALSE_ALARM over all comparisons of all
+    steps of one audit: Bonferroni's correction, step k having 1/(k (k + 1)) of it.
+    """
+    for name in dict.fromkeys(key[: -len("/num_prompts")] for record in run.training for key in record if _is_audit(key)):
+        keys = [name, *(f"{name}/{end}" for end in ("std", "reward", "reward_std", "correlation"))]
+        points = [record for record in run.training if record.get(f"{name}/num_prompts") and record.keys() >= set(keys)]
+        if len(points) < 2 * COMPARED_STEPS:
+            continue
+        # Sums over prompts of 1, reward, audit, their squares and their product, over all steps before each: [steps + 1, 6].
+        sums = np.cumsum([np.zeros(6), *(_moments(record, name) for record in points)], axis=0)
+        windows = sums[COMPARED_STEPS:] - sums[:-COMPARED_STEPS]
+        before, now = windows[:-COMPARED_STEPS], windows[-1]
+        step = points[-1]["step"]
+        chance = FALSE_ALARM / (step * (step + 1) * len(before) * 2)
+        reward, audit, gap = _rises(sums[COMPARED_STEPS:-COMPARED_STEPS], before, now)
+        found = np.flatnonzero((np.minimum(reward, gap) > -NormalDist().inv_cdf(chance)) & (audit < NO_RISE))
+        if not len(found):
+            continue
+        start = int(found[np.argmax(gap[found])])
+        begin, end, first = (int(points[at]["step"]) for at in (start, start + COMPARED_STEPS - 1, -COMPARED_STEPS))
+        ends = [f"{before[start][at] / before[start][0]:.3f} -> {now[at] / now[0]:.3f}" for at in (1, 2)]
+        return Finding(
+            name="reward_exploited",
+            weight=Weight.ILL,
+            title="The training reward rises, and an audit of the same responses does not: the reward is exploited.",
+            since=end,
+            evidence=f"steps {begin} to {end} -> steps {first} to {step:.0f}: reward {ends[0]}, {name} {ends[1]}; the paired "
+            f"difference has grown by {gap[start]:.1f} standard errors",
+            meaning="The policy has found responses that the reward pays and the audit does not; or the audit never pays at all.",
+            advice=(
+                f'read what is paid and not confirmed: python -m grpo_rl browse RUN --where "{name}<1" --sort -reward',
+                "mend the reward function, or put the audit's rule into reward.functions and audit by another",
+                "go on from a checkpoint of before: what was learnt since is what the reward pays",
+            ),
+            source="Gao et al. 2022, section 3, on a proxy that rises past the goal; a z-test of paired differences",
+        )
+    return None
+
+
+def _is_audit(key: str) -> bool:
+    return key.startswith("audit/") and key.endswith("/num_prompts")
+
+
+def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
+    """Return the sums over the prompts of one step: their number, reward, audit, both squares and the product, [6]."""
+    number, reward, audit = record[f"{name}/num_prompts"], record[f"{name}/reward"], record[name]
+    spread, audit_spread = record[f"{name}/reward_std"], record[f"{name}/std"]
+    product = record[f"{name}/correlation"] * spread * audit_spread + reward * audit
+    return number * np.array([1.0, reward, audit, spread**2 + reward**2, audit_spread**2 + audit**2, product])
+
+
+def _rises(until: np.ndarray, before: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rises of reward and audit, and how much less the audit has risen than it should have: three times [windows].
+
+    All are in standard errors. `before` has the sums of `_moments` over each window, [windows, 6], `until` those over all steps to
+    its end, `now` those of the last window.
+    Each prompt's audit is compared with slope * its reward, by the larger of two tests, whose variance is that of both windows
+    together, as under the hypothesis that nothing has changed. One slope is the regression of audit on reward until then, with
+    its own error: what a reward was worth. The other is a quarter of the ratio of the standard deviations, for a reward that never had
+    to do with the audit.
+    """
+    count, reward, audit, *_ = _central(before)
+    known, _, _, spread, _, shared = _central(until)
+    both = _central(before + now)
+    rise, audit_rise = now[1] / now[0] - reward, now[2] / now[0] - audit
+    error = np.sqrt(1 / count + 1 / now[0])
+    worth = np.divide(shared, spread, out=np.zeros_like(shared), where=spread > TINY)
+    least = LEAST_WORTH * np.sqrt(both[4] / np.maximum(both[3], TINY))
+    short = []
+    for slope, estimated in ((worth, 1.0), (least, 0.0)):
+        variance = np.maximum(both[4] - 2 * slope * both[5] + slope**2 * both[3], TINY)
+        factor = error**2 + estimated * rise**2 / (known * np.maximum(spread, TINY))
+        short.append((slope * rise - audit_rise) / np.sqrt(variance * factor))
+    rises = [one / (error * np.sqrt(np.maximum(variance, TINY))) for one, variance in ((rise, both[3]), (audit_rise, both[4]))]
+    return rises[0], rises[1], np.maximum(*short)
+
+
+def _central(sums: np.ndarray) -> np.ndarray:
+    """Return number, means of reward and audit, their variances and covariance from the sums of `_moments`: [6, windows]."""
+    _, reward, audit, *squares = (sums / sums[:, :1]).T
+    squares = [squares[0] - reward**2, squares[1] - audit**2, squares[2] - reward * audit]
+    return np.array([sums[:, 0], reward, audit, *squares])
 
 
 def format_without_answer(run: RunRecord) -> Finding | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import yaml
 
@@ -16,6 +17,7 @@ from grpo_rl.__main__ import main
 from grpo_rl.config.compose import compose
 from grpo_rl.config.schema.kinds import Illness
 from grpo_rl.telemetry.diagnosis.diagnose import RULES, Alarms, as_text, as_warning, diagnose
+from grpo_rl.telemetry.diagnosis.reward_rules import reward_exploited
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 
 STEPS = 40
@@ -96,6 +98,16 @@ ILL: dict[str, RunRecord] = {
     ),
     "reward_constant": run(
         {"reward/mean": lambda step: 1.0, "reward/min": lambda step: 1.0, "advantage/zero_group_fraction": lambda step: 1.0}
+    ),
+    "reward_exploited": run(
+        {
+            "audit/strict": ramp(0.5, 0.1, 20),
+            "audit/strict/std": lambda step: 0.4,
+            "audit/strict/reward": ramp(0.2, 0.9, 20),
+            "audit/strict/reward_std": lambda step: 0.4,
+            "audit/strict/correlation": ramp(0.8, 0.0, 20),
+            "audit/strict/num_prompts": lambda step: 16.0,
+        }
     ),
     "sampler_trainer_disagree": run({"rollout/logprob_diff_mean": ramp(0.001, 0.3)}),
     "learning_rate_too_high": run(
@@ -296,3 +308,64 @@ def test_an_alarm_is_raised_once_in_the_step_in_which_it_begins() -> None:
     again.resume([dict(record) | ({"alarm/kl_runaway": 1.0} if record["step"] == step else {}) for record in records[:30]])
     assert [again.see(int(record["step"]), record) for record in records[30:]] == [[]] * (len(records) - 30)
     assert "kl_loss_coef" in as_warning(begun[step][0])
+
+
+# ---- an exploited reward -----------------------------------------------------------------------------
+
+
+def audited(kind: str, seed: int, steps: int, prompts: int) -> RunRecord:
+    """Return a run in which each prompt has one audited response. The skill rises from 0.1 to 0.9; gaps open after step 20."""
+    draw = np.random.default_rng(seed)
+    records = []
+    for step in range(1, steps + 1):
+        skill, hole = 0.1 + 0.8 * min(1.0, step / 40), min(0.9, 0.12 * max(0, step - 20))
+        right = (draw.random(prompts) < skill).astype(float)
+        if kind == "stricter":
+            reward, score = right, right * (draw.random(prompts) < 0.5)
+        elif kind == "noisy":
+            reward, score = right, np.where(draw.random(prompts) < 0.1, 1 - right, right)
+        elif kind == "partial credit":
+            digits = draw.random((prompts, 3)) < np.sqrt(skill)
+            reward, score = digits.mean(1), digits.all(1).astype(float)
+        elif kind == "another scale":
+            reward, score = 10 * right - 3, right / 100
+        elif kind == "unrelated":
+            reward, score = (draw.random(prompts) < 0.4).astype(float), (draw.random(prompts) < 0.4).astype(float)
+        elif kind == "falls":
+            found = draw.random(prompts) < hole
+            right = (draw.random(prompts) < 0.4).astype(float)
+            reward, score = np.maximum(right / 2, found), right * ~found
+        else:
+            right = (draw.random(prompts) < 0.4).astype(float)
+            reward, score = right / 2 + (draw.random(prompts) < hole), right
+        spread = reward.std() * score.std()
+        pair = {"": score.mean(), "/std": score.std(), "/reward": reward.mean(), "/reward_std": reward.std()}
+        pair["/correlation"] = np.mean((reward - reward.mean()) * (score - score.mean())) / spread if spread else 0.0
+        pair["/num_prompts"] = prompts
+        records.append({"step": step} | {f"audit/x{key}": float(value) for key, value in pair.items()})
+    return RunRecord({}, records)
+
+
+def first_step(record: RunRecord) -> int | None:
+    """Return the step at which the run is first said to exploit its reward."""
+    return next((n for n in range(1, len(record.records) + 1) if reward_exploited(RunRecord({}, record.records[:n]))), None)
+
+
+@pytest.mark.parametrize("prompts", [16, 64])
+@pytest.mark.parametrize("kind", ["falls", "stays"])
+def test_a_reward_that_is_exploited_is_named_within_ten_steps_of_the_gap(kind: str, prompts: int) -> None:
+    named = [first_step(audited(kind, seed, 31, prompts)) for seed in range(10)]
+    assert all(step is not None and 20 < step <= 30 for step in named), named
+
+
+@pytest.mark.parametrize("kind", ["stricter", "noisy", "partial credit", "another scale", "unrelated"])
+def test_an_honest_reward_is_left_in_peace_whatever_its_audit_is_like(kind: str) -> None:
+    assert [first_step(audited(kind, seed, 60, prompts)) for prompts in (8, 32) for seed in range(4)] == [None] * 8
+
+
+def test_a_finding_of_an_exploited_reward_says_both_curves_and_how_to_read_what_was_paid() -> None:
+    found = reward_exploited(audited("falls", 0, 40, 32))
+    assert found is not None and 0 < found.since <= 25
+    assert (
+        "reward 0." in found.evidence and "audit/x 0." in found.evidence and 'browse RUN --where "audit/x<1"' in found.advice[0]
+    )

@@ -115,6 +115,10 @@ function seriesCard(one, title, parts) {
 function rewardCard(one) {
   const banded = one.rewards.all || Object.values(one.rewards)[0] || null;
   const parts = [{ label: 'training reward', found: curveOf(one, 'reward/mean'), bounds: banded, colour: HUES[0] }];
+  const audits = Object.keys(one.metrics.columns).filter((name) => /^audit\/[^/]+\/num_prompts$/.test(name)).map((name) => name.split('/')[1]);
+  audits.forEach((name, place) => {
+    parts.push({ label: `audit by ${name}`, found: curveOf(one, `audit/${name}`), colour: HUES[HUES.length - 1 - (place % (HUES.length - 1))], dash: [2, 3], width: 2 });
+  });
   Object.entries(one.validation).forEach(([name, found], place) => {
     parts.push({ label: `validation ${name}`, found, colour: HUES[1 + (place % (HUES.length - 1))], points: true, ...(found.value === 'reward' ? { dash: [5, 4], width: 1.4 } : { width: 2.2 }) });
   });

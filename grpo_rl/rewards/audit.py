@@ -1,0 +1,134 @@
+"""An audit of the reward: other functions score some of each step's responses, and nothing is trained on what they say."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from grpo_rl.config.schema.tree import RewardConfig
+from grpo_rl.errors import RewardError
+from grpo_rl.rewards.combined import JUDGE, CombinedRewarder
+from grpo_rl.rewards.compose import RewardFunction, audit_of
+from grpo_rl.rewards.contract import summary
+from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.types import GREEDY, Metrics, Rollout
+
+PREFIX = "audit/"
+"""What the parts and the metrics of an audit begin with."""
+
+
+class Audit:
+    """Scores `reward.audit_share` of a step's responses with the functions of `reward.audit`, beside the training.
+
+    They run in a reward process of their own. It gets copies: no rollout, no random number and no reward that is trained on
+    depends on an audit, and one that fails stops nothing.
+    """
+
+    def __init__(self, config: RewardConfig, data_sources: Iterable[str], log_folder: Path, stack: ExitStack) -> None:
+        """Start the process and, where `judge` audits, the judge; `stack` ends them.
+
+        Raises ConfigError and RewardError for functions that cannot be used.
+        """
+        own = audit_of(config)
+        rules, models = None, []
+        if own.functions:
+            function = RewardFunction.from_config(own, key="audit")
+            function.check_data_sources(data_sources)
+            rules = RewardRunner(function, own, data_sources=data_sources, log_folder=log_folder, log_name="audit")
+            stack.callback(rules.close)
+            rules.check_started()
+        if JUDGE in config.audit:
+            from grpo_rl.rewards.models.judge import JudgeSetup  # the HTTP client, only where an endpoint is asked
+
+            models.append(JudgeSetup.from_config(config.judge).start())
+        self._scorer = CombinedRewarder(rules, models, own)
+        stack.callback(self._scorer.close)
+        self._share = config.audit_share
+        self._chosen: list[Rollout] = []
+        self._copies: list[Rollout] = []
+        self._found: dict[tuple[str, int], dict[str, float]] = {}
+
+    def submit(self, rollouts: Sequence[Rollout]) -> None:
+        """Start to audit a part of one step's scored rollouts; returns at once."""
+        self._chosen = sample(rollouts, self._share)
+        self._copies = [replace(one, reward=None, reward_parts={}, steps=None) for one in self._chosen]
+        for copy in self._copies:
+            self._scorer.submit(copy)
+
+    def logged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return the rollouts as the log has them: copies of those that were audited, with `audit/NAME` among their parts."""
+        found = [self._found.get((one.prompt.uid, one.sample_index)) for one in rollouts]
+        return [
+            one if parts is None else replace(one, reward_parts=one.reward_parts | parts)
+            for one, parts in zip(rollouts, found, strict=True)
+        ]
+
+    def wait(self, warn: Callable[[str], None]) -> Metrics:
+        """Return metrics of what was submitted; `warn` is called where some of it could not be audited.
+
+        Of each function, over the prompts with an audited response, with both numbers averaged over those responses:
+        `audit/NAME`, the mean of its score, and `audit/NAME/reward`, that of the reward which is trained on, of the same
+        responses; `.../std` and `.../reward_std` are their standard deviations and `.../correlation` Pearson's between the two;
+        `.../num_prompts` says how many prompts these are. `audit/failures` counts responses that could not be audited.
+        """
+        self._found = {}
+        try:
+            audited = self._scorer.wait(self._copies) if self._copies else []
+        except RewardError as error:
+            warn(f"no response of this step was audited: {error}")
+            return {"audit/failures": float(len(self._copies))}
+        failures = [(one.failure, one.failure_cause or "") for one in audited if one.failure is not None]
+        if failures:
+            warn(f"audit: {summary(failures, len(audited))}")
+        pairs: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+        for trained, one in zip(self._chosen, audited, strict=True):
+            if one.failure is None and trained.reward is not None:
+                scores = {name: one.reward_parts[name] for name in self._scorer.factors}
+                self._found[one.prompt.uid, one.sample_index] = {f"{PREFIX}{name}": score for name, score in scores.items()}
+                for name, score in scores.items():
+                    pairs[name][one.prompt.uid].append((trained.reward, score))
+        metrics = {"audit/failures": float(len(failures))}
+        for name, by_prompt in pairs.items():
+            metrics |= _paired(f"{PREFIX}{name}", np.array([np.mean(group, axis=0) for group in by_prompt.values()]))
+        return metrics
+
+
+def sample(rollouts: Sequence[Rollout], share: float) -> list[Rollout]:
+    """Return a share of the rollouts that have a reward, at least one, spread over as many prompts as there can be.
+
+    The choice is a function of the names of the rollouts: a run that is resumed makes the same one.
+    """
+    candidates = [one for one in rollouts if one.reward is not None and one.failure is None and one.sample_index != GREEDY]
+    places: dict[str, int] = defaultdict(int)
+    ordered = []
+    for digest, one in sorted(((_digest(one), one) for one in candidates), key=lambda pair: pair[0]):
+        ordered.append((places[one.prompt.uid], digest, one))
+        places[one.prompt.uid] += 1
+    ordered.sort(key=lambda entry: entry[:2])
+    return [one for _, _, one in ordered[: math.ceil(share * len(ordered))]]
+
+
+def _digest(rollout: Rollout) -> bytes:
+    return hashlib.blake2b(f"{rollout.prompt.uid}/{rollout.sample_index}".encode(), digest_size=8).digest()
+
+
+def _paired(name: str, pairs: np.ndarray) -> Metrics:
+    """Return the metrics of one function from the (reward, score) of each prompt, [prompts, 2]."""
+    reward, score = pairs.T
+    product = reward.std() * score.std()
+    correlation = float(np.mean((reward - reward.mean()) * (score - score.mean())) / product) if product > 0 else 0.0
+    return {
+        name: float(score.mean()),
+        f"{name}/std": float(score.std()),
+        f"{name}/reward": float(reward.mean()),
+        f"{name}/reward_std": float(reward.std()),
+        f"{name}/correlation": correlation,
+        f"{name}/num_prompts": float(len(pairs)),
+    }
