@@ -106,7 +106,7 @@ unit() {
 integration() {
     # Most of the time processes start and wait for each other: two at a time.
     if names_tests "$@"; then "$PYTHON" -m pytest "$@"; return; fi
-    "$PYTHON" -m pytest tests/integration -n 2 --dist loadfile --durations=5 "$@"
+    "$PYTHON" -m pytest tests/integration -n 2 --dist loadfile --no-loadscope-reorder --durations=5 "$@"
 }
 
 faults() {

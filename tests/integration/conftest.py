@@ -14,6 +14,14 @@ ALONE = "/test_training.py"
 """Its tests are whole runs and share next to nothing: they go to whoever is free. All others keep to their file."""
 
 
+LONGEST = ("test_tutorial.py", "test_training.py", "test_teachers_run.py", "test_commands.py", "test_secrets.py")
+"""They begin: a long run that begins last is waited for by everybody else."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 class FilesOrRuns(LoadFileScheduling):
     """Give a process all tests of a file, whose fixtures they share, or one test of the file of whole runs.
 
