@@ -330,6 +330,7 @@ def _of_rewards(config: Config) -> list[Rule]:
     reward, scorer, custom = config.reward, config.reward.reward_model, "reward.custom_reward_function"
     buffer, scores = reward.overlong_buffer, scorer.enable or derived.trains_only_reward_model(config)
     by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
+    has_rubric = reward.judge.rubric is not None
     trains_on_samples = not config.trainer.val_only and not derived.is_offline(config)
     pool = f"it shares the actor's devices; {SCORER}.enable_resource_pool=true gives it its own"
     return [
@@ -348,6 +349,9 @@ def _of_rewards(config: Config) -> list[Rule]:
         (not scorer.enable_resource_pool, f"{SCORER}: nnodes n_gpus_per_node", pool),
         (scorer.train.loss != "bradley_terry", f"{SCORER}: train.center_coef", f"needs {SCORER}.train.loss=bradley_terry"),
         (reward.judge.base_url is None, f"{JUDGE}: *", f"needs {JUDGE}.base_url"),
+        (not has_rubric, f"{JUDGE}: rubric_calls rubric_aggregation rubric_pass", f"needs {JUDGE}.rubric"),
+        (has_rubric, f"{JUDGE}: parser", f"the marks of {JUDGE}.rubric are read from a JSON object"),
+        (reward.judge.rubric_aggregation != "all", f"{JUDGE}: rubric_pass", f"needs {JUDGE}.rubric_aggregation=all"),
         (by_model, f"{JUDGE}: *", "the reward is the reward model's score alone"),
     ]
 

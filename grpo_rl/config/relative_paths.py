@@ -25,7 +25,7 @@ FILES = (
 """Keys whose values are paths, whatever they look like."""
 PERHAPS = (
     *("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "critic.model.path", "data.chat_template"),
-    *("reward.reward_model.model_path", "reward.reward_model.tokenizer_path", "reward.judge.template"),
+    *("reward.reward_model.model_path", "reward.reward_model.tokenizer_path", "reward.judge.template", "reward.judge.rubric"),
     *("algorithm.adv_options", f"{_A}.policy_loss.options", f"{_R}.multi_turn.environment.options"),
     *("reward.custom_reward_function.reward_kwargs", "reward.function_kwargs", f"{_R}.multi_turn.tools"),
 )

@@ -216,12 +216,17 @@ def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "episodes", _episodes(config)
     if derived.has_judge(config):
         judge = config.reward.judge
+        how = (
+            f"answers read by {judge.parser}"
+            if judge.rubric is None
+            else f"{judge.rubric_aggregation} of the marks of a rubric"
+        )
         rate = "" if judge.requests_per_minute is None else f", {judge.requests_per_minute:,} a minute"
         yield (
             "judge",
             (
                 f"{judge.model} at {judge.base_url}, {judge.max_concurrency} requests at a time{rate}, at most {judge.timeout_s:g} s and "
-                f"{1 + judge.retries} tries each, {judge.deadline_s:g} s in all; answers read by {judge.parser}"
+                f"{1 + judge.retries} tries each, {judge.deadline_s:g} s in all; {how}"
             ),
         )
 

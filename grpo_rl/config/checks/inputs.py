@@ -249,6 +249,9 @@ def _judge(config: Config) -> Iterator[str]:
         yield f"{_JUDGE}.api_key_env: is no name of an environment variable; put the key into one, and its name here"
     elif judge.api_key_env is not None and not os.environ.get(judge.api_key_env):
         yield f"{_JUDGE}.api_key_env={judge.api_key_env}: the environment has no such variable, or it is empty"
+    rubric = judge.rubric
+    if rubric is not None and rubric != "row" and "\n" not in rubric and not Path(rubric).expanduser().is_file():
+        yield f"{_JUDGE}.rubric={rubric}: neither a file that is there, nor `row`, nor a list of criteria with a line for each"
     if (text := judge.template) is None:
         return
     if text.endswith((".txt", ".md")) and "\n" not in text:
@@ -262,6 +265,8 @@ def _judge(config: Config) -> Iterator[str]:
             f"{_JUDGE}.template: has no {{response}}, so every response would be judged alike; it may have {{prompt}}, "
             "{response}, {ground_truth}"
         )
+    if rubric is not None and "{criteria}" not in text:
+        yield f"{_JUDGE}.template: has no {{criteria}}, so the judge would not know what {_JUDGE}.rubric asks for"
 
 
 def _episodes(config: Config) -> Iterator[str]:

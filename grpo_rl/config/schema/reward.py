@@ -101,17 +101,26 @@ class JudgeConfig:
     model: str | None = None
     """The judge model's name at base_url."""
     template: str | None = None
-    """The judge's prompt: a text, or a file (.txt, .md), with {prompt}, {response} and {ground_truth}; null: a built-in
-    one that asks for 0 to 10."""
+    """The judge's prompt: a text, or a file (.txt, .md), with {prompt}, {response} and {ground_truth}, and {criteria} of a
+    rubric; null: a built-in one that asks for 0 to 10, or for a mark of each criterion."""
     system: str | None = None
     """System message before the judge's prompt."""
     parser: str = "score"
     """The rule that turns the judge's answer into a number: score (the last `score: x`), last_number, json:KEY, or
     path.py:function(text) -> float."""
+    rubric: str | None = None
+    """Weighted criteria that are marked one by one: a file (.yaml, .json), its text, or `row` for the list in
+    each row's extra_info.rubric; null: one score for the whole response."""
+    rubric_calls: Literal["together", "each"] = "together"
+    """One request for all criteria of a response, or one for each."""
+    rubric_aggregation: Literal["mean", "weighted", "all"] = "weighted"
+    """The score from the marks: their mean, their mean by weight, or 1 where all reach rubric_pass and else 0."""
+    rubric_pass: Factor = 0.5
+    """The least mark that passes with rubric_aggregation=all."""
     min_score: Factor | None = None
-    """A lower score is invalid; null: any is valid."""
+    """A lower score is invalid, or a lower mark; null: any is valid, of a rubric any from 0."""
     max_score: Factor | None = None
-    """A higher score is invalid; null: any is valid."""
+    """A higher score is invalid, or a higher mark; null: any is valid, of a rubric any up to 1."""
     weight: Factor = 1.0
     """Factor of the judge's score in the reward."""
     max_tokens: Length = 512

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.errors import ConfigError
@@ -269,3 +270,75 @@ def test_closing_gives_up_what_is_pending_and_ends_the_thread(server, judge):
     assert not asked._thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         asked.submit(rollout(1))
+
+
+# ---- rubrics -----------------------------------------------------------------------------------------
+
+CRITERIA = """
+- {name: right, criterion: The answer is right., weight: 3}
+- It is short.
+- {name: rude, description: It is rude., points: -1}
+"""
+MARKS = {"right": 1, "criterion_2": 0.5, "rude": 0.25}
+
+
+def marking(number: int, body: dict[str, Any]) -> Answer:
+    """Mark the criteria that the question has, as a judge does that reads it."""
+    asked = [line[2:].partition(":")[0] for line in body["messages"][-1]["content"].splitlines() if line.startswith("- ")]
+    return completion(f"Reasons {{x}}. {json.dumps({name: MARKS[name] for name in asked})}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "score", "requests"),
+    [
+        ({}, (3 * 1 + 0.5 - 0.25) / 4, 1),
+        ({"rubric_calls": "each"}, (3 * 1 + 0.5 - 0.25) / 4, 3),
+        ({"rubric_aggregation": "mean"}, 0.75, 1),
+        ({"rubric_aggregation": "all"}, 1.0, 1),
+        ({"rubric_aggregation": "all", "rubric_pass": 0.6, "rubric_calls": "each"}, 0.0, 2),
+    ],
+)
+@pytest.mark.parametrize("of_row", [False, True])
+def test_a_rubric_is_marked_and_its_marks_make_the_score(server, judge, tmp_path, settings, score, requests, of_row):
+    server.reply = marking
+    lines = (
+        CRITERIA if settings.get("rubric_aggregation", "weighted") == "weighted" else CRITERIA.rpartition("- {name: rude")[0]
+    )
+    names = list(MARKS)[: lines.count("- ")]
+    (tmp_path / "rubric.yaml").write_text(lines)
+    asked, item = judge(rubric="row" if of_row else str(tmp_path / "rubric.yaml"), **settings), rollout(0)
+    item.prompt.extra_info.update({"rubric": yaml.safe_load(lines)} if of_row else {})
+    (found,) = asked.wait([item])
+    assert found.score == pytest.approx(score) and found.extras == {name: MARKS[name] for name in names}
+    assert len(server.bodies) == requests
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [('{"right": 1, "criterion_2": 1}', "no JSON object with 'rude'"), ('{"right": 2, "criterion_2": 1, "rude": 0}', "2 is not within 0 to 1")],
+)  # fmt: skip
+def test_a_mark_that_is_missing_or_out_of_range_makes_the_judgement_invalid(server, judge, answer, said):
+    server.reply = lambda number, body: completion(answer)
+    failed = one(judge(rubric=CRITERIA))
+    assert failed == Failure("judge_invalid") and said in failed.detail
+
+
+@pytest.mark.parametrize(
+    ("rubric", "said"),
+    [
+        ("[]\n", "a list of 1 to 100 criteria"),
+        ("- {name: a}\n", "criterion 1 has no text"),
+        ("- {text: a, weight: heavy}\n", "criterion 1 has the weight 'heavy'"),
+        ("- {text: a, weight: -1}\n", "some criterion must have a weight above 0"),
+        ("- {name: a, text: b}\n- {name: a, text: c}\n", "there once each, and without a slash: a"),
+        ("not there.yaml", "No such file"),
+    ],
+)
+def test_a_rubric_that_cannot_be_used_is_refused_before_anything_is_asked(server, rubric, said):
+    with pytest.raises(ConfigError, match=said):
+        JudgeSetup.from_config(JudgeConfig(base_url=server.url, model="m", rubric=rubric))
+
+
+def test_a_row_without_a_rubric_has_no_score(server, judge):
+    failed = one(judge(rubric="row"))
+    assert failed == Failure("judge_invalid") and "extra_info.rubric of its row" in failed.detail and not server.bodies
