@@ -20,9 +20,10 @@ from grpo_rl.checkpoint.manifest import TRAINING
 from grpo_rl.checkpoint.tensors import HostMemory, Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models.lora import Adapters
+from grpo_rl.models.optim import AVERAGE
 from grpo_rl.models.sharded_load import is_first_replica, local_of, rows_of
 
-_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq", AVERAGE)
 
 
 @dataclass(frozen=True, slots=True)

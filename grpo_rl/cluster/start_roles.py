@@ -382,7 +382,8 @@ def make_teacher(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole,
     teachers = []
     for name, settings in plan.teachers:
         if settings.model_path is None or worker_group is None:
-            teachers.append(Teacher(name, settings, actor.worker_group, "teacher_logprobs"))
+            method = "teacher_logprobs" if settings.ema_decay is None else "average_logprobs"
+            teachers.append(Teacher(name, settings, actor.worker_group, method))
         else:
             teachers.append(Teacher(name, settings, worker_group, "logprobs", (own,)))
             own += 1
@@ -419,6 +420,7 @@ def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) ->
         old_from_engine=plan.passes.old_logprobs == "engine",
         measures_engine=not RolloutCorrection.from_config(config.algorithm.rollout_correction).active,
         replays_routing=plan.passes.replays_routing,
+        ema_decay=next((teacher.ema_decay for _, teacher in plan.teachers if teacher.ema_decay is not None), None),
     )
 
 

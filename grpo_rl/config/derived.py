@@ -114,10 +114,17 @@ def teachers_of(config: Config) -> dict[str, TeacherConfig]:
             problems.append(f"{key}.{name}.weight={one.weight}: a number above 0 and at most 1e6")
         if one.dtype not in get_args(Dtype):
             problems.append(f"{key}.{name}.dtype={one.dtype}: one of {', '.join(get_args(Dtype))}")
+        decay = one.ema_decay
+        if decay is not None and (isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1):
+            problems.append(f"{key}.{name}.ema_decay={decay}: a number between 0 and 1, or null")
+        elif decay is not None and one.model_path is not None:
+            problems.append(f"{key}.{name}.ema_decay={decay}: averages the policy's weights, and this teacher has a model_path")
         texts = {"model_path": one.model_path, "key": one.key, "context": one.context}
         problems += [
             f"{key}.{name}.{text}={value}: text, or null" for text, value in texts.items() if not isinstance(value, str | None)
         ]
+    if len({one.ema_decay for one in found.values()} - {None}) > 1:
+        problems.append(f"{key}: the policy has one moving average; give all teachers with ema_decay the same")
     if problems or not found:
         raise ConfigError(problems or f"{key}: distillation.enabled=true names no teacher; {key}.teacher_model.model_path=...")
     return found

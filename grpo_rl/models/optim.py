@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,41 @@ class Muon(torch.optim.Optimizer):
             parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
             rows = local_of(parameter)
             rows.sub_(update[slice(*rows_of(parameter))].to(rows), alpha=group["lr"] * scale)
+
+
+AVERAGE = "average"
+"""The name of a parameter's moving average among its moments, with which it is saved, restored and moved."""
+
+
+def keep_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
+    """Keep a moving average of the trained parameters: after the first step they themselves, later decay * average + (1 - decay) * them."""
+
+    @torch.no_grad()
+    def update(*_: object) -> None:
+        for parameter, state in optimizer.state.items():
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(parameter.detach(), 1.0 - decay)
+            else:
+                state[AVERAGE] = parameter.detach().clone()
+
+    optimizer.register_step_post_hook(update)
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let the parameters be their moving averages inside of this context; before the first step they are what they are."""
+    with torch.no_grad():
+        pairs = [
+            (local_of(parameter), local_of(state[AVERAGE])) for parameter, state in optimizer.state.items() if AVERAGE in state
+        ]
+        own = [parameter.clone() for parameter, _ in pairs]
+        for parameter, average in pairs:
+            parameter.copy_(average)
+        try:
+            yield
+        finally:
+            for (parameter, _), values in zip(pairs, own, strict=True):
+                parameter.copy_(values)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

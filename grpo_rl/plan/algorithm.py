@@ -324,9 +324,9 @@ def _check_distillation(config: Config) -> None:
             problems.append(
                 f"{key}.{name}.context: is put before sampled prompts, and rows are trained as they stand; leave it out"
             )
-        if teacher.model_path is None and teacher.context is None:
+        if teacher.model_path is None and teacher.context is None and teacher.ema_decay is None:
             problems.append(
-                f"{key}.{name}: is the policy with the same prompt, which teaches nothing; give it a model_path or a context"
+                f"{key}.{name}: is the policy with the same prompt, which teaches nothing; give it a model_path, a context or an ema_decay"
             )
         elif teacher.model_path is not None and (other := first_other_token(config, teacher.model_path)):
             problems.append(f"{key}.{name}.model_path={teacher.model_path}: {other}; a teacher needs the policy's tokens")

@@ -79,7 +79,10 @@ def _teacher(teacher: TeacherConfig, plan: Plan) -> str:
     """Describe a teacher: its model, what it reads and whom it teaches."""
     role = plan.role("teacher")
     ranks = "" if role is None else f" ({role.num_workers} frozen rank{'s' * (role.num_workers > 1)} in the {role.pool}'s pool)"
-    model = "the policy as it is" if teacher.model_path is None else f"{teacher.model_path}{ranks}"
+    own = (
+        "the policy as it is" if teacher.ema_decay is None else f"a moving average of the policy (decay {teacher.ema_decay:g})"
+    )
+    model = own if teacher.model_path is None else f"{teacher.model_path}{ranks}"
     reads = "" if teacher.context is None else ", with a context that the policy does not read"
     whom = "prompts of any other data_source" if teacher.key is None else f"prompts of data_source {teacher.key}"
     shares = [one.weight for _, one in plan.teachers if one.key == teacher.key]

@@ -17,6 +17,7 @@ from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, load, lora
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
+from grpo_rl.models.optim import averaged, keep_average
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sharded_load import bit_sums
 from grpo_rl.rollout.engine import NcclRendezvous
@@ -47,6 +48,8 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         routing = self.model.routing
         self.routers = None if routing is None else RouterWatch(routing, spec, self.device, self._sequences)
         """The watch over the routers of a model with experts; None for any other."""
+        if spec.ema_decay is not None:
+            keep_average(self.optimizer, spec.ema_decay)
         self._distance = 0.0, 0
         self._shown: dict[int, Tensor] = {}
         """The log-probs that the last pass of an update saw of each rollout whose tokens the log shows."""
@@ -71,13 +74,30 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     ) -> tuple[bool, dict[str, Any]]:
         """Return what a teacher returns, by the policy as it is."""
         self.memory.load_weights()
+        columns = self._taught(shard, micro_batches, want_hidden, top)
+        self.memory.release()
+        return as_block(columns)
+
+    def average_logprobs(self, shard: Batch, *arguments: Any) -> tuple[bool, dict[str, Any]]:
+        """Return what a teacher returns, by the moving average of the policy's weights."""
+        self.files.wait_for_copy()  # of a checkpoint, which is to have the weights themselves
+        self.memory.load_all()
+        fsdp.reshard(self.model)
+        with averaged(self.optimizer):
+            columns = self._taught(shard, *arguments)
+            fsdp.reshard(self.model)
+        self.memory.release()
+        return as_block(columns)
+
+    def _taught(
+        self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         self.model.eval()
         wanted: dict[str, Any] = {"share_prompts": self.spec.policy.share_prompts, "want_hidden": want_hidden, "top": top}
         columns = reference_columns(self.model, shard, micro_batches, self.device, **wanted)
         self._distance = distance(shard, micro_batches, columns["logprobs_T"])
         self.model.train()
-        self.memory.release()
-        return as_block(columns)
+        return columns
 
     def distance(self) -> tuple[float, int]:
         """Return what `sharded_policy.distance` says of the last pass as a teacher."""

@@ -111,6 +111,8 @@ class ActorSpec:
     """True where the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
     replays_routing: bool = False
     """True where tokens take the same experts in an update as in the pass for old log-probs (router_replay.mode=R2)."""
+    ema_decay: float | None = None
+    """The decay of the moving average of the weights that a teacher has; None: no teacher has one."""
 
     @property
     def in_host_memory(self) -> bool:

@@ -30,7 +30,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def spec_for(path: Path, **optim: Any) -> ActorSpec:
-    """Dropout on, so that the random state matters; a rate that changes in every step, so that the schedule does."""
+    """Dropout on, so that the random state matters; a rate that changes in every step, so that the schedule does; a moving average."""
     model = ModelConfig(path=str(path), override_config={"attention_dropout": 0.2})
     return ActorSpec(
         PolicySpec(model, temperature=1.0, dtype="float32", train=True),
@@ -38,6 +38,7 @@ def spec_for(path: Path, **optim: Any) -> ActorSpec:
         OptimConfig(**{"lr": 1e-3, "lr_warmup_steps": 2, "lr_scheduler_type": "cosine", **optim}),
         total_optimizer_steps=12,
         seed=3,
+        ema_decay=0.9,
     )
 
 

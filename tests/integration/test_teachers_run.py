@@ -20,6 +20,7 @@ WORDS = [
     "trainer.save_freq=1",
     "distillation.enabled=true",
     f"{T}.other.weight=2",
+    f"{T}.self.ema_decay=0.5",
     f"{T}.self.context='The answer is {{ground_truth}}. '",
     f"{L}.loss_mode=jsd",
     f"{L}.topk=5",

@@ -142,7 +142,8 @@ class DistillationConfig:
     """Learn from teachers, which are frozen models or the policy itself with another prompt (docs/teachers.md)."""
     teacher_models: dict[str, Any] = field(default_factory=dict)
     """The teachers by name, each with model_path (null: the policy itself), key (the data_source that it teaches; null: any),
-    weight (share of the prompts, among teachers of the same key), context (text that only it reads) and dtype."""
+    weight (share of the prompts, among teachers of the same key), context (text that only it reads), dtype, and ema_decay (of the policy
+    itself: teach with a moving average of its weights)."""
     nnodes: NodesOrNone = 0
     """Nodes of the teachers' own pool; 0: they share the actor's devices."""
     n_gpus_per_node: Devices | None = None
@@ -166,3 +167,5 @@ class TeacherConfig:
     """Text before the prompt, in its system message where it has messages, with {ground_truth} and {extra_info.NAME} of the row."""
     dtype: Dtype = "auto"
     """The number type its layers compute in."""
+    ema_decay: float | None = None
+    """Of the policy itself: the share of the average that each optimizer step keeps, as 0.99; None: its weights as they are."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from grpo_rl.config.schema.tree import OptimConfig
-from grpo_rl.models.optim import lr_factor, make_optimizer, make_scheduler, orthogonal
+from grpo_rl.models.optim import averaged, keep_average, lr_factor, make_optimizer, make_scheduler, orthogonal
 
 
 def factors(total_steps: int, **settings: object) -> list[float]:
@@ -23,6 +23,25 @@ def test_warm_up_rises_in_equal_steps_from_above_zero_to_one():
 def test_linear_falls_to_its_end_in_equal_steps():
     assert factors(4, lr_scheduler_type="linear") == pytest.approx([1, 0.75, 0.5, 0.25, 0])
     assert factors(4, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_the_average_moves_with_each_step_and_lends_its_values():
+    weights = [nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))]
+    optimizer = make_optimizer(nn.ParameterList(weights), OptimConfig(lr=0.1))
+    keep_average(optimizer, 0.8)
+    with averaged(optimizer):
+        pass  # before the first step there is none
+    expected = None
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+        own = [weight.detach().clone() for weight in weights]
+        expected = own if expected is None else [0.8 * old + 0.2 * new for old, new in zip(expected, own, strict=True)]
+    with averaged(optimizer):
+        for weight, value in zip(weights, expected, strict=True):
+            torch.testing.assert_close(weight.detach(), value)
+    assert all(torch.equal(weight, value) for weight, value in zip(weights, own, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
