@@ -52,7 +52,7 @@ AHEAD = ((0.5, 1.5), (1.5, 2.5))
 """Two faults are armed at once; each waits for a step so far after the newest commit, in steps between two faults."""
 FEWEST_AHEAD = 3
 FORK_SERVER = b"grpo_rl/cluster/processes/fork_server.py"
-REWARD_PROCESS = b"grpo_rl.rewards.runtime.reward_process_main"
+REWARD_PROCESS = b"grpo_rl.rewards.runtime.process"
 
 
 class Source:

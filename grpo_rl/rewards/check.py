@@ -13,11 +13,10 @@ import itertools
 import json
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -28,10 +27,10 @@ from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.data.rows import column, wrong
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
-from grpo_rl.processes.child import OutputLog, encode
+from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract import ERROR, TIMEOUT, RewardFailure, RewardResult
-from grpo_rl.rewards.runtime.worker import UNSENDABLE, Reply, RewardProcess, read_answer, spared
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, Sample
+from grpo_rl.rewards.runtime.process import Job, Response, RewardProcess, spared
 
 SHOWN_ROWS = 20
 SHOWN_CHARACTERS = 40
@@ -59,16 +58,16 @@ class Row:
     extra_info: dict[str, Any]
     response: str | None
 
+    def sample(self) -> Sample:
+        return Sample(self.data_source, self.response or "", self.ground_truth, self.extra_info)
 
-@dataclass(slots=True)
-class TriedRow:
+
+class TriedRow(NamedTuple):
     """The result of one call."""
 
     row: Row
-    seconds: float = 0.0
-    score: float | None = None
-    parts: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None
+    seconds: float
+    outcome: Outcome
 
 
 def configured(spec: str, options: dict[str, Any], batched: bool, timeout_s: float) -> RewardConfig:
@@ -88,60 +87,34 @@ class Trial:
     """A reward process as a run has them, asked by the main thread; it is replaced when it had to be killed."""
 
     def __init__(self, config: RewardConfig, data_sources: Sequence[str]) -> None:
-        self._config = config
-        self._data_sources = data_sources
-        self._name = RewardFunction.from_config(config).components[0].name
+        self._config, self._data_sources = config, data_sources
+        self._components = RewardFunction.from_config(config).components
         self._worker: RewardProcess | None = None
-        self._seconds: dict[int, float] = {}
         self.log = OutputLog()
 
     def outcomes(self, rows: Sequence[Row]) -> list[TriedRow]:
-        """Return what the function gives for these rows: one, or all of those that a function of lists is called with.
+        """Return what the function gives for these rows: each by itself, or all in one call of a function of lists.
 
         Raises RewardError where no process starts.
         """
-        found = self._call(rows)
-        if len(rows) > 1 and all(isinstance(one, RewardFailure) for one in found):
-            found = spared(rows, found, lambda rows: [one for row in rows for one in self._call([row])], self._call)
-        return [self._outcome(row, one) for row, one in zip(rows, found, strict=True)]
+        job = Job([Response("", row.sample) for row in rows], self._components)
+        self._ask([job])
+        return [TriedRow(row, job.seconds / len(rows), one) for row, one in zip(rows, spared(job, self._ask), strict=True)]
 
     def close(self) -> None:
         """End the process and all that it started."""
         if self._worker is not None:
             self._worker.child.kill()
 
-    def _call(self, rows: Sequence[Row]) -> list[RewardResult | RewardFailure]:
-        samples = [(row.data_source, row.response, row.ground_truth, row.extra_info) for row in rows]
-        try:
-            body = encode({"functions": [self._name], "calls": [samples], "timed": True})
-        except (TypeError, ValueError) as error:
-            return [RewardFailure(ERROR, f"{UNSENDABLE}: {error}")] * len(rows)
-        worker, reply = self._ready(), Reply()
-        started = time.perf_counter()
-        worker.ask(body, [reply], 1, self._config.timeout_s)
-        answer = reply.answers[0] if reply.complete else None
-        inside = answer.get("seconds") if isinstance(answer, dict) else None
-        seconds = inside if isinstance(inside, float) else time.perf_counter() - started
-        self._seconds |= {row.place: seconds / len(rows) for row in rows}
-        if reply.timed_out:
-            return [RewardFailure(TIMEOUT, f"took longer than {self._config.timeout_s:g} s")] * len(rows)
-        if reply.ended is not None:
-            return [RewardFailure(ERROR, reply.ended)] * len(rows)
-        given = answer.get("answers") if isinstance(answer, dict) else None
-        return [read_answer(one) for one in (given if isinstance(given, list) else [answer] * len(rows))]
-
-    def _ready(self) -> RewardProcess:
-        if self._worker is None or not self._worker.child.alive:
-            self._worker = RewardProcess(self._config, self._data_sources, self.log)
-            if trouble := self._worker.child.wait_until_ready():
-                raise RewardError(f"the process of the reward function cannot start: {trouble}")
-        return self._worker
-
-    def _outcome(self, row: Row, found: RewardResult | RewardFailure) -> TriedRow:
-        seconds = self._seconds.get(row.place, 0.0)
-        if isinstance(found, RewardFailure):
-            return TriedRow(row, seconds, failure=f"{found.kind}: {found.cause}")
-        return TriedRow(row, seconds, found.score, found.values)
+    def _ask(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            left: Sequence[Job] = [job]
+            while left:
+                if self._worker is None or not self._worker.child.alive:
+                    self._worker = RewardProcess(self._config, self._data_sources, self.log)
+                    if trouble := self._worker.child.wait_until_ready():
+                        raise RewardError(f"the process of the reward function cannot start: {trouble}")
+                left = self._worker.ask(left)
 
 
 # ---- rows and their right responses --------------------------------------------------------------------
@@ -217,49 +190,50 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def show(outcomes: Sequence[TriedRow], unmade: int, console: Console) -> None:
+def show(tried: Sequence[TriedRow], unmade: int, console: Console) -> None:
     """The table of rows, the timings and the failures. Model text is shown without its control characters."""
     table = Table("row", "response", "score", "parts")
-    for outcome in outcomes[:SHOWN_ROWS]:
-        score = "failed" if outcome.failure is not None or outcome.score is None else f"{outcome.score:g}"
-        parts = "  ".join(f"{key} {value:g}" for key, value in outcome.parts.items())
-        table.add_row(str(outcome.row.place), Text(_start(outcome.row.response or "")), score, Text(parts))
+    for one in tried[:SHOWN_ROWS]:
+        score, values = (
+            ("failed", {}) if isinstance(one.outcome, RewardFailure) else (f"{one.outcome.score:g}", one.outcome.values)
+        )
+        parts = "  ".join(f"{key} {value:g}" for key, value in values.items())
+        table.add_row(str(one.row.place), Text(_start(one.row.response or "")), score, Text(parts))
     console.print(table)
-    if len(outcomes) > SHOWN_ROWS:
-        console.print(f"and {len(outcomes) - SHOWN_ROWS} rows more")
+    if len(tried) > SHOWN_ROWS:
+        console.print(f"and {len(tried) - SHOWN_ROWS} rows more")
     if unmade:
         console.print(
             f"{unmade} rows left out: no right response could be made from their ground truth; give a column `response`"
         )
-    if not outcomes:
+    if not tried:
         return
-    scores = [outcome.score for outcome in outcomes if outcome.score is not None and outcome.failure is None]
+    scores = [one.outcome.score for one in tried if isinstance(one.outcome, RewardResult)]
     if scores:
         console.print(f"score: mean {sum(scores) / len(scores):.4g}, least {min(scores):g}, greatest {max(scores):g}")
     # The first call loads what the function needs.
-    warm = [1000 * outcome.seconds for outcome in outcomes[1:] or outcomes]
+    warm = [1000 * one.seconds for one in tried[1:] or tried]
     console.print(
         f"time per call: p50 {percentile(warm, 0.5):.3f} ms, p99 {percentile(warm, 0.99):.3f} ms, max {max(warm):.3f} ms; "
-        f"the first one {1000 * outcomes[0].seconds:.1f} ms"
+        f"the first one {1000 * tried[0].seconds:.1f} ms"
     )
-    failed = [outcome for outcome in outcomes if outcome.failure is not None]
-    console.print(f"{len(outcomes)} rows, {len(failed)} failed")
-    for outcome in failed[:SHOWN_FAILURES]:
-        console.print(Text(f"  row {outcome.row.place}: {_printable(outcome.failure or '')}", style="red"))
+    failed = [(one.row.place, one.outcome) for one in tried if isinstance(one.outcome, RewardFailure)]
+    console.print(f"{len(tried)} rows, {len(failed)} failed")
+    for place, failure in failed[:SHOWN_FAILURES]:
+        console.print(Text(f"  row {place}: {failure.kind}: {_printable(failure.cause)}", style="red"))
     if len(failed) > SHOWN_FAILURES:
         console.print(f"  and {len(failed) - SHOWN_FAILURES} more")
 
 
-def show_strange(outcomes: Sequence[TriedRow], console: Console) -> None:
+def show_strange(tried: Sequence[TriedRow], console: Console) -> None:
     """Say what the strange responses to the first row are worth, and which of them failed."""
-    for name, outcome in zip(STRANGE, outcomes, strict=False):
-        if outcome.failure is not None:
-            console.print(Text(f"a response that is {name} failed: {_printable(outcome.failure)}", style="red"))
-    scores = [
-        f"{name} {one.score:g}"
-        for name, one in zip(STRANGE, outcomes, strict=False)
-        if one.failure is None and one.score is not None
-    ]
+    scores = []
+    for name, one in zip(STRANGE, tried, strict=False):
+        if isinstance(one.outcome, RewardFailure):
+            failure = f"{one.outcome.kind}: {_printable(one.outcome.cause)}"
+            console.print(Text(f"a response that is {name} failed: {failure}", style="red"))
+        else:
+            scores.append(f"{name} {one.outcome.score:g}")
     if scores:
         console.print(f"strange responses to the first row: {', '.join(scores)}")
 
@@ -304,20 +278,19 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         console.print(Text(str(error), style="red"))
         return FAILED
     usable = [row for row in rows if row.response is not None]
-    outcomes: list[TriedRow] = []
+    tried: list[TriedRow] = []
     strange: list[TriedRow] = []
-    printed = ""
     trial = Trial(config, [row.data_source for row in usable])
     interrupted = False
     try:
         for some in [usable] if given.batched and usable else [[row] for row in usable]:
-            outcomes += trial.outcomes(some)
+            tried += trial.outcomes(some)
         printed = trial.log.last
-        works = [outcome.row for outcome in outcomes if outcome.failure is None]
+        works = [one.row for one in tried if isinstance(one.outcome, RewardResult)]
         odd = [
-            replace(row, place=-1 - number, response=str(row.ground_truth) if text is None else text)
+            replace(row, response=str(row.ground_truth) if text is None else text)
             for row in works[:1]
-            for number, text in enumerate(STRANGE.values())
+            for text in STRANGE.values()
         ]
         for some in [odd] if given.batched and odd else [[row] for row in odd]:
             strange += trial.outcomes(some)
@@ -326,16 +299,16 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         return FAILED
     except KeyboardInterrupt:
         interrupted, printed = True, trial.log.last
-        console.print(f"interrupted after {len(outcomes)} of {len(usable)} rows")
+        console.print(f"interrupted after {len(tried)} of {len(usable)} rows")
     finally:
         trial.close()
-    show(outcomes, len(rows) - len(usable), console)
+    show(tried, len(rows) - len(usable), console)
     show_strange(strange, console)
     if printed:
         console.print(Text(f"the end of what it printed: {_printable(printed)}"))
     if interrupted:
         return INTERRUPTED
-    return 0 if outcomes and all(outcome.failure is None for outcome in [*outcomes, *strange]) else FAILED
+    return 0 if tried and all(isinstance(one.outcome, RewardResult) for one in [*tried, *strange]) else FAILED
 
 
 def _options(text: str) -> dict[str, Any]:

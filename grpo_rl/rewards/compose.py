@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.code.code_rule import check_code, code_problems
-from grpo_rl.rewards.contract import ARGUMENTS, BATCH_ARGUMENTS, INVALID, Component, RewardFailure, RewardResult, Sample, call
+from grpo_rl.rewards.contract import (
+    ARGUMENTS,
+    BATCH_ARGUMENTS,
+    INVALID,
+    Component,
+    Outcome,
+    RewardFailure,
+    RewardResult,
+    Sample,
+    call,
+)
 from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
 from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS
 from grpo_rl.rewards.rules.auto import auto, check_data_sources
@@ -103,7 +113,7 @@ class RewardFunction:
 
         Raises RewardFailure as `assemble` does.
         """
-        outcomes: list[RewardResult | RewardFailure] = []
+        outcomes: list[Outcome] = []
         for component in self._as_called():
             try:
                 outcomes.append(call(component, sample_of(rollout)))
@@ -111,7 +121,7 @@ class RewardFunction:
                 raise failure.at(place(component.name, rollout)) from failure.__cause__
         return self.assemble(rollout, outcomes)
 
-    def assemble(self, rollout: Rollout, outcomes: Sequence[RewardResult | RewardFailure]) -> AssembledReward:
+    def assemble(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> AssembledReward:
         """Return what the results are worth together: those of functions of one response, then those of functions of lists.
 
         Parts are each component's score by name, further numbers of a dict as `name/key`. `acc` and `answer` of the first component
@@ -172,9 +182,14 @@ def sample_of(rollout: Rollout) -> Sample:
     return Sample(prompt.data_source, str(rollout.text), prompt.ground_truth, extra_info)
 
 
+def label(rollout: Rollout) -> str:
+    """Return which prompt and sample an error is about."""
+    return f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
+
+
 def place(name: str, rollout: Rollout) -> str:
     """Return which function, prompt and sample an error is about."""
-    return f"reward {name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
+    return f"reward {name!r} for {label(rollout)}"
 
 
 def audit_of(config: RewardConfig) -> RewardConfig:

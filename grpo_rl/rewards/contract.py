@@ -87,6 +87,9 @@ class RewardResult(NamedTuple):
         return {**self.values, **steps, "score": self.score}
 
 
+Outcome = RewardResult | RewardFailure
+
+
 def read_result(value: Any) -> RewardResult:
     """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, where there is none."""
     if not isinstance(value, Mapping):
@@ -163,7 +166,7 @@ def call(component: Component, sample: Sample) -> RewardResult:
     return _read(_returned(component, dict(zip(ARGUMENTS, sample, strict=True))))
 
 
-def call_batch(component: Component, samples: Sequence[Sample]) -> list[RewardResult | RewardFailure]:
+def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]:
     """The results of one call for all responses. Raises RewardFailure where the call itself fails, which no response survives."""
     columns = [list(column) for column in zip(*samples, strict=True)]
     returned = _returned(component, dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
@@ -199,7 +202,7 @@ async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
 
 
-def _read_or_failure(value: Any) -> RewardResult | RewardFailure:
+def _read_or_failure(value: Any) -> Outcome:
     try:
         return _read(value)
     except RewardFailure as failure:

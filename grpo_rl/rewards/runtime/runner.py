@@ -7,15 +7,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.processes.child import KILL_S, OutputLog
 from grpo_rl.rewards.combined import fail, stop_where_due
-from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract import RewardFailure
-from grpo_rl.rewards.runtime.worker import Job, Outcome, Reply, RewardProcess, request_for, spared
+from grpo_rl.rewards.compose import RewardFunction, label, sample_of
+from grpo_rl.rewards.contract import Outcome, RewardFailure
+from grpo_rl.rewards.runtime.process import Job, Response, RewardProcess, spared
 from grpo_rl.types import Rollout
 
 Key = tuple[str, int]
@@ -50,7 +51,7 @@ class RewardRunner:
         self._singly = [component for component in function.components if not component.batched]
         self._batched = [component for component in function.components if component.batched]
         self._data_sources = list(data_sources)
-        self._jobs: dict[Key, Job] = {}
+        self._jobs: dict[Key, tuple[Rollout, Job]] = {}
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._closed = False
@@ -86,8 +87,9 @@ class RewardRunner:
         if self._closed:
             raise RuntimeError("the reward runner is closed")
         pending = self._jobs.get(_key(rollout))
-        if pending is None or not pending.rollouts[0].same_response(rollout):
-            job = self._jobs[_key(rollout)] = Job([rollout], self._singly, done=not self._singly, outcomes=[[]])
+        if pending is None or not pending[0].same_response(rollout):
+            job = Job([_response(rollout)], self._singly, done=not self._singly, outcomes=[[]])
+            self._jobs[_key(rollout)] = rollout, job
             if not job.done:
                 self._put([job])
 
@@ -100,11 +102,11 @@ class RewardRunner:
         """
         for rollout in rollouts:
             self.submit(rollout)
-        jobs = [self._jobs[_key(rollout)] for rollout in rollouts]
-        together = [Job(rollouts, [component]) for component in self._batched] if rollouts else []
-        self._put(together)
-        self._await([*jobs, *together])
-        further = [self._spared(job) for job in together]
+        jobs = [self._jobs[_key(rollout)][1] for rollout in rollouts]
+        responses = [_response(rollout) for rollout in rollouts]
+        together = [Job(responses, [component]) for component in self._batched] if rollouts else []
+        self._call(together, beside=jobs)
+        further = [spared(job, self._call) for job in together]
         for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
             self._settle(rollout, [*job.outcomes[0], *more])
             self._jobs.pop(_key(rollout), None)
@@ -122,29 +124,6 @@ class RewardRunner:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
-    # ---- functions that take lists -------------------------------------------------------------------
-
-    def _spared(self, job: Job) -> list[Outcome]:
-        """Return the function's result for each response; one that makes the whole call fail costs the others nothing."""
-        outcomes = [row[0] for row in job.outcomes]
-        if not (job.failed_as_whole and job.is_joint):
-            return outcomes
-        components = list(job.components)
-
-        def called(jobs: Sequence[Job]) -> list[Outcome]:
-            self._put(jobs)
-            self._await(jobs)
-            return [row[0] for one in jobs for row in one.outcomes]
-
-        return spared(
-            job.rollouts,
-            outcomes,
-            alone=lambda rollouts: called([Job([rollout], components) for rollout in rollouts]),
-            together=lambda rollouts: called([Job(rollouts, job.components)]),
-        )
-
-    # ---- what a rollout gets -------------------------------------------------------------------------
-
     def _settle(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
         try:
             rollout.reward, rollout.reward_parts, rollout.steps = self._function.assemble(rollout, outcomes)
@@ -152,22 +131,10 @@ class RewardRunner:
         except RewardFailure as failure:
             fail(rollout, failure.kind, failure.cause, self._config)
 
-    # ---- the threads, each with one process -----------------------------------------------------------
-
-    def _put(self, jobs: Sequence[Job]) -> None:
-        """Give new jobs to the processes."""
-        with self._changed:
-            if self._num_pending == 0 and jobs:
-                self._busy_since = time.perf_counter()
-            self._num_pending += len(jobs)
-        self._put_again(jobs)
-
-    def _put_again(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            self._queue.put(job)
-
-    def _await(self, jobs: Sequence[Job]) -> None:
-        left = list(jobs)
+    def _call(self, jobs: Sequence[Job], beside: Sequence[Job] = ()) -> None:
+        """Have new jobs done, and wait for them and those `beside`."""
+        self._put(jobs)
+        left = [*beside, *jobs]
         with self._changed:
             while True:
                 while left and left[-1].done:
@@ -178,6 +145,15 @@ class RewardRunner:
                     raise RewardError(self._broken)
                 self._changed.wait(1.0)
 
+    def _put(self, jobs: Sequence[Job]) -> None:
+        """Give new jobs to the processes."""
+        with self._changed:
+            if self._num_pending == 0 and jobs:
+                self._busy_since = time.perf_counter()
+            self._num_pending += len(jobs)
+        for job in jobs:
+            self._queue.put(job)
+
     def _work(self, number: int, log_path: Path | None) -> None:
         log = OutputLog(log_path)
         try:
@@ -185,12 +161,13 @@ class RewardRunner:
             while (job := self._queue.get()) is not None and not self._closed:
                 if not worker.child.alive:
                     worker = self._start(number, log)
-                left = self._ask(self._with_others(job), worker, number)
-                if left and worker.died_by_itself:
-                    # An earlier call may have left it broken: a response answers only for a process that no other has used.
+                left = worker.ask(self._with_others(job), partial(self._tell, number, worker))
+                if left and not worker.child.alive:
+                    # Another call may have broken it: a response answers only for a process that no other has used.
                     worker = self._start(number, log)
-                    left = [*self._ask(left[:1], worker, number), *left[1:]]
-                self._put_again(left)
+                    left = [*worker.ask(left[:1], partial(self._tell, number, worker)), *left[1:]]
+                for job in left:
+                    self._queue.put(job)
                 if not worker.child.alive and not self._closed:
                     worker = self._start(number, log)
         except Exception as error:  # a thread's own exception would be lost
@@ -202,14 +179,14 @@ class RewardRunner:
 
     def _with_others(self, first: Job) -> list[Job]:
         """The job, and as many that wait and call the same functions as leaves enough for every other process."""
-        jobs, size = [first], len(first.rollouts[0].text)
+        jobs, size = [first], sum(response.size for response in first.responses[:1])
         share = min(MOST_AT_ONCE, self._queue.qsize() // (SHARES * len(self._threads)))
         while len(jobs) < share and size < LARGEST_AT_ONCE and not first.is_joint:
             with contextlib.suppress(queue.Empty):
                 job = self._queue.get_nowait()
                 if job is not None and job.components is first.components and not job.is_joint:
                     jobs.append(job)
-                    size += len(job.rollouts[0].text)
+                    size += job.responses[0].size
                     continue
                 self._queue.put(job)
             break
@@ -229,47 +206,16 @@ class RewardRunner:
             self._changed.notify_all()
         return worker
 
-    def _ask(self, jobs: Sequence[Job], worker: RewardProcess, number: int) -> list[Job]:
-        """Make these calls; those that are left, which have no outcome because of another one."""
-        request, sent = request_for(jobs)
-        self._scored(len(jobs) - len(sent))  # those that cannot be sent have failed
-        jobs = sent
-        replies = [Reply() for _ in jobs]
-        num_done = 0
-
-        def settle() -> None:
-            nonlocal num_done
-            start = num_done
-            while num_done < len(jobs) and replies[num_done].complete:
-                jobs[num_done].settle(replies[num_done], self._config.timeout_s)
-                num_done += 1
-            self._tell(jobs[start:num_done], number, worker)
-
-        if jobs:
-            worker.ask(request, replies, len(jobs[0].components), self._config.timeout_s, settle)
-        settle()
-        guilty = not worker.died_by_itself or worker.num_answered == 0
-        left = list(jobs[num_done:])
-        if left and guilty and replies[num_done].ended is not None:
-            left[0].settle(replies[num_done], self._config.timeout_s)
-            self._tell([left.pop(0)], number, worker)
-        return left
-
-    def _tell(self, jobs: Sequence[Job], number: int, worker: RewardProcess) -> None:
+    def _tell(self, number: int, worker: RewardProcess, jobs: Sequence[Job]) -> None:
         with self._changed:
             for job in jobs:
                 job.done = True
-            self._scored(len(jobs))
+            self._num_pending -= len(jobs)
+            if jobs and self._num_pending == 0:
+                self.on_busy(time.perf_counter() - self._busy_since)
             if not worker.child.alive:
                 self._ready.discard(number)
             self._changed.notify_all()
-
-    def _scored(self, number: int) -> None:
-        """Count so many jobs as done."""
-        with self._changed:
-            self._num_pending -= number
-            if number and self._num_pending == 0:
-                self.on_busy(time.perf_counter() - self._busy_since)
 
     def _break(self, why: str) -> None:
         with self._changed:
@@ -280,3 +226,7 @@ class RewardRunner:
 
 def _key(rollout: Rollout) -> Key:
     return rollout.prompt.uid, rollout.sample_index
+
+
+def _response(rollout: Rollout) -> Response:
+    return Response(label(rollout), partial(sample_of, rollout), len(rollout.text))

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from grpo_rl.rewards.check import gold_response, main
-from grpo_rl.rewards.runtime.worker import RewardProcess
+from grpo_rl.rewards.runtime.process import RewardProcess
 
 
 def row(gold="18", source="math", **more):
@@ -90,7 +90,7 @@ def test_a_function_that_hangs_or_dies_costs_its_row_and_no_other(check, my_file
     code, shown = check(name, rows, "--timeout_s", "0.2", *(["--batched"] if batched else []))
     assert code == 2
     assert "score: mean 1," in shown and "5 rows, 2 failed" in shown
-    assert "row 1: reward_timeout: took longer than 0.2 s" in shown
+    assert "row 1: reward_timeout: took longer than reward.timeout_s=0.2" in shown
     assert "row 3: reward_error: the process exited with code 3" in shown
     assert "the end of what it printed:" in shown and "seen fine" in shown
 
@@ -98,11 +98,11 @@ def test_a_function_that_hangs_or_dies_costs_its_row_and_no_other(check, my_file
 def test_an_interrupt_ends_the_trial_and_its_process_and_shows_what_there_is(check, my_file, monkeypatch):
     asked = []
 
-    def interrupted(worker, request, replies, *arguments):
+    def interrupted(worker, jobs):
         asked.append(worker)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return ask(worker, request, replies, *arguments)
+        return ask(worker, jobs)
 
     ask = RewardProcess.ask
     monkeypatch.setattr(RewardProcess, "ask", interrupted)

@@ -199,7 +199,7 @@ def test_the_processes_load_no_torch_and_stay_small(runner):
         mapped, status = Path(f"/proc/{pid}/maps").read_text(), Path(f"/proc/{pid}/status").read_text()
         assert "torch" not in mapped
         assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 512 * 1024
-    program = "import grpo_rl.rewards.runtime.reward_process_main, sys; print({'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules))"
+    program = "import grpo_rl.rewards.runtime.process, sys; print({'torch', 'numpy', 'transformers', 'ray'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
@@ -282,7 +282,7 @@ def test_no_process_outlives_a_run_that_is_killed(tmp_path):
 import os, signal
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.processes.child import OutputLog
-from grpo_rl.rewards.runtime.worker import RewardProcess
+from grpo_rl.rewards.runtime.process import RewardProcess
 worker = RewardProcess(RewardConfig(functions=['{UNRULY}:act']), [], OutputLog())
 assert worker.child.wait_until_ready() is None
 print(worker.child.pid, flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
@@ -10,53 +11,47 @@ from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.contract import Sample
+from grpo_rl.rewards.runtime.process import Job, Response, RewardProcess
 from grpo_rl.rewards.runtime.runner import RewardRunner
-from grpo_rl.rewards.runtime.worker import Job, Reply, RewardProcess, request_for
 from tests.unit.rewards.test_runner import UNRULY, make_runner, rollout
 
 TIMEOUT_S = 0.3
 
 
 def ask(*texts):
-    """Return the answers of a new process to these responses in one message."""
-    config = RewardConfig(functions=[f"{UNRULY}:act"])
+    """Return what a new process gives for these responses in one message, which of them are left, and whether it still lives."""
+    config = RewardConfig(functions=[f"{UNRULY}:act"], timeout_s=TIMEOUT_S)
+    components = RewardFunction.from_config(config).components
     worker = RewardProcess(config, [], OutputLog())
     assert worker.child.wait_until_ready() is None
-    request, jobs = request_for([Job([rollout(str(place), text)], [component]) for place, text in enumerate(texts)])
-    replies = [Reply() for _ in jobs]
+    jobs = [Job([Response(text, partial(Sample, "test", text, None, {}))], components) for text in texts]
     told = []
-    worker.ask(request, replies, 1, TIMEOUT_S, lambda: told.append([reply.complete for reply in replies].count(True)))
+    left = worker.ask(jobs, told.extend)
     was_alive = worker.child.alive
     worker.child.kill()
-    assert told == sorted(told)
-    return [(reply.answers, reply.ended, reply.timed_out) for reply in replies], was_alive
+    assert [*told, *left] == jobs
+    outcomes = [job.outcomes[0][0] for job in told]
+    return [getattr(one, "score", None) or one.cause for one in outcomes], [job.responses[0].label for job in left], was_alive
 
 
-component = type("Named", (), {"name": "act"})()
-NEVER_BEGUN = ([], None, False)
-
-
-def scored(value):
-    return [{"result": {"score": value}}], None, False
-
-
-def test_a_call_that_hangs_is_killed_at_its_own_deadline_and_those_behind_it_were_never_begun():
+def test_a_call_that_hangs_is_killed_at_its_own_deadline_and_those_behind_it_are_left():
     started = time.perf_counter()
-    replies, was_alive = ask("score 1", "loop", "score 2", "score 3")
+    found = ask("score 1", "loop", "score 2", "score 3")
     assert time.perf_counter() - started < 3.0
-    assert replies == [scored(1.0), ([], "killed after 0.3 s", True), NEVER_BEGUN, NEVER_BEGUN]
-    assert not was_alive
+    cause = "reward 'act' for loop: took longer than reward.timeout_s=0.3 (response of 4 characters)"
+    assert found == ([1.0, cause], ["score 2", "score 3"], False)
 
 
-def test_a_process_that_dies_has_answered_for_those_before_and_for_nobody_behind():
-    replies, _ = ask("score 1", "os-exit 3", "score 2")
-    assert replies == [scored(1.0), ([], "the process exited with code 3", False), NEVER_BEGUN]
+def test_a_process_that_dies_is_the_fault_of_its_first_call_only():
+    assert ask("score 1", "os-exit 3", "score 2") == ([1.0], ["os-exit 3", "score 2"], False)
+    cause = "reward 'act' for os-exit 3: the process exited with code 3"
+    assert ask("os-exit 3", "score 2") == ([cause], ["score 2"], False)
 
 
 def test_a_process_without_memory_answers_and_then_calls_nothing_more():
-    replies, was_alive = ask("no-memory", "score 2")
-    assert replies[0][0][0]["failure"] == "reward_error" and replies[0][1] is None
-    assert (replies[1], was_alive) == (NEVER_BEGUN, False)
+    [cause], left, was_alive = ask("no-memory", "score 2")
+    assert "MemoryError" in cause and (left, was_alive) == (["score 2"], False)
 
 
 def test_hostile_responses_among_many_cost_no_other_its_score_nor_its_place():

@@ -1,0 +1,265 @@
+"""A reward process: what it is asked, what its answers mean, and, below, what runs in it.
+
+It is started as `python -m grpo_rl.rewards.runtime.process CHANNEL PARENT`, loads no torch, gets the names of the functions to
+call, and answers on its channel only; what functions print goes to the log that its parent keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
+from grpo_rl.processes.child import Child, OutputLog, encode
+from grpo_rl.processes.inside import Parent, serve
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.contract import (
+    ERROR,
+    INVALID,
+    KINDS,
+    TIMEOUT,
+    Component,
+    Outcome,
+    RewardFailure,
+    Sample,
+    call,
+    call_batch,
+    read_result,
+)
+
+
+class Response(NamedTuple):
+    """A response to be scored."""
+
+    label: str
+    """The words for it in the cause of a failure, such as `prompt p, sample 3`; where it is empty, the cause names no place."""
+    read: Callable[[], Sample]
+    """Returns the arguments of the functions: a text may lie in another process until it is sent."""
+    size: int = 0
+    """Its characters."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One call: of all functions of single responses for one, or of a function that takes lists for one or many."""
+
+    responses: Sequence[Response]
+    components: list[Component]
+    outcomes: list[list[Outcome]] = field(default_factory=list)
+    """One outcome of each component for each response; shorter after a failure. Written once, before `done`."""
+    failed_as_whole: bool = False
+    """True where the call itself gave nothing, as opposed to single results that are none."""
+    done: bool = False
+    seconds: float = 0.0
+    """The time that the functions took."""
+
+    @property
+    def is_joint(self) -> bool:
+        return len(self.responses) != 1
+
+    def of(self, responses: Sequence[Response]) -> Job:
+        """The same call for these responses."""
+        return Job(responses, self.components)
+
+    def settle(self, answers: Sequence[Any], missing: Sequence[RewardFailure] = ()) -> None:
+        """Read the answers of the functions in their order; the first one without an answer failed as `missing` says."""
+        columns = [self._column(component, answer) for component, answer in zip(self.components, answers, strict=False)]
+        if missing:
+            self.failed_as_whole = True
+            columns.append(list(missing))
+        self.outcomes = [[] for _ in self.responses]
+        for component, column in zip(self.components, columns, strict=False):
+            for row, response, one in zip(self.outcomes, self.responses, column, strict=True):
+                if isinstance(one, RewardFailure) and response.label:
+                    one = one.at(f"reward {component.name!r} for {response.label}")
+                row.append(one)
+
+    def _column(self, component: Component, answer: Any) -> list[Outcome]:
+        seconds = answer.get("seconds") if isinstance(answer, dict) else None
+        self.seconds += seconds if isinstance(seconds, float) else 0.0
+        given = [answer]
+        if component.batched:
+            listed = answer.get("answers") if isinstance(answer, dict) and "failure" not in answer else None
+            self.failed_as_whole = not isinstance(listed, list) or len(listed) != len(self.responses)
+            given = [answer] * len(self.responses) if self.failed_as_whole else listed
+        return [_read_answer(one) for one in given]
+
+
+def _read_answer(answer: Any) -> Outcome:
+    """One response's result, checked as a function's result is: the function itself may have written it."""
+    try:
+        if isinstance(answer, dict) and answer.get("failure") in KINDS:
+            return RewardFailure(answer["failure"], str(answer.get("cause")))
+        if not isinstance(answer, dict) or "result" not in answer:
+            return RewardFailure(INVALID, "the process answered something else")
+        return read_result(answer["result"])
+    except RewardFailure as failure:
+        return failure
+
+
+SENT = ("functions", "audit", "batched", "function_kwargs", "timeout_s")
+"""The settings that a process reads; options are checked against the time that a call may take."""
+
+
+class RewardProcess:
+    """A reward process. It dies with the thread that started it: start it and ask it in the same one."""
+
+    def __init__(self, config: RewardConfig, data_sources: Sequence[str], log: OutputLog) -> None:
+        """Start the process; `wait_until_ready` waits for it."""
+        limit = config.memory_limit_gb
+        setup = {
+            "reward": {name: getattr(config, name) for name in SENT},
+            "custom": asdict(config.custom_reward_function),
+            "data_sources": sorted(set(data_sources)),
+            "memory_limit": None if limit is None else int(limit * 2**30),
+        }
+        self.child = Child("grpo_rl.rewards.runtime.process", setup, log)
+        self._timeout_s = config.timeout_s
+        self._num_answered = 0
+
+    def ask(self, jobs: Sequence[Job], told: Callable[[Sequence[Job]], None] = lambda jobs: None) -> Sequence[Job]:
+        """Make these calls, of the same functions, in one message; return those that have no outcome because of another one.
+
+        `told` is called with jobs that are settled, many at once where their answers arrive together. A call has the time
+        `reward.timeout_s` from the end of the one before it. At that deadline the process is killed. Where the process ends
+        by itself, the call that it was at is settled only if it was the first: an earlier one may have broken the process.
+        """
+        sent, samples, settled = [], [], []
+        for job in jobs:
+            arguments = [response.read() for response in job.responses]
+            try:
+                samples.append(encode(arguments))
+                sent.append(job)
+            except (TypeError, ValueError) as error:
+                cause = f"ground_truth or extra_info cannot be sent to a reward function: {error}"
+                job.settle([], [RewardFailure(ERROR, cause)] * len(arguments))
+                settled.append(job)
+        functions = encode([component.name for component in jobs[0].components])
+        num_done, answers, started = 0, list[Any](), time.monotonic()
+        try:
+            if sent:
+                self.child.send(b'{"functions": %b, "calls": [%b]}' % (functions, b", ".join(samples)), self._timeout_s)
+            while num_done < len(sent):
+                answers, started = [], time.monotonic()
+                goes_on = self._receive(answers, len(sent[num_done].components))
+                sent[num_done].settle(answers)
+                settled.append(sent[num_done])
+                num_done += 1
+                if not goes_on:
+                    self.child.kill()
+                    break
+                if not self.child.has_message:  # many that arrive together are told of at once
+                    told(settled)
+                    settled = []
+        except (OSError, EOFError, ValueError) as error:
+            at = sent[num_done]
+            if isinstance(error, TimeoutError):
+                sizes = [len(response.read().solution_str) for response in at.responses]
+                took = f"took longer than reward.timeout_s={self._timeout_s:g}"
+                missing = [RewardFailure(TIMEOUT, f"{took} (response of {size} characters)") for size in sizes]
+            else:
+                missing = [RewardFailure(ERROR, self.child.how_it_ended(error))] * len(at.responses)
+            self.child.kill()
+            at.seconds = time.monotonic() - started
+            if isinstance(error, TimeoutError) or not self._num_answered:
+                at.settle(answers, missing)
+                settled.append(at)
+                num_done += 1
+        told(settled)
+        return sent[num_done:]
+
+    def _receive(self, answers: list[Any], num_answers: int) -> bool:
+        """Receive a call's answers, of which a failure is the last; return whether the process goes on after it."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            answer = self.child.receive(deadline - time.monotonic())
+            answers.append(answer)
+            failed = isinstance(answer, dict) and "failure" in answer
+            if failed or len(answers) == num_answers:
+                self._num_answered += 1
+                return not (failed and answer.get("exit"))
+
+
+def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]:
+    """Return the outcome of each response from a function of lists; one that makes the call fail costs the others nothing.
+
+    After a call with all of them has `failed`, the function is called with each alone, and then with all that it did not fail
+    for: they get the scores that they would have had if the others had never been written. Where it fails for none alone, all
+    have failed.
+    """
+    outcomes = [row[0] for row in failed.outcomes]
+    if not (failed.failed_as_whole and failed.is_joint):
+        return outcomes
+    alone = [failed.of([response]) for response in failed.responses]
+    ask(alone)
+    good = [job for job in alone if not isinstance(job.outcomes[0][0], RewardFailure)]
+    if len(good) == len(alone):
+        whole = [failure for failure in outcomes if isinstance(failure, RewardFailure)]
+        return [RewardFailure(one.kind, f"{one.cause}; with each response alone it does not fail") for one in whole]
+    together = failed.of([job.responses[0] for job in good])
+    if good:
+        ask([together])
+    for job, row in zip(good, together.outcomes, strict=False):
+        job.outcomes = [row]
+    return [job.outcomes[0][0] for job in alone]
+
+
+# ---- inside the process ----------------------------------------------------------------------------------
+
+WARM_UP = (("\\boxed{}\n#### 1", "\\frac{3}{4}"), ("\\boxed{2\\sqrt{x}+\\sin y}\n#### 1", "\\sin y+2\\sqrt{x}"))
+"""Harmless responses and truths with which rules load what they need, before a deadline runs."""
+
+
+def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
+    """Load the functions, and return what answers a request: each of its calls, in their order."""
+    config = RewardConfig(custom_reward_function=CustomRewardConfig(**setup["custom"]), **setup["reward"])
+    components = {component.name: component for component in RewardFunction.from_config(config).components}
+    for component in components.values():
+        for data_source in () if component.own else setup["data_sources"]:
+            for text, truth in WARM_UP:
+                with contextlib.suppress(RewardFailure):
+                    call(component, Sample(data_source, text, truth, {}))
+
+    def handle(request: dict[str, Any]) -> None:
+        for samples in request["calls"]:
+            for name in request["functions"]:
+                answer = _answer(components[name], [Sample(*fields) for fields in samples])
+                try:
+                    parent.send(answer)
+                except (TypeError, ValueError) as error:  # what cannot be sent
+                    answer = _one(RewardFailure(INVALID, f"the result holds what cannot be read: {error}"))
+                    parent.send(answer)
+                if answer.get("exit"):
+                    os._exit(0)
+                if "failure" in answer:
+                    break
+
+    return handle
+
+
+def _answer(component: Component, samples: Sequence[Sample]) -> dict[str, Any]:
+    """The message with what one function gives; one whose memory is at its end leaves a process that must be replaced."""
+    started = time.perf_counter()
+    try:
+        if component.batched:
+            answer: dict[str, Any] = {"answers": [_one(result) for result in call_batch(component, samples)]}
+        else:
+            answer = _one(call(component, samples[0]))
+    except RewardFailure as error:
+        answer = _one(error) | {"exit": isinstance(error.__cause__, MemoryError)}
+    return answer | {"seconds": time.perf_counter() - started}
+
+
+def _one(result: Outcome) -> dict[str, Any]:
+    if isinstance(result, RewardFailure):
+        return {"failure": result.kind, "cause": result.cause}
+    return {"result": result.plain()}
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:], begin)
