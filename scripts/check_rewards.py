@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from grpo_rl.rewards.check import Row, percentile, read_rows
-from grpo_rl.rewards.rules.auto import auto
+from grpo_rl.rewards.registry import auto
 
 SETS = {
     "GSM8K test": "gsm8k/gsm8k_test.parquet",

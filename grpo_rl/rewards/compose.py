@@ -23,11 +23,9 @@ from grpo_rl.rewards.contract import (
     RewardFailure,
     RewardResult,
     Sample,
-    call,
 )
 from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
-from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS
-from grpo_rl.rewards.rules.auto import auto, check_data_sources
+from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS, auto, check_data_sources
 from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
@@ -107,19 +105,6 @@ class RewardFunction:
             check_code(component.function)
         if any(component.function is auto for component in self.components):
             check_data_sources(data_sources)
-
-    def score(self, rollout: Rollout) -> AssembledReward:
-        """The reward, its parts and, where they are read, its steps, computed in this process and without a deadline.
-
-        Raises RewardFailure as `assemble` does.
-        """
-        outcomes: list[Outcome] = []
-        for component in self._as_called():
-            try:
-                outcomes.append(call(component, sample_of(rollout)))
-            except RewardFailure as failure:
-                raise failure.at(place(component.name, rollout)) from failure.__cause__
-        return self.assemble(rollout, outcomes)
 
     def assemble(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> AssembledReward:
         """Return what the results are worth together: those of functions of one response, then those of functions of lists.

@@ -106,7 +106,9 @@ def read_result(value: Any) -> RewardResult:
 
 def _number(value: Any, key: str) -> float:
     if not isinstance(value, Real):
-        raise RewardFailure(INVALID, f"{key} is {_shown(value)} ({type(value).__name__}), not a number")
+        text = repr(value)
+        shown = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+        raise RewardFailure(INVALID, f"{key} is {shown} ({type(value).__name__}), not a number")
     try:
         number = float(value)
     except OverflowError:
@@ -114,11 +116,6 @@ def _number(value: Any, key: str) -> float:
     if not math.isfinite(number):
         raise RewardFailure(INVALID, f"{key} is {number}, not a finite number")
     return number
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -157,12 +154,7 @@ class Component:
 
 
 def call(component: Component, sample: Sample) -> RewardResult:
-    """The result for one response. Raises RewardFailure for whatever the function does but return a reward."""
-    if component.batched:
-        [result] = call_batch(component, [sample])
-        if isinstance(result, RewardFailure):
-            raise result
-        return result
+    """The result of a function of single responses for one. Raises RewardFailure for whatever the function does but return a reward."""
     return _read(_returned(component, dict(zip(ARGUMENTS, sample, strict=True))))
 
 
@@ -178,7 +170,13 @@ def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]
         )
     if len(returned) != len(samples):
         raise RewardFailure(INVALID, f"it returned {len(returned)} results for {len(samples)} responses")
-    return [_read_or_failure(value) for value in returned]
+    results: list[Outcome] = []
+    for value in returned:
+        try:
+            results.append(_read(value))
+        except RewardFailure as failure:
+            results.append(failure)
+    return results
 
 
 def _returned(component: Component, arguments: dict[str, Any]) -> Any:
@@ -200,13 +198,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
-
-
-def _read_or_failure(value: Any) -> Outcome:
-    try:
-        return _read(value)
-    except RewardFailure as failure:
-        return failure
 
 
 def _read(value: Any) -> RewardResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import zlib
@@ -108,67 +109,59 @@ MAX_RELATIONS = 3
 
 CHARACTERS = re.compile(r"[0-9A-Za-z+\-*/^=<>()\[\]{}|.,:;&\\%!$ \n]*")
 COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
-ALLOWED = frozenset(
-    [
-        "frac",
-        "dfrac",
-        "tfrac",
-        "sqrt",
-        "pi",
-        "left",
-        "right",
-        "cdot",
-        "times",
-        "div",
-        "le",
-        "leq",
-        "ge",
-        "geq",
-        "lt",
-        "gt",
-        "ne",
-        "neq",
-        "infty",
-        "cup",
-        "cap",
-        "text",
-        "mathrm",
-        "mbox",
-        "in",
-        "mathbb",
-        "alpha",
-        "beta",
-        "gamma",
-        "theta",
-        "lambda",
-        "phi",
-        "circ",
-        "pm",
-        "begin",
-        "end",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "ln",
-        "log",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "{",
-        "}",
-        ",",
-        "!",
-        ";",
-        ":",
-        "%",
-        "$",
-        "\\",
-    ]
-) | {" "}
 FUNCTIONS = frozenset(["sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "arcsin", "arccos", "arctan"])
+ALLOWED = (
+    FUNCTIONS
+    | frozenset(
+        [
+            "frac",
+            "dfrac",
+            "tfrac",
+            "pi",
+            "left",
+            "right",
+            "cdot",
+            "times",
+            "div",
+            "le",
+            "leq",
+            "ge",
+            "geq",
+            "lt",
+            "gt",
+            "ne",
+            "neq",
+            "infty",
+            "cup",
+            "cap",
+            "text",
+            "mathrm",
+            "mbox",
+            "in",
+            "mathbb",
+            "alpha",
+            "beta",
+            "gamma",
+            "theta",
+            "lambda",
+            "phi",
+            "circ",
+            "pm",
+            "begin",
+            "end",
+            "{",
+            "}",
+            ",",
+            "!",
+            ";",
+            ":",
+            "%",
+            "$",
+            "\\",
+        ]
+    )
+    | {" "}
+)
 EXPONENT = re.compile(
     r"\^ *(?:\{ *(-? *[0-9]+|[a-z]|\\circ|-? *[0-9] */ *[0-9]|-?\\[dt]?frac *\{[0-9]\} *\{[0-9]\}) *\}|([0-9])|([a-z])|\\circ)"
 )
@@ -200,15 +193,10 @@ def refusal(text: str) -> str | None:
         return "its matrix is too large"
     if text.count(",") + text.count(";") > MAX_SEPARATORS or len(RELATION.findall(text)) > MAX_RELATIONS:
         return "it has too many parts"
-    return _nesting(text) or _powers(text)
-
-
-def _nesting(text: str) -> str | None:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return "its brackets are nested too deeply" if deepest > MAX_NESTING else None
+    depths = itertools.accumulate((character in "([{") - (character in ")]}") for character in text)
+    if max(depths, default=0) > MAX_NESTING:
+        return "its brackets are nested too deeply"
+    return _powers(text)
 
 
 def _powers(text: str) -> str | None:

@@ -36,19 +36,10 @@ def arithmetic_value(text: str) -> tuple[Fraction, list[int]]:
     Raises NotAnExpression for anything else, a division by zero included.
     """
 
-    def follow(node: ast.expr) -> Fraction:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return Fraction(node.value)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-            value = follow(node.operand)
-            return -value if isinstance(node.op, ast.USub) else value
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS and not isinstance(node.op, ast.Pow):
-            return _apply(node.op, follow(node.left), follow(node.right))
+    if not ARITHMETIC.fullmatch(text) or "**" in (plain := " ".join(text.split())):
         raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
-
-    if not ARITHMETIC.fullmatch(text):
-        raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
-    return follow(_tree(" ".join(text.split()))), [int(digits) for digits in INTEGERS.findall(text)]
+    value = formula(plain, lambda digits: Fraction(int(digits)), {}, {})
+    return value, [int(digits) for digits in INTEGERS.findall(text)]
 
 
 def formula(
@@ -91,7 +82,7 @@ OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _literal(source: str, node: ast.Constant) -> str:
-    written = ast.get_source_segment(source, node) or ""
+    written = source.split("\n")[node.lineno - 1][node.col_offset : node.end_col_offset]
     if not LITERAL.fullmatch(written):
         raise NotAnExpression("a number is digits with a point and an exponent of at most 3 digits, if any")
     return written

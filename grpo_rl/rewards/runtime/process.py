@@ -82,12 +82,11 @@ class Job:
     def _column(self, component: Component, answer: Any) -> list[Outcome]:
         seconds = answer.get("seconds") if isinstance(answer, dict) else None
         self.seconds += seconds if isinstance(seconds, float) else 0.0
-        given = [answer]
-        if component.batched:
-            listed = answer.get("answers") if isinstance(answer, dict) and "failure" not in answer else None
-            self.failed_as_whole = not isinstance(listed, list) or len(listed) != len(self.responses)
-            given = [answer] * len(self.responses) if self.failed_as_whole else listed
-        return [_read_answer(one) for one in given]
+        listed = answer.get("answers") if component.batched and isinstance(answer, dict) and "failure" not in answer else None
+        if isinstance(listed, list) and len(listed) == len(self.responses):
+            return [_read_answer(one) for one in listed]
+        self.failed_as_whole = component.batched
+        return [_read_answer(answer)] * len(self.responses)
 
 
 def _read_answer(answer: Any) -> Outcome:

@@ -4,14 +4,26 @@ import pytest
 
 from grpo_rl.config.schema.tree import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract import Component, RewardFailure
+from grpo_rl.rewards.compose import RewardFunction, place, sample_of
+from grpo_rl.rewards.contract import Component, RewardFailure, call, call_batch
 from grpo_rl.types import Prompt, Rollout
 
 
 def rollout(text="55", ground_truth="55", data_source="arithmetic", **extra_info):
     prompt = Prompt("e0-r3", (1,), "47+8=", data_source, ground_truth, extra_info)
     return Rollout(prompt, 2, (5, 5), (-0.1, -0.1), "stop", ((1, 2),), text=text)
+
+
+def score(function, item):
+    """What a reward process and its parent make of one rollout."""
+    outcomes = []
+    for component in sorted(function.components, key=lambda component: component.batched):
+        try:
+            sample = sample_of(item)
+            outcomes += call_batch(component, [sample]) if component.batched else [call(component, sample)]
+        except RewardFailure as failure:
+            raise failure.at(place(component.name, item)) from failure.__cause__
+    return function.assemble(item, outcomes)
 
 
 def from_functions(*functions):
@@ -43,27 +55,27 @@ def my_file(tmp_path):
 
 
 def test_the_default_takes_the_rule_of_the_data_source():
-    reward, parts, _ = RewardFunction.from_config(RewardConfig()).score(rollout())
+    reward, parts, _ = score(RewardFunction.from_config(RewardConfig()), rollout())
     assert reward == 1.0
     assert parts == {"auto": 1.0, "auto/acc": 1.0, "auto/answer": 55.0, "acc": 1.0, "answer": 55.0}
 
 
 def test_the_reward_is_the_weighted_sum_and_the_parts_are_unweighted(my_file):
     function = from_functions("arithmetic", "0.2*format", f"-0.5*{my_file}:half")
-    reward, parts, _ = function.score(rollout("<think>a</think><answer>55</answer>"))
+    reward, parts, _ = score(function, rollout("<think>a</think><answer>55</answer>"))
     assert reward == pytest.approx(0.0 + 0.2 * 1.0 - 0.5 * 0.5)
     assert (parts["arithmetic"], parts["format"], parts["half"]) == (0.0, 1.0, 0.5)
 
 
 def test_acc_and_answer_stand_by_themselves_and_come_from_the_first_that_gives_them():
-    _, parts, _ = from_functions("format", "gsm8k_flexible", "arithmetic").score(rollout("is 55", "55"))
+    _, parts, _ = score(from_functions("format", "gsm8k_flexible", "arithmetic"), rollout("is 55", "55"))
     assert (parts["gsm8k_flexible/acc"], parts["arithmetic/acc"]) == (1.0, 0.0)
     assert (parts["acc"], parts["answer"]) == (1.0, 55.0)
 
 
 def test_a_custom_function_gets_verls_arguments_and_its_options(my_file):
     custom = CustomRewardConfig(path=str(my_file), reward_kwargs={"bonus": 0.25})
-    reward, parts, _ = RewardFunction.from_config(RewardConfig(custom_reward_function=custom)).score(rollout("abc", level=4))
+    reward, parts, _ = score(RewardFunction.from_config(RewardConfig(custom_reward_function=custom)), rollout("abc", level=4))
     assert reward == 3.25
     assert parts == {"compute_score": 3.25, "compute_score/level": 4.0}
 
@@ -86,7 +98,7 @@ def test_a_custom_function_gets_verls_arguments_and_its_options(my_file):
 )
 def test_what_is_no_finite_number_is_refused_with_function_rollout_and_value(value, message):
     with pytest.raises(RewardError, match=message) as error:
-        returning(value).score(rollout())
+        score(returning(value), rollout())
     assert "reward 'mine' for prompt e0-r3, sample 2" in str(error.value)
 
 
@@ -96,7 +108,7 @@ def test_a_function_that_raises_is_named_with_its_rollout_and_cause(failure):
         raise failure
 
     with pytest.raises(RewardError, match=rf"'mine' for prompt e0-r3, sample 2: {type(failure).__name__}") as error:
-        RewardFunction([Component("mine", 1.0, broken)]).score(rollout())
+        score(RewardFunction([Component("mine", 1.0, broken)]), rollout())
     assert error.value.__cause__ is failure
 
 
@@ -138,13 +150,13 @@ def test_options_reach_the_function_that_they_are_named_for(my_file):
     functions = [f"{my_file}:compute_score", f"{my_file}:half"]
     for name in ("compute_score", f"{my_file}:compute_score"):
         config = RewardConfig(functions=functions, function_kwargs={name: {"bonus": 10}})
-        assert RewardFunction.from_config(config).score(rollout("abc", level=1)).reward == 13.5
+        assert score(RewardFunction.from_config(config), rollout("abc", level=1)).reward == 13.5
 
 
 def test_a_batched_function_takes_and_returns_lists(my_file):
     functions = [f"2*{my_file}:lengths", f"{my_file}:half"]
     config = RewardConfig(functions=functions, batched=["lengths"], function_kwargs={"lengths": {"scale": 3}})
-    scored = RewardFunction.from_config(config).score(rollout("abcd", "7"))
+    scored = score(RewardFunction.from_config(config), rollout("abcd", "7"))
     assert scored.parts == {"lengths": 12.0, "lengths/truth": 7.0, "half": 0.5} and scored.reward == 24.5
 
 
@@ -155,7 +167,7 @@ def test_a_batched_function_takes_and_returns_lists(my_file):
 def test_a_batched_function_that_returns_no_list_of_that_length_is_invalid(my_file, name, message):
     function = RewardFunction.from_config(RewardConfig(functions=[f"{my_file}:{name}"], batched=[name]))
     with pytest.raises(RewardFailure, match=message) as error:
-        function.score(rollout())
+        score(function, rollout())
     assert error.value.kind == "reward_invalid"
 
 

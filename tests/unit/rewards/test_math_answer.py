@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from grpo_rl.rewards.math.compare import compare
 from grpo_rl.rewards.math.math_rule import equivalent, math, refusal
+from grpo_rl.rewards.registry import auto
 from grpo_rl.rewards.rules.answers import after_phrase, final_answer, last_boxed, last_pair
-from grpo_rl.rewards.rules.auto import auto
 
 ROOT = Path(__file__).resolve().parents[3]
 MATH = ROOT / ".." / "shared" / "data" / "math" / "train.parquet"

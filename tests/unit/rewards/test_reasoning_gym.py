@@ -11,8 +11,8 @@ from grpo_rl.data.tasks.made_rows import split_of_text
 from grpo_rl.data.tasks.reasoning_gym import HASH_DEPENDENT, INSTRUCTION
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.rewards.registry import auto
 from grpo_rl.rewards.rules import reasoning_gym as gym
-from grpo_rl.rewards.rules.auto import auto
 
 pytestmark = needs_reasoning_gym
 CHEAP = [

@@ -15,6 +15,7 @@ from grpo_rl.rewards.contract import Component
 from grpo_rl.rewards.rules.number_rules import arithmetic_process, written_sum
 from grpo_rl.rewards.steps import BLOCK, read_steps, step_ends
 from grpo_rl.types import Prompt, Rollout
+from tests.unit.rewards.test_compose import score
 
 END = 0
 
@@ -116,29 +117,29 @@ def test_bad_steps_are_refused_with_function_rollout_step_and_rule(steps, messag
     tokenizer = Bytes(b"ab", b"cd")
     function = RewardFunction([Component("mine", 1.0, lambda **_: {"score": 1.0, "steps": steps})], tokenizer)
     with pytest.raises(RewardError, match=r"reward 'mine' for prompt e0-r3, sample 2: .*" + message):
-        function.score(rollout(tokenizer))
+        score(function, rollout(tokenizer))
 
 
 @pytest.mark.parametrize("result", [1.0, {"score": 1.0}])
 def test_a_reward_without_steps_is_refused_where_they_are_read_with_what_to_return(result):
     tokenizer = Bytes(b"ab")
     components = [Component("mine", 1.0, lambda **_: result)]
-    assert RewardFunction(components).score(rollout(tokenizer)).steps is None
+    assert score(RewardFunction(components), rollout(tokenizer)).steps is None
     with pytest.raises(
         RewardError, match=r"'mine' for prompt e0-r3, sample 2: it returned no 'steps'.*list of \(end, reward\)"
     ):
-        RewardFunction(components, tokenizer).score(rollout(tokenizer))
+        score(RewardFunction(components, tokenizer), rollout(tokenizer))
 
 
 def test_only_one_function_of_a_sum_may_give_steps_and_the_others_need_not():
     tokenizer = Bytes(b"ab", b"cd")
     steps = Component("steps", 2.0, lambda **_: {"score": 1.0, "steps": [(4, 0.5)]})
     plain = Component("plain", 1.0, lambda **_: 1.0)
-    scored = RewardFunction([plain, steps], tokenizer).score(rollout(tokenizer))
+    scored = score(RewardFunction([plain, steps], tokenizer), rollout(tokenizer))
     assert scored == (3.0, {"plain": 1.0, "steps": 1.0}, ((1, 1.0),))
     other = Component("other", 1.0, steps.function)
     with pytest.raises(RewardError, match="'steps' and 'other' both return 'steps'"):
-        RewardFunction([steps, other], tokenizer).score(rollout(tokenizer))
+        score(RewardFunction([steps, other], tokenizer), rollout(tokenizer))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_rl.rewards.rules.auto import deepseek_r1
+from grpo_rl.rewards.registry import deepseek_r1
 from grpo_rl.rewards.rules.form_rules import language_consistency, length, repetition, tags
 from grpo_rl.rewards.rules.number_rules import countdown
 from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
