@@ -16,7 +16,6 @@ from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.registry import Registry
 from grpo_rl.rewards.code.code_rule import code
 from grpo_rl.rewards.math.math_rule import math
-from grpo_rl.rewards.rules.form_rules import language_consistency, length, repetition, tags, think_answer
 from grpo_rl.rewards.rules.number_rules import (
     arithmetic,
     arithmetic_process,
@@ -26,7 +25,15 @@ from grpo_rl.rewards.rules.number_rules import (
     written_sum,
 )
 from grpo_rl.rewards.rules.reasoning_gym import SOURCE_PREFIX, reasoning_gym
-from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
+from grpo_rl.rewards.rules.text_rules import (
+    exact_match,
+    language_consistency,
+    length,
+    multiple_choice,
+    repetition,
+    tags,
+    think_answer,
+)
 
 MATH_SOURCES = (
     "math",

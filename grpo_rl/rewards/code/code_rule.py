@@ -1,16 +1,29 @@
-"""Reward of code tasks: a response's program against test cases, in a sandbox."""
+"""Reward of code tasks: a response's program against test cases, in a sandbox.
+
+The cases come in the forms in which data sets hold them:
+
+- `{"inputs": [...], "outputs": [...]}` (APPS, TACO, verl's prime_code): standard input and expected output of a program; with
+  `fn_name`, arguments of that function and the value it returns.
+- Assertions (MBPP's `test_list`, HumanEval's `test` with `check(candidate)`): a list, or the text of some.
+
+An expected output never meets the candidate's code: a test has a `case`, which is run, and `holds`, which judges here what
+came out. So an assertion must be one call of the function with literal arguments, compared with literals.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Seconds
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.registry import check_options
-from grpo_rl.rewards.code.cases import read_tests
-from grpo_rl.rewards.sandbox.sandbox import START_S, Limits, Sandbox, check_available
+from grpo_rl.rewards.sandbox.sandbox import START_S, Case, CaseOutcome, Limits, Sandbox, check_available
 
 KEY = "reward.function_kwargs.code"
 FENCE = "```"
@@ -139,3 +152,350 @@ def _fence(text: str, start: int) -> tuple[int, int] | None:
             return found, indent
         start = found + len(FENCE)
     return None
+
+
+# ---- values that come out of the sandbox -----------------------------------------------------------------
+
+DEEPEST = 200
+"""Nesting of a returned value."""
+MOST_ALIKE = 50
+"""Values of one hash in a set."""
+
+
+def decode(value: bytes) -> Any:
+    """Return the value that `candidate.encode` wrote, of exact built-in types. Raises ValueError for anything else."""
+    try:
+        return _decode(json.loads(value.decode("ascii"), parse_constant=_no_constant), 0)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a value: {error}") from error
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {"i": lambda text: int(text, 16), "f": float, "b": bytes.fromhex}
+_CONTAINERS = {"l": list, "t": tuple, "s": set}
+
+
+def _decode(node: Any, depth: int) -> Any:
+    if depth > DEEPEST:
+        raise ValueError(f"nested more than {DEEPEST} deep")
+    if not isinstance(node, list):
+        if isinstance(node, dict):
+            raise ValueError("an object")
+        return node
+    tag, items = node[0] if node else None, node[1:]
+    if not isinstance(tag, str):
+        raise ValueError("a list without a tag")
+    if tag in _PLAIN:
+        (text,) = items
+        return _PLAIN[tag](text)
+    values = [_decode(item, depth + 1) for item in items]
+    if tag == "c":
+        return complex(*values)
+    if tag == "d":
+        check_hashes(values[::2])
+        return dict(zip(values[::2], values[1::2], strict=True))
+    if tag not in _CONTAINERS:
+        raise ValueError(f"tag {tag!r}")
+    if tag == "s":
+        check_hashes(values)
+    return _CONTAINERS[tag](values)
+
+
+def check_hashes(values: Sequence[Any]) -> None:
+    """Raise ValueError where so many values share a hash that a set of them would take time quadratic in their number."""
+    hashes = sorted(map(hash, values))
+    if any(first == later for first, later in zip(hashes, hashes[MOST_ALIKE:], strict=False)):
+        raise ValueError(f"more than {MOST_ALIKE} values with one hash")
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(text)
+
+
+Judged = tuple[Case, Callable[[Any], bool]]
+
+
+def assertions(text: str, function: str | None) -> list[Judged]:
+    """The call and the judgement of each assertion. Raises RewardError for one that cannot be judged apart from the call."""
+    try:
+        body: list[ast.stmt] = ast.parse(text.strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RewardError(f"an assertion of a code task is not Python: {short(text)}: {error}") from None
+    checks = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check"]
+    aliases: set[str] = set()
+    if checks:
+        if function is None:
+            raise RewardError("check(candidate) needs the function's name: give fn_name or entry_point")
+        aliases = {argument.arg for argument in checks[0].args.args}
+        body = [node for node in checks[0].body if not _is_idle(node)]
+    else:
+        body = [node for node in body if not _is_idle(node)]
+    return [_assertion(node, aliases, function) for node in body]
+
+
+def _is_idle(node: ast.stmt) -> bool:
+    """Return whether a statement tests nothing: a doc string, an import, HumanEval's METADATA and `assert True`."""
+    if isinstance(node, ast.Assert):
+        return isinstance(node.test, ast.Constant) and node.test.value is True
+    if isinstance(node, ast.Assign):
+        return all(isinstance(target, ast.Name) and target.id == "METADATA" for target in node.targets)
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.Pass) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+
+
+def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Judged:
+    if not isinstance(node, ast.Assert):
+        raise _refused(node, "only assertions can be judged outside of the sandbox")
+    calls = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Call) and not _is_wrapper(inner)]
+    if len(calls) != 1 or not isinstance(calls[0].func, ast.Name) or calls[0].keywords:
+        raise _refused(node, "it must call the function once, with arguments by position")
+    call, called = calls[0], calls[0].func.id
+    try:
+        arguments = tuple(map(ast.literal_eval, call.args))
+    except (ValueError, TypeError):
+        raise _refused(node, "the arguments must be literals") from None
+    unknown = next((inner for inner in ast.walk(node.test) if not _is_known(inner, call)), None)
+    if unknown is not None:
+        raise _refused(node, f"{ast.unparse(unknown)!r} is none of the operations that are judged here")
+    name = function if called in aliases and function is not None else called
+    return Case(function=name, arguments=arguments), lambda value: bool(_result(node.test, call, value))
+
+
+def _refused(node: ast.stmt, reason: str) -> RewardError:
+    return RewardError(
+        f"an assertion of a code task cannot be used: {reason}: {short(ast.unparse(node))}; expected values stay outside "
+        f"of the sandbox, so write `assert f(1, [2]) == 3`, or use inputs and outputs"
+    )
+
+
+def _set(values: Any = ()) -> set[Any]:
+    if isinstance(values, list | tuple):
+        check_hashes(values)
+    return set(values)
+
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    "set": _set,
+    "sorted": sorted,
+    "list": list,
+    "tuple": tuple,
+    "len": len,
+    "abs": abs,
+    "round": round,
+    "isclose": math.isclose,
+    "math.isclose": math.isclose,
+}
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: lambda a, b: a == b,
+    ast.NotEq: lambda a, b: a != b,
+    ast.Lt: lambda a, b: a < b,
+    ast.LtE: lambda a, b: a <= b,
+    ast.Gt: lambda a, b: a > b,
+    ast.GtE: lambda a, b: a >= b,
+    ast.Is: lambda a, b: a is b,
+    ast.IsNot: lambda a, b: a is not b,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+_LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Attribute, ast.expr_context)
+_OPERATORS = (ast.Not, ast.USub, ast.UAdd, ast.Sub, ast.And, ast.Or)
+_SHAPES = (ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp, ast.keyword)
+
+
+def _is_wrapper(call: ast.Call) -> bool:
+    return ast.unparse(call.func) in WRAPPERS
+
+
+def _is_known(node: ast.AST, call: ast.Call) -> bool:
+    if isinstance(node, ast.Call):
+        return node is call or _is_wrapper(node)
+    return isinstance(node, (*_LITERALS, *_OPERATORS, *_SHAPES, *COMPARISONS))
+
+
+def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
+    """The value of an assertion's expression with `value` in the place of the call. Raises ValueError for what is not known."""
+    if node is call:
+        return value
+    if isinstance(node, ast.Compare):
+        terms = [_result(term, call, value) for term in (node.left, *node.comparators)]
+        compared = zip(node.ops, terms, terms[1:], strict=False)
+        return all(COMPARISONS[type(operator)](left, right) for operator, left, right in compared)
+    if isinstance(node, ast.BoolOp):
+        terms = [_result(term, call, value) for term in node.values]
+        return all(terms) if isinstance(node.op, ast.And) else any(terms)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return not _result(node.operand, call, value)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return _result(node.left, call, value) - _result(node.right, call, value)
+    if isinstance(node, ast.Call):
+        keywords = {keyword.arg: _result(keyword.value, call, value) for keyword in node.keywords if keyword.arg}
+        return WRAPPERS[ast.unparse(node.func)](*(_result(term, call, value) for term in node.args), **keywords)
+    return ast.literal_eval(node)
+
+
+def short(value: Any) -> str:
+    """The value in a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+ASSERTIONS = ("assert_case", "asserts", "test_list", "test")
+"""Keys under which data sets hold assertions."""
+FUNCTION_NAMES = ("fn_name", "entry_point")
+SETUPS = ("test_setup_code", "setup")
+FORMS = (
+    'expected {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called, or assertions under '
+    f"{', '.join(map(repr, ASSERTIONS))}; as a dict or as its JSON text"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """A case to run, and the judgement on what it gave."""
+
+    __test__ = False  # not one of pytest's
+
+    case: Case
+    judge: Callable[[Any], bool]
+    """The judgement: it gets standard output where the case is a program, the returned value where it is a call."""
+
+    def holds(self, outcome: CaseOutcome) -> bool:
+        """Return whether the outcome is what the test asks for; an error or a forged value is not."""
+        if not outcome.succeeded:
+            return False
+        try:
+            if self.case.function is None:
+                return self.judge(outcome.stdout.decode(errors="replace"))
+            return self.judge(decode(outcome.value))
+        except (ValueError, TypeError, ArithmeticError, RecursionError, AttributeError):
+            return False
+
+
+def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[Test]]:
+    """Code that goes before the candidate's, and the tests.
+
+    They are read from the ground truth, or from `extra_info["test_cases"]` where that is empty; the name of the function also
+    from `extra_info`. Raises RewardError, with the reason, for another form, none, and assertions that cannot be judged apart.
+    """
+    extra = extra_info or {}
+    given = ground_truth if ground_truth not in (None, "") else extra.get("test_cases")
+    if isinstance(given, str):
+        given = _parsed(given)
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        given = {"asserts": given}
+    if not isinstance(given, Mapping):
+        raise RewardError(f"the ground truth of a code task is {short(given)}; {FORMS}")
+    named = next((source[key] for source in (given, extra) for key in FUNCTION_NAMES if source.get(key)), None)
+    setup = "".join(f"{given[key]}\n" for key in SETUPS if given.get(key))
+    key = next((key for key in ASSERTIONS if given.get(key)), None)
+    if key is not None:
+        tests = [Test(case, judge) for text in _texts(given[key]) for case, judge in assertions(text, named)]
+    elif "inputs" in given and "outputs" in given:
+        tests = _pairs(given["inputs"], given["outputs"], named)
+    else:
+        raise RewardError(f"the ground truth of a code task has the keys {', '.join(map(str, given)) or 'none'}; {FORMS}")
+    if not tests:
+        raise RewardError("the ground truth of a code task holds no test case")
+    return setup, tests
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        if "assert" in text:
+            return {"test": text}
+        raise RewardError(f"the ground truth of a code task is neither JSON nor assertions: {short(text)}; {FORMS}") from None
+
+
+def _texts(given: Any) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+# ---- inputs and outputs -----------------------------------------------------------------------------------
+
+
+def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
+    if len(inputs) != len(outputs):
+        raise RewardError(f"the ground truth of a code task has {len(inputs)} inputs and {len(outputs)} outputs")
+    if function is None:
+        return [_program_pair(_lines(given), _lines(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
+    return [_call_pair(function, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+
+
+def _program_pair(given: str, wanted: str) -> Test:
+    return Test(Case(stdin=given), lambda text: same_output(text, wanted))
+
+
+def _lines(text: Any) -> str:
+    return text if isinstance(text, str) else "\n".join(map(str, text)) if isinstance(text, Sequence) else str(text)
+
+
+def _call_pair(function: str, given: Any, wanted: Any) -> Test:
+    if isinstance(given, str):  # a JSON value on each line, and the output as JSON
+        try:
+            given, wanted = [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(wanted)
+        except (ValueError, TypeError) as error:
+            raise RewardError(f"arguments of {function} are not JSON, a value on each line: {short(given)}: {error}") from None
+    case = Case(function=function, arguments=tuple(given))
+    return Test(case, lambda value: same_value(value, wanted))
+
+
+def same_value(value: Any, wanted: Any) -> bool:
+    """Return whether a value is the JSON value that is expected, or the one element of the list that is (APPS wraps them)."""
+    plain = _as_json(value)
+    return _equal(plain, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(plain, wanted[0]))
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): _as_json(item) for key, item in value.items()}
+    return value
+
+
+def _equal(value: Any, wanted: Any) -> bool:
+    """Equality, but True is not 1, as it is not in JSON."""
+    if isinstance(value, bool) != isinstance(wanted, bool):
+        return False
+    if isinstance(value, list) and isinstance(wanted, list):
+        return len(value) == len(wanted) and all(map(_equal, value, wanted))
+    if isinstance(value, float) and isinstance(wanted, float):
+        return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-6)
+    return bool(value == wanted)
+
+
+def same_output(text: str, wanted: str) -> bool:
+    """Return whether two outputs have the same words on the same lines; expected numbers with a point within 1e-6."""
+    lines, wanted_lines = _words(text), _words(wanted)
+    return len(lines) == len(wanted_lines) and all(
+        len(words) == len(others) and all(map(_same_word, words, others))
+        for words, others in zip(lines, wanted_lines, strict=True)
+    )
+
+
+def _words(text: str) -> list[list[str]]:
+    lines = [line.split() for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    if word == wanted:
+        return True
+    if "." not in wanted or not (_is_number(wanted) and _is_number(word)):
+        return False
+    return math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
+
+
+def _is_number(word: str) -> bool:
+    """Digits with a sign, a point, an exponent: no `nan`, no underscores, and not too long."""
+    if len(word) > 400 or set(word) - set("0123456789+-.eE"):
+        return False
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

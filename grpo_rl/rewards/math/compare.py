@@ -58,7 +58,7 @@ def compare(gold: str, answer: str) -> bool | None:
     wanted = readings(gold)[0]
     right = _read(wanted.tokens)
     found = [not differ(wanted, given) and _same(right, _read(given.tokens)) for given in readings(answer)]
-    return True if True in found else None if None in found else False
+    return _any_same(found)
 
 
 def number(text: str) -> float | None:
@@ -269,7 +269,15 @@ def _same(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     if gold.kind in ("set", "union"):
         return _same_sets(gold.parts, answer.parts)
     found = [_same(a, b) for a, b in zip(gold.parts, answer.parts, strict=True)]
+    return _all_same(found)
+
+
+def _all_same(found: list[bool | None]) -> bool | None:
     return False if False in found else None if None in found else True
+
+
+def _any_same(found: list[bool | None]) -> bool | None:
+    return True if True in found else None if None in found else False
 
 
 def _same_numbers(gold: MathAnswer, answer: MathAnswer) -> bool:
@@ -309,7 +317,7 @@ def _same_approximations(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     golds = gold.parts if gold.kind == "approximation" else (gold,)
     answers = answer.parts if answer.kind == "approximation" else (answer,)
     found = [_same(one, other) for one in golds for other in answers]
-    return True if True in found else None if None in found else False
+    return _any_same(found)
 
 
 def _same_solutions(gold: MathAnswer, answer: MathAnswer) -> bool | None:
@@ -318,7 +326,7 @@ def _same_solutions(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     if one.keys() != other.keys():
         return False
     found = [_same(value, other[name]) for name, value in one.items()]
-    return False if False in found else None if None in found else True
+    return _all_same(found)
 
 
 def _same_tuple_and_solution(gold: MathAnswer, answer: MathAnswer) -> bool | None:
@@ -333,7 +341,7 @@ def _same_tuple_and_solution(gold: MathAnswer, answer: MathAnswer) -> bool | Non
         return False
     pairs = [(part, value) for part, (_, value) in zip(whole.parts, _solution(named), strict=True)]
     found = [_same(*(pair if whole is gold else pair[::-1])) for pair in pairs]
-    return False if False in found else None if None in found else True
+    return _all_same(found)
 
 
 def _solution(answer: MathAnswer) -> list[tuple[str, MathAnswer]]:

@@ -131,26 +131,6 @@ def test_what_cannot_run_is_refused_with_the_reason(check, function, arguments, 
     assert message in shown
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.csv", "x", "must end in .parquet, .jsonl, .json"),
-        ("a.jsonl", "", "the file is empty"),
-        ("a.jsonl", "{", "line 1, column 2: broken JSON"),
-        ("a.jsonl", "[1]", "line 1: expected an object with the row's columns, found list"),
-        ("a.jsonl", '{"prompt": 1}', "line 1: there is no column 'reward_model'. The row has prompt"),
-        ("a.json", "[]", "the file has no rows"),
-        ("a.parquet", "PAR1", "not a readable parquet file"),
-    ],
-)
-def test_a_file_that_is_not_what_it_should_be_is_named(tmp_path, name, text, message):
-    path = tmp_path / name
-    path.write_text(text)
-    shown = io.StringIO()
-    assert main(["math", "--data", str(path)], Console(file=shown, width=300)) == 2
-    assert message in shown.getvalue()
-
-
 def test_a_right_response_is_made_where_the_ground_truth_tells_one():
     assert gold_response("openai/gsm8k", "18", {"answer": "so\n#### 18"}) == "so\n#### 18"
     assert gold_response("arithmetic", "18", {}) == "18"

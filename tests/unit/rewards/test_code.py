@@ -10,8 +10,16 @@ from machine_lacks import needs_sandbox
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.code.cases import decode, read_tests, same_output, same_value
-from grpo_rl.rewards.code.code_rule import check_code, code, code_problems, last_program
+from grpo_rl.rewards.code.code_rule import (
+    check_code,
+    code,
+    code_problems,
+    decode,
+    last_program,
+    read_tests,
+    same_output,
+    same_value,
+)
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.sandbox.inside import encode
 from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox, SandboxUnavailable

@@ -263,11 +263,3 @@ def test_time_is_linear_in_hostile_answers(piece):
     start = time.process_time()
     compare(answer, "7" + answer)
     assert time.process_time() - start < 0.5
-
-
-def test_what_is_read_without_algebra_takes_microseconds():
-    pairs = [*SAME, *DIFFERENT] * 5
-    start = time.process_time()
-    settled = [compare(gold, answer) for gold, answer in pairs]
-    assert time.process_time() - start < 0.005 * len(pairs)
-    assert settled.count(None) < 0.1 * len(pairs)

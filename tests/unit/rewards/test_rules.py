@@ -5,8 +5,8 @@ import pytest
 
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.registry import auto, check_data_sources
-from grpo_rl.rewards.rules.form_rules import think_answer
 from grpo_rl.rewards.rules.number_rules import arithmetic, gsm8k, gsm8k_flexible
+from grpo_rl.rewards.rules.text_rules import think_answer
 
 SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
 

@@ -137,14 +137,6 @@ def test_a_failure_has_its_kind_and_cause_within_the_deadline_and_its_neighbours
     assert re.search(rf"reward 'act' for prompt b, sample 3: .*({cause})", rollouts[1].failure_cause, re.DOTALL)
 
 
-def test_the_deadline_of_one_is_kept_by_itself(runner):
-    runner.wait([rollout(str(i), "score 1") for i in range(4)])
-    hanging, fine = rollout("a", "loop"), rollout("b", "score 1")
-    started = time.perf_counter()
-    runner.wait([hanging, fine])
-    assert TIMEOUT_S <= time.perf_counter() - started < TIMEOUT_S + GRACE_S
-
-
 def test_all_that_a_killed_reward_had_started_is_killed_with_it(runner, tmp_path):
     file = tmp_path / "pids"
     runner.wait([rollout("a", f"fork {file}"), rollout("b", "score 1")])
