@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_rl.config.schema.fields import Kind, annotations_of, kind_of, leaves, nearest, siblings
+from grpo_rl.config.schema.fields import Kind, annotations_of, kind_of, leaves, nearest, sections, siblings
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 
@@ -40,7 +40,7 @@ def convert(raw: Mapping[str, Any]) -> Config:
 def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """Return the Config, with defaults where a value cannot be used, and a line for each of these."""
     problems: list[str] = []
-    config: Config = _section(Config, raw, "", problems)
+    config: Config = section(Config, raw, "", problems)
     return config, problems
 
 
@@ -65,33 +65,36 @@ def unknown_key(key: str, where: str = "") -> str:
     return f"{show(key)}: unknown key{where}. {hint}"
 
 
-def _section(section: type, raw: Any, prefix: str, problems: list[str]) -> Any:
-    """Return the dataclass `section`, built from `raw`; a field with a problem keeps its default."""
+def section(kind: type, raw: Any, prefix: str, problems: list[str]) -> Any:
+    """Return the dataclass `kind`, built from `raw`; a field with a problem keeps its default. `prefix` is its key and a dot."""
     if not isinstance(raw, Mapping):
         example = next((key for key in leaves() if key.startswith(prefix)), "its keys")
         problems.append(f"{prefix[:-1]}={show(raw)}: is a group of keys, not a value. Set {example}=...")
-        return section()
-    annotations = annotations_of(section)
-    problems += [unknown_key(f"{prefix}{name}") for name in raw if name not in annotations]
+        return kind()
+    annotations = annotations_of(kind)
+    for name in raw:
+        if name not in annotations:
+            is_of_schema = not prefix or prefix[:-1] in sections()
+            there = f"{prefix}{show(name)}: unknown key. There are: {', '.join(annotations)}."
+            problems.append(unknown_key(f"{prefix}{name}") if is_of_schema else there)
     values: dict[str, Any] = {}
     for name, annotation in annotations.items():
         if name not in raw:
             continue
         if dataclasses.is_dataclass(annotation):
             assert isinstance(annotation, type)
-            values[name] = _section(annotation, raw[name], f"{prefix}{name}.", problems)
+            values[name] = section(annotation, raw[name], f"{prefix}{name}.", problems)
             continue
-        kind = kind_of(annotation)
+        of = kind_of(annotation)
         try:
-            values[name] = _value(kind, raw[name])
+            values[name] = _value(of, raw[name])
         except _Wrong as wrong:
-            problems.append(_problem(f"{prefix}{name}", raw[name], kind, str(wrong)))
-    return section(**values)
+            problems.append(_problem(f"{prefix}{name}", raw[name], of, str(wrong)))
+    return kind(**values)
 
 
 def _problem(key: str, value: Any, kind: Kind, wrong: str) -> str:
-    default = leaves()[key].default
-    usual = f" (default {show(default)})" if default not in ("", []) else ""
+    usual = f" (default {show(leaves()[key].default)})" if key in leaves() and leaves()[key].default not in ("", []) else ""
     return f"{key}={show(value)}: {wrong}; it takes {kind.describe()}{usual}"
 
 

@@ -7,11 +7,11 @@ The decisions of a run are made in plan/decisions.py, and only from these functi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from grpo_rl.config.schema.algorithm import Dtype, TeacherConfig
+from grpo_rl.config.convert import section
+from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig
 from grpo_rl.errors import ConfigError
@@ -102,27 +102,17 @@ def teachers_of(config: Config) -> dict[str, TeacherConfig]:
     """Return the teachers by name, none where distillation is not enabled. Raises ConfigError with all that is wrong with them."""
     if not config.distillation.enabled:
         return {}
-    key, problems, found = "distillation.teacher_models", [], {}
-    known = [one.name for one in dataclasses.fields(TeacherConfig)]
-    for name, given in config.distillation.teacher_models.items():
-        if not isinstance(given, Mapping):
-            problems.append(f"{key}.{name}={given}: is a group of keys, not a value: {', '.join(known)}")
-            continue
-        problems += [f"{key}.{name}.{one}: unknown key. There are: {', '.join(known)}." for one in given if one not in known]
-        found[name] = one = TeacherConfig(**{name: value for name, value in given.items() if name in known})
-        if isinstance(one.weight, bool) or not isinstance(one.weight, int | float) or not 0 < one.weight <= 1e6:
-            problems.append(f"{key}.{name}.weight={one.weight}: a number above 0 and at most 1e6")
-        if one.dtype not in get_args(Dtype):
-            problems.append(f"{key}.{name}.dtype={one.dtype}: one of {', '.join(get_args(Dtype))}")
-        decay = one.ema_decay
-        if decay is not None and (isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1):
-            problems.append(f"{key}.{name}.ema_decay={decay}: a number between 0 and 1, or null")
-        elif decay is not None and one.model_path is not None:
-            problems.append(f"{key}.{name}.ema_decay={decay}: averages the policy's weights, and this teacher has a model_path")
-        texts = {"model_path": one.model_path, "key": one.key, "context": one.context}
-        problems += [
-            f"{key}.{name}.{text}={value}: text, or null" for text, value in texts.items() if not isinstance(value, str | None)
-        ]
+    key = "distillation.teacher_models"
+    problems: list[str] = []
+    given = config.distillation.teacher_models
+    found: dict[str, TeacherConfig] = {
+        name: section(TeacherConfig, one, f"{key}.{name}.", problems) for name, one in given.items()
+    }
+    problems += [
+        f"{key}.{name}.ema_decay={one.ema_decay}: averages the policy's weights, and this teacher has a model_path"
+        for name, one in found.items()
+        if one.ema_decay is not None and one.model_path is not None
+    ]
     if len({one.ema_decay for one in found.values()} - {None}) > 1:
         problems.append(f"{key}: the policy has one moving average; give all teachers with ema_decay the same")
     if problems or not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import json
 import os
 import re
@@ -130,15 +131,22 @@ class HiddenLines:
 
 
 def scrub(files: Iterable[Path]) -> list[Path]:
-    """Return the files in which a remembered secret stood; they are written anew without it. For files that no process writes to any more.
+    """Return the files in which a secret stood; they are written anew without it. For files that no process writes to any more.
 
     What a library prints past Python's streams, and a child of a worker, is found only here.
     """
     found = []
     for file in files:
         with contextlib.suppress(OSError):
-            if _holds_secret(file):
-                _rewrite(file)
+            temporary, lines = file.with_name(f".{file.name}.tmp"), HiddenLines()
+            with file.open("rb") as source, temporary.open("wb") as target:
+                while piece := source.read(_PIECE):
+                    target.write(lines.feed(piece))
+                target.write(lines.rest())
+            if filecmp.cmp(file, temporary, shallow=False):
+                temporary.unlink()
+            else:
+                os.replace(temporary, file)
                 found.append(file)
     return found
 
@@ -147,28 +155,6 @@ def _redacted(data: bytes) -> bytes:
     return redact(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
 
-def _holds_secret(file: Path) -> bool:
-    values = [value.encode(errors="surrogateescape") for value in known()]
-    before = b""
-    with file.open("rb") as source:
-        while piece := source.read(_PIECE):
-            data = before + piece
-            if any(value in data for value in values):
-                return True
-            before = data[max(0, len(data) - _overlap()) :]
-    return False
-
-
 def _overlap() -> int:
     """Return the bytes that may be the beginning of a remembered secret."""
     return max((len(value.encode(errors="surrogateescape")) for value in known()), default=1) - 1
-
-
-def _rewrite(file: Path) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    lines = HiddenLines()
-    with file.open("rb") as source, temporary.open("wb") as target:
-        while piece := source.read(_PIECE):
-            target.write(lines.feed(piece))
-        target.write(lines.rest())
-    os.replace(temporary, file)

@@ -39,7 +39,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["distillation.enabled=false"], "needs distillation.enabled=true"),
     ([f"{T}.teacher_model.path=x"], "unknown key. There are: model_path"),
     ([f"{T}.teacher_model.model_path=null"], "teaches nothing"),
-    ([f"{T}.teacher_model.ema_decay=2"], "ema_decay=2: a number between 0 and 1"),
+    ([f"{T}.teacher_model.ema_decay=2"], "ema_decay=2: is out of range"),
     ([f"{T}.teacher_model.ema_decay=0.9"], "this teacher has a model_path"),
     ([f"{L}.loss_mode=k3"], "loss_mode=k1, or use_policy_gradient=false"),
     ([f"{L}.use_policy_gradient=false"], "has no gradient from the teacher"),

@@ -12,6 +12,7 @@ from grpo_rl.config.schema.kinds import (
     Factor,
     Fraction,
     NodesOrNone,
+    OpenFraction,
     Positive,
     Ratio,
     RatioAboveOne,
@@ -161,11 +162,11 @@ class TeacherConfig:
     """The folder of a model with the policy's tokenizer, or an embedded one; None: the policy as it is in each step."""
     key: str | None = None
     """The data_source that it teaches; None: all that no other teacher has as its key."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Share of the prompts, among teachers of the same key: each prompt draws one by a hash of its uid."""
     context: str | None = None
     """Text before the prompt, in its system message where it has messages, with {ground_truth} and {extra_info.NAME} of the row."""
     dtype: Dtype = "auto"
     """The number type its layers compute in."""
-    ema_decay: float | None = None
+    ema_decay: OpenFraction | None = None
     """Of the policy itself: the share of the average that each optimizer step keeps, as 0.99; None: its weights as they are."""

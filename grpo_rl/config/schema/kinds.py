@@ -87,6 +87,7 @@ Beta = Annotated[float, Range(ge=1e-6, le=1e4, reason="0 learns nothing, below i
 WrongShare = Annotated[float, Range(ge=0, lt=0.5, reason="a share of wrong labels; at a half no answer is preferred")]
 Coefficient = Annotated[float, Range(ge=1e-12, le=1e6, zero=True, reason=_A_FACTOR)]
 Fraction = Annotated[float, Range(ge=0, le=1, reason="it is a share")]
+OpenFraction = Annotated[float, Range(gt=0, lt=1, reason="at 0 nothing is averaged, at 1 the average never moves")]
 LogSpread = Annotated[float, Range(ge=0, le=5, reason="of the logarithm: at 5 one response in six is 148 times its median")]
 MinorShare = Annotated[float, Range(ge=0, le=0.9, reason="it is a share of a batch whose rest must be new")]
 PositiveFraction = Annotated[float, Range(ge=1e-6, le=1, reason="it is a share, and a smaller one is 0 after rounding")]
