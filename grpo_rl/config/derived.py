@@ -157,6 +157,11 @@ def max_staleness(config: Config) -> int:
     return 1 if config.trainer.schedule == ONE_STEP_OFF else config.trainer.asynchronous.max_staleness
 
 
+def oldest_sampler(config: Config) -> int:
+    """Return the most steps by which the policy that sampled a token may be older than the one that it trains, replays included."""
+    return max(max_staleness(config), config.algorithm.replay.max_age)
+
+
 def updates_in_flight(config: Config) -> bool:
     """Return whether engines get new weights while responses are unfinished, which then go on with them."""
     return config.trainer.schedule == ASYNC and max_staleness(config) > 0 and config.trainer.asynchronous.partial_rollout
@@ -198,7 +203,7 @@ def settled(config: Config) -> Config:
     if trains_pairs(config):
         config = _with_pairs(config)
     if not is_offline(config):
-        return _against_the_sampler(config) if max_staleness(config) and not trains_pairs(config) else config
+        return _against_the_sampler(config) if oldest_sampler(config) and not trains_pairs(config) else config
     only_scores = trains_only_reward_model(config)
     trainer = config.trainer if only_scores else dataclasses.replace(config.trainer, schedule=OFFLINE)
     parts = _reward_model_parts(config) if only_scores else config.actor_rollout_ref

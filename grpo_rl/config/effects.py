@@ -152,7 +152,9 @@ def _of_schedule(config: Config) -> list[Rule]:
     fixed = "samples before training" if collects else "trains on the answers in the data"
     fixed = f"data.responses={data.responses} {fixed}"
     of_updates = f"{A}: kl_loss_* ppo_epochs shuffle data_loader_seed; {R}: log_prob_*"
-    of_policy = f"{_CRITIC}; {REF}: *; {of_updates}; {_OF_PROMPTS}; {_OF_ROLLOUTS}; {_ADVANTAGES}; algorithm: filter_groups.*"
+    of_policy = (
+        f"{_CRITIC}; {REF}: *; {of_updates}; {_OF_PROMPTS}; {_OF_ROLLOUTS}; {_ADVANTAGES}; algorithm: filter_groups.* replay.*"
+    )
     of_samples = f"{R}: n temperature top_p top_k min_p ignore_eos; data: gen_batch_size"
     registered, silent = offline and ":" not in loss, offline and not collects and not derived.samples_answers(config)
     return [
@@ -209,7 +211,13 @@ def _of_algorithm(config: Config) -> list[Rule]:
     of_critic += "" if config.critic.enable is False else "; critic: enable"
     unneeded, refill = f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic", groups.enable and groups.refill
     rules = [
-        (pairs, f"{_ADVANTAGES}; {_CRITIC}", f"loss_mode={loss} compares pairs and reads no advantages"),
+        (pairs, f"{_ADVANTAGES}; {_CRITIC}; algorithm: replay.*", f"loss_mode={loss} compares pairs and reads no advantages"),
+        (
+            refill and derived.overlaps(config),
+            "algorithm: replay.*",
+            f"algorithm.filter_groups.refill=true fills a batch of trainer.schedule={config.trainer.schedule} with new groups",
+        ),
+        (algorithm.replay.max_age == 0, "algorithm: replay.max_success replay.share", "needs algorithm.replay.max_age above 0"),
         (pairs, f"{A}: kl_loss_*", f"loss_mode={loss} has the reference in it and no KL term"),
         (no_critic, of_critic, unneeded),
         (not in_loss and actor.kl_loss_coef > 0, f"{A}: kl_loss_coef", f"needs {A}.use_kl_loss=true"),

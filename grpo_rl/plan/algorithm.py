@@ -354,10 +354,10 @@ def _check_correction(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other, or a bypass that no ratio makes use of."""
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     actor = config.actor_rollout_ref.actor
-    is_stale = derived.max_staleness(config) > 0 and not derived.trains_pairs(config)
+    is_stale = derived.oldest_sampler(config) > 0 and not derived.trains_pairs(config)
     if is_stale and not correction.rollout_is and not _has_ratio(config):
         raise ConfigError(
-            f"rollout_is=null: trainer.schedule={config.trainer.schedule} trains tokens that older weights have sampled, and "
+            f"rollout_is=null: {'trainer.schedule=' + config.trainer.schedule if derived.max_staleness(config) else 'algorithm.replay'} trains tokens that older weights have sampled, and "
             f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} has no ratio that corrects for that; rollout_is=token"
         )
     if correction.bypass_mode and not _reads_old_logprobs(config) and not (correction.rollout_is or correction.rollout_rs):

@@ -49,7 +49,7 @@ def data_source(config: Config, plan: Plan) -> str:
     if plan.collection is not None:
         which = "" if plan.objective.needs_pairs else ", of which the good ones are kept"
         return f"{sampled} the initial policy{which} (data.responses=initial_policy)"
-    if staleness := derived.max_staleness(config):
+    if staleness := derived.oldest_sampler(config):
         return (
             f"{sampled} the policy of at most {staleness} training step{'s' * (staleness > 1)} before (data.responses=policy)"
         )

@@ -330,6 +330,12 @@ def _selection(config: Config) -> Rows:
         )
     elif groups.enable:
         yield "keep", f"groups whose {groups.metric} differs; the others are not trained and count in no denominator"
+    if age := config.algorithm.replay.max_age:
+        yield (
+            "replay",
+            f"groups in which at most {config.algorithm.replay.max_success:.3g} of the responses have the highest reward, for {_count(age, 'step')}, "
+            "in place of groups without a signal",
+        )
     if data.retire_above is not None:
         yield (
             "retire",

@@ -13,6 +13,7 @@ from grpo_rl.data.training_rows.pairs import pairs_of_groups, with_sides
 from grpo_rl.telemetry.rollouts.rollout_log import Seen
 from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics, token_values
 from grpo_rl.trainer.progress import Timer
+from grpo_rl.trainer.replay import GroupReplay
 from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
 from grpo_rl.trainer.sampled.reward_failures import scored
 from grpo_rl.trainer.sampled.selection import Selected, Selection
@@ -45,6 +46,12 @@ class SyncSchedule:
         """True where the loss compares the best and the worst response of each group; no advantages are estimated then."""
         self.selection = Selection(self.config, self.train_data, self.rewarder.factors)
         self.validation = Validation(context)
+        self.replay: GroupReplay | None = None
+        if self.config.algorithm.replay.max_age:
+            self.replay = GroupReplay(
+                self.config.algorithm.replay, self.config.data.train_batch_size, self.config.actor_rollout_ref.rollout.n
+            )
+            context.roles.kept.append(self.replay)
         self.trained: Sequence[Rollout] = ()
 
     def step(self) -> Metrics:
@@ -52,7 +59,8 @@ class SyncSchedule:
         timer = self.context.progress.timer()
         with timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
-        selected = self.selection.next(lambda prompts: self._sample(prompts, timer))
+        spared = 0 if self.replay is None else len(self.replay.of_step(self.context.step))
+        selected = self.selection.next(lambda prompts: self._sample(prompts, timer), spared)
         metrics = self.train(selected, timer)
         return metrics | timer.metrics()
 
@@ -88,6 +96,9 @@ class SyncSchedule:
         if self.compares:
             selected, pair_metrics = self._paired(selected)
             sampled |= pair_metrics
+        elif self.replay is not None:
+            filled, replayed = self.replay.fill(selected.trained, self.context.step)
+            selected, sampled = replace(selected, trained=filled), sampled | replayed
         if not selected.trained:
             return sampled | self._keep_rollouts(selected)
         batch = with_sides(collate(selected.trained)) if self.compares else collate(selected.trained, self.advantage.parts)

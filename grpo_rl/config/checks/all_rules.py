@@ -210,6 +210,7 @@ def _schedule(config: Config) -> Iterator[str]:
         yield from _iterated(config)
     if derived.overlaps(config):
         yield from _overlapping(config)
+    yield from _old_samples(config)
 
 
 def _fixed_responses(config: Config) -> Iterator[str]:
@@ -249,20 +250,36 @@ def _early_stop(config: Config) -> Iterator[str]:
         )
 
 
+def _old_samples(config: Config) -> Iterator[str]:
+    """Yield what does not go with tokens that an older policy has sampled."""
+    correction, replay = config.algorithm.rollout_correction, f"algorithm.replay.max_age={config.algorithm.replay.max_age}"
+    is_corrected = correction.rollout_is or correction.rollout_rs
+    if derived.oldest_sampler(config) and correction.bypass_mode is False and not is_corrected:
+        key = f"trainer.schedule={config.trainer.schedule}" if derived.max_staleness(config) else replay
+        yield (
+            f"algorithm.rollout_correction.bypass_mode=false: with {key} the weights that sampled a token may be older than "
+            "those that it trains, and nothing would correct for that; leave it out, or set rollout_is=token beside it"
+        )
+    if not config.algorithm.replay.max_age:
+        return
+    rollout, others = config.actor_rollout_ref.rollout, ""
+    if derived.plays_episodes(config):
+        others = "episodes of several turns"
+    elif config.distillation.enabled:
+        others = "teachers, which read more of a prompt than is kept"
+    elif rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
+        others = "top_p, top_k and min_p, whose sets of tokens are not kept"
+    if others:
+        yield f"{replay}: does not go with {others}; leave it out"
+
+
 def _overlapping(config: Config) -> Iterator[str]:
     """Yield what a schedule cannot do that samples while it trains."""
     key, own = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous
-    correction = config.algorithm.rollout_correction
     if derived.is_colocated(config) and not config.trainer.val_only:
         yield (
             f"{key}: samples while it trains, and with {_R}.nnodes=0 the engines share the actor's devices; give them their own: "
             f"{_R}.nnodes=1 {_R}.n_gpus_per_node=..., beside trainer.n_gpus_per_node"
-        )
-    is_corrected = correction.rollout_is or correction.rollout_rs
-    if derived.max_staleness(config) and correction.bypass_mode is False and not is_corrected:
-        yield (
-            f"algorithm.rollout_correction.bypass_mode=false: with {key} the weights that sampled a token may be older than "
-            "those that it trains, and nothing would correct for that; leave it out, or set rollout_is=token beside it"
         )
     if config.trainer.schedule == ASYNC and own.sync_every > own.max_staleness + 1:
         yield (

@@ -11,13 +11,16 @@ from grpo_rl.config.schema.kinds import (
     Devices,
     Factor,
     Fraction,
+    MinorShare,
     NodesOrNone,
     OpenFraction,
     Positive,
     Ratio,
     RatioAboveOne,
     RejectionMode,
+    Staleness,
     TopK,
+)
 )
 
 
@@ -65,6 +68,16 @@ class FilterGroupsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplayConfig:
+    max_age: Staleness = 0
+    """Steps for which groups with rare successes are trained again, in place of a step's groups without a signal, by the ratio to the policy that sampled them; 0: never."""
+    max_success: Fraction = 0.25
+    """Largest share of a group's responses with its highest reward by which they are rare."""
+    share: MinorShare = 0.75
+    """Largest share of a step's groups that are replayed. With filter_groups.refill as many fewer prompts are sampled."""
+
+
+@dataclass(frozen=True, slots=True)
 class RejectionConfig:
     min_reward: Factor = 1.0
     """data.responses=initial_policy: train on responses with at least this reward. Pairs are the best and the worst of each group."""
@@ -108,6 +121,7 @@ class AlgorithmConfig:
     mask_truncated: bool = False
     """Do not train responses that were cut off at max_response_length; they still count in their group's mean."""
     filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     rejection: RejectionConfig = field(default_factory=RejectionConfig)
 
 

@@ -56,13 +56,13 @@ class Selection:
         self.allow_change = config.data.allow_change
         self.sampler = make_row_order(config, data, None if self.pass_rates is None else self.pass_rates.is_retired)
 
-    def next(self, sample: Sample) -> Selected:
-        """Return the rollouts of the next step.
+    def next(self, sample: Sample, spared: int = 0) -> Selected:
+        """Return the rollouts of the next step; with refilling so many groups fewer as are `spared`.
 
         Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
         cannot be used; the next step then begins with the same row.
         """
-        return self._or_rewind(lambda: self._next(sample))
+        return self._or_rewind(lambda: self._next(sample, self.num_wanted - spared))
 
     def draw(self, sample: Sample) -> list[Rollout]:
         """Return all scored rollouts of the next batch of prompts, whatever their signal is. Raises DataError as `next`."""
@@ -102,22 +102,29 @@ class Selection:
         kept, num_groups = self._with_signal(rollouts)
         return self._selected(kept, rollouts, num_groups, 1)
 
-    def _selected(self, kept: list[list[Rollout]], sampled: list[Rollout], num_groups: int, num_batches: int) -> Selected:
+    def _selected(
+        self,
+        kept: list[list[Rollout]],
+        sampled: list[Rollout],
+        num_groups: int,
+        num_batches: int,
+        num_wanted: int | None = None,
+    ) -> Selected:
         """Return as many of the groups with a signal as a step trains."""
         metrics = {
             "filter_groups/num_gen_batches": float(num_batches),
             "filter_groups/kept_fraction": len(kept) / num_groups,
         }
-        trained = [rollout for group in kept[: self.num_wanted] for rollout in group]
+        trained = [rollout for group in kept[: self.num_wanted if num_wanted is None else num_wanted] for rollout in group]
         return Selected(trained, sampled, metrics | self._data_metrics())
 
-    def _next(self, sample: Sample) -> Selected:
+    def _next(self, sample: Sample, num_wanted: int) -> Selected:
         if not (self.groups.enable and self.groups.refill):
             return self._without_refill(self._draw(sample))
         sampled: list[Rollout] = []
         kept: list[list[Rollout]] = []
         num_groups = num_batches = 0
-        while len(kept) < self.num_wanted:
+        while len(kept) < num_wanted:
             if num_batches == self.groups.max_num_gen_batches:
                 raise DataError(self.too_few(len(kept), num_groups, num_batches))
             if num_batches and self.exhausted:
@@ -128,7 +135,7 @@ class Selection:
             kept += found
             num_groups += drawn
             num_batches += 1
-        return self._selected(kept, sampled, num_groups, num_batches)
+        return self._selected(kept, sampled, num_groups, num_batches, num_wanted)
 
     @property
     def epoch(self) -> int:

@@ -40,6 +40,7 @@ CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
     "sampled validation": (VALIDATED | {f"{VAL_KWARGS}.do_sample": True, f"{VAL_KWARGS}.temperature": 1.0}, CPU),
     "saving": ({"trainer.save_freq": 5, "trainer.experiment_name": "x"}, CPU),
     "groups": ({"algorithm.filter_groups.enable": True}, CPU),
+    "replay": ({"algorithm.replay.max_age": 4}, CPU),
     "episodes with tools": (EPISODES | {f"{R}.multi_turn.tools": {"calculator": {}}}, CPU),
     "judge": ({"reward.judge.base_url": "http://localhost:1/v1", "reward.judge.model": "m"}, CPU),
     "GPUs": ({"trainer.device": "cuda"}, EIGHT_GPUS),

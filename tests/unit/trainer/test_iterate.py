@@ -23,7 +23,8 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.iterate import FILE, Opinion, opinions
+from grpo_rl.trainer.iterate import Opinion, opinions
+from grpo_rl.trainer.replay import ReplayHistory
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
@@ -196,7 +197,10 @@ def test_the_pairs_are_the_best_and_the_worst_by_the_rules_of_which_the_earlier_
     made.run.fit()
     [batch] = made.model.batches
     assert batch.num_rollouts == 4 and batch.group_N.tolist() == [0, 0, 1, 1]
-    rows = [json.loads(line) for line in (made.run.output.run_dir.checkpoints / "step_1" / FILE).read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (made.run.output.run_dir.checkpoints / "step_1" / ReplayHistory.file).read_text().splitlines()
+    ]
     assert rows[0] == {"num_seen": 2, "num_beside": 0}
     assert [row["rewards"] for row in rows[1:]] == [[1.0, 0.0]] * 2
     assert [row["rejected"] for row in rows[1:]] == ["no idea"] * 2 and rows[1]["iteration"] == 1
@@ -224,7 +228,7 @@ def test_a_run_that_goes_on_after_any_step_does_what_it_would_have_done(make, st
     whole.run.fit()
     checkpoints = whole.run.output.run_dir.checkpoints
     last = saved(checkpoints / "step_10")
-    assert last.keys() == {"version", "reference", "reward_model", FILE, "trainer.json"}
+    assert last.keys() == {"version", "reference", "reward_model", ReplayHistory.file, "trainer.json"}
     again = make(total_steps=10, replay_share=0.4)
     again.run.resume(checkpoints / f"step_{step}")
     again.run.fit()

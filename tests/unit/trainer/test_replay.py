@@ -1,16 +1,24 @@
-"""The history of pairs: which are kept, which are learnt again, and that a checkpoint has all of it."""
+"""What is learnt again, pairs and groups with rare successes: what is kept, what is drawn, and that a checkpoint has all of it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from test_sync_trainer import Policy, make, make_config  # noqa: F401
 
+from grpo_rl.algos.losses.registered import LossInput
+from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.segments import Segments
+from grpo_rl.config.derived import settled
+from grpo_rl.config.schema.tree import AlgorithmConfig, FilterGroupsConfig, ReplayConfig
 from grpo_rl.errors import CheckpointError
-from grpo_rl.trainer.iterate import FILE, LabelledPair, ReplayHistory
-from grpo_rl.types import Prompt, Rollout
+from grpo_rl.trainer.replay import GroupReplay, LabelledPair, ReplayHistory
+from grpo_rl.types import Metrics, Prompt, Rollout
 
 
 def pairs(numbers: range, iteration: int) -> list[LabelledPair]:
@@ -51,9 +59,9 @@ def test_a_full_history_is_an_even_sample_of_all_pairs_that_were_made():
         history = ReplayHistory(20, 0.1, seed)
         for iteration in range(1, 5):
             history.add(pairs(range(25 * iteration - 25, 25 * iteration), iteration), iteration)
-        assert len(history.pairs) == 20 and history.num_seen == 100
-        assert [pair.number for pair in history.pairs] == sorted(pair.number for pair in history.pairs)
-        counts.update(pair.iteration for pair in history.pairs)
+        assert len(history.kept) == 20 and history.num_seen == 100
+        assert [pair.number for pair in history.kept] == sorted(pair.number for pair in history.kept)
+        counts.update(pair.iteration for pair in history.kept)
     # 1,000 each are expected, with a standard deviation of about 25 (hypergeometric, 200 draws of 20 of 100).
     assert all(abs(counts[iteration] - 1000) < 120 for iteration in range(1, 5)), counts
 
@@ -64,16 +72,16 @@ def test_a_history_that_was_saved_goes_on_as_if_nothing_had_been(tmp_path: Path)
     history.add(pairs(range(50, 58), 3), 3)
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
-    assert set(history.save(tmp_path / "one")) == {FILE} == set(history.saved(0.0) or {})
+    assert set(history.save(tmp_path / "one")) == {ReplayHistory.file} == set(history.saved(0.0) or {})
     again.load(tmp_path / "one")
     assert again.num_beside == history.num_beside == 28 and again.num_seen == history.num_seen == 58
     for step in range(2, 6):
         one, other = history.draw(8, 4, step), again.draw(8, 4, step)
-        assert [pair.record() for pair in one] == [pair.record() for pair in other]
+        assert [history.record(pair) for pair in one] == [history.record(pair) for pair in other]
         for each in (history, again):
             each.add(pairs(range(step * 100, step * 100 + 8), 4), 4)
     assert history.save(tmp_path / "two") == again.save(_folder(tmp_path / "three"))
-    assert again.pairs[0].pair.chosen_ids.dtype == np.int32
+    assert again.kept[0].pair.chosen_ids.dtype == np.int32
 
 
 def _folder(path: Path) -> Path:
@@ -84,6 +92,136 @@ def _folder(path: Path) -> Path:
 def test_a_checkpoint_without_a_history_or_with_a_broken_one_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"has no replay\.jsonl"):
         filled().load(tmp_path)
-    (tmp_path / FILE).write_text('{"num_seen": 1, "num_beside": 0}\n{"number": 0}\n')
+    (tmp_path / ReplayHistory.file).write_text('{"num_seen": 1, "num_beside": 0}\n{"number": 0}\n')
     with pytest.raises(CheckpointError, match=r"replay\.jsonl cannot be used: KeyError"):
         filled().load(tmp_path)
+
+
+# ---- groups with rare successes ------------------------------------------------------------------------------------
+
+
+def group(uid: str, rewards: list[float]) -> list[Rollout]:
+    prompt = Prompt(uid, (1, 2), "1+1=", "test")
+    return [
+        Rollout(
+            prompt,
+            i,
+            (3, 4 + i),
+            (-0.1, -0.3 * i),
+            "stop",
+            ((7, 2),),
+            text="long",
+            reward=reward,
+            reward_parts={"auto": reward},
+        )
+        for i, reward in enumerate(rewards)
+    ]
+
+
+NONE, RARE, OFTEN, ALL = [0.0] * 4, [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 0.0, 1.0], [1.0] * 4
+
+
+def uids(rollouts: list[Rollout]) -> list[str]:
+    return list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))
+
+
+def test_groups_with_rare_successes_take_the_places_of_those_without_a_signal_for_a_bounded_time():
+    replay = GroupReplay(ReplayConfig(max_age=2), batch_size=3, n=4)
+    step_1 = [*group("a", RARE), *group("b", OFTEN), *group("c", NONE)]
+    assert replay.fill(step_1, 1) == (step_1, {"replay/groups": 0.0, "replay/kept": 1.0})
+    # Nothing is replayed where all groups have a signal.
+    trained, metrics = replay.fill([*group("d", RARE), *group("e", OFTEN), *group("f", RARE)], 2)
+    assert uids(trained) == ["d", "e", "f"] and metrics == {"replay/groups": 0.0, "replay/kept": 3.0}
+    trained, metrics = replay.fill([*group("g", NONE), *group("h", OFTEN), *group("i", ALL)], 3)
+    assert uids(trained) == ["d", "h", "f"], "the newest first, in the others' places"
+    assert metrics == {"replay/groups": 2.0, "replay/kept": 3.0, "replay/age_mean": 1.0}
+    # The sampler's log-probs and the rewards of the whole group are as they were.
+    old = [dataclasses.replace(rollout, text="") for rollout in group("d", RARE)]
+    assert trained[:4] == old
+    trained, metrics = replay.fill([*group("j", NONE), *group("k", NONE), *group("l", NONE)], 4)
+    assert uids(trained) == ["d", "f", "l"] and metrics["replay/kept"] == 2.0, "the group of step 1 is too old"
+    # Where groups without a signal are left out before, the batch is filled up.
+    assert uids(replay.fill(group("m", OFTEN), 4)[0]) == ["m", "d", "f"]
+
+
+def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_probs(make):  # noqa: F811
+    algorithm = AlgorithmConfig(replay=ReplayConfig(max_age=3, max_success=0.5))
+    config = settled(make_config(algorithm, save_freq=3))
+    assert config.algorithm.rollout_correction.bypass_mode is True
+
+    def solved(uid: str) -> bool:
+        return int(uid.rpartition("r")[2]) % 3 > 0
+
+    run, policy = make(config, 8, with_val=False, rows=18)
+    policy.is_solved = solved
+    run.fit()
+    batches = policy.trained
+    assert all(batch.num_rollouts == 8 for batch in batches)
+    again, policy = make(config, 8, with_val=False, rows=18)
+    policy.is_solved = solved
+    again.resume(run.store.folder / "step_3")
+    again.fit()
+    assert len(policy.trained) == 5 and again.schedule.replay.kept
+    for ours, theirs in zip(batches[3:], policy.trained, strict=True):
+        for name in ("token_ids_S", "rollout_logprobs_T", "advantages_N", "group_N"):
+            assert torch.equal(getattr(ours, name), getattr(theirs, name))
+    [kept] = [path for path in (run.store.folder / "step_3").iterdir() if path.name == GroupReplay.file]
+    kept.write_text('{"max_age": 3}\n{"step": 1}\n')
+    with pytest.raises(CheckpointError, match="replayed_groups"):
+        make(config, 8, with_val=False, rows=18)[0].resume(run.store.folder / "step_3")
+
+
+class SixBits(Policy):
+    """A policy of six bits, each with a logit: of the 64 responses one is right. It learns by the real loss on the real advantages."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.logits = torch.zeros(6, 2, dtype=torch.float64, requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.logits], lr=0.02)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.learnt: list[tuple[float, int]] = []
+        """The probability of the right response after each step, and the rollouts that were sampled until then."""
+        self.num_sampled = 0
+
+    def generate(self, prompts, n, sampling, on_finish=None, *, greedy=False):  # type: ignore[no-untyped-def]
+        logprobs = self.logits.detach().log_softmax(-1)
+        rollouts = []
+        for prompt in prompts:
+            for sample in range(n):
+                bits = torch.multinomial(logprobs.exp(), 1, generator=self.generator)[:, 0]
+                text = str(prompt.ground_truth) if bool((bits == 1).all()) else "none"
+                own = logprobs.gather(1, bits[:, None])[:, 0].tolist()
+                rollouts.append(Rollout(prompt, sample, bits.tolist(), own, "stop", ((self.version, 6),), text=text))
+                if on_finish is not None:
+                    on_finish(rollouts[-1])
+        self.num_sampled += len(rollouts)
+        return rollouts
+
+    def update(self, batch) -> Metrics:  # type: ignore[no-untyped-def]
+        responses = torch.stack([ids[-6:] for ids in batch.token_ids_S.split(batch.sequence_lengths_N.tolist())]).long()
+        logprobs_T = self.logits.log_softmax(-1).expand(len(responses), 6, 2).gather(2, responses[..., None]).flatten()
+        inputs = LossInput(
+            logprobs_T, batch.token_advantages(), Segments(batch.trained_lengths_N), old_logprobs_T=batch.old_logprobs_T
+        )
+        loss, _ = Objective()(inputs, batch.counts())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.version += 1
+        self.learnt.append((float(self.logits.detach().softmax(-1)[:, 1].prod()), self.num_sampled))
+        return {"actor/loss": float(loss.detach())}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_where_one_response_of_64_is_right_replay_learns_with_half_of_the_rollouts(make, seed):  # noqa: F811
+    needed = {}
+    for max_age in (0, 8):
+        groups = FilterGroupsConfig(enable=True, max_num_gen_batches=100)
+        algorithm = AlgorithmConfig(filter_groups=groups, replay=ReplayConfig(max_age=max_age))
+        config = settled(make_config(algorithm))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_batch_size=4))
+        policy = SixBits(seed)
+        run, _ = make(config, 80, with_val=False, rows=60, policy=policy)
+        run.fit()
+        needed[max_age] = next((number for learnt, number in policy.learnt if learnt > 0.5), 10**9)
+    assert 2 * needed[8] <= needed[0]
