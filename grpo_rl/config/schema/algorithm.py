@@ -21,7 +21,6 @@ from grpo_rl.config.schema.kinds import (
     Staleness,
     TopK,
 )
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., Made]
         policy = Saves()
         model, reference = Model(policy.calls), MovingReference(policy.calls)
         both = CombinedRewarder(rewarder, [model], config.reward, models_alone=True)
-        roles = Roles(policy, policy, both, reference, reward_model=model if iterate["reward_model_steps"] else None)
+        roles = Roles(policy, policy, both, reference=reference, reward_model=model if iterate["reward_model_steps"] else None)
         output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
         val = dataset("task:arithmetic?split=val&num_rows=3") if with_val else None
         context = Context(config, roles, dataset("task:arithmetic?num_rows=40"), val, output, total_steps)
