@@ -4,7 +4,7 @@
     .venv/bin/python scripts/paradigm.py --only rft grpo_os --seeds 1
     .venv/bin/python scripts/paradigm.py --only written_os written_ps written_ps_model
     .venv/bin/python scripts/paradigm.py --out FOLDER --draw    # the table and the picture of runs that are there
-    .venv/bin/python scripts/paradigm.py --credit               # how well advantages tell good steps from bad ones
+    .venv/bin/python scripts/paradigm.py --credit               # where the first update of each supervision leads
 
 The embedded model learns sums with carries (`TASK`) from demonstrations of which eight in ten forget to carry: that is the start.
 Every method then trains from it for the same number of steps, and samples the same number of rollouts: the online ones in
@@ -16,9 +16,8 @@ by the rule, whatever rewarded the training.
 The `written_*` methods do the same on sums that are written column by column (`WRITTEN`), where a response has six steps: outcome
 against process supervision, with the rule's scores and with those of a process reward model that learns from rated sums.
 
-`--credit` lets the start of both tasks answer prompts. What a step gained is the change of the probability that the start goes on
-with the rest of the right solution, and 0 is left of it behind the first wrong step. The table has the correlation of each kind of
-advantage with that.
+`--credit` compares where the first update of each supervision leads: the cosine of its gradient, over batches of a step's size, with the
+exact gradient of the probability of the right solutions. On sums it begins with builtin:arithmetic, which any run of its recipes makes.
 
 A run that is complete in the folder is not done again, so a command that was interrupted goes on. `table.md` and `paradigm.png`
 (figure 5 on the left, figure 6 in the middle, written sums on the right) are written there.
@@ -34,7 +33,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import correlation, fmean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from grpo_rl.algos.advantages.group_relative import grpo
@@ -42,6 +41,7 @@ from grpo_rl.algos.advantages.per_token import Steps, episode_and_turn, grpo_pro
 from grpo_rl.algos.advantages.registered import AdvantageInput
 from grpo_rl.config.derived import policy_steps
 from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.models.builtin import cache_folder
 from grpo_rl.rewards.rules.number_rules import arithmetic_process, written_sum
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.report import STYLE
@@ -53,7 +53,7 @@ HELD_OUT = {task: f"{task}&split=val&num_rows=512" for task in (TASK, WRITTEN)}
 ACCURACY = {TASK: "val/arithmetic/mean@1", WRITTEN: "val/rated_sums/mean@1"}
 PROMPTS, RESPONSES, STEPS, TEST_EVERY = {TASK: 32, WRITTEN: 8}, 8, 40, 5
 ROLLOUTS = PROMPTS[TASK] * RESPONSES
-"""Rollouts that a method samples for each of its steps; on written sums, which outcomes alone teach in a few steps of that, a quarter."""
+"""Rollouts that a method samples for each of its steps; on written sums a quarter, for 30 steps."""
 KEPT_RESPONSES, KEPT_PAIRS = 64, 24
 """Rows in a batch of RFT and DPO: about as many of `ROLLOUTS` of the start are right, and of `PROMPTS` groups make a pair."""
 NUM_PAIRED_PROMPTS, NUM_HELD_OUT_PAIRS = 4096, 256
@@ -67,7 +67,7 @@ LENGTHS = {
 }
 
 
-def start_on(task: str, careless: str, steps: int) -> tuple[str, ...]:
+def start_on(task: str, careless: str, steps: int, lr: str = "2e-3") -> tuple[str, ...]:
     """Return the words of the run that all methods on a task begin with."""
     return (
         "recipe=paradigm/sft",
@@ -76,7 +76,7 @@ def start_on(task: str, careless: str, steps: int) -> tuple[str, ...]:
         "data.val_files=[]",
         f"data.val_prompt_files={HELD_OUT[task]}",
         *LENGTHS[task],
-        f"{A}.optim.lr=2e-3",
+        f"{A}.optim.lr={lr}",
         f"trainer.total_training_steps={steps}",
         "trainer.test_freq=-1",
         "trainer.logger=[console]",
@@ -84,10 +84,14 @@ def start_on(task: str, careless: str, steps: int) -> tuple[str, ...]:
 
 
 STARTS = {
-    TASK: ("start", start_on(TASK, "forgotten_carries=0.8", 150)),
-    WRITTEN: ("written_start", start_on(WRITTEN, "forgotten_carries=0.7&num_rows=65536", 500)),
+    TASK: {"start": start_on(TASK, "forgotten_carries=0.8", 150)},
+    # The form is learnt from demonstrations that remember some carries: without any, the model would not know how one is written.
+    WRITTEN: {
+        "written_form": start_on(WRITTEN, "forgotten_carries=0.7&num_rows=65536", 500),
+        "written_start": start_on(WRITTEN, "forgotten_carries=0.95&num_rows=8192", 80, lr="5e-4"),
+    },
 }
-"""The name and the words of the run that all methods on a task begin with."""
+"""The runs, each from the one before, that all methods on a task begin with: names and words."""
 STEP_MODEL = (
     "recipe=paradigm/process_reward_model",
     f"data.train_files={WRITTEN}&num_rows=16384",
@@ -139,7 +143,10 @@ def sampling(task: str) -> tuple[str, ...]:
 
 EVERY_STEP = (f"trainer.total_training_steps={STEPS}", f"trainer.test_freq={TEST_EVERY}")
 ONLINE = (*sampling(TASK), *EVERY_STEP)
-WRITTEN_SUMS = (*sampling(WRITTEN), *EVERY_STEP, "reward.functions=[written_sum]")
+WRITTEN_SUMS = (
+    *sampling(WRITTEN),
+    *("trainer.total_training_steps=30", "trainer.test_freq=10", "reward.functions=[written_sum]"),
+)
 AGAINST_A_MODEL = (
     "recipe=paradigm/iterate",
     *sampling(TASK),
@@ -193,12 +200,16 @@ METHODS = (
     Method("ppo", "PPO", ("recipe=paradigm/ppo", *ONLINE)),
     Method("dpo", "DPO", ("recipe=paradigm/dpo", *FROM_FIXED, f"data.train_batch_size={KEPT_PAIRS}"), lr="2e-4"),
     Method("online_dpo", "online DPO", ("recipe=paradigm/online_dpo", *ONLINE), lr="3e-4"),
-    Method("written_os", "written sums, GRPO+OS", ("recipe=paradigm/grpo", *WRITTEN_SUMS), task=WRITTEN),
-    Method("written_ps", "written sums, GRPO+PS", ("recipe=paradigm/grpo_process", *WRITTEN_SUMS), task=WRITTEN),
-    Method("written_ps_model", "written sums, GRPO+PS by a model", BY_STEP_MODEL, against_a_model=True, task=WRITTEN),
+    Method("written_os", "written sums, GRPO+OS", ("recipe=paradigm/grpo", *WRITTEN_SUMS), lr="2e-4", task=WRITTEN),
+    Method("written_ps", "written sums, GRPO+PS", ("recipe=paradigm/grpo_process", *WRITTEN_SUMS), lr="2e-4", task=WRITTEN),
+    Method(
+        "written_ps_model", "written sums, GRPO+PS by a model", BY_STEP_MODEL, lr="2e-4", against_a_model=True, task=WRITTEN
+    ),
 )
-ORDERS = (("online_rft", "rft"), ("grpo_os", "online_rft"), ("grpo_ps", "grpo_os"), ("online_dpo", "dpo"), ("iterate", "fixed"))
-ORDERS += (("written_ps", "written_os"), ("written_ps_model", "written_os"))
+ORDERS = (
+    *(("online_rft", "rft"), ("grpo_os", "online_rft"), ("grpo_ps", "grpo_os"), ("online_dpo", "dpo"), ("iterate", "fixed")),
+    *(("written_ps", "written_os"), ("written_ps_model", "written_os")),
+)
 """The orders that the paper finds: the first method of each pair ends above the second."""
 
 
@@ -209,10 +220,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/paradigm"))
     parser.add_argument("--side-by-side", type=int, default=2, help="runs at the same time")
     parser.add_argument("--draw", action="store_true", help="train nothing; draw what is there")
-    parser.add_argument("--credit", action="store_true", help="train the starts only, and compare advantages of their steps")
+    parser.add_argument(
+        "--credit", action="store_true", help="train the start of written sums only, and compare where first updates lead"
+    )
     arguments = parser.parse_args()
     if arguments.credit:
-        print("\n".join(credit({task: train(arguments.out, *STARTS[task]) / "model" for task in STARTS})))
+        print("\n".join(credit({TASK: cache_folder("arithmetic"), WRITTEN: start_of(arguments.out, WRITTEN)})))
         return 0
     methods = [method for method in METHODS if arguments.only is None or method.name in arguments.only]
     if not arguments.draw:
@@ -232,7 +245,7 @@ def main() -> int:
 def train_all(methods: Sequence[Method], seeds: Sequence[int], out: Path, side_by_side: int) -> None:
     """Train the start, what the methods need, and every method with every seed; what is complete is left as it is."""
     started = time.perf_counter()
-    starts = {task: train(out, *STARTS[task]) / "model" for task in STARTS if any(method.task == task for method in methods)}
+    starts = {task: start_of(out, task) for task in STARTS if any(method.task == task for method in methods)}
     scorers = {
         task: reward_model(out, start) if task == TASK else step_model(out, start)
         for task, start in starts.items()
@@ -247,6 +260,15 @@ def train_all(methods: Sequence[Method], seeds: Sequence[int], out: Path, side_b
     with ThreadPoolExecutor(side_by_side) as pool:
         list(pool.map(run, jobs))
     print(f"trained in {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
+
+
+def start_of(out: Path, task: str) -> Path:
+    """Return the folder of the model that all methods on a task begin with."""
+    model: list[str] = []
+    for name, words in STARTS[task].items():
+        folder = train(out, name, [*words, *model]) / "model"
+        model = [f"actor_rollout_ref.model.path={folder}"]
+    return folder
 
 
 def reward_model(out: Path, start: Path) -> Path:
@@ -354,90 +376,99 @@ def reward_model_quality(out: Path) -> list[str]:
     return [f"- The reward model puts {value:.3f} of {NUM_HELD_OUT_PAIRS} held-out pairs in order." for value in values[-1:]]
 
 
-# ---- what a step gained, and what advantages say of it -----------------------------------------------------
+# ---- where an update leads, by what rewards it ---------------------------------------------------------------
 
-NUM_ASKED = 256
+NUM_BATCHES = 12
 RULES = {TASK: arithmetic_process, WRITTEN: written_sum}
 
 
 def credit(starts: dict[str, Path]) -> list[str]:
-    """Return the table of correlations between the advantages of steps and what the steps gained."""
-    columns = {task: correlations(task, start) for task, start in starts.items()}
+    """Return the table of how well the first update of each supervision raises the probability of right solutions."""
+    columns = {task: directions(task, start) for task, start in starts.items()}
     lines = ["| advantage of a step | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
     for name in next(iter(columns.values())):
-        lines.append(f"| {name} | " + " | ".join(f"{column[name]:.3f}" for column in columns.values()) + " |")
+        figures = (f"{fmean(column[name]):.3f} ± {stdev(column[name]):.3f}" for column in columns.values())
+        lines.append(f"| {name} | {' | '.join(figures)} |")
     return lines
 
 
-def correlations(task: str, start: Path) -> dict[str, float]:
-    """Return the correlation of each kind of advantage with what a step gained, over the steps of the start's responses."""
+def directions(task: str, start: Path) -> dict[str, list[float]]:
+    """Return, for each kind of advantage, the cosine of each batch's gradient with that of the probability of right solutions."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(1)
     tokenizer, model = AutoTokenizer.from_pretrained(start, padding_side="left"), AutoModelForCausalLM.from_pretrained(start)
-    rows = list(task_rows(f"{task}&split=train&num_rows={NUM_ASKED}"))
-    results, lengths, ends_K, rewards_K, places_K, gains_K = [], [], [], [], [], []
-    for row in rows:
-        truth = row["reward_model"]["ground_truth"]
-        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
-        before, right = tokenizer.encode(prompt), tokenizer.encode(truth + tokenizer.eos_token)
-        with torch.no_grad():
-            logits = model(torch.tensor([before + right])).logits[0, len(before) - 1 : -1]
+    weights = list(model.parameters())
+
+    def logprobs(prompt_ids: list[int], answers: list[list[int]]) -> list[Any]:
+        """Return those of the answers' tokens."""
+        longest = max(map(len, answers))
+        padded = [prompt_ids + answer + [tokenizer.pad_token_id] * (longest - len(answer)) for answer in answers]
+        scores = model(torch.tensor(padded)).logits[:, len(prompt_ids) - 1 : -1].log_softmax(-1)
+        return [score[range(len(answer)), answer] for score, answer in zip(scores, answers, strict=True)]
+
+    def gradient(x: Any) -> Any:
+        return torch.cat([one.flatten() for one in torch.autograd.grad(x, weights, retain_graph=True)])
+
+    size = PROMPTS[task]
+    rows = list(task_rows(f"{task}&split=train&num_rows={NUM_BATCHES * size}"))
+    prompts = [
+        tokenizer.encode(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False))
+        for row in rows
+    ]
+    truths = [row["reward_model"]["ground_truth"] for row in rows]
+    true = sum(
+        gradient(logprobs(prompt, [tokenizer.encode(truth + tokenizer.eos_token)])[0].sum().exp())
+        for prompt, truth in zip(prompts, truths, strict=True)
+    )
+    found: dict[str, list[float]] = {}
+    means: dict[int, list[float]] = {}
+    for first in range(0, len(rows), size):
+        answers, scores, results = [], [], []
+        for prompt, truth in zip(prompts[first : first + size], truths[first : first + size], strict=True):
             sampled = model.generate(
-                torch.tensor([before] * RESPONSES),
+                torch.tensor([prompt] * RESPONSES),
                 do_sample=True,
                 top_k=0,
                 max_new_tokens=64,
                 pad_token_id=tokenizer.pad_token_id,
             )
-        logprobs = logits.log_softmax(-1)[range(len(right)), right]
-        # A character is a token. What is still to be written of the right solution has this probability, behind each of them.
-        to_come = [float(logprobs[place:].sum().exp()) for place in range(len(right))]
-        for response in tokenizer.batch_decode(sampled[:, len(before) :], skip_special_tokens=True):
-            result = RULES[task](row["data_source"], response, truth)
-            value, good = to_come[0], True
-            for number, (end, reward) in enumerate(result["steps"], 1):
-                good = good and reward == 1.0
-                after = result["score"] if number == len(result["steps"]) else to_come[end] * good
-                gains_K.append(after - value)
-                value = after
-            ends_K += [sum(lengths) + end - 1 for end, _ in result["steps"]]
-            rewards_K += [reward for _, reward in result["steps"]]
-            places_K += range(len(result["steps"]))
-            lengths.append(len(response) + 1)
-            results.append(result)
-    inp = AdvantageInput(
-        None,
-        lengths_N=torch.tensor(lengths),
-        group_N=torch.arange(len(rows)).repeat_interleave(RESPONSES),
-        rewards_N=torch.tensor([result["score"] for result in results]),
-        step_ends_K=torch.tensor(ends_K),
-        step_rewards_K=torch.tensor(rewards_K),
-        step_states_K=torch.tensor(places_K),
-    )
-    steps = Steps(inp, 1.0)
-    said = {
-        "outcome supervision": grpo(inp).advantages_T[ends_K],
-        "process supervision: the sum of the normalised rewards from here on": grpo_process(inp).advantages_T[ends_K],
-        "the normalised reward of this step alone": grpo_process(inp, gamma=0.0).advantages_T[ends_K],
-        "the sum of the rewards from here on, normalised for each place by itself": episode_and_turn(
-            inp, steps, "mean_std_norm", 1e-6
-        )[1],
-    }
-    print(
-        f"{task}: {len(gains_K) / len(results):.2f} steps a response, {fmean(inp.rewards_N.tolist()):.3f} of them right",
-        flush=True,
-    )
-    for place in range(max(places_K) + 1):
-        chosen = [number for number, other in enumerate(places_K) if other == place]
-        figures = [
-            fmean([column[number] for number in chosen]) for column in (rewards_K, said[list(said)[1]].tolist(), gains_K)
-        ]
-        print(
-            f"  step {place}: {len(chosen)}, reward {figures[0]:.3f}, advantage by PS {figures[1]:+.3f}, gain {figures[2]:+.4f}"
+            texts = tokenizer.batch_decode(sampled[:, len(prompt) :], skip_special_tokens=True)
+            answers += [tokenizer.encode(text + tokenizer.eos_token) for text in texts]
+            scores += logprobs(prompt, answers[-RESPONSES:])
+            results += [RULES[task]("", text, truth) for text in texts]
+        lengths_N = torch.tensor([len(answer) for answer in answers])
+        begins = (lengths_N.cumsum(0) - lengths_N).tolist()
+        inp = AdvantageInput(
+            None,
+            lengths_N=lengths_N,
+            group_N=torch.arange(size).repeat_interleave(RESPONSES),
+            rewards_N=torch.tensor([result["score"] for result in results]),
+            # A character is a token.
+            step_ends_K=torch.tensor(
+                [begin + end - 1 for begin, one in zip(begins, results, strict=True) for end, _ in one["steps"]]
+            ),
+            step_rewards_K=torch.tensor([reward for one in results for _, reward in one["steps"]]),
+            step_states_K=torch.tensor([place for one in results for place in range(len(one["steps"]))]),
         )
-    return {name: correlation(values.tolist(), gains_K) for name, values in said.items()}
+        steps = Steps(inp, 1.0)
+        by_place_K = episode_and_turn(inp, steps, "mean_std_norm", 1e-6)[1]
+        said = {
+            "outcome supervision": grpo(inp),
+            "process supervision": grpo_process(inp),
+            "the same, of each step its own reward alone": grpo_process(inp, gamma=0.0),
+            "the same, sums normalised for each place by itself": steps.on_tokens(by_place_K, torch.zeros(len(answers))),
+        }
+        score_T = torch.cat(scores)
+        for name, out in said.items():
+            cosine = torch.nn.functional.cosine_similarity(gradient((score_T * out.advantages_T).mean()), true, dim=0)
+            found.setdefault(name, []).append(float(cosine))
+        of_steps = said["process supervision"].advantages_T[inp.step_ends_K].tolist()
+        for place, advantage in zip(inp.column("step_states_K").tolist(), of_steps, strict=True):
+            means.setdefault(place, []).append(advantage)
+    print(f"{task}: mean advantage by place {[round(fmean(means[place]), 2) for place in sorted(means)]}", flush=True)
+    return found
 
 
 COLOURS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -42,34 +42,42 @@ def arithmetic_process(
     """
     result: dict[str, Any] = dict(arithmetic(data_source, solution_str, ground_truth, extra_info))
     given = solution_str.strip()
-    result["steps"] = _compared(given, ground_truth, solution_str.index(given))
-    result["digits"] = sum(reward for _, reward in result["steps"]) / max(len(given), len(ground_truth))
+    start = solution_str.index(given)
+    right = [float(character == ground_truth[place : place + 1]) for place, character in enumerate(given)]
+    result["digits"] = sum(right) / max(len(given), len(ground_truth))
+    result["steps"] = [(start + place + 1, reward) for place, reward in enumerate(right)]
     return result
+
+
+COLUMN = re.compile("[0-9]{1,2}")
+"""The sum of a column: its carry is the first of two digits."""
 
 
 def written_sum(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 where it is the same as there, else 0.
+    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 where it follows from those before, else 0.
 
-    The rows are those of `task:rated_sums`; any solution whose right steps are known, a line each, is judged so.
+    The rows are those of `task:rated_sums`. A column has the digits of the sum, and a carry where the line before it, right or
+    wrong, has one; the result has the last digits of the columns as they were written. So every mistake costs one step.
     """
     given, right = solution_str.strip().split("\n"), ground_truth.split("\n")
-    score = float(given[-1] == right[-1])
-    steps = _compared(given, right, solution_str.index(given[0]), between=1)
-    return {"score": score, "acc": score, "steps": [step for step, line in zip(steps, given, strict=True) if line]}
-
-
-def _compared(given: Sequence[str], right: Sequence[str], end: int, between: int = 0) -> list[tuple[int, float]]:
-    """Return the end of each part in the text, and 1 where the right part stands at its place, else 0.
-
-    The first part begins at `end`; `between` characters lie between two.
-    """
-    steps = []
-    for place, part in enumerate(given):
-        end += len(part) + (between if place else 0)
-        steps.append((end, float(place < len(right) and part == right[place])))
-    return steps
+    score, end = float(given[-1] == right[-1]), solution_str.index(given[0])
+    steps, columns = [], ["0"]
+    for place, line in enumerate(given):
+        end += len(line) + (place > 0)
+        follows = False
+        if place < len(right) - 1:
+            left, other = map(int, right[place].partition("=")[0].split("+")[:2])
+            carry = int(len(columns[-1]) == 2)
+            follows = line == f"{left}+{other}{'+1' * carry}={left + other + carry}"
+            column = line.rpartition("=")[2]
+            columns.append(column if COLUMN.fullmatch(column) else str(left + other + carry))
+        elif place == len(right) - 1:
+            follows = line == columns[-1] + "".join(column[-1] for column in columns[-2:0:-1])
+        if line:
+            steps.append((end, float(follows)))
+    return {"score": score, "acc": score, "steps": steps}
 
 
 WINDOW = 300
