@@ -18,30 +18,45 @@ from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import DEVICES, Device, named
-from grpo_rl.plan.memory import fit_of, size_of_role
+from grpo_rl.plan.memory import adapter_params, fit_of, size_of_role
 from grpo_rl.plan.model_folder import ModelSize
 
-TRAINING = 0.33
-"""Share of the FLOP/s that training reaches: torchtitan, docs/performance.md, Llama 3.1 8B by FSDP on 8 and on 128 H100 without
-torch.compile."""
+HIDDEN_BYTES, INNER_BYTES, HEAD_BYTES = 120, 28, 40
+"""Bytes that one token moves in one layer's forward pass, for each number of the hidden state, of the MLP's inner state and of queries
+and keys: norms in float32, residual sums, activation and rotary embedding read and write them in kernels of their own, each several
+times in two bytes or four. Counted by kernels of an eager pass."""
+LOGIT_BYTES = 48
+"""Bytes that one trained token moves for each entry of the vocabulary: float32 logits, read or written twelve times."""
+RECOMPUTED, STORED = 4, 3
+"""Forward passes that an update costs, with and without gradient checkpointing: the backward pass is two."""
+FORWARD = 1.5
+"""A pass without gradients beside its share of operations: 0.4 of an update in verl's table of its asynchronous trainer, where
+operations would be a quarter; nothing hides its gathers and its entropy."""
 DECODING = 0.77
 """Share of the memory bandwidth that decoding reaches: johnmusgrave.com/p/vllm-throughput-latency-sweep-on, vLLM 0.23, Llama 3.1 8B,
 one request at a time on an A100."""
 COMPUTING = 0.5
-"""Share of the FLOP/s that prefill and passes without gradients reach: assumed."""
+"""Share of the FLOP/s that an engine's prefill reaches: assumed."""
 LINK = 0.8
 """Share of a link's bandwidth that gathers and copies reach: assumed."""
 MEAN_SHARE = 0.5
 """Mean length of prompts and responses as a share of the longest, where none is given: assumed."""
 SPREAD = 0.8
 """Standard deviation of the logarithm of a response's length, where none is given: assumed."""
-DECODE_OVERHEAD_S = 0.003
-"""Seconds of each decoding step for scheduling, sampling and launching: assumed."""
+DECODE_OVERHEAD_S, DECODE_HOST_S, DECODE_SEQUENCE_S = 0.001, 0.005, 20e-6
+"""Seconds of a decoding step: between the GPU's work, and of the engine's Python, which schedules, samples and returns one step while
+the GPU computes another: those of a step and of each sequence in it, 15 ms for 500 sequences, whatever the model."""
 ALL_REDUCE_S = 15e-6
-"""Seconds of an all-reduce between the GPUs of an engine, two in each layer of a decoding step: assumed."""
+"""Seconds of an all-reduce between the GPUs of an engine beside the bytes that it moves, two in each layer of a step: assumed."""
+TRANSFER_GBS, TENSOR_S = 15.0, 4e-4
+"""A transfer of weights: each tensor is gathered, cast, handed to the engine's process and loaded there, one after another. Together with
+FIXED_S they give 2 to 4 s for 7 B parameters and 8 to 12 s for 70 B, which is what users of peers report, and 5 to 15 s for 18,432
+tensors of experts."""
+HOST_UPDATE_GBS = 100.0
+"""Bytes a second of a machine's host memory that an optimizer on its CPUs reaches: assumed, half of a socket's data sheet."""
 SWITCH_S = 3.0
 """Seconds in which an engine sleeps and wakes: assumed."""
-FIXED_S = 1.0
+FIXED_S = 0.5
 """Seconds of an update, and of a transfer of weights, beside what they compute and move: assumed."""
 CONTROLLER_S = 6.0 / (16_384 * 4096)
 """Seconds of the controller, one process, for each token of responses: the bar of scripts/bench_controller.py."""
@@ -122,6 +137,13 @@ class Replica:
     """Mean tokens of a prompt."""
     group: int
     """Responses to each prompt, which is read once for them."""
+    parallel: int = 1
+    """GPUs that hold the weights together."""
+    link: float = math.inf
+    """Bytes a second between them."""
+    host_s: float = 0.0
+    sequence_s: float = 0.0
+    """Seconds of the engine's Python for a step, and for each sequence of it."""
 
     def step_s(self, sequences: np.ndarray | float, context: np.ndarray | float) -> np.ndarray:
         """Return the seconds of a decoding step of so many sequences that hold so many tokens together.
@@ -132,7 +154,13 @@ class Replica:
         read = np.minimum(self.size.num_params, self.size.active_params * np.asarray(sequences)) * self.width
         cache_read = np.asarray(context) * self.size.kv_bytes_per_token(self.width)
         computing = 2 * self.size.active_params * np.asarray(sequences) / self.flops
-        return np.maximum((read + cache_read) / self.bandwidth, computing) + self.overhead_s
+        # Partial sums of attention and MLP: each GPU sends and receives twice all but its own part of them.
+        parts = 2 * (self.parallel - 1) / self.parallel
+        reduced = 2 * self.size.layers * parts * np.asarray(sequences) * self.size.hidden * self.width / self.link
+        gpu = np.maximum((read + cache_read) / self.bandwidth, computing) + reduced
+        if self.parallel > 1:
+            gpu = gpu + 2 * self.size.layers * ALL_REDUCE_S
+        return np.maximum(gpu, self.host_s + self.sequence_s * np.asarray(sequences)) + self.overhead_s
 
     def reading_s(self, tokens: float) -> float:
         """Return the seconds of reading so many tokens of prompts."""
@@ -236,9 +264,11 @@ def step_time(plan: Plan, size: ModelSize) -> StepTime | None:
         tail = lengths.longest_of(rollouts) * replica.pace_s(lengths, filled * replica.slots) / (staleness + 1)
     else:
         sampling, filled = replica.batch_s(lengths, requests)
+        # The batch ends with the replica that has its longest response, which is sampled alone at last.
+        beyond = max(0.0, lengths.longest_of(rollouts) - lengths.longest_of(requests))
+        sampling += beyond * float(replica.step_s(1, prompt + lengths.longest))
     phases["sampling"] = max(sampling, controller)
-    links = _links(plan, device)
-    phases["weight transfer"] = size.num_params * plan.engine_width / (links * 1e9 * LINK) + FIXED_S
+    phases["weight transfer"] = transfer_s(size, plan.engine_width)
     phases["switch and offload"] = SWITCH_S * (plan.colocated and plan.engine.sleep_mode) + _copies(plan, size, device)
     phases = {name: phases[name] for name in ("sampling", *phases) if phases[name] > 0}
     training = sum(seconds for name, seconds in phases.items() if name not in _NOT_TRAINING)
@@ -253,10 +283,17 @@ def step_time(plan: Plan, size: ModelSize) -> StepTime | None:
     return StepTime(phases, total, filled, limit, tokens, plan.world_size + apart)
 
 
+def transfer_s(size: ModelSize, width: int) -> float:
+    """Return the seconds of a transfer of all weights to the engines, in numbers of so many bytes."""
+    tensors = size.layers * (9 + 3 * size.experts)
+    return size.num_params * width / (TRANSFER_GBS * 1e9) + tensors * TENSOR_S + FIXED_S
+
+
 def _links(plan: Plan, device: Device) -> float:
-    """Return the GB/s between GPUs that work together: those of one machine, or of several."""
-    apart = not plan.colocated and plan.machine.nodes > 1
-    return min(device.link_gbs, device.nic_gbs) if plan.config.trainer.nnodes > 1 or apart else device.link_gbs
+    """Return the GB/s at which a GPU gathers shards: of several machines all network cards of one work together."""
+    if plan.config.trainer.nnodes == 1:
+        return device.link_gbs
+    return min(device.link_gbs, device.nic_gbs * max(1, plan.world_size // plan.config.trainer.nnodes))
 
 
 def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prompt: float) -> Replica:
@@ -270,61 +307,120 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
         plan.engine_width,
         device.tflops * 1e12 * COMPUTING * parallel,
         device.memory_gbs * 1e9 * DECODING * parallel,
-        DECODE_OVERHEAD_S + (2 * size.layers * ALL_REDUCE_S if parallel > 1 else 0.0),
+        DECODE_OVERHEAD_S,
         min(engine.max_num_seqs, fitting),
         prompt,
         plan.config.actor_rollout_ref.rollout.n,
+        parallel,
+        device.link_gbs * 1e9 * LINK,
+        DECODE_HOST_S,
+        DECODE_SEQUENCE_S,
     )
 
 
 def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, lengths: Lengths, prompt: float) -> dict[str, float]:
     """Return the seconds of each pass of the trained side."""
-    ranks, context, link = plan.world_size, prompt + lengths.mean, _links(plan, device)
-    mini_batches = plan.sizes.mini_batches
-    passes = plan.sizes.updates_per_step / max(1, mini_batches)
-    longest = prompt + lengths.longest_of(plan.sizes.rollouts_per_step)
+    ranks, link, passes, sizes = plan.world_size, _links(plan, device), plan.passes, plan.sizes
+    rollouts = sizes.rollouts_per_step
+    # Attention of a response costs by its square: its mean context is that of a token, not of a response.
+    context = prompt + 2 * lengths.age
 
-    def of(own: ModelSize, most: int | None, times: float = 1.0, *, training: bool) -> float:
-        # A sequence is computed by one rank, or by those that share it: the busiest has at least the longest of each mini-batch.
-        alone = longest / plan.passes.update.sequence_ranks * (mini_batches if training else 1)
-        busiest = times * max(tokens / ranks, alone)
-        return _pass(own, device, busiest, context, ranks, most, link, training=training)
+    def of(own: ModelSize, most: int | None, batches: int = 1, epochs: float = 1.0, *, training: int = 0) -> float:
+        # A sequence is computed by one rank, or by those that share it: in each mini-batch the busiest has at least the longest.
+        longest = (prompt + lengths.longest_of(rollouts / batches)) / passes.update.sequence_ranks
+        busiest = max(tokens / ranks / batches, longest)
+        shape = _Pass(own, device, busiest, context, ranks, most or int(context), link * 1e9 * LINK)
+        return epochs * batches * shape.seconds(training)
 
-    def moments(own: ModelSize, updates: int) -> float:
-        # Weight, gradient and two moments are read and all but the gradient written, in float32.
-        return updates * 28 * own.num_params / ranks / (device.memory_gbs * 1e9 * DECODING) + FIXED_S
+    def learns(own: ModelSize, most: int | None, batches: int, updates: int, *, checkpointing: bool, on_host: bool) -> float:
+        epochs = updates / max(1, batches)
+        seconds = of(own, most, batches, epochs, training=RECOMPUTED if checkpointing else STORED)
+        # Weight, gradient and two moments are read and all but the gradient written, in float32; Muon reads and writes one moment.
+        muon = plan.config.actor_rollout_ref.actor.optim.optimizer.lower() == "muon"
+        trained = adapter_params(plan.config.actor_rollout_ref.model, own) or own.num_params
+        rate = HOST_UPDATE_GBS * 1e9 * plan.config.trainer.nnodes if on_host else device.memory_gbs * 1e9 * DECODING * ranks
+        return seconds + updates * (20 if muon else 28) * trained / rate + FIXED_S
 
-    phases: dict[str, float] = {}
-    if plan.passes.old_logprobs == "actor":
-        phases["old log-probs"] = of(size, plan.passes.old.max_tokens, training=False)
+    parts, phases = plan.config.actor_rollout_ref, {}
+    if passes.old_logprobs == "actor":
+        phases["old log-probs"] = of(size, passes.old.max_tokens)
     if plan.role("reference") or plan.base_reference:
-        phases["reference"] = of(size, plan.passes.reference.max_tokens, training=False)
-    critic = size_of_role(plan, size, "critic")
+        phases["reference"] = of(size, passes.reference.max_tokens)
+    critic, own = size_of_role(plan, size, "critic"), plan.config.critic
     if critic is not None:
-        most, epochs = plan.passes.critic.max_tokens, plan.sizes.critic_epochs
-        phases["critic's values"] = of(critic, most, training=False)
-        phases["critic's update"] = of(critic, most, epochs, training=True) + moments(
-            critic, plan.sizes.critic_updates_per_step
+        batches = max(1, round(sizes.critic_updates_per_step / max(1, sizes.critic_epochs)))
+        phases["critic's values"] = of(critic, passes.critic.max_tokens)
+        phases["critic's update"] = learns(
+            critic,
+            passes.critic.max_tokens,
+            batches,
+            sizes.critic_updates_per_step,
+            checkpointing=own.model.enable_gradient_checkpointing,
+            on_host=own.fsdp.offload_policy,
         )
-    update = of(size, plan.passes.update.max_tokens, passes, training=True)
-    phases["update"] = update + moments(size, plan.sizes.updates_per_step)
+    phases["update"] = learns(
+        size,
+        passes.update.max_tokens,
+        sizes.mini_batches,
+        sizes.updates_per_step,
+        checkpointing=parts.model.enable_gradient_checkpointing,
+        on_host=parts.actor.fsdp_config.offload_policy,
+    )
     return phases
 
 
-def _pass(
-    size: ModelSize, device: Device, tokens: float, context: float, ranks: int, most: int | None, link: float, *, training: bool
-) -> float:
-    """Return the seconds of a pass of the busiest rank: the longer of computing and of gathering weights for each micro-batch.
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A pass of the busiest rank over its tokens."""
 
-    6 operations a parameter and token with gradients and 2 without, attention besides (PaLM, arXiv 2204.02311, appendix B). Weights
-    travel as bfloat16 for the forward pass and the backward pass, and gradients as float32.
-    """
-    attention = 2 * size.layers * size.heads * size.head_dim * context
-    flops = (2 * size.active_params + attention) * (3 if training else 1)
-    computing = tokens * flops / (device.tflops * 1e12 * (TRAINING if training else COMPUTING))
-    micro_batches = max(1.0, tokens / (most or context))
-    moved = size.num_params * (2 + 2 + 4 if training else 2) * (ranks - 1) / ranks
-    return max(computing, micro_batches * moved / (link * 1e9 * LINK))
+    size: ModelSize
+    device: Device
+    tokens: float
+    context: float
+    """Mean tokens of the sequence that a token is part of."""
+    ranks: int
+    most: int
+    """Tokens of a micro-batch."""
+    link: float
+    """Bytes a second at which shards are gathered."""
+
+    def seconds(self, training: int) -> float:
+        """Return the seconds of the pass: of so many forward passes where it trains, of one alone for 0.
+
+        Computing and moving within the GPU take turns; gathers run beside them, and last where they take longer. Weights travel as
+        bfloat16 for the forward pass and the backward pass, and gradients as float32.
+        """
+        computing = self.tokens * self.token_s * (training or FORWARD)
+        micro_batches = max(1.0, self.tokens / self.most)
+        shards = self.size.num_params * (self.ranks - 1) / self.ranks
+        gathers = micro_batches * shards * (2 + 2 + 4 if training else 2) / self.link
+        # All experts' weights and gradients are read for each micro-batch, and few tokens may be all that each gets.
+        state = micro_batches * self.size.num_params * (4 + 4 + 4 if training else 2) / self._bandwidth
+        return max(computing + (state if self.size.experts else 0.0), gathers)
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.device.memory_gbs * 1e9 * DECODING
+
+    @property
+    def _of_experts(self) -> int:
+        """Return the parameters of a token's experts, whose products take twice as long: each has few rows."""
+        size = self.size
+        return 3 * size.hidden * size.expert_intermediate * size.experts_per_token * size.layers if size.experts else 0
+
+    @property
+    def token_s(self) -> float:
+        """Return the seconds of a token's forward pass: its products, its attention, and what its kernels move between them."""
+        size, peak = self.size, self.device.tflops * 1e12
+        products = 2 * (size.active_params + self._of_experts) / (peak * self.device.products)
+        # Two products for each head, over half of the sequence on average.
+        attention = 2 * size.layers * size.heads * size.head_dim * self.context / (peak * self.device.attention)
+        inner = size.expert_intermediate * size.experts_per_token if size.experts else size.intermediate
+        copies = (size.experts_per_token if size.experts else 0) * size.hidden * INNER_BYTES
+        queries = (size.heads + size.kv_heads) * size.head_dim
+        layer = HIDDEN_BYTES * size.hidden + INNER_BYTES * inner + copies + HEAD_BYTES * queries
+        moved = size.layers * layer + LOGIT_BYTES / RECOMPUTED * size.vocab
+        return products + attention + moved / self._bandwidth
 
 
 def _copies(plan: Plan, size: ModelSize, device: Device) -> float:
@@ -347,6 +443,6 @@ def assumptions(plan: Plan) -> str:
     mean = f"responses of {lengths.mean:,.0f} tokens on average" + ("" if given else f" ({MEAN_SHARE:.0%} of the longest)")
     return (
         f"{mean} and {lengths.longest:,} at most, the logarithm's spread {lengths.spread:g}; {name} at {device.tflops:g} TFLOP/s, "
-        f"{device.memory_gbs:g} GB/s ({device.source}); of these {TRAINING:.0%} in training (torchtitan), {COMPUTING:.0%} in passes "
-        f"without gradients, {DECODING:.0%} of the bandwidth in decoding, {LINK:.0%} of the links; without rewards, saving and validation"
+        f"{device.memory_gbs:g} GB/s ({device.source}); of these {device.products:.0%} in products of matrices, {device.attention:.0%} in attention and {COMPUTING:.0%} in "
+        f"prefill, {DECODING:.0%} of the bandwidth, {LINK:.0%} of the links; without rewards, saving and validation"
     )

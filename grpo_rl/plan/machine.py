@@ -153,21 +153,50 @@ class Device:
     cores: int
     """CPU cores for each GPU."""
     source: str
+    products: float = 0.65
+    """Share of `tflops` that products of matrices reach in long passes; more where the data sheet's figure is low for the power that the
+    device may draw. PaLM's operations (arXiv 2204.02311, appendix B) at this share, and the traffic beside them (plan/cost.py), give
+    the 33 % of the peak that torchtitan's docs/performance.md has for Llama 3.1 8B on H100, and half of it for 0.5 B parameters."""
+    attention: float = 0.5
+    """Share of `tflops` that attention reaches. FlashAttention 3 on Hopper, 2 on Ampere and Ada; the kernels of version 2 know nothing of
+    Blackwell's tensor cores, and there reach 300 TFLOP/s (prime-rl's baselines of Qwen3-4B at 64k tokens on B200)."""
 
 
 _DGX_H100 = "DGX H100 data sheet: 8 x 400 Gb/s, 2 TB, 112 cores"
 _ASSUMED = "network of 25 Gb/s, 64 GiB and 8 cores for each GPU assumed"
 DEVICES = {
-    "B200-180GB": Device(178.0, 2250, 8000, 900, 64, 50, 238, 14, "DGX B200 data sheet, half of its figures with sparsity"),
+    "GB200-186GB": Device(
+        184.0,
+        2500,
+        8000,
+        900,
+        256,
+        50,
+        240,
+        36,
+        "GB200 NVL72 data sheet, half of its figures with sparsity; NVLink-C2C",
+        attention=0.12,
+    ),
+    "B200-180GB": Device(
+        178.0, 2250, 8000, 900, 64, 50, 238, 14, "DGX B200 data sheet, half of its figures with sparsity", attention=0.13
+    ),
+    "MI300X-192GB": Device(
+        191.4, 1307, 5300, 448, 64, 50, 256, 24, "AMD Instinct MI300X data sheet, 7 Infinity Fabric links", attention=0.3
+    ),
     "H200-141GB": Device(139.8, 989, 4800, 450, 64, 50, 238, 14, f"NVIDIA H200 data sheet (SXM); {_DGX_H100}"),
     "H100-80GB": Device(79.1, 989, 3350, 450, 64, 50, 238, 14, f"NVIDIA H100 data sheet (SXM); {_DGX_H100}"),
+    "H800-80GB": Device(
+        79.1, 989, 3350, 200, 64, 50, 238, 14, f"NVIDIA H800 data sheet (SXM): NVLink of 400 GB/s; {_DGX_H100}"
+    ),
+    "H20-96GB": Device(95.1, 148, 4000, 450, 64, 50, 238, 14, f"NVIDIA H20 data sheet (SXM); {_DGX_H100}", 0.9, 0.6),
     "H100NVL-94GB": Device(93.1, 835, 3900, 300, 64, 3.1, 64, 8, f"NVIDIA H100 data sheet (NVL); {_ASSUMED}"),
     "H100PCIE-80GB": Device(79.1, 756, 2000, 64, 64, 3.1, 64, 8, f"NVIDIA H100 PCIe product brief; {_ASSUMED}"),
     "A100-80GB": Device(
-        79.2, 312, 2039, 300, 32, 25, 238, 16, "NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 2 TB"
+        79.2, 312, 2039, 300, 32, 25, 238, 16, "NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 2 TB", 0.8
     ),
+    "A800-80GB": Device(79.2, 312, 2039, 200, 32, 25, 238, 16, "NVIDIA A800 data sheet (SXM): NVLink of 400 GB/s", 0.8),
     "A100-40GB": Device(
-        39.4, 312, 1555, 300, 32, 25, 119, 16, "NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 1 TB"
+        39.4, 312, 1555, 300, 32, 25, 119, 16, "NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 1 TB", 0.8
     ),
     "L40S-48GB": Device(44.4, 362, 864, 32, 32, 3.1, 64, 8, f"NVIDIA L40S data sheet; {_ASSUMED}"),
     "A6000-48GB": Device(47.4, 154.8, 768, 56, 32, 3.1, 64, 8, f"NVIDIA RTX A6000 data sheet, NVLink in pairs; {_ASSUMED}"),

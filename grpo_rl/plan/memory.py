@@ -66,7 +66,7 @@ class Load:
     """Float32 tensors of [chunk, vocabulary] that are there at once in the head."""
     has_head: bool = True
     """False for a critic or a reward model, whose head is one number wide."""
-    moments: int = 8
+    moments: float = 8
     """Bytes of the optimizer's moments for each parameter, where they lie on the GPU."""
     in_host_memory: bool = False
     """Weights, gradients and moments lie in host memory all the time."""
@@ -98,7 +98,7 @@ def resident(size: ModelSize, load: Load) -> int:
     state = 4 + (GRADIENT + load.moments if load.trains else load.moments)
     held = frozen_bytes(size, load) + load.adapters * state if load.adapters else size.num_params * state
     whole_head = load.ref_head * 4 * size.vocab * size.hidden
-    return (0 if load.in_host_memory else (held + 4 * load.others) // load.ranks) + whole_head
+    return (0 if load.in_host_memory else int(held + 4 * load.others) // load.ranks) + whole_head
 
 
 def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int:
@@ -108,8 +108,9 @@ def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int
     held = frozen_bytes(size, load) + load.adapters * 4 if load.adapters else size.num_params * 4
     trained = (load.adapters or size.num_params) if load.trains else 0
     return (
-        (held + 4 * load.others) * weights + trained * load.moments * moments
-    ) // load.ranks + load.ref_head * 4 * size.vocab * size.hidden
+        int((held + 4 * load.others) * weights + trained * load.moments * moments) // load.ranks
+        + load.ref_head * 4 * size.vocab * size.hidden
+    )
 
 
 def regions(size: ModelSize, load: Load) -> dict[str, int]:
@@ -293,6 +294,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     rule = {"reference": plan.passes.reference, "critic": plan.passes.critic}.get(name, plan.passes.update)
     model = critic.model if name == "critic" else parts.model
     adapters = adapter_params(parts.model, size) if name == "actor" else 0
+    optimizer = (critic if name == "critic" else parts.actor).optim.optimizer
     tokens = _tokens(config, rule)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     together = parts.rollout.n if rule.shares_prompts else 1
@@ -310,7 +312,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         chunk=parts.model.lm_head_chunk_tokens,
         logits=logits,
         has_head=name != "critic",
-        moments=8 * learns,
+        moments=moments_of(optimizer, size) * learns,
         in_host_memory=fsdp.offload_policy,
         offloads_inputs=model.enable_activation_offload,
         shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
@@ -319,6 +321,11 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         adapters=adapters,
         half_base=bool(adapters) and rests_in_half(plan),
     )
+
+
+def moments_of(optimizer: str, size: ModelSize) -> float:
+    """Return the bytes of an optimizer's moments for each parameter: AdamW has two, Muon one for the layers' matrices."""
+    return 8 if optimizer != "muon" else 4 + 4 * size.root_params / size.num_params
 
 
 _FUSED = ("phi3",)
@@ -364,8 +371,10 @@ def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory
     weights = size.num_params * width // engine.tensor_parallel_size
     per_token = size.kv_bytes_per_token(width)
     if machine.device == "cuda":
-        share = f"{engine.gpu_memory_utilization:.0%} of the GPU, of it"
-        return RoleMemory("rollout", weights, f"{share} weights {gib(weights)}; cache {per_token / 1024:.3g} KiB per token")
+        share = int(machine.gpu_memory * engine.gpu_memory_utilization)
+        of_gpu = f"{engine.gpu_memory_utilization:.0%} of the GPU" + f"'s {gib(machine.gpu_memory)}" * bool(share)
+        parts = f"{of_gpu}, of it weights {gib(weights)}; cache {per_token / 1024:.3g} KiB per token"
+        return RoleMemory("rollout", share or weights, parts)
     cache = int(min(engine.kv_cache_gib * GIB, engine.max_num_seqs * engine.max_model_len * per_token))
     return RoleMemory("rollout", weights + cache, f"weights {gib(weights)} + cache {gib(cache)}")
 

@@ -13,7 +13,7 @@ import pytest
 from grpo_rl.commands.plan import words_of_lengths
 from grpo_rl.config.compose import compose
 from grpo_rl.errors import DataError
-from grpo_rl.plan.cost import Lengths, Replica, StepTime, step_time
+from grpo_rl.plan.cost import FORWARD, Lengths, Replica, StepTime, step_time
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
 from grpo_rl.plan.model_folder import ModelSize
@@ -89,18 +89,22 @@ def test_a_replica_that_always_has_work_has_no_tail_and_pays_for_what_it_reads_a
 # ---- a run on a machine -------------------------------------------------------------------------------------
 
 
-def test_the_update_takes_its_flops_at_a_third_of_the_peak() -> None:
-    found = timed("machine=8xH100-80GB", f"{A}.use_prefix_grouper=false")
-    # 8,192 rollouts of 256 + 512 tokens; 6 FLOPs a parameter without the embedding, attention over 768 tokens besides.
-    flops = 8192 * 768 * 3 * (2 * (7_615_616_512 - 152064 * 3584) + 2 * 28 * 28 * 128 * 768)
-    assert found.phases["update"] == pytest.approx(flops / 8 / (989e12 * 0.33), rel=0.03)
-    assert found.tokens == 8192 * 768 and found.total == pytest.approx(sum(found.phases.values()))
+def test_the_update_takes_a_third_of_the_peak_for_seven_billion_parameters_and_half_of_that_for_half_a_billion() -> None:
+    words = ["machine=8xH100-80GB", f"{A}.use_prefix_grouper=false"]
+    shares = []
+    for name, params in (("7B", 7_615_616_512 - 152064 * 3584), ("0.5B", 494_032_768)):
+        found = timed(*words, f"{M}.path=Qwen/Qwen2.5-{name}")
+        assert found.tokens == 8192 * 768 and found.total == pytest.approx(sum(found.phases.values()))
+        # 8,192 rollouts of 256 + 512 tokens; 6 FLOPs a parameter without the embedding of an untied head.
+        shares.append(8192 * 768 * 6 * params / 8 / 989e12 / found.phases["update"])
+    assert shares[0] == pytest.approx(0.33, rel=0.15) and shares[1] == pytest.approx(shares[0] / 2, rel=0.3)
 
 
 def test_the_estimate_moves_as_machines_and_work_do() -> None:
     base = timed("machine=8xH100-80GB").phases
     slow = timed("machine=8xA100-80GB").phases
-    assert slow["update"] / base["update"] == pytest.approx(989 / 312, rel=0.1)
+    # Products alone would take 989/312 of the time; what moves between them takes 3350/2039.
+    assert 3350 / 2039 < slow["update"] / base["update"] < 989 / 312
     assert slow["sampling"] > base["sampling"] and slow["reference"] > base["reference"]
     assert timed("machine=2x8xH100-80GB").phases["update"] < 0.6 * base["update"]
     assert timed("machine=8xH100-80GB", f"{A}.ppo_epochs=2").phases["update"] == pytest.approx(2 * base["update"], rel=0.05)
@@ -110,7 +114,7 @@ def test_the_estimate_moves_as_machines_and_work_do() -> None:
     assert "reference" not in alone and "critic's update" not in alone
     critic = timed("machine=8xH100-80GB", "algorithm.adv_estimator=gae", f"{A}.use_kl_loss=false").phases
     assert critic["critic's update"] == pytest.approx(critic["update"], rel=0.1)
-    assert critic["critic's values"] == pytest.approx(critic["critic's update"] * 0.33 / 0.5 / 3, rel=0.1)
+    assert critic["critic's values"] == pytest.approx(critic["critic's update"] * FORWARD / 4, rel=0.1)
     longer = timed("machine=8xH100-80GB", "trainer.mean_response_length=900").phases
     assert longer["update"] / base["update"] == pytest.approx(900 / 512, rel=0.15) and longer["sampling"] > base["sampling"]
 
@@ -152,7 +156,7 @@ def test_the_keys_of_a_division_make_the_run_that_it_was_computed_for() -> None:
 
 def test_the_page_says_that_times_are_estimates_and_on_what_they_stand() -> None:
     page = " ".join(planned("machine=8xH100-80GB").render().split())
-    assert "estimated and not measured" in page and "33% in training (torchtitan)" in page and "NVIDIA H100 data sheet" in page
+    assert "estimated and not measured" in page and "65% in products of matrices" in page and "NVIDIA H100 data sheet" in page
     assert (
         "512 tokens on average (50% of the longest)" in page and "fastest one_step_off: trainer.schedule=one_step_off" in page
     )
