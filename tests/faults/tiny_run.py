@@ -31,6 +31,8 @@ def words(model: Path) -> list[str]:
         f"{policy}.rollout.hf.batched=false",
         f"{policy}.rollout.nnodes=1",
         f"{policy}.rollout.n_gpus_per_node=2",
+        # With one processor every role has one thread in every schedule: sums depend on the number of threads.
+        "ray_kwargs.ray_init.num_cpus=1",
         "trainer.heartbeat_s=2",
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_freq={SAVED_EVERY}",

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_processes import VOCAB, RankProcesses, actor_group, make_batch
-from torch import Tensor
+from test_layout_invariance import ALONE, Layout, Trained, assert_same, spec_for, train
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
-from grpo_rl.types import Batch, Metrics
-from grpo_rl.workers.specs import ActorSpec, PolicySpec
+from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
 
 BATCHES = [make_batch(seed, one_prompt=True) for seed in (1, 2)]
 KINDS = {
@@ -25,23 +23,11 @@ KINDS = {
 }
 
 
-WHOLE = MicroBatchRule(None, 1000)
-
-
-@dataclass(frozen=True)
-class Layout:
-    ranks: int = 1
-    rule: MicroBatchRule = WHOLE
-    share: bool = False
-    recomputed: bool = False
-
-
-ALONE = Layout()
 LAYOUTS = {
-    "1 rank, 12 micro-batches, recomputed": Layout(rule=MicroBatchRule(None, 1), recomputed=True),
+    "1 rank, 12 micro-batches, recomputed": Layout(rule=MicroBatchRule(None, 1), checkpointing=True),
     "1 rank, prompts shared": Layout(rule=MicroBatchRule(None, 6, shares_prompts=True), share=True),
     "2 ranks, 3 micro-batches each, prompts shared": Layout(2, MicroBatchRule(None, 2, shares_prompts=True), share=True),
-    "2 ranks, by tokens, recomputed": Layout(2, MicroBatchRule(40, None), recomputed=True),
+    "2 ranks, by tokens, recomputed": Layout(2, MicroBatchRule(40, None), checkpointing=True),
 }
 BALANCED = Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.1, router_aux_loss_coef=0.5)
 TWO_PASSES = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2)
@@ -71,73 +57,18 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def spec_for(path: Path, layout: Layout, objective: Objective, *, replays: bool = False, lr: float = 1e-5) -> ActorSpec:
-    model = ModelConfig(path=str(path), enable_gradient_checkpointing=layout.recomputed)
-    policy = PolicySpec(model, temperature=0.9, dtype="float32", train=True, share_prompts=layout.share)
-    return ActorSpec(policy, objective, OptimConfig(lr=lr, clip_grad=1e6), 100, seed=1, replays_routing=replays)
-
-
-@dataclass(frozen=True)
-class Trained:
-    gradients: list[dict[str, Tensor]]
-    parameters: dict[str, Tensor]
-    metrics: list[Metrics]
-
-
-def start(ranks: dict[int, RankProcesses], spec: ActorSpec, layout: Layout, config: ActorConfig) -> tuple[RankProcesses, Any]:
-    processes = ranks[layout.ranks]
-    processes.build(spec)
-    updates = config.ppo_epochs * -(-4 // config.ppo_mini_batch_size)
-    return processes, actor_group(processes, config, layout.rule, spec.objective, updates_per_step=updates)
-
-
-def train(
-    ranks: dict[int, RankProcesses],
-    path: Path,
-    layout: Layout,
-    objective: Objective = BALANCED,
-    config: ActorConfig | None = None,
-    batches: list[Batch] = BATCHES,
-    *,
-    replays: bool = False,
-    restarts: bool = False,
-    lr: float = 1e-5,
-) -> Trained:
-    """Train on the batches. `restarts`: new processes take the ranks' places between old log-probs and update."""
-    spec = spec_for(path, layout, objective, replays=replays, lr=lr)
-    processes, actor = start(ranks, spec, layout, config or ActorConfig())
-    metrics = []
-    for batch in batches:
-        old = actor.old_logprobs(batch)
-        if restarts:
-            processes.build(spec)
-        metrics.append(actor.update(old))
-    return Trained(processes.call("gradients")[0], processes.call("parameters")[0], metrics)
-
-
-def assert_same(one: Trained, other: Trained) -> None:
-    largest = max(float(gradient.abs().max()) for gradient in one.gradients[0].values())
-    assert largest > 1e-3, "without gradients this comparison would see nothing"
-    for name, gradient in one.gradients[0].items():
-        torch.testing.assert_close(other.gradients[0][name], gradient, atol=1e-6 * largest, rtol=0, msg=name)
-    for name, parameter in one.parameters.items():
-        torch.testing.assert_close(other.parameters[name], parameter, atol=1e-6, rtol=0, msg=name)
-    for ours, theirs in zip(one.metrics, other.metrics, strict=True):
-        assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5)
-
-
 @pytest.fixture(scope="module")
 def alone(ranks: dict[int, RankProcesses], path: Path) -> Trained:
-    return train(ranks, path, ALONE)
+    return train(ranks, path, ALONE, BALANCED, BATCHES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_with_the_auxiliary_loss_do_not_depend_on_the_layout(ranks, path, alone, layout):
-    assert_same(alone, train(ranks, path, LAYOUTS[layout]))
+    assert_same(alone, train(ranks, path, LAYOUTS[layout], BALANCED, BATCHES))
 
 
 def test_the_auxiliary_loss_is_in_the_gradient_and_its_metrics_are_there(ranks, path, alone):
-    without = train(ranks, path, ALONE, Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.1), batches=BATCHES[:1])
+    without = train(ranks, path, ALONE, Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.1), BATCHES[:1])
     gate = "lm.model.layers.0.mlp.gate.weight"
     assert float((alone.gradients[0][gate] - without.gradients[0][gate]).abs().max()) > 1e-3
     found = alone.metrics[0]
@@ -150,7 +81,8 @@ def test_the_auxiliary_loss_is_in_the_gradient_and_its_metrics_are_there(ranks, 
 @pytest.mark.parametrize("layout", ["1 rank, prompts shared", "2 ranks, 3 micro-batches each, prompts shared"])
 def test_replayed_experts_train_alike_in_every_layout(ranks, path, layout):
     def trained(layout: Layout, *, replays: bool = True) -> Trained:
-        return train(ranks, path, layout, BALANCED, TWO_PASSES, BATCHES[:1], replays=replays, lr=3e-3)
+        optim = OptimConfig(lr=3e-3, clip_grad=1e6)
+        return train(ranks, path, layout, BALANCED, BATCHES[:1], TWO_PASSES, replays_routing=replays, optim=optim)
 
     one, free = trained(ALONE), trained(ALONE, replays=False)
     assert one.metrics[0]["actor/router/changed"] > 0.01, "nothing to replay: the routers have not moved"
@@ -167,12 +99,11 @@ def test_replayed_experts_train_alike_in_every_layout(ranks, path, layout):
             torch.testing.assert_close(other.gradients[step][name], gradient, atol=tolerance, rtol=0, msg=name)
 
 
-# ---- files ---------------------------------------------------------------------------------------------------
-
-
 def test_ranks_read_their_experts_only_and_export_an_ordinary_folder(ranks, path, tmp_path):
     layout = LAYOUTS["2 ranks, by tokens, recomputed"]
-    processes, actor = start(ranks, spec_for(path, layout, Objective(), lr=1e-2), layout, ActorConfig())
+    processes, objective = ranks[layout.ranks], Objective()
+    processes.build(replace(spec_for(path, layout, objective, clip_grad=1e6), optim=OptimConfig(lr=1e-2, clip_grad=1e6)))
+    actor = actor_group(processes, ActorConfig(), layout.rule, objective, updates_per_step=1)
     plain = dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
     for name, parameter in processes.call("parameters")[0].items():
         assert torch.equal(parameter, plain[name.removeprefix("lm.")]), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,9 +102,11 @@ def train(
     config: ActorConfig | None = None,
     clip_grad: float = 1e6,
     choose: Callable[[Batch], Batch] = lambda batch: batch,
+    **changes: Any,
 ) -> Trained:
+    """Train on the batches. `changes` are fields of the actor's spec."""
     processes = ranks[layout.ranks]
-    processes.build(spec_for(path, layout, objective, clip_grad))
+    processes.build(replace(spec_for(path, layout, objective, clip_grad), **changes))
     config = config or ActorConfig()
     updates = config.ppo_epochs * -(-batches[0].group_N.unique().numel() // config.ppo_mini_batch_size)
     rule = replace(layout.rule, shares_prompts=layout.share)
