@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("grpo_rl.main", "train a model: recipe=NAME key=value ... (the same as python -m grpo_rl.main)"),
     "plan": ("grpo_rl.commands.plan", "check a configuration whole and print what a run would do"),
     "watch": ("grpo_rl.commands.watch_run", "follow a running run from another terminal"),
+    "engines": ("grpo_rl.commands.engines", "let rollout engines join or leave a running run"),
     "doctor": ("grpo_rl.commands.doctor", "say what is wrong with a run, why, and what to change"),
     "page": ("grpo_rl.commands.page", "write or serve one HTML file with everything about a run"),
     "compare": ("grpo_rl.commands.compare_runs", "what differs between runs, in configuration and in results"),

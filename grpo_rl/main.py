@@ -393,6 +393,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     stack.callback(sinks.close)
     timeline = Timeline(run_dir.timeline_file, console.warn)
     stack.callback(timeline.write)
+    course.recoveries.timeline = timeline
     if inputs.rules is not None:
         inputs.rules.on_busy = partial(timeline.ended, "reward", "scoring")
     rollouts = RolloutLog(

@@ -260,10 +260,6 @@ ENDLESS_WAITS = {
     ("envs/tools/mcp_tools.py", "_hold"): "a task that holds a server for as long as its episode or its process lives",
     ("rewards/runtime/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("processes/child.py", "receive"): "the channel does not block: it is read when poll says so",
-    (
-        "cluster/roles/reward_model_role.py",
-        "_work",
-    ): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("processes/inside.py", "_exactly"): "a child with nothing to do; it ends when the run's side of the channel closes",
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
     (

@@ -116,7 +116,7 @@ class RunInstruments:
     def _measured(self) -> Metrics:
         metrics: Metrics = {}
         for worker_group in self.worker_groups:
-            answers = _ask(worker_group.workers, "measures")
+            answers = _ask([worker for worker in worker_group.workers if worker.is_built], "measures")
             if answers:
                 metrics |= figures_of(worker_group.role, answers, self.config.trainer.device_tflops)
         return metrics

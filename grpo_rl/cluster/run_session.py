@@ -79,6 +79,7 @@ class RunSession:
     ) -> tuple[Cluster, Roles]:
         """Start the workers of a plan, and return them and their roles, the reward among them; `stack` ends them."""
         from grpo_rl.cluster.processes.placement import raylets
+        from grpo_rl.cluster.recovery.stuck import StuckReport
         from grpo_rl.cluster.recovery.supervisor import Recoveries
         from grpo_rl.cluster.start_roles import Cluster, start_roles
 
@@ -87,9 +88,13 @@ class RunSession:
         recoveries = recoveries or Recoveries(plan.config.trainer, self.console.warn, self.status.count_restart)
         cluster = Cluster(plan, policy, scorer, self.run_dir.logs, self.console, recoveries)
         stack.callback(cluster.shutdown)
+        cluster.on_engines = self.status.update
         roles, scorers = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
         self.status.update(workers=cluster.pids(), tokenizer=cluster.model_path)
-        self.connection.watch_nodes(raylets(cluster.places()))
+        self.connection.watch_nodes(raylets(cluster.fixed_places()))
+        stuck = StuckReport(plan.config.trainer, self.status, cluster.worker_groups, self.console.warn)
+        stack.callback(stuck.close)
+        cluster.supervisor.monitor.before_kill = stuck.report
         if plan.reward.scores:
             roles.rewarder = inputs.models.beside(inputs.rules, scorers)
             stack.callback(roles.rewarder.close)

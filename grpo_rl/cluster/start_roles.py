@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,11 +15,11 @@ import ray
 
 from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
-from grpo_rl.cluster.processes import machines
 from grpo_rl.cluster.processes.forks import environment_of
-from grpo_rl.cluster.processes.placement import Pool, Slot, raylets, runs_here
+from grpo_rl.cluster.processes.placement import Place, Pool, Slot, check_machines, raylets, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
-from grpo_rl.cluster.recovery.replicas import Replicas
+from grpo_rl.cluster.recovery.engine_orders import EngineOrders
+from grpo_rl.cluster.recovery.replicas import Elastic, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
 from grpo_rl.cluster.roles.critic_role import critic_factory, critic_spec, make_critic
@@ -45,9 +45,11 @@ from grpo_rl.config.schema.model import ModelConfig, RefFsdpConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.setup import EpisodeSetup
+from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
+from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.schedule import Roles
 from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
@@ -83,6 +85,8 @@ class Cluster:
         self.pools: dict[str, Pool] = {}
         self.on_shutdown: list[Callable[[], None]] = []
         """Functions that end what belongs to the cluster besides its worker groups."""
+        self.on_engines: Callable[..., None] = lambda **fields: None
+        """Called with `engines` and `workers` of status.json when engines have joined or left."""
         recoveries = recoveries or Recoveries(plan.config.trainer, console.warn)
         self.supervisor = Supervisor(plan.config.trainer, recoveries)
 
@@ -98,10 +102,14 @@ class Cluster:
                 grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
                 nodes_per_slot=planned.nodes_per_engine,
             )
-            if not runs_here():
-                run_folder, (own_files, models) = self.log_dir.parent, self._read_in(name)
-                machines.check(self.pools[name].nodes(), run_folder, own_files, models)
+            self.check_machines(name, self.pools[name].nodes())
         return self.pools[name]
+
+    def check_machines(self, pool: str, nodes: Iterable[str]) -> None:
+        """Raise ClusterError where one of these nodes of a cluster lacks what workers in this pool need."""
+        if not runs_here():
+            own_files, models = self._read_in(pool)
+            check_machines(nodes, self.log_dir.parent, own_files, models)
 
     def _read_in(self, pool: str) -> tuple[list[str], dict[str, str]]:
         """Return what the workers in a pool read: files of the user's functions, and folders of models with their settings."""
@@ -215,6 +223,11 @@ class Cluster:
         """Return where every worker is, by its name."""
         return {worker.name: worker.place.slot for worker_group in self.worker_groups for worker in worker_group.workers}
 
+    def fixed_places(self) -> dict[str, Slot]:
+        """Return where the workers are without which the run cannot go on: all, but for engines whose number may change."""
+        fewest, most = self.plan.replica_bounds
+        return {name: slot for name, slot in self.places().items() if fewest == most or not name.startswith("rollout")}
+
     def shutdown(self) -> None:
         """End all processes and give the devices back."""
         self.supervisor.close()
@@ -313,7 +326,12 @@ def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | Non
 
     can_replace = actors is not None and cluster.supervisor.recoveries.restarts
     vacated = cluster.vacated if cluster.plan.engines_share_gpus else None
-    replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor, vacated)
+    elastic = _elastic(cluster, engines, spec) if can_replace else None
+    replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor, vacated, elastic)
+    if elastic is not None:
+        orders = RunDir(cluster.log_dir.parent).engine_orders
+        on_engines = partial(_tell_engines, cluster)
+        cluster.on_shutdown.append(EngineOrders(replicas, elastic, orders, spec.tensor_parallel_size, on_engines).close)
     own = cluster.config.trainer.asynchronous
     options = PoolOptions(
         max_num_seqs=spec.max_num_seqs,
@@ -326,6 +344,32 @@ def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | Non
         starts_asleep=cluster.plan.engines_share_gpus and spec.sleep_mode,
     )
     return ReplicaPool(replicas, transfer, options)
+
+
+def _elastic(cluster: Cluster, engines: WorkerGroup, spec: EngineSpec) -> Elastic | None:
+    """Return the bounds of the number of engines, and where one more finds its place; None where the number is fixed."""
+    planned = cluster.plan.role("rollout")
+    fewest, most = cluster.plan.replica_bounds
+    if planned is None or fewest == most:
+        return None
+    pool, place = cluster.pool(planned.pool), engines.workers[0].place
+
+    def take(node: str | None) -> Place:
+        slot = pool.another(spec.tensor_parallel_size, cluster.config.trainer.start_timeout_s, node)
+        try:
+            cluster.check_machines(planned.pool, pool.nodes([slot.placement_group]))
+        except ClusterError:
+            pool.give_back(slot)
+            raise
+        return replace(place, slot=slot)
+
+    return Elastic(fewest, most, take, lambda place, is_gone: pool.give_back(place.slot, is_gone=is_gone))
+
+
+def _tell_engines(cluster: Cluster, engines: dict[str, Any]) -> None:
+    """Bring status.json up to date with engines that came or went."""
+    pids = {worker.name: worker.pid for worker_group in cluster.worker_groups for worker in worker_group.workers}
+    cluster.on_engines(engines=engines, workers=pids)
 
 
 def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRole:

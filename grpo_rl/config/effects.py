@@ -310,6 +310,11 @@ def _of_sampling(config: Config, machine: Machine) -> list[Rule]:
         (machine.device != "cpu", f"{R}: kv_cache_gib cpu_threads", "it is for CPUs"),
         (not colocated, f"{R}: free_cache_engine", "engines have devices of their own, and keep their memory"),
         (colocated, f"{R}: n_gpus_per_node", shared),
+        (
+            config.trainer.recover == "off" or config.trainer.val_only,
+            f"{R}: min_replicas max_replicas",
+            "the number of engines is fixed with trainer.recover=off and with trainer.val_only=true",
+        ),
         (not validated, f"{R}: val_kwargs.*", f"needs data.{prompts}: only validation reads it"),
         (not values.do_sample, greedy, f"validation is greedy without {R}.val_kwargs.do_sample=true"),
         (not values.temperature, f"{greedy} val_kwargs.do_sample", "validation is greedy at temperature 0"),

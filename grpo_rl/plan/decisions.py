@@ -240,6 +240,12 @@ class Plan:
         return self._num_workers("rollout")
 
     @property
+    def replica_bounds(self) -> tuple[int, int]:
+        """The fewest and the most replicas that there may be while the run goes on."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return rollout.min_replicas or self.num_replicas, rollout.max_replicas or self.num_replicas
+
+    @property
     def colocated(self) -> bool:
         """Return whether the engines share the actor's devices."""
         roles = {role.name: role.pool for role in self.roles}

@@ -218,7 +218,9 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
     else:
         place = ", on the actor's devices, in turn" if plan.colocated else ", on devices of their own"
         way = f"weights by {engine.weight_backend.replace('_', ' ')}"
-    return f"{_count(plan.num_replicas, 'replica')}{per_replica} of {engine.name}{place}; {way}"
+    fewest, most = plan.replica_bounds
+    bounds = "" if fewest == most else f" (from {fewest} to {most} while the run goes on)"
+    return f"{_count(plan.num_replicas, 'replica')}{bounds}{per_replica} of {engine.name}{place}; {way}"
 
 
 def _step(config: Config, plan: Plan) -> Rows:

@@ -16,8 +16,10 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -39,6 +41,11 @@ LAST_CHARACTERS = 500
 """Characters of its log that an error quotes."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 LENGTH = struct.Struct("!I")
+STACK_S = 0.5
+"""Seconds in which a process that is asked for its stacks writes them."""
+MOST_STACK_LINES = 30
+CHILDREN: weakref.WeakSet[Child] = weakref.WeakSet()
+"""The processes of this one that have not been forgotten, for whoever asks what they are doing."""
 
 
 def start(
@@ -86,15 +93,19 @@ class Child:
         # The same modules as here; an order of sets that is the same in every process, as rewards may depend on it.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         variables = {"PYTHONHASHSEED": "0"} | os.environ | ONE_THREAD | {"PYTHONPATH": path} | dict(environment or {})
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
+        fds = theirs.fileno(), self._stacks.fileno()
         with theirs:
-            words = [str(theirs.fileno()), "0" if outlives_thread else str(os.getpid())]
-            self._process = start(module, words, pass_fds=[theirs.fileno()], environment=variables)
-        self.pid = self._process.pid
+            words = [str(fds[0]), "0" if outlives_thread else str(os.getpid()), str(fds[1])]
+            self._process = start(module, words, pass_fds=fds, environment=variables)
+        self.pid, self.name = self._process.pid, module.rpartition(".")[2].removesuffix("_main").replace("_", " ")
+        self._last_message = time.monotonic()
         self._channel.setblocking(False)
         self._copying = threading.Thread(target=self._copy_output, daemon=True)
         self._copying.start()
         with contextlib.suppress(OSError):  # one that has ended already is reported by whoever waits for its start
             self.send(body, START_S)
+        CHILDREN.add(self)
 
     def wait_until_ready(self, timeout_s: float = START_S) -> str | None:
         """Return None once the process has started, or why it has not; then it is killed."""
@@ -114,7 +125,8 @@ class Child:
 
     def send(self, body: bytes, timeout_s: float) -> None:
         """Send a message that `encode` has made. Raises OSError where the process is gone, TimeoutError where it takes nothing."""
-        deadline = time.monotonic() + timeout_s
+        self._last_message = time.monotonic()
+        deadline = self._last_message + timeout_s
         rest = memoryview(LENGTH.pack(len(body)) + body)
         while rest:
             self._wait_for(select.POLLOUT, deadline)
@@ -137,7 +149,28 @@ class Child:
                 self._buffer += data
         body = self._buffer[LENGTH.size : size]
         del self._buffer[:size]
+        self._last_message = time.monotonic()
         return decode(body)
+
+    @property
+    def quiet_s(self) -> float:
+        """The seconds since the last message to it or from it."""
+        return time.monotonic() - self._last_message
+
+    def stack(self) -> list[str]:
+        """Return the Python stacks of its threads, innermost calls first; nothing where it is stopped, or has not begun yet.
+
+        The interpreter's C part writes them when a signal comes (`faulthandler`), whatever holds the process.
+        """
+        before = os.fstat(self._stacks.fileno()).st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR2)
+        deadline, size = time.monotonic() + STACK_S, -1
+        while time.monotonic() < deadline and size != (now := os.fstat(self._stacks.fileno()).st_size):
+            size = now if now > before else -1
+            time.sleep(0.02)
+        text = os.pread(self._stacks.fileno(), 2**16, before).decode(errors="replace")
+        return [line.strip() for line in text.splitlines() if line.strip()][:MOST_STACK_LINES]
 
     @property
     def has_message(self) -> bool:

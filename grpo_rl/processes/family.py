@@ -132,6 +132,13 @@ def is_running(pid: int) -> bool:
     return bool(fields) and fields[0] not in "ZXTt"
 
 
+def state(pid: int) -> str:
+    """Return what the kernel says a process of this machine is doing."""
+    words = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waits for a device", "R": "runs", "S": "waits"}
+    fields = _fields(Path(f"/proc/{pid}"))
+    return words.get(fields[0], "has ended") if fields else "has ended"
+
+
 @dataclass(frozen=True, slots=True)
 class _Relation:
     parent: int

@@ -5,8 +5,10 @@ It loads no torch.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
+import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -57,7 +59,7 @@ def serve(arguments: Sequence[str], begin: Callable[[Any, Parent], Callable[[Any
     `begin` gets the setup, in which `memory_limit` may bound the address space in bytes, and returns what is called with each
     message. Where it raises, the parent is told why, and the process ends.
     """
-    descriptor, parent_pid = map(int, arguments)
+    descriptor, parent_pid, stacks = map(int, arguments)
     remember_environment()
     if parent_pid:
         die_with(parent_pid)
@@ -73,6 +75,7 @@ def serve(arguments: Sequence[str], begin: Callable[[Any, Parent], Callable[[Any
 
     os.register_at_fork(after_in_child=in_a_fork)
     outlive_stop_signals()
+    faulthandler.register(signal.SIGUSR2, stacks)
     try:
         handle = begin(setup, parent)
     except BaseException as error:  # a user's file may even exit: the parent needs the cause

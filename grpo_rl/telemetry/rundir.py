@@ -56,6 +56,8 @@ class RunDir:
     timeline_file = _Place("timeline.jsonl")
     """The intervals in which each role was busy."""
     status_file = _Place("status.json")
+    engine_orders = _Place("engine_orders.jsonl")
+    """What `grpo-rl engines` asks of the run, one order a line."""
     session_file = _Place("session.json")
     """What identifies the processes of a run: the next run of this name ends those that this one may leave."""
     report_file = _Place("report.txt")

@@ -124,7 +124,7 @@ _TEXT, _OBJECT = (lambda value: isinstance(value, str)), (lambda value: isinstan
 _FORMS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("state", "phase", "host"), _TEXT),
     **dict.fromkeys(("step", "total", "last_commit"), is_count),
-    **dict.fromkeys(("restarts", "workers", "error"), _OBJECT),
+    **dict.fromkeys(("restarts", "workers", "error", "engines"), _OBJECT),
     "pid": lambda value: is_count(value) and value > 0,
     "time": lambda value: isinstance(value, int | float) and 0 <= value < MOST_TIME,
 }

@@ -68,8 +68,8 @@ class RolloutWorker:
         self._at: tuple[str, float] | None = None
         self._longest: dict[str, float] = {}
         started: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(started,), name="rollout-engine", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, args=(started,), name="rollout-engine", daemon=True)
+        self.thread.start()
         self._wait(started, start_timeout_s, "start")
 
     # ---- sampling ----------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ class RolloutWorker:
         """Stop the thread and free the engine; ClusterError when it does not stop in time. May be called twice."""
         self._closed = True
         self._commands.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        self.thread.join(timeout_s)
+        if self.thread.is_alive():
             raise ClusterError(f"the rollout engine did not stop within {timeout_s:g} s")
 
     # ---- the callers' side -------------------------------------------------------------------------

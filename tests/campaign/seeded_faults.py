@@ -460,14 +460,14 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "lost request",
-        "cluster/roles/request_ledger.py",
+        "cluster/roles/rollout_pool.py",
         "        self.waiting.extendleft(reversed(unfinished.values()))\n",
         "",
         "unit/cluster",
     ),
     _F(
         "answered twice",
-        "cluster/roles/request_ledger.py",
+        "cluster/roles/rollout_pool.py",
         ".pop(request_id, None) is not None",
         ".get(request_id) is not None",
         "unit/cluster",

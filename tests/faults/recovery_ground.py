@@ -6,16 +6,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_rl.cluster.processes.forks import MODULES
-from grpo_rl.cluster.processes.placement import Pool
+from grpo_rl.cluster.processes.placement import Place, Pool
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
-from grpo_rl.cluster.recovery.replicas import Replicas
+from grpo_rl.cluster.recovery.replicas import Elastic, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
@@ -92,7 +92,7 @@ class Ground:
     def pool(
         self, size: int, factory: Callable[..., Any], argument: Any, actors: WorkerGroup, supervisor: Supervisor, **more: Any
     ) -> ReplicaPool:
-        """A pool of so many replicas that get their weights from these actors; `more` are further PoolOptions."""
+        """A pool of so many replicas, from one to four later, that get their weights from these actors; `more` are PoolOptions."""
         worker_group = self.worker_group("rollout", size, factory, [(argument,)] * size, threads=3)
 
         def build(worker: Worker) -> Any:
@@ -100,7 +100,13 @@ class Ground:
 
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S, **more)
         transfer = Transfer("object_store", actors, worker_group, 1, START_S)
-        return ReplicaPool(Replicas(worker_group, build, supervisor), transfer, options)
+        place = worker_group.workers[0].place
+
+        def take(node: str | None) -> Place:
+            return replace(place, slot=self.slots.another(1, START_S, node))
+
+        elastic = Elastic(1, 4, take, lambda place, is_gone: self.slots.give_back(place.slot, is_gone=is_gone))
+        return ReplicaPool(Replicas(worker_group, build, supervisor, elastic=elastic), transfer, options)
 
     def close(self) -> None:
         for supervisor in self.supervisors:

@@ -15,9 +15,12 @@ from recovery_ground import HEARTBEAT_S, START_S, Ground, is_alive, until
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerDied, WorkerGroup, wait_all
+from grpo_rl.cluster.recovery.stuck import StuckReport
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
-from grpo_rl.errors import ClusterError
+from grpo_rl.config.schema.tree import TrainerConfig
+from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.rollout.requests import sample_seed
+from grpo_rl.telemetry.status import Status
 from grpo_rl.types import Prompt, Rollout, Sampling
 
 SECONDS_PER_STEP = 0.005
@@ -181,6 +184,62 @@ def test_a_replica_that_stops_while_idle_is_noticed_and_replaced_before_it_is_ne
     scene.pool.sync_weights(scene.actor)
     assert len(scene.pool.replicas.serving) == 2, "it got the weights together with the others"
     scene.generate()
+
+
+def test_replicas_that_join_and_leave_while_sampling_change_no_token(scene):
+    replicas = scene.pool.replicas
+    scene.actor.train()
+    scene.pool.sync_weights(scene.actor)
+    handed_on: list[str] = []
+
+    def change(rollout: Rollout) -> None:
+        handed_on.append(rollout.prompt.uid)
+        if len(handed_on) == 3:
+            assert replicas.resize(-1) == "1 will leave: 1 engine then"
+        if len(handed_on) == 6:
+            assert replicas.resize(2) == "rollout2, rollout3 will join: 3 engines then"
+
+    prompts = [Prompt(f"p{i}", (i, 1), "?", "test") for i in range(12)]
+    rollouts = scene.pool.generate(prompts, 2, Sampling(max_tokens=30, seed=3), change)
+    scene.expect(rollouts, 12, 2, 3)
+    until(lambda: len(replicas.ready()) + len(replicas.serving) == 3, SERVING_AGAIN_S, "those that join are built")
+    scene.generate()
+    assert sorted(worker.name for worker in replicas.serving)[1:] == ["rollout2", "rollout3"]
+    with pytest.raises(ConfigError, match="max_replicas=4"):
+        replicas.resize(2)
+    with pytest.raises(ConfigError, match="min_replicas=1"):
+        replicas.resize(-3)
+    replicas.resize(-1)
+    scene.generate()
+    assert len(replicas.serving) == 2 == replicas.wanted
+    lines = [line for _, line in scene.ground.lines.warnings]
+    until(lambda: sum("has left" in line for _, line in scene.ground.lines.warnings) == 2, SERVING_AGAIN_S, "all have left")
+    assert sum(line.startswith("engines: rollout") and "joined after" in line for line in lines) == 2
+    counted = scene.ground.supervisors[0].recoveries.metrics()
+    assert (counted["recovery/engines_joined"], counted["recovery/engines_left"]) == (2.0, 2.0)
+
+
+def test_a_stopped_replica_is_named_with_what_all_others_do_before_it_is_given_up(scene):
+    said: list[str] = []
+    status = Status(None)
+    status.update(step=3, phase="gen")
+    ground, monitor = scene.ground, scene.ground.supervisors[0].monitor
+    report = StuckReport(TrainerConfig(), status, ground.worker_groups, said.append)
+    monitor.before_kill = report.report
+    victim = scene.pool.replicas.serving[0]
+    try:
+        scene.arm(scene.pool.replicas.serving[1], "rollout.step:delay=8@n=3")
+        os.kill(victim.pid, signal.SIGSTOP)
+        scene.generate()
+        scene.wait_until_all_serve()
+    finally:
+        monitor.before_kill = lambda why: None
+        report.close()
+    assert len(said) == 1
+    assert said[0].startswith(f"stuck? {victim.name} is given up: the process froze: no heartbeat for ")
+    assert f"{victim.name} (pid {victim.pid}): no answer within 2 s, stopped by a signal; asked for " in said[0]
+    assert "controller (pid " in said[0] and "rollout_pool.py" in said[0], said[0]
+    assert "an engine step for " in said[0] and "workers/rollout.py" in said[0], said[0]
 
 
 @pytest.mark.campaign

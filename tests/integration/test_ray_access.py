@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_rl.cluster.session import auth, run_watcher
+from grpo_rl.cluster.session import liveness, run_watcher
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
@@ -66,7 +66,7 @@ def test_a_cluster_of_another_kind_starts_in_the_same_process_after_a_local_ray(
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     with ray_session(RayInitConfig(), 1):
-        assert not auth.answers_without_token(_gcs())
+        assert not liveness.answers_without_token(_gcs())
     assert "RAY_AUTH_MODE" not in os.environ
     cluster = RayCluster()
     try:
@@ -120,8 +120,8 @@ def test_a_cluster_that_answers_strangers_is_refused_unless_allowed() -> None:
     server.start()
     try:
         with pytest.raises(ClusterError, match=r"RAY_AUTH_MODE=token.*allow_insecure=true"):
-            auth.refuse_open_cluster(f"127.0.0.1:{port}", allowed=False)
-        auth.refuse_open_cluster(f"127.0.0.1:{port}", allowed=True)
+            liveness.refuse_open_cluster(f"127.0.0.1:{port}", allowed=False)
+        liveness.refuse_open_cluster(f"127.0.0.1:{port}", allowed=True)
     finally:
         server.stop(None)
 
@@ -150,9 +150,9 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
 
 def test_no_listener_of_a_local_cluster_answers_a_stranger(local_ray: Local) -> None:
     assert int(_gcs().rpartition(":")[2]) in local_ray.opened
-    assert not auth.answers_without_token(_gcs())
-    assert [port for port in local_ray.opened if auth.answers_without_token(f"127.0.0.1:{port}")] == []
-    auth.refuse_open_cluster(_gcs(), allowed=False)
+    assert not liveness.answers_without_token(_gcs())
+    assert [port for port in local_ray.opened if liveness.answers_without_token(f"127.0.0.1:{port}")] == []
+    liveness.refuse_open_cluster(_gcs(), allowed=False)
 
 
 def test_other_users_find_neither_files_nor_sockets_nor_the_token_of_a_local_ray(local_ray: Local) -> None:
@@ -161,8 +161,8 @@ def test_other_users_find_neither_files_nor_sockets_nor_the_token_of_a_local_ray
     sockets = [path for path in local_ray.folder.rglob("*") if path.is_socket()]
     assert sockets, "Ray's own are below"
     assert list(local_ray.home.rglob("*")) == [], "no token in the home folder"
-    assert auth.refuses_our_token(_gcs()) is False, "and yet there is one"
-    assert not auth.answers_without_token(_gcs())
+    assert liveness.refuses_our_token(_gcs()) is False, "and yet there is one"
+    assert not liveness.answers_without_token(_gcs())
 
 
 def test_a_local_ray_is_out_of_reach_of_other_machines_and_of_signals_to_its_controller(local_ray: Local) -> None:

@@ -4,11 +4,11 @@ its own process.
 A worker spends most of its start on importing torch and transformers: four seconds of a processor for each. A copy (a
 fork) of a process that has done that starts in less than one, and shares the memory of what was imported.
 
-How a worker comes about: Ray's raylet starts `fork_client.py` in place of Python. That connects to this server's
-socket, sends the descriptors, environment and words that it was started with, and waits. The server forks; the copy
-answers READY, and when the client answers TAKEN it takes over what was sent and runs Ray's worker script (`become`).
-`forks.py` starts the server and says which
-workers are copied.
+How a worker comes about: Ray's raylet starts this file in place of Python, with a socket and its own words. That client connects
+to the server, sends the descriptors, environment and words that it was started with, and waits. The server forks; the copy answers
+READY, and when the client answers TAKEN it takes over what was sent and runs Ray's worker script (`become`). The client needs
+nothing but Python's own library, since it runs for every worker. Other users reach neither end: the socket's folder is this user's
+alone, which both check. `forks.py` starts the server and says which workers are copied.
 
 Ray's C++ part reads its variables when it is imported. They are those of a session's workers, which only Ray has, so
 that `later` modules are imported when the first worker is asked for, with its variables.
@@ -26,6 +26,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -177,5 +178,63 @@ def import_all(modules: Sequence[str]) -> None:
             importlib.import_module(name)
 
 
+# ---- the client: run by Ray in place of Python ----------------------------------------------------------
+
+# The first request waits for the server's imports. Ray waits longer for its worker (`ray_session.py`).
+ANSWER_S = 40.0
+
+
+class NotOurs(Exception):
+    """An error: a folder that another user made, or can look or write into."""
+
+
+def refuse_shared(folder: str | Path) -> None:
+    """Raise NotOurs for a folder of another user, or one that others may look or write into; OSError where there is none."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise NotOurs(f"{folder} is not this user's alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})")
+
+
+def granted(address: str, words: Sequence[str]) -> bool:
+    """Return whether a copy now exists which runs these words with all that this process has. Raises NotOurs; OSError without a server."""
+    umask = os.umask(0)
+    os.umask(umask)
+    request = {
+        "words": list(words),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "umask": umask,
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "oom_score": Path("/proc/self/oom_score_adj").read_text(),
+    }
+    refuse_shared(Path(address).parent)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_S)
+        connection.connect(address)
+        data = json.dumps(request).encode() + b"\n"
+        sent = connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+        connection.sendall(data[sent:])
+        if connection.recv(64) != READY:
+            return False
+        connection.sendall(TAKEN)
+        return True
+
+
+def ask_for_a_copy(arguments: Sequence[str]) -> None:
+    """Run in place of Python with the words `SOCKET SCRIPT ARGUMENT ...`; without a server, become the Python that Ray asked for."""
+    address, *words = arguments
+    try:
+        if granted(address, words):
+            return
+    except NotOurs as error:
+        print(f"no copy of a process: {error}", file=sys.stderr, flush=True)
+    except OSError:
+        pass
+    os.execv(sys.executable, [sys.executable, *words])
+
+
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    if sys.argv[1].startswith("{"):
+        main(json.loads(sys.argv[1]))
+    else:
+        ask_for_a_copy(sys.argv[1:])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import faults
-from grpo_rl.cluster.processes import fork_client, fork_server
+from grpo_rl.cluster.processes import fork_server
 from grpo_rl.errors import ClusterError
 from grpo_rl.models import builtin
 from grpo_rl.processes.family import shielded
@@ -84,8 +84,8 @@ class ForkServer:
     def __init__(self, folder: Path, modules: Sequence[str], *, alone: bool = False) -> None:
         """Start it, with its socket in `folder`. Raises ClusterError for a folder that others may write or look into."""
         try:
-            fork_client.refuse_shared(folder)
-        except fork_client.NotOurs as error:
+            fork_server.refuse_shared(folder)
+        except fork_server.NotOurs as error:
             raise ClusterError(f"workers are not started from a folder that is not private: {error}") from None
         with shielded(), socket.socket(socket.AF_UNIX) as listener, (folder / LOG).open("wb") as log:
             listener.bind(str(folder / SOCKET))
@@ -126,4 +126,4 @@ def runtime_env(environment: Mapping[str, str]) -> dict[str, Any]:
     if not same or not address.is_socket():
         return {}
     # Neither `site` nor PYTHON* variables: it only passes on what it was given.
-    return {"py_executable": shlex.join([sys.executable, "-S", "-E", fork_client.__file__, str(address)])}
+    return {"py_executable": shlex.join([sys.executable, "-S", "-E", fork_server.__file__, str(address)])}

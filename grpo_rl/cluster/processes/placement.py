@@ -1,21 +1,31 @@
-"""Pools of devices, and the slots of them in which each role's processes are placed."""
+"""Pools of devices, the slots of them in which each role's processes are placed, and the check that each machine has what a run needs.
+
+One task on each machine tells what it finds: the sources of this package, versions, the run's folder, model folders. What is
+not as on the controller's machine would train something else without a word, or fail hours later.
+"""
 
 from __future__ import annotations
 
+import socket
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from grpo_rl.cluster.processes import forks
-from grpo_rl.cluster.processes.worker_host import BEATS, WorkerHost
+from grpo_rl.cluster.processes.worker_host import BEATS, LOOKS, WorkerHost
 from grpo_rl.config import secrets
 from grpo_rl.errors import ClusterError
+from grpo_rl.source_code import sources
 
 # On CPU a slot reserves next to nothing: worker groups take turns on the cores, they do not own them.
 CPU_SHARE = 0.01
@@ -53,7 +63,7 @@ class Place:
             options["runtime_env"] = copied
         remote: Any = ray.remote  # Ray's types have no concurrency groups
         return (
-            remote(concurrency_groups={BEATS: 1})(WorkerHost)
+            remote(concurrency_groups={BEATS: 1, LOOKS: 1})(WorkerHost)
             .options(**options)
             .remote(name, str(log_file), environment, secrets.known())
         )
@@ -71,8 +81,12 @@ class Pool:
     def __init__(
         self, nnodes: int, per_node: int, *, use_gpu: bool, timeout_s: float, grow_s: float = 5.0, nodes_per_slot: int = 1
     ) -> None:
-        bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
+        self._bundle = bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
         self.per_node = per_node
+        self._free: list[Slot] = []
+        """Slots of the pool whose process has left."""
+        self._further: list[PlacementGroup] = []
+        """What was reserved since, each for one process."""
         strategy = "STRICT_PACK" if nodes_per_slot == 1 else "PACK"
         self.groups = [placement_group([bundle] * per_node * nodes_per_slot, strategy) for _ in range(nnodes // nodes_per_slot)]
         what = f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}"
@@ -96,13 +110,40 @@ class Pool:
                 slots.append(Slot(group, tuple(bundles), tuple(gpu_ids[b] for b in own) if gpu_ids else ()))
         return slots
 
-    def nodes(self) -> set[str]:
-        """Return Ray's ids of the nodes that the pool is on."""
-        return {node for group in self.groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
+    def nodes(self, groups: Sequence[PlacementGroup] | None = None) -> set[str]:
+        """Return Ray's ids of the nodes that the pool is on, or these groups of it."""
+        return {node for group in groups or self.groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
+
+    def another(self, devices: int, timeout_s: float, node: str | None = None) -> Slot:
+        """Return a slot for one process more: one that was given back, or `devices` reserved on one node, on `node` where there is room.
+
+        Raises ClusterError where there is no room in time.
+        """
+        if node is None and self._free:
+            return self._free.pop()
+        group = placement_group([self._bundle] * devices, "STRICT_PACK", _soft_target_node_id=node)
+        self._further.append(group)
+        deadline, has_room = time.monotonic() + timeout_s, False
+        # In short looks: the run may end meanwhile, and Ray with it.
+        while ray.is_initialized() and not (has_room := group.wait(1.0)) and time.monotonic() < deadline:
+            pass
+        if not has_room:
+            self.give_back(Slot(group, (), ()))
+            raise ClusterError(f"the cluster had no room for {devices} more devices on one node within {timeout_s:.0f} s")
+        gpu_ids = _probe_gpus(group, timeout_s) if "GPU" in self._bundle else []
+        return Slot(group, tuple(range(devices)), tuple(gpu_ids))
+
+    def give_back(self, slot: Slot, *, is_gone: bool = False) -> None:
+        """Take a slot back whose process has left; `is_gone` where its node is no longer there."""
+        if slot.placement_group in self._further:
+            self._further.remove(slot.placement_group)
+            remove_placement_group(slot.placement_group)
+        elif not is_gone:
+            self._free.append(slot)
 
     def release(self) -> None:
         """Give the devices back."""
-        for group in self.groups:
+        for group in [*self.groups, *self._further]:
             remove_placement_group(group)
 
     def _wait(self, timeout_s: float, grow_s: float, what: str, fits: Callable[[], bool]) -> None:
@@ -191,3 +232,128 @@ def _resources(resources: dict[str, float]) -> str:
 
 def _gpu_id() -> str:
     return str(ray.get_gpu_ids()[0])
+
+
+# ---- what each machine has ---------------------------------------------------------------------------
+
+
+PACKAGES = ("ray", "torch", "transformers", "vllm")
+SEEN_S = 5.0
+"""Seconds that a shared file system may take to show a file to another machine."""
+ANSWER_S = 45.0
+"""Seconds that a machine may take to answer: a process of Ray's has to start there."""
+PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a machine has."""
+
+    name: str
+    versions: Mapping[str, str]
+    code: Mapping[str, str]
+    """The SHA-256 of each source file, by its name."""
+    lacks: frozenset[str] = frozenset()
+    """Those of the files and folders asked for that are not there."""
+
+
+def look(own_files: Sequence[str], paths: Sequence[str], seen_s: float = SEEN_S) -> Found:
+    """Return what this machine has: its versions, its code with the user's `own_files`, and which of `paths` it lacks."""
+    until = time.monotonic() + seen_s
+    while (lacks := [path for path in paths if not _is_there(Path(path))]) and time.monotonic() < until:
+        time.sleep(0.2)
+    versions = {"Python": ".".join(map(str, sys.version_info[:3]))}
+    versions |= {package: _version(package) for package in PACKAGES}
+    return Found(socket.gethostname(), versions, sources(own_files), frozenset(lacks))
+
+
+def differences(machine: str, theirs: Found, ours: Found, needed: Mapping[str, str]) -> Iterator[str]:
+    """Yield what keeps `machine` from taking part, a line each. `needed` says what each path is for."""
+    for package, version in ours.versions.items():
+        if theirs.versions.get(package) != version:
+            found = theirs.versions.get(package, "none")
+            yield (
+                f"{machine} has {package} {found}, and the controller's machine ({ours.name}) {version}: "
+                "bash scripts/setup.sh cluster, or the same image, on every machine"
+            )
+    differing = sorted(name for name in {**ours.code, **theirs.code} if ours.code.get(name) != theirs.code.get(name))
+    if differing:
+        first = f"{differing[0]} {'differs' if differing[0] in theirs.code else 'is not there'}"
+        more = f", and so it is with {len(differing) - 1} more" if len(differing) > 1 else ""
+        yield (
+            f"{machine} has other code than the controller's machine ({ours.name}): {first}{more}; copy the same code to every "
+            "machine, or send it along with scripts/submit.sh"
+        )
+    for path, what in needed.items():
+        if path in theirs.lacks:
+            yield f"{machine} does not see {path}, {what}"
+
+
+def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[str], models: Mapping[str, str]) -> None:
+    """Look at the machines with these ids of Ray's. Raises ClusterError naming each that does not have what the run needs.
+
+    `own_files` are files of the user's that workers import; `models` the folders that they read, with the setting of each.
+    """
+    with _marker(run_folder) as marker:
+        needed = {
+            str(marker): "which the run has written: trainer.default_local_dir must be on storage that all machines share"
+        }
+        needed |= {path: f"{key}: copy it there, to the same path" for path, key in models.items() if _is_there(Path(path))}
+        ours = look(own_files, ())
+        known = {node["NodeID"]: f"the machine {node['NodeManagerAddress']}" for node in ray.nodes()}
+        asked = {node: _look_on(node, own_files, list(needed)) for node in nodes}
+        problems: list[str] = []
+        until = time.monotonic() + ANSWER_S
+        for node, answer in asked.items():
+            machine = known.get(node, f"the node {node}")
+            try:
+                theirs: Found = ray.get(answer, timeout=max(PATIENCE_S, until - time.monotonic()))
+            except ray.exceptions.GetTimeoutError:
+                problems.append(
+                    f"{machine} did not start a process within {ANSWER_S:.0f} s: is it overloaded, or out of reach?"
+                )
+            except ray.exceptions.RayError as error:
+                problems.append(f"{machine} cannot run this program: {_reason(error)}; bash scripts/setup.sh cluster there")
+            else:
+                problems += differences(f"{machine} ({theirs.name})", theirs, ours, needed)
+    if problems:
+        raise ClusterError("\n  ".join(problems))
+
+
+def _look_on(node: str, own_files: Sequence[str], paths: Sequence[str]) -> ray.ObjectRef:
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(own_files, paths)
+
+
+@contextmanager
+def _marker(folder: Path) -> Iterator[Path]:
+    """Yield a file with a new name in this folder: no file system has remembered that it was not there."""
+    marker = folder / f".seen_{token_hex(4)}"
+    marker.touch()
+    try:
+        yield marker
+    finally:
+        marker.unlink(missing_ok=True)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _version(package: str) -> str:
+    # vLLM's build for CPUs is a package of another name.
+    for name in (package, f"{package}-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _reason(error: Exception) -> str:
+    """Return the last line of the error's text that names a missing module, or else its last line at all."""
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in reversed(lines) if "ModuleNotFoundError" in line), lines[-1])

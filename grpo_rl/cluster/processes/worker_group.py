@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_rl import faults
 from grpo_rl.cluster.processes.placement import Place, Slot
-from grpo_rl.cluster.processes.worker_host import BEATS, RemoteError, Stored, StoredBlock, what_to_do
+from grpo_rl.cluster.processes.worker_host import BEATS, LOOKS, RemoteError, Stored, StoredBlock, what_to_do
 from grpo_rl.cluster.session.run_watcher import is_tracker, remove_segments
 from grpo_rl.errors import (
     CheckpointError,
@@ -48,7 +48,14 @@ _USER_ERRORS: dict[str, type[GrpoRlError]] = {
 
 
 # A collective that lost a peer: torch and gloo have no exception class of their own for all of these.
-_PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError")
+_PEER_ERRORS = (
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "ConnectionResetError",
+    "BrokenPipeError",
+    "ObjectLostError",
+)
 _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "Timed out waiting", "NCCL error")
 
 
@@ -85,10 +92,15 @@ class Worker:
         """The reason for which the controller ended the process, if it did."""
         self.excused = False
         """True while the worker's work may keep it from answering: a missing heartbeat means nothing then."""
+        self.is_built = True
+        """False while a process that came later is being made: nobody waits for it."""
+        self.asked: tuple[str, float] = ("", 0.0)
+        """The method that was called last, and when."""
         self.actor: Any = place.start(name, log_file)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
+        self.asked = (method, time.monotonic())
         return self.actor.call.remote(method, *args, told=faults.told(), **kwargs)
 
     def call_for_two(self, method: str, *args: Any) -> tuple[ray.ObjectRef, ray.ObjectRef]:
@@ -98,6 +110,7 @@ class Worker:
         answer itself (100 KiB, `RAY_max_direct_call_object_size`) it lies in the object store of the worker's machine,
         and stays there when the worker dies.
         """
+        self.asked = (method, time.monotonic())
         return self.actor.call.options(num_returns=2).remote(method, *args, told=faults.told())
 
     def call_pair(self, method: str) -> tuple[ray.ObjectRef, ray.ObjectRef]:
@@ -111,6 +124,10 @@ class Worker:
     def beat(self, wait_s: float) -> ray.ObjectRef:
         """A sign of life after `wait_s`, whatever else the process does: see `WorkerHost.beat`."""
         return self.actor.beat.options(concurrency_group=BEATS).remote(wait_s)
+
+    def doing(self) -> ray.ObjectRef:
+        """What the process is doing, whatever that is: see `WorkerHost.doing`."""
+        return self.actor.doing.options(concurrency_group=LOOKS).remote()
 
     def describe(self, error: Exception) -> str:
         """Return why a call to this worker failed: its own words, or how the process ended and the last lines of its log."""

@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +23,11 @@ from grpo_rl.errors import GrpoRlError, OutOfMemory
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.workers.instruments import InstrumentOrder, Instruments, PhaseMeasure, device_name
 
-BEATS = "beats"
-"""The thread in which a process answers `beat` while others work."""
+BEATS, LOOKS = "beats", "looks"
+"""The threads in which a process answers `beat` and `doing` while others work."""
+Doing = tuple[str, float, list[str]]
+"""A call that is at work, its seconds, and the stack of its thread."""
+MOST_FRAMES = 12
 FETCH_S = 3600.0
 """Seconds that a process waits for a stored value."""
 
@@ -91,6 +95,8 @@ class WorkerHost:
         """The `Stored` value that a call carried last."""
         self.name = name
         self._instruments = Instruments(name)
+        self._calls: dict[int, tuple[str, float]] = {}
+        """The calls that are at work, by their threads."""
         faults.arm()
         faults.tell(worker=name)
         if log_file is not None:
@@ -115,6 +121,15 @@ class WorkerHost:
         activity = getattr(self._worker, "activity", None)
         return None if activity is None else activity()
 
+    def doing(self) -> list[Doing]:
+        """Return each call that is at work, for how many seconds, and where; and what a thread of the worker's own does."""
+        now = time.monotonic()
+        found = [(method, now - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())]
+        activity, thread = getattr(self._worker, "activity", None), getattr(self._worker, "thread", None)
+        if activity is not None and thread is not None and (at := activity()) is not None:
+            found.append((at[0], at[1], stack_of(thread.ident)))
+        return found
+
     def build(self, factory: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Make the worker."""
         _settle_threads()
@@ -133,7 +148,11 @@ class WorkerHost:
             with self._instruments.around(self._worker, method):
                 return getattr(self._worker, method)(*values, **kwargs)
 
-        return _guard(run, (), {}, self._instruments.failed)
+        self._calls[threading.get_ident()] = (method, time.monotonic())
+        try:
+            return _guard(run, (), {}, self._instruments.failed)
+        finally:
+            del self._calls[threading.get_ident()]
 
     def observe(self, order: InstrumentOrder) -> None:
         """Use these instruments from the next call on."""
@@ -157,6 +176,13 @@ class WorkerHost:
         """Return whether the result is not None, and the result: two objects, the second to be passed on unread."""
         value = self.call(method, *args)
         return value is not None, value
+
+
+def stack_of(thread: int | None) -> list[str]:
+    """Return the innermost frames of a thread of this process, outermost first, each as file, line and function."""
+    frame = sys._current_frames().get(thread or 0)
+    found = traceback.extract_stack(frame, limit=MOST_FRAMES) if frame is not None else []
+    return [f"{Path(*Path(one.filename).parts[-3:])}:{one.lineno} {one.name}: {one.line}" for one in found]
 
 
 def _get(ref: Any) -> Any:

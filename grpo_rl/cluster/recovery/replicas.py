@@ -1,4 +1,4 @@
-"""The rollout replicas that serve: one that fails is ended and replaced in the background while the others go on."""
+"""The rollout replicas that serve: one that fails is replaced in the background, and others join or leave while the run goes on."""
 
 from __future__ import annotations
 
@@ -6,16 +6,31 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import ray
 
-from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, settle, wait_all
+from grpo_rl.cluster.processes.placement import Place, raylets, runs_here
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, end_workers, settle, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
-from grpo_rl.errors import ClusterError, GrpoRlError
+from grpo_rl.cluster.session.liveness import unanswered
+from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError
 
 Build = Callable[[Worker], ray.ObjectRef]
 Vacated = Callable[[], AbstractContextManager[None]]
 """A function that clears the engines' GPUs of everything else, for as long as the context lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """The bounds of a number of replicas that may change, and where one more finds its place."""
+
+    fewest: int
+    most: int
+    take: Callable[[str | None], Place]
+    """Returns a place, on this node of Ray's where one is named. Raises ClusterError where there is none in time."""
+    give_back: Callable[[Place, bool], None]
+    """Takes the place of a replica that has left; the second argument is True where its node is gone."""
 
 
 class Replicas:
@@ -23,8 +38,9 @@ class Replicas:
 
     The replicas in `serving` hold the current weights and are the only ones that get requests. One that is lost, because a
     call to it failed or its heartbeat stopped, is killed, and a new process takes its place; built, it waits among the
-    `ready` until it has been given the current weights. `lose` may be called from any thread, everything else from the
-    controller's.
+    `ready` until it has been given the current weights. So does one that joins. One that leaves is ended between two calls of
+    the pool, which asks others for what it had not answered. `lose` and `resize` may be called from any thread, everything else
+    from the controller's.
 
     Where engines share GPUs with ranks, `vacated` clears them for an engine that is built. Then a replacement waits, as a
     process with nothing in it, until the controller calls `build_apart`: at a time when no rank works.
@@ -36,6 +52,7 @@ class Replicas:
         build: Build | None = None,
         supervisor: Supervisor | None = None,
         vacated: Vacated | None = None,
+        elastic: Elastic | None = None,
     ) -> None:
         self.worker_group = worker_group
         self.supervisor = supervisor
@@ -47,17 +64,26 @@ class Replicas:
         self._changed = threading.Event()
         self._gone: dict[Worker, float] = {}
         self._ready: list[Worker] = []
-        self._replaces: dict[Worker, Worker] = {}
+        self._since: dict[Worker, float] = {}
+        """When each replica that does not serve yet began to be missing: the one before it was lost, or it was asked for."""
+        self._joining: set[Worker] = set()
+        self._elastic = elastic
+        self.wanted = self._next_number = len(self.serving)
+        """The number of replicas that there shall be, and the number in the name of the next one that joins."""
+        self._leaving = 0
+        self._nodes: dict[Worker, tuple[str, int]] = {}
+        """The address of the raylet of each replica's node, where nodes may leave."""
         self._failure: GrpoRlError | None = None
         if supervisor is not None:
             for worker in self.serving:
-                supervisor.monitor.watch(worker, self.lose)
+                self._watch(worker)
 
     # ---- what the pool calls ----------------------------------------------------------------------------
 
     def drop_lost(self) -> list[Worker]:
         """Return the replicas that stopped serving since the last call. Raises ClusterError when one cannot be replaced."""
         self._changed.clear()
+        self._let_go()
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -91,16 +117,39 @@ class Replicas:
         return built
 
     def serve(self, worker: Worker, version: int) -> None:
-        """Let a replacement serve, which holds the current weights, those of this version."""
+        """Let a replica that is new serve, which holds the current weights, those of this version."""
         with self._lock:
             if worker in self._gone:
                 return
             self._ready.remove(worker)
             self.serving.append(worker)
-            noticed = self._gone[self._replaces.pop(worker)]
+            seconds = time.monotonic() - self._since.pop(worker)
+            joins = worker in self._joining
+            self._joining.discard(worker)
         if self.supervisor is not None:
-            seconds = time.monotonic() - noticed
-            self.supervisor.recoveries.recovered(worker.name, "rollout", seconds, f"it serves weights of version {version}")
+            told = self.supervisor.recoveries.joined if joins else self.supervisor.recoveries.recovered
+            told(worker.name, "rollout", seconds, f"it serves weights of version {version}")
+
+    def resize(self, change: int, node: str | None = None) -> str:
+        """Let so many replicas join, on this node of Ray's where one is named, or leave where it is below 0; say what will happen.
+
+        Raises ConfigError where there would be too many or too few.
+        """
+        with self._lock:
+            wanted = self.wanted + change
+            fewest, most = (self.wanted,) * 2 if self._elastic is None else (self._elastic.fewest, self._elastic.most)
+            if not fewest <= wanted <= most:
+                key = f"max_replicas={most}" if wanted > most else f"min_replicas={fewest}"
+                raise ConfigError(f"{self.wanted} engines and {change:+d}: actor_rollout_ref.rollout.{key}")
+            self.wanted = wanted
+            names = [f"rollout{self._next_number + k}" for k in range(change)]
+            self._next_number += len(names)
+            self._leaving += max(0, -change)
+        for name in names:
+            threading.Thread(target=self._join, args=(name, node), name=f"start {name}", daemon=True).start()
+        self._changed.set()
+        what = f"{', '.join(names)} will join" if names else f"{-change} will leave"
+        return f"{what}: {wanted} engine{'s' * (wanted > 1)} then"
 
     def note_resampled(self, number: int) -> None:
         """Count requests of lost replicas that are asked of others."""
@@ -138,17 +187,30 @@ class Replicas:
         threading.Thread(target=self._replace, args=(worker,), name=f"start {worker.name}", daemon=True).start()
 
     def _replace(self, worker: Worker) -> None:
-        assert self.supervisor is not None and self._build is not None
+        if self._left_with_its_node(worker):
+            return
         fresh = worker.again()
+        # The time without a replica counts from the first loss, however many replacements it takes.
+        self._start(fresh, self._since.pop(worker, self._gone[worker]), worker)
+
+    def _start(self, fresh: Worker, since: float, before: Worker | None = None) -> None:
+        """Start a replica, in the place of another one where there was one. It serves once it has the weights."""
+        assert self.supervisor is not None and self._build is not None
         with self._lock:
             if self.supervisor.closed:
                 fresh.kill()
                 return
+            fresh.is_built = False
             # Ending the set ends the new process, too.
-            self.worker_group.workers[self.worker_group.workers.index(worker)] = fresh
-            self._ready = [other for other in self._ready if other is not worker]
-            # The time without a replica counts from the first loss, however many replacements it takes.
-            self._replaces[fresh] = self._replaces.pop(worker, worker)
+            members = self.worker_group.workers
+            if before is None:
+                members.append(fresh)
+            else:
+                members[members.index(before)] = fresh
+                self._ready = [other for other in self._ready if other is not before]
+            if before is None or before in self._joining:
+                self._joining.add(fresh)
+            self._since[fresh] = since
         timeout_s = self.supervisor.start_timeout_s
         try:
             self.worker_group.locate([fresh], timeout_s)
@@ -167,13 +229,69 @@ class Replicas:
         self._made(fresh)
 
     def _made(self, fresh: Worker) -> None:
-        """Note that a replacement is built."""
+        """Note that a new replica is built."""
         assert self.supervisor is not None
-        self.supervisor.recoveries.on_restart(fresh.name, fresh.pid)
+        if fresh not in self._joining:
+            self.supervisor.recoveries.on_restart(fresh.name, fresh.pid)
         with self._lock:
+            fresh.is_built = True
             self._ready.append(fresh)
-        self.supervisor.monitor.watch(fresh, self.lose)
+        self._watch(fresh)
         self._changed.set()
+
+    def _watch(self, worker: Worker) -> None:
+        assert self.supervisor is not None
+        if self._elastic is not None and not runs_here():
+            self._nodes |= dict.fromkeys([worker], next(iter(raylets({worker.name: worker.place.slot}).values())))
+        self.supervisor.monitor.watch(worker, self.lose)
+
+    # ---- others join and leave ---------------------------------------------------------------------------
+
+    def _join(self, name: str, node: str | None) -> None:
+        """Find a place and start another replica in it; without a place there will be one less."""
+        assert self.supervisor is not None and self._elastic is not None
+        since = time.monotonic()
+        try:
+            place = self._elastic.take(node)
+        except ClusterError as error:
+            with self._lock:
+                self.wanted -= 1
+            self.supervisor.recoveries.warn(f"engines: {name} does not join: {error}")
+            return
+        self._start(Worker(name, place, self.worker_group.workers[0].log_file.with_name(f"{name}.log")), since)
+
+    def _let_go(self) -> None:
+        """End as many replicas as shall leave, those first that do not serve yet, and the newest of them."""
+        with self._lock:
+            there = [worker for worker in reversed(self.worker_group.workers) if worker not in self._gone]
+            leaving = sorted(there, key=lambda worker: worker in self.serving)[: self._leaving]
+            self._leaving -= len(leaving)
+            for worker in leaving:
+                self._gone[worker] = time.monotonic()
+                self.worker_group.workers.remove(worker)
+        for worker in leaving:
+            threading.Thread(target=self._end, args=(worker,), name=f"end {worker.name}", daemon=True).start()
+
+    def _end(self, worker: Worker) -> None:
+        assert self.supervisor is not None and self._elastic is not None
+        self.supervisor.monitor.forget(worker)
+        end_workers([worker])
+        self._elastic.give_back(worker.place, False)
+        self.supervisor.recoveries.left(worker.name, time.monotonic() - self._gone[worker], f"{self.wanted} are to go on")
+
+    def _left_with_its_node(self, worker: Worker) -> bool:
+        """Return whether a lost replica's node is gone and fewer replicas may go on: then none is started in its place."""
+        address = self._nodes.pop(worker, None)
+        if self._elastic is None or self.supervisor is None or address is None or unanswered(address) is None:
+            return False
+        with self._lock:
+            if self.wanted <= self._elastic.fewest:
+                return False
+            self.wanted -= 1
+            self.worker_group.workers.remove(worker)
+        self._elastic.give_back(worker.place, True)
+        self.supervisor.recoveries.left(worker.name, 0.0, f"its node is gone; {self.wanted} are to go on")
+        return True
 
     def _give_up(self, error: GrpoRlError) -> None:
         with self._lock:

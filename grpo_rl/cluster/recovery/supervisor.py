@@ -12,6 +12,7 @@ import ray
 from grpo_rl.cluster.processes.worker_group import Worker
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
+from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.types import Metrics
 
 MISSED_BEATS = 3
@@ -38,8 +39,11 @@ class Recoveries:
         """True where a worker that failed is started again."""
         self.on_restart = on_restart
         """Called with the name of every worker that has a new process, and the process's id."""
+        self.warn = warn
+        self.timeline = Timeline()
+        """The record of engines that came and went; the run sets its own."""
         self._max_restarts, self._window_s = trainer.max_restarts, trainer.restart_window_s
-        self._warn, self._clock = warn, clock
+        self._clock = clock
         self._spent: list[tuple[float, str, str]] = []
         self._since: Metrics = {}
         self._total = 0
@@ -54,15 +58,29 @@ class Recoveries:
             restarts = sum(1 for _, other, _ in self._spent if other == name) - 1
             if restarts >= self._max_restarts:
                 raise ClusterError(self._message(name, restarts, now))
-        self._warn(f"recovery: {name} failed: {_first_line(cause)}; {then}")
+        self.warn(f"recovery: {name} failed: {_first_line(cause)}; {then}")
 
     def recovered(self, name: str, kind: str, seconds: float, how: str) -> None:
         """Report that it works again, `seconds` after the failure was noticed."""
-        self._warn(f"recovery: {name} is back after {seconds:.1f} s: {how}")
+        self.warn(f"recovery: {name} is back after {seconds:.1f} s: {how}")
+        if kind == "rollout":
+            self.timeline.ended("engines", f"{name} is replaced", seconds)
         with self._lock:
             self._total += 1
             self._add(f"recovery/{kind}_restarts", 1.0)
             self._add("recovery/seconds", seconds)
+
+    def joined(self, name: str, kind: str, seconds: float, how: str) -> None:
+        """Report that another engine serves, `seconds` after it was asked for."""
+        self.warn(f"engines: {name} joined after {seconds:.1f} s: {how}")
+        self.timeline.ended("engines", f"{name} joins", seconds)
+        self.count("engines_joined", 1.0)
+
+    def left(self, name: str, seconds: float, how: str) -> None:
+        """Report that an engine has left, which took so long."""
+        self.warn(f"engines: {name} has left: {how}")
+        self.timeline.ended("engines", f"{name} leaves", seconds)
+        self.count("engines_left", 1.0)
 
     def count(self, name: str, number: float) -> None:
         """Add to the number of this name until the next `metrics`."""
@@ -124,6 +142,8 @@ class Monitor:
     def __init__(self, heartbeat_s: float, first_s: float) -> None:
         self.heartbeat_s = heartbeat_s
         self.first_s = first_s
+        self.before_kill: Callable[[str], None] = lambda why: None
+        """Called in the monitor's thread with the reason before a worker is given up."""
         self._watched: dict[Worker, _Watched] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -186,6 +206,7 @@ class Monitor:
             entry.last = time.monotonic()
         cause = verdict(time.monotonic() - entry.last, activity, self.heartbeat_s, self.first_s)
         if cause is not None:
+            self.before_kill(f"{entry.worker.name} is given up: {cause}")
             entry.worker.kill(cause)
             self._ended(entry, cause)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,19 +37,16 @@ ERROR, INVALID = "reward_model_error", "reward_model_invalid"
 @dataclass(slots=True)
 class _Job:
     rollout: Rollout
-    result: ModelScore | Failure | None = None
-    error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.result is not None or self.error is not None
+    scores: Future[list[ModelScore | Failure]] | None = None
+    """The results of the call that it is part of, None before the call."""
+    place: int = 0
 
 
 class RewardModelRole:
     """The `rewards.combined.ModelReward` whose work is done by the reward model's ranks.
 
-    A thread scores the rollouts that have come whenever they fill a forward pass on every rank, and the rest as soon as a
-    caller waits.
+    A background thread scores the rollouts that have come whenever they fill a forward pass on every rank, and the rest as soon
+    as a caller waits.
     """
 
     name = REWARD_MODEL
@@ -72,85 +70,52 @@ class RewardModelRole:
         self._jobs: dict[tuple[str, int], _Job] = {}
         self._queue: list[_Job] = []
         self._queued_tokens = 0
-        self._waiting = 0
-        self._closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._work, name="reward-model", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._calls = ThreadPoolExecutor(1, "reward-model")
 
     def submit(self, rollout: Rollout) -> None:
         """Queue a rollout; returns at once."""
-        with self._changed:
+        with self._lock:
             key = (rollout.prompt.uid, rollout.sample_index)
             pending = self._jobs.get(key)
             if pending is None or not pending.rollout.same_response(rollout):
                 job = self._jobs[key] = _Job(rollout)
                 self._queue.append(job)
                 self._queued_tokens += len(rollout.prompt.token_ids) + len(rollout.response_ids)
-                self._changed.notify_all()
+                if self._queued_tokens >= self.pass_tokens * len(self.worker_group):
+                    self._call()
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
         """Return the score of each rollout. Raises what a call to the worker group raised."""
         for rollout in rollouts:
             self.submit(rollout)
-        jobs = [self._jobs[(rollout.prompt.uid, rollout.sample_index)] for rollout in rollouts]
-        with self._changed:
-            self._waiting += 1
-            self._changed.notify_all()
-            try:
-                self._await(jobs)
-            finally:
-                self._waiting -= 1
-            for rollout in rollouts:
-                self._jobs.pop((rollout.prompt.uid, rollout.sample_index), None)
-        results: list[ModelScore | Failure] = []
+        with self._lock:
+            self._call()
+            keys = [(rollout.prompt.uid, rollout.sample_index) for rollout in rollouts]
+            jobs = [self._jobs[key] for key in keys]
+            for key in keys:
+                self._jobs.pop(key, None)
+        # A call to the worker group has a deadline of its own; this one is for what is around it.
+        patience_s = 2 * self.worker_group.call_timeout_s
+        results = []
         for job in jobs:
-            if job.error is not None:
-                raise job.error
-            assert job.result is not None
-            results.append(job.result)
+            assert job.scores is not None
+            if job.scores not in futures.wait([job.scores], patience_s).done:
+                raise ClusterError(f"the reward model scored nothing for {patience_s:.0f} s")
+            results.append(job.scores.result(0.0)[job.place])
         return results
 
     def close(self) -> None:
-        """End the thread; a forward pass that is under way is left behind."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        """Begin no further call; a forward pass that is under way is left behind."""
+        self._calls.shutdown(wait=False, cancel_futures=True)
 
-    def _await(self, jobs: Sequence[_Job]) -> None:
-        """Return when all jobs are done.
-
-        A call to the worker group has a deadline of its own; this one is for what is around it.
-        """
-        num_done, deadline = -1, 0.0
-        while not all(job.done for job in jobs):
-            now_done = sum(job.done for job in jobs)
-            if now_done > num_done:
-                num_done, deadline = now_done, time.monotonic() + 2 * self.worker_group.call_timeout_s
-            if time.monotonic() > deadline:
-                raise ClusterError(f"the reward model scored nothing for {2 * self.worker_group.call_timeout_s:.0f} s")
-            self._changed.wait(1.0)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or (self._queue and (self._waiting or self._full)))
-                if self._closed:
-                    return
-                jobs, self._queue, self._queued_tokens = self._queue, [], 0
-            try:
-                results: Sequence[ModelScore | Failure | None] = self.score([job.rollout for job in jobs])
-                error: BaseException | None = None
-            except BaseException as failure:  # carried to `wait`: a thread's own exception would be lost
-                results, error = [None] * len(jobs), failure
-            with self._changed:
-                for job, result in zip(jobs, results, strict=True):
-                    job.result, job.error = result, error
-                self._changed.notify_all()
-
-    @property
-    def _full(self) -> bool:
-        return self._queued_tokens >= self.pass_tokens * len(self.worker_group)
+    def _call(self) -> None:
+        """Have the rollouts that have come scored, after those before them."""
+        jobs, self._queue, self._queued_tokens = self._queue, [], 0
+        if jobs:
+            scores = self._calls.submit(self.score, [job.rollout for job in jobs])
+            for place, job in enumerate(jobs):
+                job.scores, job.place = scores, place
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
         """Return the model's scores, computed now by all ranks."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.cluster.processes.forks import ForkServer
-from grpo_rl.cluster.session import auth, liveness, ray_patches, run_watcher
+from grpo_rl.cluster.session import liveness, ray_patches, run_watcher
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError, DataError
 from grpo_rl.machine_memory import machine_memory
@@ -70,7 +70,7 @@ def connecting(
     with watched(record) as folder, ExitStack() as stack:
         connection = Connection(config, num_cpus, folder, on_lost, warn, log or folder / LOG_OF_RAY)
         if connection.is_local:
-            stack.enter_context(auth.own_token())
+            stack.enter_context(liveness.own_token())
         if copied and connection.is_local:
             stack.callback(ForkServer(folder, copied, alone=alone).close)
             connection.wait_for_copies()
@@ -176,7 +176,7 @@ class Connection(threading.Thread):
         try:
             with ray_patches.own_answer_to_sigterm(), ExitStack() as stack:
                 if self.is_local:
-                    auth.forget_token()
+                    liveness.forget_token()
                     stack.enter_context(ray_patches.started_apart())
                 elif liveness.is_only_on_loopback(self._address or ""):
                     stack.enter_context(ray_patches.on_loopback())
@@ -185,7 +185,7 @@ class Connection(threading.Thread):
             raise liveness.why_not_connected(self._address, error) from error
         self._is_ours = True
         # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
-        auth.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
+        liveness.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
         if self._on_lost is not None:
             self._patched.enter_context(ray_patches.called_at_exit_of_ray(self._on_lost))
             self._watches.append(_watch(self._on_lost, self._warn, is_local=not self._address))

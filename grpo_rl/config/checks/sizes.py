@@ -188,6 +188,14 @@ def _engines(config: Config, machine: Machine) -> Iterator[str]:
     if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
         each = f"{parallel} device{'s' if parallel > 1 else ''}"
         yield f"{_R}.num_replicas={rollout.num_replicas}: with {each} for each there is room for {most}"
+    number, fewest, highest = rollout.num_replicas or most, rollout.min_replicas, rollout.max_replicas
+    if fewest is not None and fewest > number >= 1:
+        yield f"{_R}.min_replicas={fewest}: the run starts with {number}"
+    if highest is not None and highest < number:
+        yield f"{_R}.max_replicas={highest}: the run starts with {number}"
+    if highest is not None and highest > most and (colocated or spans > 1) and machine.device == "cuda":
+        why = "engines that share GPUs with ranks" if colocated else "engines that span nodes"
+        yield f"{_R}.max_replicas={highest}: {why} cannot become more than {most}; {_R}.nnodes gives engines their own"
 
 
 def _ranks(config: Config, ranks: int) -> Iterator[str]:

@@ -415,7 +415,11 @@ class RolloutConfig:
     tensor_model_parallel_size: Devices = 1
     """Devices per engine replica."""
     num_replicas: Devices | None = None
-    """Engine replicas; null: as many as the devices hold. Fewer leave the last devices of the pool without an engine."""
+    """Engine replicas at the start; null: as many as the devices hold. Fewer leave the last devices of the pool without an engine."""
+    min_replicas: Devices | None = None
+    """Fewest replicas to which `grpo-rl engines RUN --remove`, or a node that leaves, may bring a run; null: num_replicas."""
+    max_replicas: Devices | None = None
+    """Most replicas to which `grpo-rl engines RUN --add`, or a node that joins, may bring a run; null: num_replicas."""
     quantization: Literal["fp8"] | None = None
     """vllm on GPUs: quantize the engine's weights as they arrive, and activations as they are computed (fp8), while training
     goes on in dtype and float32. rollout/logprob_diff_mean has what it costs; algorithm.rollout_correction corrects for it."""

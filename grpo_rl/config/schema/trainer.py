@@ -150,6 +150,9 @@ class TrainerConfig:
     compiles kernels, the first copy into page-locked memory."""
     step_timeout_s: Seconds = 3600.0
     """Longest time for one phase of a step; then the workers that did not answer count as failed."""
+    stuck_s: Seconds | None = None
+    """Seconds in one phase of a step after which the run says once what each process is doing, with Python stacks; null: ten times
+    the longest that this phase took, at least 60, and half of the timeouts where it is new."""
     recover: Literal["auto", "off"] = "auto"
     """The reaction to worker processes that die or freeze. auto: an engine's replica is replaced; where a process of another role is
     lost, the run goes back to its newest checkpoint and on from there, with the same bits (with save_freq=-1 it keeps one for

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 from grpo_rl.run_files import append_lines, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, is_number, read_records
 
-Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "controller", "wait", "step"]
+Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "engines", "controller", "wait", "step"]
 """The rows of a timeline. `wait`: one side does nothing because of the other, `what` names the side; `step`: a whole training
-step, which marks its bounds."""
+step, which marks its bounds; `engines`: one joins, leaves or is replaced."""
 CLOSED_GAP_S = 0.02
 """Intervals of one role that do the same in the same step become one where the gap between them is shorter: rewards end by
 the thousand."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.cluster.processes import fork_client, forks
+from grpo_rl.cluster.processes import fork_server, forks
 from grpo_rl.cluster.processes.forks import ForkServer, environment_of, modules_for, runtime_env
 from grpo_rl.errors import ClusterError
 from grpo_rl.rollout.engine import EngineSpec
@@ -66,7 +66,7 @@ def serve(modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def ask(folder: Path, *words: str, before: Any = None, **environment: str) -> subprocess.Popen[str]:
-    client = [fork_client.__file__, str(folder / forks.SOCKET)]
+    client = [fork_server.__file__, str(folder / forks.SOCKET)]
     command = [sys.executable, "-S", "-E", *client, str(folder / "script.py"), *words]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
@@ -196,5 +196,5 @@ def test_neither_end_uses_a_folder_that_others_may_write_or_look_into(tmp_path: 
     with pytest.raises(ClusterError, match="not this user's alone"):
         ForkServer(tmp_path, [])
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(fork_client.NotOurs, match="not this user's alone"):
-        fork_client.granted(str(tmp_path / forks.SOCKET), ["script"])
+    with pytest.raises(fork_server.NotOurs, match="not this user's alone"):
+        fork_server.granted(str(tmp_path / forks.SOCKET), ["script"])

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
-from grpo_rl.cluster.processes import machines
-from grpo_rl.cluster.processes.machines import Found
+from grpo_rl.cluster.processes import placement as machines
+from grpo_rl.cluster.processes.placement import Found
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.processes.family import lead_path
 from grpo_rl.source_code import digest, sources

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.cluster.recovery.supervisor import Recoveries, verdict
-from grpo_rl.cluster.roles.request_ledger import Ledger
+from grpo_rl.cluster.roles.rollout_pool import Ledger
 from grpo_rl.cluster.session.run_watcher import is_tracker
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError

@@ -206,7 +206,7 @@ class Ranks(WorkerGroup):
         self.hosts = [WorkerHost.__new__(WorkerHost) for _ in range(size)]
         self.workers = [Rank(factor) for _ in range(size)]
         for host, worker in zip(self.hosts, self.workers, strict=True):
-            host._instruments, host._worker, host._fetched = Instruments("host"), worker, ("", None)
+            host._instruments, host._worker, host._fetched, host._calls = Instruments("host"), worker, ("", None), {}
         self.sent, self.num_stored, self.updates = b"", 0, []
 
     def __len__(self) -> int:

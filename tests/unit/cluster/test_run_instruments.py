@@ -21,7 +21,7 @@ class Process:
     """A process that notes its orders, and answers with the same measures each time."""
 
     def __init__(self, name: str, log: list[tuple[str, InstrumentOrder]], measures: Any) -> None:
-        self.name = name
+        self.name, self.is_built = name, True
         self.actor = SimpleNamespace(
             observe=SimpleNamespace(remote=lambda order: log.append((name, order))),
             measures=SimpleNamespace(remote=lambda: measures),

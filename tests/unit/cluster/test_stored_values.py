@@ -35,7 +35,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def make_host() -> WorkerHost:
     host = WorkerHost.__new__(WorkerHost)
     host._instruments = Instruments("host")
-    host._worker, host._fetched = Echo(), ("", None)
+    host._worker, host._fetched, host._calls = Echo(), ("", None), {}
     return host
 
 

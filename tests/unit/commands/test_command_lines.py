@@ -46,7 +46,14 @@ def test_words_without_a_command_train(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("name", OWN)
 def test_an_unknown_option_is_refused_with_the_nearest(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    near = {"plan": "--help", "watch": "--once", "compare": "--help", "export": "--adapter", "doctor": "--strict"}
+    near = {
+        "plan": "--help",
+        "watch": "--once",
+        "engines": "--remove",
+        "compare": "--help",
+        "export": "--adapter",
+        "doctor": "--strict",
+    }
     near |= {"page": "--serve", "browse": "--where", "prepare": "--split", "check-reward": "--batched"}
     wanted = near.get(name, "--temperature")
     needed = {"compare": ["y"], "prepare": ["--from", "x", "--to", "y"], "check-reward": ["--data", "x"]}

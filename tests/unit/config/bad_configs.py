@@ -99,6 +99,9 @@ _CONTRADICTIONS: list[Bad] = [
     ([f"{R}.quantization=fp8"], f"{R}.quantization", "compute capability"),
     ([f"{R}.quantization=fp8", f"{R}.dtype=float32"], f"{R}.quantization", "16 bits"),
     ([f"{R}.num_replicas=3"], f"{R}.num_replicas", "there is room for 1"),
+    ([f"{R}.min_replicas=2"], f"{R}.min_replicas", "the run starts with 1"),
+    ([f"{R}.nnodes=1", f"{R}.n_gpus_per_node=2", f"{R}.max_replicas=1"], f"{R}.max_replicas", "the run starts with 2"),
+    ([f"{R}.max_replicas=2", "trainer.recover=off"], f"{R}.max_replicas", "the number of engines is fixed"),
     (["global_profiler.tool=torch_memory", f"{A}.profiler.enable=true"], "global_profiler.tool", "is for GPUs"),
     ([f"{A}.profiler.enable=true"], f"{A}.profiler.enable", "needs global_profiler.tool"),
 ]

@@ -14,7 +14,7 @@ from machine_lacks import needs_sandbox
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
-from grpo_rl.processes.child import LOG_LIMIT
+from grpo_rl.processes.child import CHILDREN, LOG_LIMIT
 from grpo_rl.processes.family import STOP_SIGNALS
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
@@ -282,3 +282,19 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert not is_alive(int(done.stdout))
+
+
+def test_a_process_says_where_in_a_users_function_it_is_whatever_it_does_there():
+    runner = make_runner((1, "act"), timeout_s=30, num_workers=1)
+    try:
+        runner.check_started()
+        runner.submit(rollout("a", "slow 3"))
+        (child,) = [one for one in CHILDREN if one.pid in runner.pids.values()]
+        deadline = time.monotonic() + 10
+        while "in slow" not in (stack := " ".join(child.stack())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert re.search(r"unruly\.py\", line \d+ in slow", stack), stack
+        assert child.name == "reward process" and child.quiet_s < 10
+        assert runner.wait([rollout("a", "slow 3")])[0].reward == 3, "it goes on as if it had not been asked"
+    finally:
+        runner.close()

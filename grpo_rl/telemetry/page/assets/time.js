@@ -1,6 +1,6 @@
 // Where the time goes: phases of the steps, which role was busy when, memory of the roles.
 
-const ROLE_HUES = { rollout: '#2563eb', reward: '#60a5fa', weights: '#e0a800', reference: '#14b8a6', critic: '#862e9c', actor: '#d97706', controller: '#7b8794', wait: '#b42318', step: '#94a3b8' };
+const ROLE_HUES = { rollout: '#2563eb', reward: '#60a5fa', weights: '#e0a800', reference: '#14b8a6', critic: '#862e9c', actor: '#d97706', engines: '#be185d', controller: '#7b8794', wait: '#b42318', step: '#94a3b8' };
 const OTHER_HUES = { old_logprobs: '#0f766e', testing: '#94a3b8', values: '#c084fc' };
 
 function time(host) {

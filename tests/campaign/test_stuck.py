@@ -1,0 +1,79 @@
+"""A run in which a reward function sleeps, an engine is stopped and a rank is stopped: each is named before anything is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
+
+from oracles import Training
+
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
+END_S = 900.0
+POLICY = "actor_rollout_ref"
+SLEEPS = """
+import time
+from pathlib import Path
+
+def reward(data_source, solution_str, ground_truth, extra_info):
+    try:
+        Path(__file__).with_suffix(".once").touch(exist_ok=False)
+    except FileExistsError:
+        return 1.0
+    time.sleep(20)
+    return 1.0
+"""
+
+
+def test_what_each_process_does_is_said_before_a_worker_is_given_up(tmp_path):
+    own = tmp_path / "sleeps.py"
+    own.write_text(SLEEPS)
+    words = [
+        "recipe=arithmetic/grpo",
+        "data.train_batch_size=16",
+        f"{POLICY}.actor.ppo_mini_batch_size=16",
+        f"{POLICY}.rollout.name=hf",
+        f"{POLICY}.rollout.nnodes=1",
+        f"{POLICY}.rollout.n_gpus_per_node=2",
+        f"reward.custom_reward_function.path={own}",
+        "reward.custom_reward_function.name=reward",
+        "reward.timeout_s=60",
+        "trainer.total_training_steps=60",
+        "trainer.save_freq=2",
+        "trainer.stuck_s=8",
+        "trainer.heartbeat_s=2",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.export_at_end=false",
+    ]
+    run = Training(tmp_path, "stuck", words).start()
+    console = run.path / "logs" / "console.log"
+
+    def reports() -> list[str]:
+        return re.split(r"(?=stuck\? )", console.read_text() if console.exists() else "")[1:]
+
+    try:
+        run.until(lambda status: status["step"] >= 1, END_S)
+        run.until(lambda status: any("sleeps.py" in one and "in reward" in one for one in reports()), END_S)
+        run.until(lambda status: status["step"] >= 3, END_S)
+        for name in ("rollout0", "actor0"):
+            pid = run.status["workers"][name]
+            os.kill(pid, signal.SIGSTOP)
+            run.until(lambda status, name=name: any(one.startswith(f"stuck? {name} is given up") for one in reports()), END_S)
+            (said,) = [one for one in reports() if one.startswith(f"stuck? {name} is given up")]
+            assert f"{name} (pid {pid}): no answer within 2 s, stopped by a signal" in said
+            assert "controller (pid " in said and "reward process (pid " in said
+            run.until(lambda status, name=name, pid=pid: status["workers"].get(name) not in (pid, None), END_S)
+            at = run.status["step"]
+            run.until(lambda status, at=at: status["step"] > at + 1, END_S)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(END_S) == 75, run.describe()
+    finally:
+        run.end()
+    print(console.read_text())
