@@ -23,7 +23,7 @@ from grpo_rl.rewards.combined import by_rule
 from grpo_rl.rollout.requests import rollout_id
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.sampled.reward_failures import scored
+from grpo_rl.trainer.sampled.trained import scored
 from grpo_rl.types import Prompt, Rollout, Sampling
 
 

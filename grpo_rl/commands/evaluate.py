@@ -293,7 +293,7 @@ def _scored(path: Path, rows: Sequence[dict[str, Any]], config: Config, logs: Pa
     from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.telemetry.rollouts.rollout_log import record_of
     from grpo_rl.trainer.progress import advancing
-    from grpo_rl.trainer.sampled.reward_failures import scored
+    from grpo_rl.trainer.sampled.trained import scored
 
     rollouts = [one for number, row in enumerate(rows) for one in _rollouts(row, number, f"{path}, row {number}", config)]
     sources = {rollout.prompt.data_source for rollout in rollouts}

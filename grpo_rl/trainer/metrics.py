@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_rl.episode import TRUNCATED
 from grpo_rl.telemetry.rollouts.rollout_log import TokenValues
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.sampled.reward_failures import failure_metrics
+from grpo_rl.trainer.sampled.trained import failure_metrics
 from grpo_rl.types import Batch, Metrics, Rollout
 
 COUNTS = ("tool_calls", "failed_calls", "malformed_calls")

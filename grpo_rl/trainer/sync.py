@@ -15,9 +15,8 @@ from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metri
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.replay import GroupReplay
 from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
-from grpo_rl.trainer.sampled.reward_failures import scored
 from grpo_rl.trainer.sampled.selection import Selected, Selection
-from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens, penalize_overlong
+from grpo_rl.trainer.sampled.trained import TrainedTokens, penalize_overlong, scored
 from grpo_rl.trainer.schedule import Context, required, training_sampling
 from grpo_rl.trainer.validation import Validation
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout

@@ -10,7 +10,7 @@ from grpo_rl.config.schema.tree import ValSamplingConfig
 from grpo_rl.rewards.combined import by_rule
 from grpo_rl.rewards.validation_metrics import validation_metrics
 from grpo_rl.trainer.progress import advancing
-from grpo_rl.trainer.sampled.reward_failures import scored
+from grpo_rl.trainer.sampled.trained import scored
 from grpo_rl.trainer.schedule import VALIDATION, Context, required, training_sampling
 from grpo_rl.types import Metrics, Rollout, Sampling
 

@@ -356,6 +356,20 @@ FAULTS: list[Fault] = [
         '"waiting": [[group.batch, group.row, group.prompt.uid] for group in self.waiting if not group.missing],',
         "unit/trainer",
     ),
+    _F(
+        "surplus trained late",
+        "trainer/overlap.py",
+        "if self.refills and self.in_batches:\n            surplus",
+        "if False:\n            surplus",
+        "unit/trainer",
+    ),
+    _F(
+        "replay for ever",
+        "trainer/replay.py",
+        "self.kept = [one for one in self.kept if step - one.step <= self.max_age]",
+        "pass",
+        "unit/trainer",
+    ),
     _F("swallowed error", "trainer/run.py", "if self.in_a_row > self.allowed:", "if False:", "unit/trainer"),
     _F(
         "late save",

@@ -18,7 +18,7 @@ from grpo_rl.config.function_options import ESTIMATOR, chosen_options
 from grpo_rl.config.schema.tree import AlgorithmConfig
 from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.registry import needs_of, options_of
-from grpo_rl.trainer.sampled.reward_failures import BASELINE_FAILED
+from grpo_rl.trainer.sampled.trained import BASELINE_FAILED
 from grpo_rl.types import GREEDY, Batch, Metrics, Rollout
 
 _NO_FACTORS: Mapping[str, float] = MappingProxyType({})

@@ -17,7 +17,7 @@ from grpo_rl.data.sources.source import differences
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
-from grpo_rl.trainer.sampled.reward_failures import with_reward
+from grpo_rl.trainer.sampled.trained import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
 
 Sample = Callable[[list[Prompt]], list[Rollout]]

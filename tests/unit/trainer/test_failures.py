@@ -9,7 +9,7 @@ import pytest
 from grpo_rl.config.schema.tree import AlgorithmConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.trainer.sampled.advantage import Advantage, with_baselines
-from grpo_rl.trainer.sampled.reward_failures import scored, with_reward
+from grpo_rl.trainer.sampled.trained import scored, with_reward
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 

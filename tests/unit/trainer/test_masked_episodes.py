@@ -9,7 +9,7 @@ from grpo_rl.config.schema.tree import AlgorithmConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.trainer.sampled.advantage import Advantage
-from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens
+from grpo_rl.trainer.sampled.trained import TrainedTokens
 from grpo_rl.types import Prompt, Rollout
 
 

@@ -19,7 +19,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.trainer.sampled.selection import Selection, metric_of
-from grpo_rl.trainer.sampled.trained_tokens import penalize_overlong
+from grpo_rl.trainer.sampled.trained import penalize_overlong
 from grpo_rl.types import Prompt, Rollout
 
 FACTORS = {"auto": 1.0}

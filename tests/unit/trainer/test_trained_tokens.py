@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig, RolloutCorrectionConfig
-from grpo_rl.trainer.sampled.trained_tokens import TrainedTokens, penalize_overlong
+from grpo_rl.trainer.sampled.trained import TrainedTokens, penalize_overlong
 from grpo_rl.types import Batch, Prompt, Rollout
 
 
