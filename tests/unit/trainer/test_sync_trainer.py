@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
+import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ import torch
 
 from grpo_rl.columns import Block, RemoteColumn, values
 from grpo_rl.config.derived import settled
-from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, TrainerConfig
+from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, RewardConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
+from grpo_rl.rewards.audit import Audit
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -271,6 +275,32 @@ def test_a_step_reads_no_token_unless_it_logs_the_rollouts(make, save_rollouts):
     assert len(policy.blocks) == 1
     assert policy.reads == (8 if save_rollouts else 0), "the log has the mean log-prob of each rollout"
     assert rows[0] == rows[1] and records[0] == records[1] and len(rows[0]) > 10
+
+
+def test_an_audit_is_logged_and_changes_nothing_that_is_trained(make, tmp_path):
+    digests, states = [], []
+    for audited in (False, True):
+        with ExitStack() as stack:
+            torch.manual_seed(0)
+            random.seed(0)
+            trainer, policy = make(make_config(), total_steps=3, with_val=False)
+            if audited:
+                config = RewardConfig(audit=["exact_match"], audit_share=0.5)
+                trainer.context.roles.audit = Audit(config, ["arithmetic"], tmp_path, stack)
+            trainer.fit()
+        trained = [(batch.token_ids_S.tolist(), batch.token_advantages().tolist()) for batch in policy.trained]
+        digests.append(hashlib.sha256(repr((trained, policy.calls, policy.prompts)).encode()).hexdigest())
+        states.append((random.getstate(), torch.get_rng_state().tolist()))
+    assert digests[0] == digests[1] and states[0] == states[1]
+    row = read_metrics(trainer.output.run_dir.metrics_file)[-1]
+    assert (row["audit/exact_match/num_prompts"], row["audit/failures"]) == (2.0, 0.0)
+    records = read_rollouts(trainer.output.run_dir.rollouts / "step_3.jsonl")
+    found = [
+        (one["reward_parts"]["audit/exact_match"], one["reward"])
+        for one in records
+        if "audit/exact_match" in one["reward_parts"]
+    ]
+    assert len(found) == 4 and all(audit == reward for audit, reward in found)
 
 
 def test_the_kl_in_the_reward_reads_old_and_reference_logprobs_before_the_advantages(make):
