@@ -344,11 +344,12 @@ def _of_rewards(config: Config) -> list[Rule]:
     buffer, scores = reward.overlong_buffer, scorer.enable or derived.trains_only_reward_model(config)
     by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
     has_rubric = reward.judge.rubric is not None
-    trains_on_samples = not config.trainer.val_only and not derived.is_offline(config)
+    # Without `judge` among the audits a judge would become a part of the reward.
+    audits = "judge" in reward.audit or not (config.trainer.val_only or derived.is_offline(config))
     pool = f"it shares the actor's devices; {SCORER}.enable_resource_pool=true gives it its own"
     return [
         (reward.custom_reward_function.path is None, f"{custom}: name reward_kwargs", f"needs {custom}.path"),
-        (not trains_on_samples, "reward: audit audit_share", "no policy is trained on responses that it samples"),
+        (not audits, "reward: audit audit_share", "no policy is trained on responses that it samples"),
         (not reward.audit, "reward: audit_share", "needs reward.audit"),
         ("judge" in reward.audit, f"{JUDGE}: weight", "the judge is in reward.audit, and no part of the reward"),
         (reward.on_failure != "value", "reward: failure_value", "needs reward.on_failure=value"),
