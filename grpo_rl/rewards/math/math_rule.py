@@ -69,10 +69,10 @@ def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:
     settled = compare(gold, answer)
     if settled is not None:
         return settled, False
-    if refusal(answer) is not None:
+    if not may_reach_algebra(answer):
         return False, True
     # A ground truth that the gate refuses is no fault of the answer.
-    return algebra and refusal(gold) is None and equivalent(gold, answer), False
+    return algebra and may_reach_algebra(gold) and equivalent(gold, answer), False
 
 
 def _asks_for_value(question: str, gold: str) -> bool:
@@ -109,59 +109,12 @@ MAX_RELATIONS = 3
 
 CHARACTERS = re.compile(r"[0-9A-Za-z+\-*/^=<>()\[\]{}|.,:;&\\%!$ \n]*")
 COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
-FUNCTIONS = frozenset(["sqrt", "sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "arcsin", "arccos", "arctan"])
-ALLOWED = (
-    FUNCTIONS
-    | frozenset(
-        [
-            "frac",
-            "dfrac",
-            "tfrac",
-            "pi",
-            "left",
-            "right",
-            "cdot",
-            "times",
-            "div",
-            "le",
-            "leq",
-            "ge",
-            "geq",
-            "lt",
-            "gt",
-            "ne",
-            "neq",
-            "infty",
-            "cup",
-            "cap",
-            "text",
-            "mathrm",
-            "mbox",
-            "in",
-            "mathbb",
-            "alpha",
-            "beta",
-            "gamma",
-            "theta",
-            "lambda",
-            "phi",
-            "circ",
-            "pm",
-            "begin",
-            "end",
-            "{",
-            "}",
-            ",",
-            "!",
-            ";",
-            ":",
-            "%",
-            "$",
-            "\\",
-        ]
-    )
-    | {" "}
-)
+FUNCTIONS = frozenset(re.findall("[a-z]+", "sqrt sin cos tan cot sec csc ln log arcsin arccos arctan"))
+SYMBOLS = """
+frac dfrac tfrac pi left right cdot times div le leq ge geq lt gt ne neq infty cup cap text mathrm mbox in mathbb alpha beta
+gamma theta lambda phi circ pm begin end
+"""
+ALLOWED = FUNCTIONS | frozenset(re.findall("[a-z]+", SYMBOLS)) | frozenset("{},!;:%$\\ ")
 EXPONENT = re.compile(
     r"\^ *(?:\{ *(-? *[0-9]+|[a-z]|\\circ|-? *[0-9] */ *[0-9]|-?\\[dt]?frac *\{[0-9]\} *\{[0-9]\}) *\}|([0-9])|([a-z])|\\circ)"
 )
@@ -170,52 +123,46 @@ WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{5}")
 RELATION = re.compile(r"[=<>]|\\(?:le|leq|ge|geq|lt|gt|ne|neq|in)\b")
 
 
-def refusal(text: str) -> str | None:
-    """Return why a text must not reach the algebra system; None when it may. Takes time linear in the text."""
-    if len(text) > MAX_LENGTH:
-        return f"it has more than {MAX_LENGTH} characters"
-    if not CHARACTERS.fullmatch(text):
-        return "it has a character that no formula needs"
+def may_reach_algebra(text: str) -> bool:
+    """Return whether the algebra system's work on a text is bounded, in its size and its kind. Takes time linear in the text."""
+    if len(text) > MAX_LENGTH or not CHARACTERS.fullmatch(text):
+        return False
     commands = COMMAND.findall(text)
-    unknown = [command for command in commands if command not in ALLOWED]
-    if unknown:
-        return "it has a command that is not on the list"
-    numbers = re.findall(r"[0-9]+", text)
-    if sum(map(len, numbers)) > MAX_DIGITS or max(map(len, numbers), default=0) > MAX_NUMBER:
-        return "its numbers are too long"
-    if re.search(r"(?<!\\)!", text):
-        return "it has a factorial"
-    if "**" in text or "//" in text or WORD.search(ENVIRONMENT.sub("", text)):
-        return "it is no formula"
-    if sum(command in FUNCTIONS for command in commands) > MAX_FUNCTIONS:
-        return "it has too many functions"
-    if text.count("&") + text.count("\\\\") >= MAX_CELLS or commands.count("begin") > 2:
-        return "its matrix is too large"
-    if text.count(",") + text.count(";") > MAX_SEPARATORS or len(RELATION.findall(text)) > MAX_RELATIONS:
-        return "it has too many parts"
+    numbers = [len(digits) for digits in re.findall(r"[0-9]+", text)]
     depths = itertools.accumulate((character in "([{") - (character in ")]}") for character in text)
-    if max(depths, default=0) > MAX_NESTING:
-        return "its brackets are nested too deeply"
-    return _powers(text)
+    return (
+        all(command in ALLOWED for command in commands)
+        and sum(numbers) <= MAX_DIGITS
+        and max(numbers, default=0) <= MAX_NUMBER
+        and not re.search(r"(?<!\\)!", text)  # a factorial
+        and not ("**" in text or "//" in text or WORD.search(ENVIRONMENT.sub("", text)))  # no formula
+        and sum(command in FUNCTIONS for command in commands) <= MAX_FUNCTIONS
+        and text.count("&") + text.count("\\\\") < MAX_CELLS
+        and commands.count("begin") <= 2
+        and text.count(",") + text.count(";") <= MAX_SEPARATORS
+        and len(RELATION.findall(text)) <= MAX_RELATIONS
+        and max(depths, default=0) <= MAX_NESTING
+        and _has_plain_powers(text)
+    )
 
 
-def _powers(text: str) -> str | None:
+def _has_plain_powers(text: str) -> bool:
+    """Return whether the powers are few, small and no towers."""
     carets = text.count("^")
     powers = list(EXPONENT.finditer(text))
     if carets > MAX_POWERS or carets != len(powers):
-        return "its powers are too many or not plain"
+        return False
     for power in powers:
-        if text[power.end() :].lstrip(" }")[:1] == "^":
-            return "it is a tower of powers"
         exponent = (power.group(1) or power.group(2) or "").replace(" ", "").lstrip("-")
         of_group = text[: power.start()].rstrip()[-1:] in tuple(")]}|")
-        if exponent.isdigit() and int(exponent) > (MAX_GROUP_EXPONENT if of_group else MAX_EXPONENT):
-            return "a power is too large"
-    return None
+        is_tower = text[power.end() :].lstrip(" }")[:1] == "^"
+        if is_tower or (exponent.isdigit() and int(exponent) > (MAX_GROUP_EXPONENT if of_group else MAX_EXPONENT)):
+            return False
+    return True
 
 
 def equivalent(gold: str, answer: str) -> bool:
-    """Return whether math-verify finds the two equal. Both must have passed `refusal`.
+    """Return whether math-verify finds the two equal. Both must have passed `may_reach_algebra`.
 
     Its own timeouts are off: they use signals, which work in main threads only; the deadline of the reward does that.
     A text that it cannot read is equal to nothing.

@@ -10,18 +10,14 @@ from typing import NamedTuple
 MAX_TEXT = 2_000
 """A longer answer is compared as text and not read."""
 
+SIGN_COMMANDS = zip(
+    "\u00d7\u00b7\u03c0\u221e\u00b0\u222a\u2229\u2264\u2265\u2260\u00b1\u2248\u2205",
+    re.findall("[a-z]+", "times cdot pi infty circ cup cap le ge ne pm approx emptyset"),
+    strict=True,
+)
 CHARACTERS = str.maketrans(
     {"\u2212": "-", "\u2013": "-", "\u00f7": "/", "\u2009": "\\,", "\u202f": "\\,"}
-    | dict(
-        zip(
-            "\u00d7\u00b7\u03c0\u221e\u00b0\u222a\u2229\u2264\u2265\u2260\u00b1\u2248\u2205",
-            (
-                f"\\{name} "
-                for name in ["times", "cdot", "pi", "infty", "circ", "cup", "cap", "le", "ge", "ne", "pm", "approx", "emptyset"]
-            ),
-            strict=True,
-        )
-    )
+    | {sign: f"\\{name} " for sign, name in SIGN_COMMANDS}
 )
 SCIENTIFIC = r"[0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2}|e[-+]0[0-9]|E[-+]?[0-9]{1,2})(?![0-9A-Za-z^]|\.[0-9]|\s*_)"
 """`1e3`, `1.5E-3` and Python's `1e-05`. Not `2e-3`, which is twice Euler's number minus 3."""

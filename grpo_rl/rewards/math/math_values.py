@@ -9,6 +9,7 @@ from __future__ import annotations
 import cmath
 import math
 import operator
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -27,34 +28,21 @@ Number = Fraction | complex
 CONSTANTS: dict[str, complex] = {"\\pi": math.pi, "e": math.e, "i": 1j}
 GREEK = frozenset(
     f"\\{name}"
-    for name in [
-        "alpha",
-        "beta",
-        "gamma",
-        "delta",
-        "theta",
-        "lambda",
-        "mu",
-        "omega",
-        "phi",
-        "varphi",
-        "rho",
-        "sigma",
-        "tau",
-        "epsilon",
-        "ell",
-    ]
+    for name in re.findall("[a-z]+", "alpha beta gamma delta theta lambda mu omega phi varphi rho sigma tau epsilon ell")
 )
 FUNCTIONS: dict[str, Callable[[complex], complex]] = {
-    **{
-        f"\\{name}": getattr(cmath, name.replace("arc", "a"))
-        for name in ["sin", "cos", "tan", "arcsin", "arccos", "arctan", "exp"]
-    },
+    "\\sin": cmath.sin,
+    "\\cos": cmath.cos,
+    "\\tan": cmath.tan,
     "\\cot": lambda x: 1 / cmath.tan(x),
     "\\sec": lambda x: 1 / cmath.cos(x),
     "\\csc": lambda x: 1 / cmath.sin(x),
+    "\\arcsin": cmath.asin,
+    "\\arccos": cmath.acos,
+    "\\arctan": cmath.atan,
     "\\ln": cmath.log,
     "\\log": cmath.log10,
+    "\\exp": cmath.exp,
 }
 ENDS = frozenset((")", "}", "]", "|", ",", "=", "+", "-", "*", "/", "^", "%", "\\choose", ""))
 POINTS = 3

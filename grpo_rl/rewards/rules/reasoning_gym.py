@@ -36,16 +36,11 @@ def names() -> list[str]:
     return sorted(set(_registered()) - {"composite"})
 
 
-@lru_cache(maxsize=64)
-def build(name: str, options: Options, seed: int) -> Any:
+def _one_row(name: str, options: Options, seed: int) -> Any:
     """Return the data set `name` with these options; its size, which only its len() uses, is 1.
 
     Raises ConfigError for an unknown name or option, with the nearest ones, and for values that it refuses.
     """
-    return _one_row(name, options, seed)
-
-
-def _one_row(name: str, options: Options, seed: int) -> Any:
     if name == "composite":
         raise ConfigError("reasoning_gym:composite only mixes other data sets; list these in data.train_files instead")
     known = _registered()
@@ -58,6 +53,9 @@ def _one_row(name: str, options: Options, seed: int) -> Any:
     except (AssertionError, ValueError, TypeError, KeyError) as error:
         shown = ", ".join(f"{key}={text}" for key, text in options) or "its defaults"
         raise ConfigError(f"reasoning_gym:{name} refuses {shown}: {error}") from error
+
+
+build = lru_cache(maxsize=64)(_one_row)
 
 
 def make_entry(name: str, options: Options, seed: int, index: int) -> Entry:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_rl.rewards.math.compare import compare
-from grpo_rl.rewards.math.math_rule import equivalent, math, refusal
+from grpo_rl.rewards.math.math_rule import equivalent, math, may_reach_algebra
 from grpo_rl.rewards.registry import auto
 from grpo_rl.rewards.rules.answers import after_phrase, final_answer, last_boxed, last_pair
 
@@ -133,7 +133,7 @@ def test_answers_of_one_value_have_one_vote_and_words_have_votes_of_their_own():
     ],
 )
 def test_the_gate_refuses_what_algebra_would_write_out(bomb):
-    assert refusal(bomb) is not None
+    assert not may_reach_algebra(bomb)
     assert score(rf"\boxed{{{bomb}}}", "x < 18") == 0
 
 
@@ -146,7 +146,7 @@ def test_a_refused_answer_says_so():
     "formula", ["x^2+y^2 \\le 8 r^2", "\\frac{1}{2}<x", "x \\in (-\\infty, 3]", "2^{99} < x", "-80\\leq g(x)\\leq 82"]
 )
 def test_the_gate_lets_plain_formulas_pass(formula):
-    assert refusal(formula) is None
+    assert may_reach_algebra(formula)
 
 
 @pytest.mark.parametrize(

@@ -39,11 +39,6 @@ def same(argument):
     return float(argument.split()[0])
 
 
-def slow(argument):
-    time.sleep(float(argument))
-    return float(argument)
-
-
 def no_memory(argument):
     raise MemoryError
 
@@ -140,7 +135,6 @@ class Slippery(float):
 
 DEEDS = {
     "score": same,
-    "slow": slow,
     "no-memory": no_memory,
     "loop": loop,
     "lock": hold_the_lock,
@@ -160,14 +154,10 @@ DEEDS = {
     "recurse": lambda _: DEEDS["recurse"](_),
     "nan": lambda _: float("nan"),
     "none": lambda _: None,
-    "text": lambda _: "1",
-    "huge": lambda _: 10**5000,
     "slippery": lambda _: Slippery(1),
-    "no-score": lambda _: {"acc": 1.0},
     "two-steps": lambda _: {"score": 1.0, "steps": [(4, 1.0), (9, 0.5)]},
     "steps": lambda _: {"score": 1.0, "steps": [(1, object())]},
     "deep": lambda _: {"score": 1.0, "steps": deep()},
-    "pid": lambda _: float(os.getpid()),
 }
 
 
