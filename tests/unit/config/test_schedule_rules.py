@@ -27,6 +27,7 @@ ITERATE = {
     "reward.reward_model.model_path": "builtin:arithmetic",
     f"{R}.n": 4,
 }
+REPLAY = {"algorithm.replay.max_age": 4}
 FIXED = ITERATE | {"trainer.iterate.reward_model_steps": 0}
 ASKED = {"data.val_prompt_files": ["task:arithmetic?num_rows=16&split=val"]}
 
@@ -87,6 +88,13 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         (ITERATE | {"algorithm.adv_estimator": "gdpo"}, "reads the parts of the reward"),
         (ITERATE | {"algorithm.adv_estimator": "grpo_process"}, "come from the reward model alone"),
         ({f"{A}.policy_loss.loss_mode": "kto"}, "loss_mode=kto: learns labelled answers; data.responses=rows"),
+        (REPLAY | {f"{R}.top_p": 0.9}, "algorithm.replay.max_age=4: does not go with top_p, top_k and min_p"),
+        (REPLAY | {"algorithm.rollout_correction.bypass_mode": False}, "bypass_mode=false: with algorithm.replay.max_age=4"),
+        (
+            REPLAY | {f"{A}.policy_loss.loss_mode": "reinforce"},
+            "rollout_is=null: algorithm.replay trains tokens that older weights",
+        ),
+        (REPLAY | {"algorithm.replay.max_age": 0, "algorithm.replay.share": 0.5}, "needs algorithm.replay.max_age above 0"),
         (
             COLLECTED_PAIRS | {f"{A}.policy_loss.loss_mode": "kto"},
             "loss_mode=kto: learns labelled answers; data.responses=rows",
