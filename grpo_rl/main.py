@@ -244,7 +244,9 @@ def run(composed: Composed, plan: Plan) -> int:
     from grpo_rl.checkpoint.manifest import verify
     from grpo_rl.cluster.run_session import run_session
     from grpo_rl.cluster.session.ray_session import clean_earlier
+    from grpo_rl.plan import calibration
     from grpo_rl.plan.first_look import of_memory
+    from grpo_rl.telemetry.metrics.metrics_file import read_metrics
     from grpo_rl.telemetry.page.beside_run import PageBeside
     from grpo_rl.telemetry.report import final_report
     from grpo_rl.telemetry.rundir import RunDir
@@ -272,6 +274,8 @@ def run(composed: Composed, plan: Plan) -> int:
         stack.callback(console.close)
         changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
         run_dir.write_config(composed.yaml(), composed.overrides)
+        runs = Path(trainer.default_local_dir).expanduser()
+        predicted = calibration.predict(plan, runs)
         run_dir.plan_file.write_text(redact(plan.render()) + "\n", encoding="utf-8", errors="backslashreplace")
         console.info(plan.render())
         console.info(f"run folder: {run_dir.path}")
@@ -289,7 +293,11 @@ def run(composed: Composed, plan: Plan) -> int:
         page = PageBeside(run_dir.path, trainer.page_freq, console.warn)
         with run_session(plan, run_dir, console, page) as session:
             train(Course(composed, plan, session, page, checkpoint))
-            console.info(final_report(run_dir, seconds=time.perf_counter() - started))
+            records = read_metrics(run_dir.metrics_file)
+            graded = calibration.grade(predicted, calibration.measure(records))
+            with suppress(OSError):  # the run is done, whatever room there is for this
+                calibration.learn(plan, runs, records)
+            console.info(final_report(run_dir, seconds=time.perf_counter() - started, graded=graded))
     return 0
 
 

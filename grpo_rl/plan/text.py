@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.kl import KL_ESTIMATORS
@@ -25,6 +26,7 @@ from grpo_rl.config.derived import (
 )
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.machine_memory import machine_memory
+from grpo_rl.plan import calibration
 from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
 from grpo_rl.plan.cost import assumptions, step_time
 from grpo_rl.plan.decisions import Plan
@@ -501,12 +503,27 @@ def _time(plan: Plan) -> Rows:
     judged = fit_of(plan, plan.model) if plan.model is not None else None
     found = step_time(plan, plan.model) if plan.model is not None and judged is not None and judged.fits else None
     if found is None:
+        yield from _time_here(plan)
         return
     for name, seconds in found.phases.items():
         yield TABLE, f"{name:<30}{seconds:>10,.1f} s"
     yield TABLE, f"{'a step':<30}{found.total:>10,.1f} s, {found.tokens_per_gpu:,.0f} tokens a second and GPU"
     yield "limit", f"{found.limit}; the engines' slots are {found.filled:.0%} full while they sample"
     yield "assumed", assumptions(plan)
+
+
+def _time_here(plan: Plan) -> Rows:
+    """Yield the seconds of each phase by the runs that were made on this machine."""
+    if plan.machine.name:
+        return
+    found = calibration.predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
+    for name, seconds in found.items():
+        yield TABLE, f"{'a step' if name == 'step' else name:<30}{seconds:>10.3f} s"
+    if found:
+        yield (
+            "assumed",
+            "what the latest run on this machine measured, beside the runs in calibration.json, and responses as long",
+        )
 
 
 def _schedules(plan: Plan) -> Rows:

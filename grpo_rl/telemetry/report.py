@@ -29,18 +29,18 @@ _WIDTH = 100
 _TEXT_LIMIT = 400
 
 
-def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
+def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4, graded: str = "") -> str:
     """Return the report of a finished run, and write it to `report.txt`; see `report_text`."""
-    text = report_text(run_dir, seconds, num_samples)
+    text = report_text(run_dir, seconds, num_samples, graded)
     run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return text
 
 
-def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
+def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4, graded: str = "") -> str:
     """Return the report of a run as far as it has come, plain text that is safe to print.
 
     The samples are drawn at random with a fixed seed from the validation prompts, good and bad alike.
-    `seconds` is the duration of the whole run.
+    `seconds` is the duration of the whole run, `graded` the table of what the plan predicted.
     """
     records = read_metrics(run_dir.metrics_file)
     health = ""
@@ -51,6 +51,7 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
         _before_after(records),
         rewards_section(records),
         health,
+        graded,
         _samples(run_dir, num_samples),
         _written(run_dir),
     ]

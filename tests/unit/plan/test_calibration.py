@@ -1,0 +1,57 @@
+"""Seconds predicted from the runs of this machine, and graded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.plan import calibration
+from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.make import make_plan
+
+HERE = Machine(num_gpus=0, num_cpus=2, device="cpu")
+
+
+def planned(*words: str, machine: Machine = HERE) -> Plan:
+    return make_plan(compose(["recipe=arithmetic/grpo", *words]), machine)
+
+
+def records(**seconds: float) -> list[dict[str, float]]:
+    phases = {f"timing_s/{name}": value for name, value in seconds.items()}
+    first = {"step": 1.0, "response_length/mean": 4.0, "timing_s/gen": 90.0, "timing_s/step": 99.0}
+    return [first, *({"step": step, "response_length/mean": 4.0, **phases} for step in (2.0, 3.0, 4.0))]
+
+
+MEASURED = records(gen=1.5, reward=0.1, update_actor=0.6, testing=0.5, step=3.0)
+
+
+def test_the_run_that_was_measured_is_predicted_as_it_was(tmp_path: Path) -> None:
+    plan = planned()
+    assert calibration.predict(plan, tmp_path) == {}
+    calibration.learn(plan, tmp_path, MEASURED)
+    predicted = calibration.predict(plan, tmp_path)
+    # The first step is not counted, validation is none of the step's own, and 0.3 s lie beside the phases.
+    assert predicted == pytest.approx({"gen": 1.5, "reward": 0.1, "update_actor": 0.6, "other": 0.3, "step": 2.5})
+    table = calibration.grade(predicted | {"gen": 1.8}, calibration.measure(MEASURED))
+    assert "+20%" in table and len(table.splitlines()) == 6
+    assert calibration.grade({}, calibration.measure(MEASURED)) == "" and calibration.measure(MEASURED[:2]) == {}
+
+
+def test_a_larger_batch_takes_longer_and_another_machine_is_not_known(tmp_path: Path) -> None:
+    plan = planned()
+    calibration.learn(plan, tmp_path, MEASURED)
+    batch = plan.config.data.train_batch_size
+    words = [f"data.train_batch_size={4 * batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={4 * batch}"]
+    more, once = calibration.predict(planned(*words), tmp_path), calibration.predict(plan, tmp_path)
+    assert more["reward"] == pytest.approx(4 * once["reward"]) and more["other"] == once["other"]
+    assert once["gen"] < more["gen"] < 4 * once["gen"], "what each token waits for is the same"
+    assert calibration.predict(planned(machine=Machine(num_gpus=0, num_cpus=4, device="cpu")), tmp_path) == {}
+
+
+def test_a_file_that_is_none_is_not_read(tmp_path: Path) -> None:
+    for text in ("", "[]", '{"a": 1}', '{"a": {"seconds": {"gen": "x"}, "length": 1}}'):
+        (tmp_path / calibration.FILE).write_text(text)
+        assert calibration.predict(planned(), tmp_path) == {}
