@@ -295,7 +295,7 @@ def run(composed: Composed, plan: Plan) -> int:
             train(Course(composed, plan, session, page, checkpoint))
             records = read_metrics(run_dir.metrics_file)
             graded = calibration.grade(predicted, calibration.measure(records))
-            with suppress(OSError):  # the run is done, whatever room there is for this
+            with suppress(OSError, ArithmeticError):  # the run is done, whatever room there is for this
                 calibration.learn(plan, runs, records)
             console.info(final_report(run_dir, seconds=time.perf_counter() - started, graded=graded))
     return 0
