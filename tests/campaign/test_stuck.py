@@ -23,8 +23,8 @@ from pathlib import Path
 
 def reward(data_source, solution_str, ground_truth, extra_info):
     try:
-        Path(__file__).with_suffix(".once").touch(exist_ok=False)
-    except FileExistsError:
+        Path(__file__).with_suffix(".asked").unlink()
+    except FileNotFoundError:
         return 1.0
     time.sleep(20)
     return 1.0
@@ -33,7 +33,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 
 def test_what_each_process_does_is_said_before_a_worker_is_given_up(tmp_path):
     own = tmp_path / "sleeps.py"
-    own.write_text(SLEEPS)
+    own.write_text(SLEEPS)  # it sleeps in the next call after the test has asked for that
     words = [
         "recipe=arithmetic/grpo",
         "data.train_batch_size=16",
@@ -44,7 +44,7 @@ def test_what_each_process_does_is_said_before_a_worker_is_given_up(tmp_path):
         f"reward.custom_reward_function.path={own}",
         "reward.custom_reward_function.name=reward",
         "reward.timeout_s=60",
-        "trainer.total_training_steps=60",
+        "trainer.total_training_steps=600",
         "trainer.save_freq=2",
         "trainer.stuck_s=8",
         "trainer.heartbeat_s=2",
@@ -60,6 +60,7 @@ def test_what_each_process_does_is_said_before_a_worker_is_given_up(tmp_path):
 
     try:
         run.until(lambda status: status["step"] >= 1, END_S)
+        own.with_suffix(".asked").touch()
         run.until(lambda status: any("sleeps.py" in one and "in reward" in one for one in reports()), END_S)
         run.until(lambda status: status["step"] >= 3, END_S)
         for name in ("rollout0", "actor0"):
