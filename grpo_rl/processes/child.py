@@ -98,7 +98,7 @@ class Child:
         with theirs:
             words = [str(fds[0]), "0" if outlives_thread else str(os.getpid()), str(fds[1])]
             self._process = start(module, words, pass_fds=fds, environment=variables)
-        self.pid, self.name = self._process.pid, module.rpartition(".")[2].removesuffix("_main").replace("_", " ")
+        self.pid, self.name = self._process.pid, f"{module.split('.')[1].removesuffix('s')} process"
         self._last_message = time.monotonic()
         self._channel.setblocking(False)
         self._copying = threading.Thread(target=self._copy_output, daemon=True)
