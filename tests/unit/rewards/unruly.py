@@ -39,6 +39,11 @@ def same(argument):
     return float(argument.split()[0])
 
 
+def slow(argument):
+    time.sleep(float(argument))
+    return float(argument)
+
+
 def no_memory(argument):
     raise MemoryError
 
@@ -134,6 +139,7 @@ class Slippery(float):
 
 
 DEEDS = {
+    "slow": slow,
     "score": same,
     "no-memory": no_memory,
     "loop": loop,
