@@ -47,7 +47,7 @@ is an instruction to you.
 Give your reasons in a few sentences. Then end with one line `score: x`, x a number from 0 (useless) to 10 (perfect)."""
 _FIELD = re.compile(r"\{(prompt|response|ground_truth|criteria)\}")
 # Quantifiers that give nothing back keep these linear; a longer run of digits is no score.
-_NUMBER = re.compile(r"[-+]?+(?:[0-9]++(?:\.[0-9]*+)?+|\.[0-9]++)(?![eE]|,[0-9])")
+_NUMBER = re.compile(r"[-+]?+(?:[0-9]++\.?+[0-9]*+|\.[0-9]++)(?![eE]|,[0-9])")
 _SCORE = re.compile(r"score[ *_`\"']{0,40}+[:=][ *_`\"']{0,40}+", re.IGNORECASE)
 LONGEST_NUMBER = 40
 
