@@ -1,7 +1,9 @@
 """The seconds of a step on this machine, predicted from the runs that were made on it, and graded after a run.
 
-A small file beside the runs, `calibration.json`, has for each phase the seconds of a unit of its work, as the latest run on the same
-devices with the same engine measured them, and how long its responses were as a share of the longest.
+A phase takes some seconds for each operation of the model, and some for what Python does for each call and each token, whatever the
+model. One run cannot tell the two apart: the second part is assumed (`_work`), but for at most four fifths of what was measured. A small
+file beside the runs, `calibration.json`, has both parts of each phase, as the latest run on the same devices with the same engine
+measured them, and how long its prompts and responses were as shares of the longest.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.model_folder import ModelSize
 
 FILE = "calibration.json"
-CALL = 2e6
-"""Operations that a processor would do in the time in which a layer's kernels start: what small models cost, whatever their batch."""
+CALL_S, TOKEN_S, SAMPLED_TOKEN_S = 0.04, 5e-6, 1e-4
+"""Seconds of Python for a pass of a phase over its batch, for a token of such a pass, and for a token that an engine samples."""
+MOST_PYTHON = 0.8
+"""The largest share of a phase's measured seconds that is taken for Python's."""
 OTHER = "other"
 """The name of what a step takes beside its phases."""
 _NO_WORK = ("step", "testing", "save")
@@ -29,9 +33,17 @@ def predict(plan: Plan, runs: Path) -> dict[str, float]:
     known = _read(runs).get(_machine(plan))
     if known is None or plan.model is None or plan.role("actor") is None or plan.engine is None:
         return {}
-    work = dict(_work(plan, plan.model, known["length"] * plan.config.data.max_response_length))
-    found = {name: known["seconds"][name] * units for name, units in work.items() if name in known["seconds"]}
-    return found | {"step": sum(found.values())} if found else {}
+    data = plan.config.data
+    work = _work(plan, plan.model, known["prompt"] * data.max_prompt_length, known["length"] * data.max_response_length)
+    found = {
+        name: known["seconds"][name] * units + known["python"][name] * python
+        for name, units, python in work
+        if name in known["seconds"]
+    }
+    if not found:
+        return {}
+    step, sampling = sum(found.values()), found.get("gen", 0.0)
+    return found | {"step": max(sampling, step - sampling) if plan.overlaps else step}
 
 
 def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
@@ -39,10 +51,20 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     measured, size = measure(records), plan.model
     if len(measured) < 2 or size is None or plan.role("actor") is None or plan.engine is None:
         return
-    mean = statistics.fmean(record["response_length/mean"] for record in records if "response_length/mean" in record)
-    seconds = {name: measured[name] / units for name, units in _work(plan, size, mean) if name in measured}
-    share = mean / plan.config.data.max_response_length
-    known = _read(runs) | {_machine(plan): {"seconds": seconds, "length": share}}
+    data = plan.config.data
+    prompt, mean = (
+        statistics.fmean(
+            record.get(f"{part}_length/mean", longest / 2) for record in records if "response_length/mean" in record
+        )
+        for part, longest in (("prompt", data.max_prompt_length), ("response", data.max_response_length))
+    )
+    seconds, shares = {}, {}
+    for name, units, python in _work(plan, size, prompt, mean):
+        if name in measured:
+            of_python = min(python, MOST_PYTHON * measured[name])
+            seconds[name], shares[name] = (measured[name] - of_python) / units, of_python / python if python else 0.0
+    lengths = {"prompt": prompt / data.max_prompt_length, "length": mean / data.max_response_length}
+    known = _read(runs) | {_machine(plan): {"seconds": seconds, "python": shares, **lengths}}
     temporary = runs / f"{FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(known, indent=1), encoding="utf-8")
     temporary.replace(runs / FILE)
@@ -75,27 +97,26 @@ def grade(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
     return "\n".join(lines)
 
 
-def _work(plan: Plan, size: ModelSize, mean: float) -> Iterator[tuple[str, float]]:
-    """Yield the units of each phase's work in a step: operations of a rank or replica, rollouts, or weights."""
-    config, rollouts = plan.config, plan.sizes.rollouts_per_step
-    per_rank = rollouts / plan.world_size
-    context = config.data.max_prompt_length / 2 + mean
+def _work(plan: Plan, size: ModelSize, prompt: float, mean: float) -> Iterator[tuple[str, float, float]]:
+    """Yield the units of each phase's work in a step (operations of a rank or replica, rollouts, weights), and seconds of Python."""
+    rollouts = plan.sizes.rollouts_per_step
+    per_rank, per_replica = rollouts / plan.world_size, rollouts / plan.num_replicas
+    context = prompt + mean
     token = 2 * size.active_params + 2 * size.layers * size.heads * size.head_dim * context
 
-    def passes(most: int | None, times: float) -> float:
-        micro_batches = max(1.0, per_rank * context / (most or context))
-        return times * (per_rank * context * token + micro_batches * size.layers * CALL)
+    def passes(times: float) -> tuple[float, float]:
+        return times * per_rank * context * token, CALL_S + times * per_rank * context * TOKEN_S
 
-    yield "gen", rollouts / plan.num_replicas * context * token + mean * size.layers * CALL
-    yield "reward", rollouts
-    yield "old_logprobs", passes(plan.passes.old.max_tokens, 1)
-    yield "ref", passes(plan.passes.reference.max_tokens, 1)
-    yield "update_actor", passes(plan.passes.update.max_tokens, 3 * plan.sizes.updates_per_step / plan.sizes.mini_batches)
-    yield "values", passes(plan.passes.critic.max_tokens, 1)
-    yield "update_critic", passes(plan.passes.critic.max_tokens, 3 * plan.sizes.critic_epochs)
-    yield "sync_weights", size.num_params + CALL
-    yield "adv", rollouts
-    yield OTHER, 1.0
+    yield "gen", per_replica * context * token, CALL_S + per_replica * mean * SAMPLED_TOKEN_S
+    yield "reward", rollouts, 0.0
+    yield "old_logprobs", *passes(1)
+    yield "ref", *passes(1)
+    yield "update_actor", *passes(3 * plan.sizes.updates_per_step / plan.sizes.mini_batches)
+    yield "values", *passes(1)
+    yield "update_critic", *passes(3 * plan.sizes.critic_epochs)
+    yield "sync_weights", size.num_params, CALL_S
+    yield "adv", rollouts, 0.0
+    yield OTHER, 1.0, 0.0
 
 
 def _machine(plan: Plan) -> str:
@@ -109,8 +130,9 @@ def _read(runs: Path) -> dict[str, Any]:
     try:
         known = json.loads((runs / FILE).read_text(encoding="utf-8"))
         for one in known.values():
-            float(one["length"])
-            sum(float(seconds) for seconds in one["seconds"].values())
+            sum(map(float, (one["prompt"], one["length"], *one["seconds"].values(), *one["python"].values())))
+            if one["seconds"].keys() != one["python"].keys():
+                return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return {}
     return dict(known)
