@@ -7,7 +7,6 @@ again; the same job then goes on where it stopped.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -15,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_rl.config.compose import compose
-from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError, Preempted
 from grpo_rl.main import exit_code_after
 from grpo_rl.plan.decisions import Plan
@@ -90,7 +88,7 @@ def job_file(words: Sequence[str], folder: Path) -> str:
         "name": re.sub(r"[^\w.-]+", "-", config.trainer.experiment_name),
         "nodes": nodes,
         "gpus": f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
-        "signal_s": _signal_s(config),
+        "signal_s": round(config.trainer.grace_s) + MARGIN_S,
         "folder": shlex.quote(str(folder)),
         "srun_gpus": f" --gpus-per-node={gpus}" if gpus else "",
         "others": nodes - 1,
@@ -111,10 +109,6 @@ def _machines(plan: Plan) -> tuple[int, int]:
     return sum(pool.nnodes for pool in plan.pools), devices
 
 
-def _signal_s(config: Config) -> int:
-    return round(config.trainer.grace_s) + MARGIN_S
-
-
 def main(words: Sequence[str]) -> int:
     """Print the job file."""
 
@@ -126,5 +120,4 @@ def main(words: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     sys.exit(main(sys.argv[1:]))
