@@ -320,7 +320,6 @@ HEALTHY: dict[str, Trial] = {
         "arithmetic/grpo_process": SHORTER,
         "arithmetic/one_step_off": SHORTER,
         "arithmetic/async": SHORTER,
-        "arithmetic/curriculum": SHORTER,
         "arithmetic/scalerl": SHORTER,
         "paradigm/sft": (*SHORTER, "data.val_prompt_files=task:arithmetic?carrying=0.7&split=val&num_rows=64"),
         "paradigm/online_dpo": SHORTER,

@@ -32,7 +32,7 @@ _ANSWERS = "data: response_key messages_key tools_key enable_thinking_key"
 _PAIRS = "data: chosen_key rejected_key"
 _SOURCE = "data: reward_fn_key data_source ground_truth_key extra_info_key"
 _LENGTHS = "data: max_prompt_length max_response_length"
-_OF_PROMPTS = "data: curriculum curriculum_floor dynamic_weights retire_*"
+_OF_PROMPTS = "data: retire_*"
 _OF_ROLLOUTS = "trainer: save_rollouts rollout_data_format log_token_groups"
 _CRITIC = "critic: *; trainer: critic_warmup"
 _ADVANTAGES = (
@@ -268,17 +268,14 @@ def _of_algorithm(config: Config) -> list[Rule]:
 
 def _of_data(config: Config) -> list[Rule]:
     data = config.data
-    by_rate, asked = data.curriculum == "pass_rate" or data.dynamic_weights, bool(data.val_files or data.val_prompt_files)
-    rate = "data.curriculum=pass_rate or data.dynamic_weights=true"
     resumes = config.trainer.resume_mode != "disable"
     return [
         (not data.shuffle, "data: seed", "needs data.shuffle=true"),
-        (data.retire_above is None and not by_rate, "data: retire_metric retire_score", f"needs data.retire_above, {rate}"),
-        (not by_rate, "data: curriculum_floor", f"needs {rate}"),
+        (data.retire_above is None, "data: retire_metric retire_score", "needs data.retire_above"),
         (data.data_source is not None, "data: reward_fn_key", "data.data_source gives it for all rows"),
         (not resumes, "data: allow_change", "with trainer.resume_mode=disable nothing is resumed"),
         (not data.val_files, "data: val_max_samples", "needs data.val_files"),
-        (not asked, "trainer: val_before_train", "there is nothing to validate on"),
+        (not (data.val_files or data.val_prompt_files), "trainer: val_before_train", "there is nothing to validate on"),
     ]
 
 

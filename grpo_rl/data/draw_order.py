@@ -1,4 +1,4 @@
-"""The order in which rows are trained on: seeded per epoch, mixed, or by pass rates, resumable to the exact row."""
+"""The order in which rows are trained on: seeded per epoch or mixed, resumable to the exact row."""
 
 from __future__ import annotations
 
@@ -17,18 +17,13 @@ from grpo_rl.errors import ConfigError, DataError
 
 Usable = Callable[[int], bool]
 """A function that returns whether a row may be drawn: neither retired nor found unusable."""
-RATE_MEMORY = 0.9
-"""The share of a source's pass rate that stays when one more group is scored."""
 
 
 class RowOrder(ABC):
     """Draws rows, batch after batch. A draw that fails leaves the position as it was."""
 
-    wants_rates = False
-    """True where rows are drawn by pass rates, which therefore have to be recorded."""
     placed_by: ClassVar[tuple[str, ...]]
     """The attributes that are the position."""
-    curriculum: ClassVar[str] = "none"
 
     def __init__(
         self,
@@ -60,14 +55,6 @@ class RowOrder(ABC):
         Raises DataError when fewer rows than that can be drawn.
         """
 
-    def record(self, row: int, rate: float) -> None:
-        """Take in the share of a row's responses that passed; only where `wants_rates`."""
-        del row, rate
-
-    def metrics(self) -> dict[str, float]:
-        """Return what decides which rows come next, for the log; nothing where the seed alone does."""
-        return {}
-
     def place(self) -> dict[str, Any]:
         """Return where it is; small."""
         return copy.deepcopy({name: getattr(self, name) for name in self.placed_by})
@@ -78,7 +65,7 @@ class RowOrder(ABC):
             setattr(self, name, copy.deepcopy(place[name]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, what was recorded, and what the order depends on."""
+        """Return the position and what the order depends on."""
         return self.place() | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,8 +82,7 @@ class RowOrder(ABC):
 
     def _identity(self) -> dict[str, Any]:
         """Return what the order depends on."""
-        order = {"num_rows": self._num_rows, "shuffle": self._shuffle, "seed": self._seed}
-        return order | {"curriculum": self.curriculum, "weights": None}
+        return {"num_rows": self._num_rows, "shuffle": self._shuffle, "seed": self._seed, "weights": None}
 
     def _first_usable(self, rows: Iterator[int]) -> tuple[list[int], int] | None:
         """Return the first usable rows of these, a batch, and how many were looked at; None where there are fewer."""
@@ -151,67 +137,6 @@ class EpochOrder(RowOrder):
         return order_of(self._num_rows, (self._seed, epoch) if self._shuffle else None)
 
 
-class PassRateOrder(RowOrder):
-    """Batches drawn without replacement inside a batch, with probabilities by the latest pass rate of each row.
-
-    Rows may come again in the next batch, or not at all for long: an epoch is as many draws as there are rows. Which
-    rows are drawn is a function of the seed, the number of the draw and the pass rates so far (Gumbel top-k,
-    arXiv 1903.06059).
-    """
-
-    wants_rates = True
-    placed_by = ("epoch", "first_epoch", "num_draws", "num_drawn")
-    curriculum = "pass_rate"
-
-    def __init__(self, num_rows: int, batch_size: int, seed: int, floor: float, **options: Any) -> None:
-        super().__init__(num_rows, batch_size, True, seed, **options)
-        self._floor = floor
-        self.num_draws = self.num_drawn = self.first_epoch = 0
-        self._rates = np.full(num_rows, np.nan)
-
-    def next_batch(self) -> list[tuple[int, str]]:
-        taken = self._first_usable(self._by_priority())
-        if taken is None:
-            raise self._too_few()
-        self.epoch = self.first_epoch + self.num_drawn // self._num_rows
-        batch = [(row, f"d{self.num_draws}-r{row}") for row in taken[0]]
-        self.num_draws += 1
-        self.num_drawn += self.batch_size
-        return batch
-
-    def _by_priority(self) -> Iterator[int]:
-        noise = np.random.default_rng((self._seed, self.num_draws)).gumbel(size=self._num_rows)
-        keys = -(np.log(weight_of_rate(self._rates, self._floor)) + noise)
-        # Nearly always the best few are enough, and finding them is ten times cheaper than ordering a million.
-        few = min(2 * self.batch_size + 64, self._num_rows)
-        best = np.argpartition(keys, few - 1)[:few]
-        yield from best[np.argsort(keys[best], kind="stable")].tolist()
-        yield from np.argsort(keys, kind="stable")[few:].tolist()
-
-    def record(self, row: int, rate: float) -> None:
-        self._rates[row] = rate
-
-    def metrics(self) -> dict[str, float]:
-        seen = self._rates[~np.isnan(self._rates)]
-        found = {"data/seen_fraction": len(seen) / self._num_rows}
-        return found | ({"data/pass_rate": float(seen.mean())} if len(seen) else {})
-
-    def state_dict(self) -> dict[str, Any]:
-        seen = np.flatnonzero(~np.isnan(self._rates))
-        rates = [[row, rate] for row, rate in zip(seen.tolist(), self._rates[seen].tolist(), strict=True)]
-        return super().state_dict() | {"rates": rates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._rates = np.full(self._num_rows, np.nan)
-        for row, rate in state["rates"]:
-            self._rates[row] = rate
-
-    def start_after(self, state: dict[str, Any]) -> None:
-        self.epoch = self.first_epoch = int(state["epoch"]) + 1
-        self.num_draws, self.num_drawn = int(state.get("num_draws", 0)), 0
-
-
 class MixedOrder(RowOrder):
     """Batches in which each source has its share, draw by draw as even as whole rows allow.
 
@@ -219,8 +144,6 @@ class MixedOrder(RowOrder):
     round-robin): after t draws a source of share w had w·t of them, up to a fraction. Each source goes through its own
     rows in its own seeded order, pass after pass; a small one is repeated while a large one is at its first pass. An
     epoch is as many draws as there are rows in all sources. A source without a usable row is left out.
-
-    With a `floor` the weights are multiplied by max(floor, 4p(1-p)), p a moving average of the source's pass rates.
     """
 
     placed_by = ("epoch", "first_epoch", "num_drawn", "credits", "passes", "places")
@@ -232,27 +155,16 @@ class MixedOrder(RowOrder):
         batch_size: int,
         shuffle: bool,
         seed: int,
-        *,
-        floor: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__(sum(sizes), batch_size, shuffle, seed, **options)
         self.least_rows = 1
-        self.wants_rates = floor is not None
         self._sizes, self._starts = list(sizes), np.cumsum([0, *sizes])
         self._weights = np.array(weights, dtype=np.float64) / sum(weights)
-        self._floor = floor
         self.credits = [0.0] * len(self._sizes)
         self.passes, self.places = [0] * len(self._sizes), [0] * len(self._sizes)
         self.num_drawn = self.first_epoch = 0
-        self._rates = np.full(len(self._sizes), np.nan)
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
-
-    @property
-    def shares(self) -> np.ndarray:
-        """The share that each source has in the next draws."""
-        weights = self._weights if self._floor is None else self._weights * weight_of_rate(self._rates, self._floor)
-        return weights / weights.sum()
 
     def next_batch(self) -> list[tuple[int, str]]:
         before = self.place()
@@ -266,7 +178,7 @@ class MixedOrder(RowOrder):
         return batch
 
     def _draw(self) -> list[tuple[int, str]]:
-        shares = self.shares
+        shares = self._weights.copy()
         batch: list[tuple[int, str]] = []
         while len(batch) < self.batch_size:
             if not shares.any():
@@ -300,23 +212,6 @@ class MixedOrder(RowOrder):
             self._orders[source] = number, order_of(self._sizes[source], seed)
         return self._orders[source][1]
 
-    def record(self, row: int, rate: float) -> None:
-        source = int(np.searchsorted(self._starts, row, side="right")) - 1
-        before = self._rates[source]
-        self._rates[source] = rate if np.isnan(before) else RATE_MEMORY * before + (1 - RATE_MEMORY) * rate
-
-    def metrics(self) -> dict[str, float]:
-        shares = {f"data/share/{source}": float(share) for source, share in enumerate(self.shares)}
-        rates = {f"data/pass_rate/{source}": float(rate) for source, rate in enumerate(self._rates) if not np.isnan(rate)}
-        return shares | rates
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"rates": [None if np.isnan(rate) else rate for rate in self._rates.tolist()]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._rates = np.array([np.nan if rate is None else rate for rate in state["rates"]])
-
     def start_after(self, state: dict[str, Any]) -> None:
         self.epoch = self.first_epoch = int(state["epoch"]) + 1
         # Each occurrence of a row has a name of its own: no source may begin a pass that it has begun before.
@@ -324,21 +219,12 @@ class MixedOrder(RowOrder):
         self.passes = [max(first, self.epoch)] * len(self._sizes)
 
     def _identity(self) -> dict[str, Any]:
-        return super()._identity() | {"sizes": self._sizes, "weights": [*self._weights.tolist(), self._floor]}
+        return super()._identity() | {"sizes": self._sizes, "weights": self._weights.tolist()}
 
 
 def order_of(num_rows: int, seed: tuple[int, ...] | None) -> np.ndarray:
     """Return all rows, shuffled by the seed where there is one."""
     return np.arange(num_rows) if seed is None else np.random.default_rng(seed).permutation(num_rows)
-
-
-def weight_of_rate(rate: np.ndarray, floor: float) -> np.ndarray:
-    """Return max(floor, 4p(1-p)): 1 where half of the responses pass, the variance of a 0/1 reward up to a factor.
-
-    A row that was never drawn (NaN) has weight 1. The gradient of a group comes from the differences of its rewards,
-    whose variance is p(1-p): Online Difficulty Filtering (arXiv 2504.03380).
-    """
-    return np.where(np.isnan(rate), 1.0, np.maximum(floor, 4.0 * rate * (1.0 - rate)))
 
 
 def make_row_order(
@@ -351,10 +237,6 @@ def make_row_order(
         "size_key": "data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size",
         "is_usable": lambda row: not (is_retired is not None and is_retired(row)) and dataset.usable(row),
     }
-    if data.curriculum == "pass_rate":
-        return PassRateOrder(len(dataset), batch_size, data.seed, data.curriculum_floor, **options)
     if data.train_weights:
-        floor = data.curriculum_floor if data.dynamic_weights else None
-        sizes = dataset.part_sizes
-        return MixedOrder(sizes, data.train_weights, batch_size, data.shuffle, data.seed, floor=floor, **options)
+        return MixedOrder(dataset.part_sizes, data.train_weights, batch_size, data.shuffle, data.seed, **options)
     return EpochOrder(len(dataset), batch_size, data.shuffle, data.seed, **options)

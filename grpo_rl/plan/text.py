@@ -349,9 +349,7 @@ def _selection(config: Config) -> Rows:
     if data.train_weights:
         total = sum(data.train_weights)
         shares = ", ".join(f"{weight / total:.3g}" for weight in data.train_weights)
-        yield "mix", f"shares {shares} of the draws" + (", times 4p(1-p) of the pass rates" if data.dynamic_weights else "")
-    if data.curriculum == "pass_rate":
-        yield "curriculum", f"drawn with weight 4p(1-p) of the latest pass rate, at least {data.curriculum_floor:g}"
+        yield "mix", f"shares {shares} of the draws"
 
 
 def _ratio(plan: Plan) -> str:

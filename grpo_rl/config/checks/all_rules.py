@@ -74,10 +74,6 @@ def _data(config: Config) -> Iterator[str]:
             f"data.train_max_samples={data.train_max_samples}: fewer rows than one batch; at least "
             f"data.train_batch_size={data.train_batch_size}, or -1 for all"
         )
-    if data.dynamic_weights and len(weights) < 2:
-        yield "data.dynamic_weights=true: needs data.train_weights with two sources or more, e.g. [1,1]"
-    if data.curriculum == "pass_rate" and not data.shuffle:
-        yield "data.curriculum=pass_rate: draws at random, which data.shuffle=false forbids"
     if not weights:
         return
     shown = f"data.train_weights=[{','.join(f'{weight:g}' for weight in weights)}]"
@@ -87,8 +83,6 @@ def _data(config: Config) -> Iterator[str]:
         yield f"{shown}: {len(weights)} weights for {len(data.train_files)} entries of data.train_files; one for each"
     if data.train_max_samples > 0:
         yield f"{shown}: with data.train_max_samples some sources would have no rows; cut the files, or leave it out"
-    if data.curriculum == "pass_rate":
-        yield f"{shown}: curriculum=pass_rate draws from all rows alike; data.dynamic_weights=true weighs whole sources by their pass rates"
 
 
 def _training(config: Config) -> Iterator[str]:

@@ -24,8 +24,6 @@ class DataConfig:
     """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them, or to prefer some to others with a loss over pairs; initial_policy: sampled once, before training, and kept as algorithm.rejection says."""
     train_weights: list[Positive] = field(default_factory=list)
     """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
-    dynamic_weights: bool = False
-    """Multiply train_weights by how near the pass rate of each source is to one half: 4p(1-p), at least curriculum_floor."""
     val_files: list[str] = field(default_factory=list)
     """Validation data, like train_files. Empty: no validation."""
     val_prompt_files: list[str] = field(default_factory=list)
@@ -87,10 +85,6 @@ class DataConfig:
     """The treatment of longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
     shuffle: bool = True
     """Draw the training rows of every epoch in a new seeded order."""
-    curriculum: Literal["none", "pass_rate"] = "none"
-    """pass_rate: prefer prompts whose latest pass rate is near one half."""
-    curriculum_floor: PositiveFraction = 0.1
-    """curriculum=pass_rate and dynamic_weights: least weight, of what is always or never solved; half solved has 1."""
     seed: Seed = 1
     """Seed of the order of the training rows."""
     train_max_samples: CountOrOff = -1

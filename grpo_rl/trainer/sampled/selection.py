@@ -177,14 +177,12 @@ class Selection:
 
     def _record(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> None:
         """Note how many responses to each prompt passed, where what is drawn next depends on it; `rows` are by uid."""
-        if self.pass_rates is None and not self.sampler.wants_rates:
+        if self.pass_rates is None:
             return
         for uid, group in _by_uid(with_reward(rollouts)).items():
             values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
             passed = sum(value >= self.retire_score for value in values)
-            self.sampler.record(rows[uid], passed / len(values))
-            if self.pass_rates is not None:
-                self.pass_rates.record(rows[uid], passed, len(values))
+            self.pass_rates.record(rows[uid], passed, len(values))
 
     def _with_signal(self, rollouts: Sequence[Rollout]) -> tuple[list[list[Rollout]], int]:
         """Return the groups in which the metric differs, in their order, and the number of all groups.
@@ -210,13 +208,8 @@ class Selection:
         )
 
     def _data_metrics(self) -> Metrics:
-        """Return what the next prompts depend on: retired ones, shares of sources, pass rates."""
-        metrics = self.sampler.metrics()
-        return (
-            metrics
-            if self.pass_rates is None
-            else metrics | {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
-        )
+        """Return how many prompts are retired, where any can be."""
+        return {} if self.pass_rates is None else {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
 
 
 def resume_order(

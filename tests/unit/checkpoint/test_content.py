@@ -18,7 +18,7 @@ from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.checkpoint.tensors import Part, write_parts
 from grpo_rl.errors import CheckpointError
 
-SAMPLER = {"epoch": 0, "position": 3, "num_rows": 8, "shuffle": True, "seed": 1, "curriculum": "none", "data": [{"rows": 8}]}
+SAMPLER = {"epoch": 0, "position": 3, "num_rows": 8, "shuffle": True, "seed": 1, "data": [{"rows": 8}]}
 GOOD: dict[str, Any] = {
     "sampler": SAMPLER,
     "advantage": {"value": 0.001},

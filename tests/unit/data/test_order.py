@@ -1,4 +1,4 @@
-"""The order of rows: weights, curricula, rows that turn out to be unusable, and all of it after a resume."""
+"""The order of rows: weights, rows that turn out to be unusable, and all of it after a resume."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from grpo_rl.data.draw_order import EpochOrder, MixedOrder, PassRateOrder, RowOrder
+from grpo_rl.data.draw_order import EpochOrder, MixedOrder, RowOrder
 from grpo_rl.errors import ConfigError, DataError
 
 
@@ -21,9 +21,7 @@ def mixed(**options: object) -> MixedOrder:
 
 SAMPLERS = {
     "one order": lambda: EpochOrder(50, 8, True, 5),
-    "by pass rate": lambda: PassRateOrder(50, 8, 5, 0.1),
     "mixed": mixed,
-    "mixed by pass rate": lambda: mixed(floor=0.1),
 }
 
 
@@ -33,8 +31,6 @@ def test_a_resumed_run_draws_the_same_rows(name: str) -> None:
         batches = []
         for _ in range(num_batches):
             batches.append(sampler.next_batch())
-            for row in rows(batches[-1]):
-                sampler.record(row, (row % 5) / 4)
         return batches
 
     whole, part, resumed = (SAMPLERS[name]() for _ in range(3))
@@ -89,19 +85,6 @@ def test_each_source_has_its_share_in_every_batch_and_small_ones_are_repeated() 
     assert sampler.epoch == 1
 
 
-def test_shares_follow_the_pass_rates_of_the_sources() -> None:
-    sampler = MixedOrder([10, 10], [1, 1], 10, True, 0, floor=0.1)
-    assert sampler.shares.tolist() == [0.5, 0.5]
-    sampler.record(3, 0.5)
-    sampler.record(12, 1.0)
-    # Weights 4 * 0.5 * 0.5 = 1 and the floor of 0.1.
-    assert sampler.shares.tolist() == pytest.approx([1 / 1.1, 0.1 / 1.1])
-    assert sum(row < 10 for row in rows(sampler.next_batch())) == 9
-    sampler.record(19, 0.0)
-    # 0.9 of 1 and 0.1 of 0: a rate of 0.9, a weight of 4 * 0.9 * 0.1 = 0.36.
-    assert sampler.shares.tolist() == pytest.approx([1 / 1.36, 0.36 / 1.36])
-
-
 def test_a_source_without_a_usable_row_leaves_its_share_to_the_others() -> None:
     sampler = mixed(is_usable=lambda row: row >= 4)
     assert all(row >= 4 for row in rows(sampler.next_batch()))
@@ -110,21 +93,9 @@ def test_a_source_without_a_usable_row_leaves_its_share_to_the_others() -> None:
         sampler.next_batch()
 
 
-def test_prompts_of_medium_pass_rate_are_drawn_more_often() -> None:
-    sampler = PassRateOrder(100, 5, 0, 0.1)
-    for row in range(100):
-        sampler.record(row, 0.5 if row < 50 else 1.0)
-    drawn = [row for _ in range(200) for row in rows(sampler.next_batch())]
-    assert len({tuple(sorted(drawn[start : start + 5])) for start in range(0, 1000, 5)}) > 190
-    # Weights 1 and 0.1: 1000 draws, hardly any replacement, so 909 or a little less.
-    assert 870 <= sum(row < 50 for row in drawn) <= 930
-
-
-def test_another_curriculum_or_other_weights_cannot_go_on_in_the_middle() -> None:
-    with pytest.raises(DataError, match="curriculum was none, now pass_rate"):
-        PassRateOrder(5, 2, 0, 0.1).load_state_dict(EpochOrder(5, 2, True, 0).state_dict())
+def test_other_weights_cannot_go_on_in_the_middle() -> None:
     with pytest.raises(DataError, match="weights was"):
-        mixed(floor=0.2).load_state_dict(mixed().state_dict())
+        MixedOrder([4, 100], [2, 1], 8, True, 5).load_state_dict(mixed().state_dict())
     with pytest.raises(DataError, match="weights was"):
         EpochOrder(104, 8, True, 5).load_state_dict(mixed().state_dict())
 
