@@ -200,7 +200,7 @@ def kl_runaway(run: RunRecord) -> Finding | None:
         advice=(
             "raise actor_rollout_ref.actor.kl_loss_coef (the paper of GRPO takes 0.04)",
             "lower actor_rollout_ref.actor.optim.lr",
-            "look at the responses: python -m grpo_rl browse RUN",
+            "look at the responses: the page's tab Rollouts",
         ),
         source="DeepSeekMath, section 4.1.1",
     )

@@ -33,7 +33,7 @@ AGAINST_HACKING = (
     "raise actor_rollout_ref.actor.kl_loss_coef",
 )
 AGAINST_WRONG_PAY = (
-    "read what is rewarded: python -m grpo_rl browse RUN --sort -reward",
+    "read what is rewarded: the page's tab Rollouts, highest reward first",
     "raise actor_rollout_ref.actor.kl_loss_coef",
 )
 
@@ -97,7 +97,7 @@ def reward_constant(run: RunRecord) -> Finding | None:
         meaning="The task is beyond the model, the reward wants another form of answer, or it cannot be met at all.",
         advice=(
             "give the reward the right answer of some rows by hand: python -m grpo_rl check-reward",
-            "read some responses: python -m grpo_rl browse RUN",
+            "read some responses: the page's tab Rollouts",
             "begin with easier prompts, a warm start (recipe=paradigm/sft), or more responses per prompt",
         ),
     )
@@ -221,7 +221,7 @@ def reward_exploited(run: RunRecord) -> Finding | None:
             f"difference has grown by {gap[start]:.1f} standard errors",
             meaning="The policy has found responses that the reward pays and the audit does not; or the audit never pays at all.",
             advice=(
-                f'read what is paid and not confirmed: python -m grpo_rl browse RUN --where "{name}<1" --sort -reward',
+                f"read what is paid and not confirmed: rows of grpo_rl.Run(RUN).rollouts() whose reward is high and reward/{name} is low",
                 "mend the reward function, or put the audit's rule into reward.functions and audit by another",
                 "go on from a checkpoint of before: what was learnt since is what the reward pays",
             ),

@@ -1,4 +1,4 @@
-"""The page as a file, and served live: one HTML document with its style, its scripts, the chart library and the data.
+"""The page as a file: one HTML document with its style, its scripts, the chart library and the data.
 
 Responses of a model are hostile text. They are in the document as JSON without `<`, `>` and `&`, so that nothing in them
 can end the element that holds them, and the scripts put them on the screen as text only. The policy in the document
@@ -14,20 +14,15 @@ import html
 import importlib.util
 import json
 import os
-import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-from grpo_rl.errors import ConfigError, DataError, GrpoRlError
+from grpo_rl.errors import ConfigError
 from grpo_rl.processes.family import is_running
-from grpo_rl.run_files import read_bytes, write_whole
+from grpo_rl.run_files import write_whole
 from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, write_chunk
 from grpo_rl.telemetry.page.run_data import ENDED, run_data
 from grpo_rl.telemetry.rundir import RunDir
@@ -46,11 +41,6 @@ SCRIPTS = (
     "start.js",
 )
 LIVE = "live"
-HOST = "127.0.0.1"
-EVERY_S = 2.0
-"""Seconds between two looks at the run's files."""
-WATCHED = ("metrics.jsonl", "status.json", "timeline.jsonl")
-TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 
 
 def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None = None, *, keep: bool = False) -> Path:
@@ -154,103 +144,3 @@ def _asset(name: str) -> str:
 
 def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
-class PageServer:
-    """Serves the page of runs at `address`, on this machine alone, and keeps it new, until `close`.
-
-    Every program on the same machine can reach the port, and any web page in the same browser can try to: the path has a
-    random token, and a request for another host name is refused (a page elsewhere may have made its own name mean 127.0.0.1).
-    """
-
-    def __init__(
-        self, runs: Sequence[Path], out: Path | None = None, port: int = 0, warn: Callable[[str], None] = lambda _: None
-    ) -> None:
-        self.runs, self.out, self._warn = runs, out if out is not None else default_page(runs), warn
-        self._seen = self._state()
-        self.page = write_page(runs, self.out)
-        self._token = secrets.token_urlsafe(24)
-        try:
-            self._server = ThreadingHTTPServer((HOST, port), self._handler())
-        except OSError as error:
-            raise ConfigError(f"--port {port}: {error.strerror or error}") from error
-        self._server.daemon_threads = True
-        self._closing = threading.Event()
-        self._threads = [
-            threading.Thread(target=self._server.serve_forever, name="page-server", daemon=True),
-            threading.Thread(target=self._keep_new, name="page-writer", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def address(self) -> str:
-        """The address to open, with the token."""
-        return f"http://{HOST}:{self._server.server_address[1]}/{self._token}/{self.page.name}"
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        for thread in self._threads:
-            thread.join(5.0)
-
-    def _keep_new(self) -> None:
-        while not self._closing.wait(EVERY_S):
-            state = self._state()
-            if state != self._seen:
-                try:
-                    write_page(self.runs, self.out, keep=True)
-                    self._seen = state
-                except GrpoRlError as error:
-                    self._warn(str(error))
-
-    def _state(self) -> list[tuple[int, int]]:
-        """Return size and time of the runs' files, by which a run that has moved on is recognised."""
-        files = [run / name for run in self.runs for name in WATCHED]
-        return [(found.st_size, found.st_mtime_ns) for file in files if file.exists() for found in [file.stat()]]
-
-    def _file(self, path: str, host: str) -> Path | None:
-        """Return the file that a request may have; None for every other."""
-        port = self._server.server_address[1]
-        if host not in (f"{HOST}:{port}", f"localhost:{port}"):
-            return None
-        token, _, place = unquote(urlsplit(path).path).lstrip("/").partition("/")
-        if not secrets.compare_digest(token.encode(), self._token.encode()):
-            return None
-        if place == self.page.name:
-            return self.page
-        folder = self.page.with_name(f"{self.page.stem}_files").resolve()
-        file = (self.page.parent / place).resolve()
-        return file if file.suffix == ".js" and file.is_relative_to(folder) else None
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                """Answer with the page or one of its chunks; 404 for everything else, without saying why."""
-                try:
-                    file = server._file(self.path, self.headers.get("Host", ""))
-                    content = read_bytes(file) if file is not None else None
-                except (DataError, ValueError):  # ValueError: no name of a file, such as one with a NUL
-                    file = content = None
-                if file is None or content is None:
-                    self.send_error(HTTPStatus.NOT_FOUND)
-                    return
-                self.send_response(HTTPStatus.OK)
-                self.send_header("Content-Type", TYPES[file.suffix])
-                self.send_header("Content-Length", str(len(content)))
-                self.send_header("Cache-Control", "no-store")
-                self.send_header("Referrer-Policy", "no-referrer")
-                self.send_header("X-Content-Type-Options", "nosniff")
-                self.send_header("X-Frame-Options", "DENY")
-                self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                """Write nothing: the token is a part of every address."""
-
-        return Handler

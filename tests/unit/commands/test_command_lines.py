@@ -54,7 +54,7 @@ def test_an_unknown_option_is_refused_with_the_nearest(name: str, capsys: pytest
         "export": "--adapter",
         "doctor": "--strict",
     }
-    near |= {"page": "--serve", "browse": "--where", "prepare": "--split", "check-reward": "--batched"}
+    near |= {"page": "--out", "prepare": "--split", "check-reward": "--batched"}
     wanted = near.get(name, "--temperature")
     needed = {"compare": ["y"], "prepare": ["--from", "x", "--to", "y"], "check-reward": ["--data", "x"]}
     words = ["gsm8k" if name == "prepare" else "runs/x", *needed.get(name, [])]

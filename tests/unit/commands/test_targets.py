@@ -53,7 +53,7 @@ def test_a_step_names_a_checkpoint(run: Path) -> None:
 
 
 def test_every_command_that_looks_at_a_run_takes_its_name(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["doctor"], ["page"], ["browse"], ["watch", "--once"]):
+    for words in (["doctor"], ["page"], ["watch", "--once"]):
         code = main([words[0], "first", *words[1:]])
         assert "is no run" not in capsys.readouterr().err and code != 70
         assert main([words[0], "frist", *words[1:]]) == 2

@@ -36,8 +36,6 @@ QUICK = (
     ["doctor", "{run}", "--json"],
     ["page", "{run}"],
     ["watch", "{run}", "--once"],
-    ["browse", "{run}"],
-    ["browse", "{run}", "--val", "--sort", "reward", "--where", "acc>0"],
 )
 SLOW = (
     ["compare", "{run}", "{other}", "--output", "{out}"],

@@ -366,6 +366,4 @@ def test_an_honest_reward_is_left_in_peace_whatever_its_audit_is_like(kind: str)
 def test_a_finding_of_an_exploited_reward_says_both_curves_and_how_to_read_what_was_paid() -> None:
     found = reward_exploited(audited("falls", 0, 40, 32))
     assert found is not None and 0 < found.since <= 25
-    assert (
-        "reward 0." in found.evidence and "audit/x 0." in found.evidence and 'browse RUN --where "audit/x<1"' in found.advice[0]
-    )
+    assert "reward 0." in found.evidence and "audit/x 0." in found.evidence and "reward/audit/x is low" in found.advice[0]

@@ -224,9 +224,7 @@ def test_the_command_writes_the_page_and_names_it(tmp_path: Path, capsys: pytest
     [
         (["nowhere"], 2, "'nowhere' is no run"),
         (["{run}", "--out", "page.txt"], 2, "ends in .html"),
-        (["{run}", "--port", "80"], 2, "--port is for --serve"),
         (["{run}", "--out", "/proc/nothing/page.html"], 2, "cannot be written"),
-        (["{run}", "--serve", "--port", "99999"], 2, "--port 99999"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +16,7 @@ from chromium import Tab, browser_path, chromium
 
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.page import page_file
-from grpo_rl.telemetry.page.page_file import PageServer, write_page
+from grpo_rl.telemetry.page.page_file import write_page
 from grpo_rl.telemetry.rollouts.rollout_log import TokenValues, write_rollouts
 
 pytestmark = pytest.mark.skipif(browser_path() is None, reason="there is no Chromium on this machine (Debian: chromium)")
@@ -256,47 +252,3 @@ def test_an_open_page_of_a_running_run_follows_it(tab: Tab, tmp_path: Path) -> N
     write_page([run])
     tab.wait("document.querySelector('.top')?.innerText.includes('7 of 7')", 20)
     assert "done" in text(tab, ".top") and tab.problems == []
-
-
-def test_the_server_gives_the_page_to_the_token_only_and_keeps_it_new(
-    tab: Tab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(page_file, "INLINE_BYTES", 0)
-    run = make_run(tmp_path, num_steps=2, state="running")
-    server = PageServer([run])
-    try:
-        tab.open(server.address + "#tab=rollouts", wait_for="document.querySelectorAll('.rollout').length")
-        assert tab.problems == []
-        base, token = server.address.rsplit("/", 2)[0], server.address.rsplit("/", 2)[1]
-
-        def status(path: str, host: str | None = None) -> int:
-            request = urllib.request.Request(base + path, headers={"Host": host} if host else {})
-            try:
-                with urllib.request.urlopen(request, timeout=10) as answered:
-                    return int(answered.status)
-            except urllib.error.HTTPError as error:
-                return error.code
-
-        assert status(f"/{token}/page.html") == 200 and status(f"/{token}/page_files/index.js") == 200
-        for path in (
-            "/",
-            "/page.html",
-            f"/{token[:-1]}/page.html",
-            f"/{token}/config.yaml",
-            f"/{token}/../a_run/page.html",
-            f"/{token}/%00.js",
-        ):
-            assert status(path) == 404, path
-        assert (
-            status(f"/{token}/page_files/../metrics.jsonl") == 404 and status(f"/{token}/page_files/%2e%2e/config.yaml") == 404
-        )
-        assert status(f"/{token}/page.html", host="evil.example") == 404
-        with (run / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": 3, "time": 0, "reward/mean": 0.25}) + "\n")
-        deadline = time.monotonic() + 20
-        while '"num_steps":3' not in server.page.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    finally:
-        server.close()
-    assert not any(thread.name.startswith("page-") for thread in threading.enumerate())
