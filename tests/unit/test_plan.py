@@ -197,7 +197,9 @@ def test_the_actors_state_takes_sixteen_bytes_per_parameter_shared_by_its_ranks(
 # ---- the page ------------------------------------------------------------------------------------------
 
 
-def test_the_page_fits_on_a_terminal_and_says_what_matters() -> None:
+def test_the_page_fits_on_a_terminal_and_says_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Apart from runs that lie below the current folder, by whose times the page would predict this one's.
+    monkeypatch.chdir(tmp_path)
     text = plan_of("trainer.test_freq=-1", f"{A}.entropy_coeff=0.01").render()
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH == 100 and len(lines) <= 36
