@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -96,6 +99,21 @@ def assert_trains_like_its_engine(run: Run, last: int) -> None:
         assert row["rollout/logprob_diff_max"] < 1e-4
         assert row["actor/grad_norm"] > 0
         assert {record["weight_version"] for record in run.rollouts(step)} == {step - 1}
+
+
+def assert_group_advantages(records: list[dict[str, Any]], n: int) -> None:
+    """The advantages in the log are those of the rewards beside them, in groups of `n`."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in records:
+        groups[record["uid"]].append(record)
+    assert {len(group) for group in groups.values()} == {n}
+    assert any(record["advantage"] for record in records)
+    for group in groups.values():
+        rewards = [record["reward"] for record in group]
+        spread = statistics.stdev(rewards)
+        for record in group:
+            expected = (record["reward"] - statistics.fmean(rewards)) / (spread + 1e-6) if spread else 0.0
+            assert record["advantage"] == pytest.approx(expected, abs=1e-5)
 
 
 def without_times(row: dict[str, float]) -> dict[str, float]:
