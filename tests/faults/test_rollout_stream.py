@@ -21,8 +21,8 @@ from grpo_rl.types import Prompt, Rollout, Sampling
 
 SECONDS_PER_STEP = 0.005
 SEED = 5
-LONG = Sampling(max_tokens=400, seed=SEED)
-"""A response that takes two seconds at least."""
+LONG = Sampling(max_tokens=280, seed=SEED)
+"""A response that takes 1.4 seconds at least: an update comes in its midst."""
 SHORT = Sampling(max_tokens=3, seed=SEED)
 
 
@@ -195,7 +195,7 @@ def test_engines_that_take_no_weights_in_flight_end_what_they_have_begun_and_not
     assert len(found) == len(set(uids(found))) == 14
     scene.expect(found)
     spans = [rollout.versions for rollout in found]
-    assert spans.count(((before, 400),)) == 10 and spans.count(((before + 1, 400),)) == 4
+    assert spans.count(((before, LONG.max_tokens),)) == 10 and spans.count(((before + 1, LONG.max_tokens),)) == 4
 
 
 def test_requests_end_with_the_weights_they_began_with_where_that_is_asked_for(scene: Scene) -> None:
@@ -208,7 +208,7 @@ def test_requests_end_with_the_weights_they_began_with_where_that_is_asked_for(s
     found = list(pool.completed())
     scene.expect(found)
     spans = [rollout.versions for rollout in found]
-    assert spans.count(((before, 400),)) == 10 and spans.count(((before + 1, 400),)) == 2
+    assert spans.count(((before, LONG.max_tokens),)) == 10 and spans.count(((before + 1, LONG.max_tokens),)) == 2
 
 
 def test_a_replica_that_comes_back_while_the_actor_trains_gets_its_weights_afterwards(scene: Scene) -> None:

@@ -37,5 +37,4 @@ def words(model: Path) -> list[str]:
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_freq={SAVED_EVERY}",
         "trainer.grace_s=60",
-        "trainer.export_at_end=false",
     ]

@@ -13,7 +13,7 @@ from grpo_rl.models.load import load_tokenizer
 
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 TURNS = "actor_rollout_ref.rollout.multi_turn"
-ROOM, MOST_TURNS = 360, 40
+ROOM, MOST_TURNS = 256, 24
 ENDS = range(40, 60)
 """Tokens that end a turn of the random model, beside its own."""
 GAME = f"""
@@ -55,8 +55,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "algorithm.adv_estimator=gigpo",
         "algorithm.gamma=0.9",
         f"data.max_response_length={ROOM}",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "trainer.val_before_train=false",
         "trainer.total_training_steps=2",
     )

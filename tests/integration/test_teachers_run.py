@@ -62,6 +62,7 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(whole: Run, words: li
     assert whole.steps[3]["actor/distillation_loss"] == parts.steps[3]["actor/distillation_loss"]
 
 
+@pytest.mark.campaign
 def test_k1_trains_a_schedule_that_overlaps(words: list[str], tmp_path: Path) -> None:
     ours = [word for word in words if "jsd" not in word and "topk" not in word and not word.startswith("trainer.save_freq")]
     overlapping = [

@@ -161,29 +161,6 @@ def test_logprobs_are_those_of_a_plain_forward_pass_after_temperature(replica: R
     assert_logprobs_match(replica, requests, replica.run(requests))
 
 
-def test_logprobs_are_normalised_over_what_top_k_and_top_p_leave(replica: Replica) -> None:
-    top_k = Request("k", PROMPTS[0], Sampling(8, top_k=3, seed=1, ignore_eos=True))
-    top_p = Request("p", PROMPTS[1], Sampling(8, top_p=0.6, seed=2, ignore_eos=True))
-    by_k, by_p = replica.run([top_k, top_p])
-
-    logits = response_logits(replica.model, top_k.prompt_ids, by_k.response_ids)
-    best = logits.topk(3)
-    for row, (token, logprob) in enumerate(zip(by_k.response_ids, by_k.logprobs, strict=True)):
-        place = best.indices[row].tolist().index(token)
-        assert logprob == pytest.approx(best.values[row].log_softmax(-1)[place].item(), abs=1e-4)
-
-    probs = response_logits(replica.model, top_p.prompt_ids, by_p.response_ids).softmax(-1)
-    for row, (token, logprob) in enumerate(zip(by_p.response_ids, by_p.logprobs, strict=True)):
-        kept, mass = [], 0.0
-        for candidate in probs[row].argsort(descending=True).tolist():
-            if mass >= 0.6:
-                break
-            kept.append(candidate)
-            mass += probs[row, candidate].item()
-        assert token in kept
-        assert logprob == pytest.approx(float(np.log(probs[row, token].item() / mass)), abs=1e-4)
-
-
 def test_the_same_seed_gives_the_same_tokens_in_any_company(replica: Replica) -> None:
     requests = requests_for("company", 6)
     together = replica.run(requests)
