@@ -21,7 +21,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "engines": ("grpo_rl.commands.engines", "let rollout engines join or leave a running run"),
     "doctor": ("grpo_rl.commands.doctor", "say what is wrong with a run, why, and what to change"),
     "page": ("grpo_rl.commands.page", "write one HTML file with everything about a run"),
-    "compare": ("grpo_rl.commands.compare_runs", "what differs between runs, in configuration and in results"),
     "eval": ("grpo_rl.commands.evaluate", "measure models on prompts: mean@n, pass@k, maj@n, and whether a difference is real"),
     "generate": ("grpo_rl.commands.generate", "responses for a data file, scored where there is a ground truth"),
     "chat": ("grpo_rl.commands.chat", "talk to a model in the terminal"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +16,7 @@ LEVEL = 0.95
 RESAMPLES = 10_000
 SHUFFLES = 100_000
 EXACT_UP_TO = 16
-"""Prompts, or assignments of runs to two sides, up to which every sign or choice is counted and none is drawn."""
+"""Prompts up to which every sign is counted and none is drawn."""
 _AT_ONCE = 2**22
 """Numbers that are drawn at a time, so that memory stays the same for any number of prompts."""
 
@@ -33,15 +32,13 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The mean difference between two models on the same prompts, or between two sets of runs."""
+    """The mean difference between two models on the same prompts."""
 
     mean: float
     low: float
     high: float
     p: float
     """The probability of a difference at least as large, either way, were the two sides exchangeable."""
-    least_p: float = 0.0
-    """The smallest `p` that so few values can give."""
 
 
 def pass_at_k(passed_P: np.ndarray, n: int, k: int) -> np.ndarray:
@@ -87,36 +84,7 @@ def paired_difference(first_P: np.ndarray, second_P: np.ndarray, *, seed: int = 
     if len(np.atleast_1d(first_P)) != len(np.atleast_1d(second_P)):
         raise ValueError(f"a paired test needs the same prompts: {len(first_P)} and {len(second_P)}")
     found = interval(differences_P, seed=seed)
-    p, least = _sign_flips(differences_P, seed)
-    return Difference(found.mean, found.low, found.high, p, least)
-
-
-def difference_of_runs(first: Sequence[float], second: Sequence[float], *, seed: int = 0) -> Difference:
-    """Return how much better the second set of runs is, where each run is one value: an exact permutation test.
-
-    `p` is the share of all ways to split the runs into two sets of these sizes whose means are at least as far apart; the
-    interval is a bootstrap over the runs of each side (Agarwal et al., "Deep reinforcement learning at the edge of the
-    statistical precipice", arXiv 2108.13264, section 4.1). With three runs a side `p` cannot be below 0.1: see `least_p`.
-    """
-    if min(len(first), len(second)) < 2:
-        raise ValueError("a test over runs needs at least two runs on each side")
-    first_R, second_R = (np.asarray(side, dtype=np.float64) for side in (first, second))
-    mean = float(second_R.mean() - first_R.mean())
-    differences = _resampled_means(second_R, seed + 1, RESAMPLES) - _resampled_means(first_R, seed, RESAMPLES)
-    low, high = _percentiles(differences)
-    values = np.concatenate([first_R, second_R])
-    total, size = values.sum(), len(first_R)
-    if math.comb(len(values), size) <= SHUFFLES:
-        chosen = np.array([values[list(some)].sum() for some in itertools.combinations(range(len(values)), size)])
-        least = (2.0 if len(first_R) == len(second_R) else 1.0) / len(chosen)
-        drawn = 0
-    else:
-        rng = np.random.default_rng(seed)
-        chosen = np.array([rng.permutation(values)[:size].sum() for _ in range(RESAMPLES)])
-        least, drawn = 1.0 / (RESAMPLES + 1), 1
-    apart = np.abs((total - chosen) / len(second_R) - chosen / size)
-    p = (np.count_nonzero(apart >= abs(mean) - _slack(values)) + drawn) / (len(chosen) + drawn)
-    return Difference(mean, low, high, float(p), least)
+    return Difference(found.mean, found.low, found.high, _sign_flips(differences_P, seed))
 
 
 def prompts_needed(differences_P: np.ndarray, wanted: float) -> int:
@@ -144,22 +112,22 @@ def _percentiles(means: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _sign_flips(differences: np.ndarray, seed: int) -> tuple[float, float]:
-    """Return the two-sided p of the mean under random signs, and the smallest that there could be. Zeros have no sign."""
+def _sign_flips(differences: np.ndarray, seed: int) -> float:
+    """Return the two-sided p of the mean under random signs. Zeros have no sign."""
     sizes = np.abs(differences[differences != 0])
     if not len(sizes):
-        return 1.0, 1.0
+        return 1.0
     observed, slack = abs(float(differences.sum())), _slack(differences)
     if len(sizes) <= EXACT_UP_TO:
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(sizes))))
-        return float(np.mean(np.abs(signs @ sizes) >= observed - slack)), 2.0 / 2 ** len(sizes)
+        return float(np.mean(np.abs(signs @ sizes) >= observed - slack))
     rng, count = np.random.default_rng(seed), 0
     at_once = max(1, _AT_ONCE // len(sizes))
     for start in range(0, SHUFFLES, at_once):
         size = (min(at_once, SHUFFLES - start), len(sizes))
         signs = rng.integers(0, 2, size=size, dtype=np.int8) * 2.0 - 1.0
         count += int(np.count_nonzero(np.abs(signs @ sizes) >= observed - slack))
-    return (count + 1) / (SHUFFLES + 1), 1 / (SHUFFLES + 1)
+    return (count + 1) / (SHUFFLES + 1)
 
 
 def _slack(values: np.ndarray) -> float:

@@ -136,6 +136,6 @@ Illness = Literal[
     "learning_rate_too_high", "truncation_grows", "truncation", "reward_never_seen", "reward_constant",
     "reward_exploited", "sampler_trainer_disagree", "memorised", "reward_model_hacked", "validation_falls", "kl_runaway", "off_policy",
     "ratio_out_of_range", "entropy_collapse", "format_without_answer", "length_without_reward", "repetition",
-    "groups_too_hard", "groups_too_easy", "few_groups_with_signal", "memory_nearly_full",
+    "groups_too_hard", "groups_too_easy", "few_groups_with_signal",
 ]  # fmt: skip
 """The illnesses that the doctor (`telemetry/diagnosis`) may find, causes before what they bring about."""

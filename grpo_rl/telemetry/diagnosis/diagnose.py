@@ -40,10 +40,6 @@ RULES: tuple[Callable[[RunRecord], Finding | None], ...] = (
     policy_rules.off_policy,
     policy_rules.ratio_out_of_range,
     reward_rules.groups_without_signal,
-    policy_rules.memory_nearly_full,
-    policy_rules.loss_is_zero,
-    reward_rules.validation_noise,
-    policy_rules.phase_dominates,
 )
 """Every rule, causes before what they bring about: a learning rate that is far too high also ruins KL, entropy and reward, and
 is named first."""
@@ -63,11 +59,11 @@ class Diagnosis:
     @property
     def first(self) -> Finding | None:
         """The finding that explains most; None for a run that is well."""
-        return next((one for one in self.findings if one.weight is not Weight.NOTE), None)
+        return self.findings[0] if self.findings else None
 
     @property
     def is_healthy(self) -> bool:
-        """True where nothing but notes was found."""
+        """True where nothing was found."""
         return self.first is None
 
     @property
@@ -86,7 +82,7 @@ def diagnose(run: RunRecord) -> Diagnosis:
     return Diagnosis(tuple(sorted(found.values(), key=lambda one: one.weight)), run.num_steps)
 
 
-WORDS = {Weight.ILL: "ILL  ", Weight.WATCH: "WATCH", Weight.NOTE: "note "}
+WORDS = {Weight.ILL: "ILL  ", Weight.WATCH: "WATCH"}
 
 
 def as_text(diagnosis: Diagnosis, width: int = 100, *, brief: bool = False) -> str:
@@ -147,7 +143,7 @@ class Alarms:
         """Return the illnesses that are seen with this step for the first time."""
         self._records.append({"step": step, **metrics})
         found = diagnose(RunRecord(self._config, list(self._records))).findings
-        new = [one for one in found if one.weight is not Weight.NOTE and one.name not in self._said]
+        new = [one for one in found if one.name not in self._said]
         self._said |= {one.name for one in new}
         return new
 

@@ -1,4 +1,4 @@
-"""Rules about the policy and its updates: learning rate, entropy, KL, the ratio, length and repetition of responses, time, memory."""
+"""Rules about the policy and its updates: learning rate, entropy, KL, the ratio, length and repetition of responses."""
 
 from __future__ import annotations
 
@@ -37,38 +37,6 @@ KL_FAR = 1.0
 """Nats per token from the reference at which a policy has usually lost what its reference could do."""
 LOST_IN_ROUNDING = 1e-9
 """The learning rate below which AdamW's step, of about that size, is lost where it is added to a float32 weight of 0.02."""
-NEARLY_FULL = 0.95
-"""The share of a memory above which a longer batch may not fit."""
-SHORTER = {
-    "reward": ("Waiting for rewards", "raise reward.num_workers, or make the function faster"),
-    "testing": ("Validation", "raise trainer.test_freq, or validate on fewer prompts"),
-    "save": (
-        "Saving",
-        "raise trainer.save_freq; actor_rollout_ref.actor.checkpoint.async_save=true writes beside the training",
-    ),
-    "sync_weights": (
-        "Bringing weights to the engines",
-        "train more per batch, in larger buckets (update_weights_bucket_megabytes)",
-    ),
-    "ref": ("The reference", "actor_rollout_ref.actor.use_kl_loss=false where the KL is not needed"),
-    "old_logprobs": (
-        "The pass for old log-probs",
-        "one update per batch needs none: ppo_mini_batch_size as data.train_batch_size",
-    ),
-    "gen": (
-        "Sampling",
-        "raise actor_rollout_ref.rollout.max_num_seqs; lower data.max_response_length; trainer.schedule=async with devices of "
-        "their own for the engines",
-    ),
-    "update_actor": (
-        "Updating",
-        "raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu; actor_rollout_ref.model.enable_gradient_checkpointing=false "
-        "where memory is left",
-    ),
-}
-"""Phases of a step, with what shortens each."""
-MAIN_PHASES = ("gen", "update_actor")
-"""The two phases that a step is about: worth a note only where hardly anything else takes time."""
 
 
 def nonfinite(run: RunRecord) -> Finding | None:
@@ -203,71 +171,6 @@ def kl_runaway(run: RunRecord) -> Finding | None:
             "look at the responses: the page's tab Rollouts",
         ),
         source="DeepSeekMath, section 4.1.1",
-    )
-
-
-def loss_is_zero(run: RunRecord) -> Finding | None:
-    """Note that a loss of 0 is right where one update follows each sampling."""
-    losses, norms = run.series("actor/pg_loss"), dict(run.series("actor/grad_norm").points)
-    near = [step for step, value in losses.points if abs(value) < 1e-5 and norms.get(step, 0.0) > 1e-4]
-    equal = run.series("advantage/zero_group_fraction")
-    if len(losses) < 2 or len(near) < 0.8 * len(losses) or (equal and equal.last > 0.9):
-        return None
-    return Finding(
-        name="loss_is_zero",
-        weight=Weight.NOTE,
-        title="The policy loss is 0, and that is right.",
-        since=near[0],
-        evidence=f"actor/pg_loss below 1e-5 in {len(near)} of {len(losses)} steps, with gradients of norm {norms[near[-1]]:.3g}",
-        meaning=(
-            "With one update per batch the ratio is exactly 1, and the advantages of a group add up to 0. The value is 0; its "
-            "gradient is not, and the gradient is what trains."
-        ),
-        advice=("nothing; watch the reward and the validation instead",),
-        source="DeepSeekMath, equation 21: the gradient coefficient of GRPO",
-    )
-
-
-def memory_nearly_full(run: RunRecord) -> Finding | None:
-    """Find a machine's or a GPU's memory that is nearly used up."""
-    machine, device = "perf/host_memory_share", "actor/gpu_memory_share"
-    for key in (machine, device):
-        shares = run.series(key)
-        if shares and shares.now >= NEARLY_FULL:
-            return Finding(
-                name="memory_nearly_full",
-                weight=Weight.WATCH,
-                title=f"The memory of the {'machine of the controller' if key == machine else 'GPU of the actor'} is nearly used up.",
-                since=shares.since(lambda value: value >= NEARLY_FULL),
-                evidence=f"{key} is {shares.now:.2f}, and was {shares.values[0]:.2f} at first",
-                meaning="The next longer batch may not fit. On a machine, the kernel then ends the largest process.",
-                advice=(
-                    "lower actor_rollout_ref.rollout.kv_cache_gib on a CPU, or reward.num_workers; offload less"
-                    if key == machine
-                    else "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu, or rollout.gpu_memory_utilization; offload more",
-                ),
-                source="docs/operations.md, on memory that runs out",
-            )
-    return None
-
-
-def phase_dominates(run: RunRecord) -> Finding | None:
-    """Note that one phase takes most of the time, with the key that shortens it."""
-    totals = {key: sum(run.series(f"timing_s/{key}").values) for key in SHORTER}
-    whole = sum(run.series("timing_s/step").values)
-    key = max(totals, key=lambda name: totals[name])
-    if run.num_steps < 5 or whole <= 0 or totals[key] < (0.8 if key in MAIN_PHASES else 0.5) * whole:
-        return None
-    phase, advice = SHORTER[key]
-    return Finding(
-        name="phase_dominates",
-        weight=Weight.NOTE,
-        title=f"{phase} takes most of the time: {100 * totals[key] / whole:.0f} % of the run.",
-        since=run.series(f"timing_s/{key}").points[0][0],
-        evidence=f"{totals[key]:.0f} of {whole:.0f} s",
-        meaning="The devices wait meanwhile.",
-        advice=(advice,),
-        source="timing_s/* in metrics.jsonl",
     )
 
 

@@ -324,32 +324,6 @@ def memorised(run: RunRecord) -> Finding | None:
     return None
 
 
-def validation_noise(run: RunRecord) -> Finding | None:
-    """Note that validation has changed by less than its own noise, with the number of prompts it would take."""
-    for key in run.validation_keys:
-        measured = run.series(key, validation=True)
-        prompts = _num_prompts(run, measured.points[-1][0]) if measured else 0
-        if len(measured) < 2 or not prompts or run.num_steps < 5:
-            continue
-        change, mean = measured.now - measured.values[0], (measured.values[0] + measured.now) / 2
-        error = math.sqrt(max(0.0, 2 * mean * (1 - mean)) / prompts)
-        if not 0 < mean < 1 or abs(change) > 2 * error:
-            continue
-        size = max(change, 0.01) if change > 0 else 0.02
-        wanted = 8 * mean * (1 - mean) / size**2
-        return Finding(
-            name="validation_noise",
-            weight=Weight.NOTE,
-            title="Validation has changed by less than its noise.",
-            since=measured.points[-1][0],
-            evidence=f"{key} {measured.values[0]:.3f} -> {measured.now:.3f} on {prompts} prompts; two standard errors are {2 * error:.3f}",
-            meaning="Whether the policy has become better cannot be seen yet.",
-            advice=(f"validate on about {wanted:.0f} prompts to see a change of {size:.2f}",),
-            source="The standard error of a difference of two shares, sqrt(2 p (1 - p) / N)",
-        )
-    return None
-
-
 def _constant_reward(run: RunRecord) -> float | None:
     """Return the one reward that all responses of all steps got; None where two differ, or before FEW_STEPS steps."""
     low, high = run.series("reward/min").values, run.series("reward/max").values

@@ -180,8 +180,6 @@ class Weight(IntEnum):
     """Training does not work, or what it shows is not true."""
     WATCH = 1
     """Something is on its way to go wrong, or costs much."""
-    NOTE = 2
-    """Something looks odd and is right, or could be cheaper."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,13 +50,12 @@ def test_an_unknown_option_is_refused_with_the_nearest(name: str, capsys: pytest
         "plan": "--help",
         "watch": "--once",
         "engines": "--remove",
-        "compare": "--help",
         "export": "--adapter",
         "doctor": "--strict",
     }
     near |= {"page": "--out", "prepare": "--split", "check-reward": "--batched"}
     wanted = near.get(name, "--temperature")
-    needed = {"compare": ["y"], "prepare": ["--from", "x", "--to", "y"], "check-reward": ["--data", "x"]}
+    needed = {"prepare": ["--from", "x", "--to", "y"], "check-reward": ["--data", "x"]}
     words = ["gsm8k" if name == "prepare" else "runs/x", *needed.get(name, [])]
     assert main([name, *words, f"{wanted}x", "1"]) == 2
     out, err = capsys.readouterr()
@@ -107,7 +106,6 @@ def test_verls_words_of_evaluation_are_ours() -> None:
         (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "-n", "0"], 2, "below 1"),
         (["generate", "builtin:arithmetic", "--output", "x.csv"], 2, ".jsonl or .parquet"),
         (["generate", "a", "b"], 2, "needs one model"),
-        (["compare", "one"], 2, "is no run"),
         (["export", "builtin:arithmetic"], 2, "belongs to no run"),
         (["chat", "builtin:arithmetic", "--max-tokens", "4000"], 2, "leaves no room"),
         (["eval", "builtin:arithmetic", "--data", "task:arithmetic", "--pass-at", "nan"], 2, "nan is no finite number"),
@@ -140,6 +138,6 @@ def test_a_documented_command_has_the_options(words: tuple[str, ...]) -> None:
 
 
 def test_every_command_is_documented() -> None:
-    assert {words[0] for words in documented()} == {"watch", "compare", "eval", "generate", "chat", "export"}
+    assert {words[0] for words in documented()} == {"watch", "eval", "generate", "chat", "export"}
     page = (Path(grpo_rl.__file__).parents[1] / "docs" / "commands.md").read_text()
     assert [name for name in COMMANDS if f"| `{name}` |" not in page] == []

@@ -119,7 +119,7 @@ def test_links_out_of_a_run_are_followed_by_no_command(run: Path, tmp_path: Path
         outside.mkdir()
     link.symlink_to(outside)
     looks = [["page", str(run)], ["doctor", str(run)], ["watch", str(run), "--once"]]
-    others = [["compare", str(run), str(run)], ["export", str(run), "--output", "out"], ["eval", str(run)], ["chat", str(run)]]
+    others = [["export", str(run), "--output", "out"], ["eval", str(run)], ["chat", str(run)]]
     for words in looks + others:
         assert main(words) == 3, words
     with pytest.raises(DataError, match="out of the run's folder"):

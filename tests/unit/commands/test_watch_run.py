@@ -13,33 +13,50 @@ from command_folders import make_run
 from terminal import Terminal
 
 from grpo_rl.__main__ import main
-from grpo_rl.commands.watch_run import look_at, picture
-from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
+from grpo_rl.commands.watch_run import ended_with, new_lines, picture
+from grpo_rl.telemetry.status import read_status
 
 
-def test_a_running_run_is_shown_with_phase_time_left_alarms_and_samples(tmp_path: Path) -> None:
+def log_lines(run: Path, *lines: str) -> None:
+    """Append lines to the log of a run, as its console does."""
+    (run / "logs").mkdir(exist_ok=True)
+    with (run / "logs" / "console.log").open("a") as log:
+        log.write("".join(f"{line}\n" for line in lines))
+
+
+def test_a_running_run_is_shown_with_its_phase_and_its_last_lines(tmp_path: Path) -> None:
     run = make_run(tmp_path, "going", state="running")
-    log = MetricsFile(run / "metrics.jsonl")
-    log.log(4, {"reward/mean": 0.4, "timing_s/step": 4.0, "alarm/kl_runaway": 1.0})
-    log.close()
-    look = look_at(run, 2)
-    text = "\n".join(picture(look))
-    assert "going | running | step 3 of 10 | phase gen" in text and "last commit: step 2" in text
-    # Steps 2 to 4 took 2, 2 and 4 s, the first one does not count; six are left.
-    assert look.seconds_left == pytest.approx((2 + 2 + 4) / 3 * 6)
-    assert "about 16.0 s left" in text
-    assert "step 4: kl_runaway" in text and "grpo-rl doctor" in text
-    assert "the last samples, of step 3:" in text and text.count("-> 3") == 2
-    assert look.ended_with is None
+    log_lines(run, *(f"step {number}" for number in range(40)), "warning: kl_runaway")
+    status = read_status(run)
+    shown = picture(run, status)
+    assert shown[0].startswith("going | running | step 3 of 10 | phase gen | last commit: step 2")
+    assert shown[-2:] == ["step 39", "warning: kl_runaway"] and len(shown) < 30
+    assert ended_with(status) is None
+
+
+def test_every_line_is_passed_on_once_and_whole(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "going", state="running")
+    assert new_lines(run, None) == ([], 0), "no log yet"
+    log_lines(run, "one", "two")
+    lines, end = new_lines(run, None)
+    assert lines == ["one", "two"] and new_lines(run, end) == ([], end)
+    with (run / "logs" / "console.log").open("a") as log:
+        log.write("hal")
+    assert new_lines(run, end) == ([], end), "half a line waits for its end"
+    log_lines(run, "f")
+    assert new_lines(run, end)[0] == ["half"]
+    log_lines(run, *("x" * 100 for _ in range(2000)))
+    lines, _ = new_lines(run, None)
+    assert set(lines) == {"x" * 100} and len(lines) < 700, "of a long log the end"
 
 
 @pytest.mark.parametrize(("state", "code"), [("done", 0), ("failed", 3)])
 def test_it_ends_with_the_runs_exit_code(state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, "over", state=state)
+    log_lines(run, "step 1", "step 2")
     assert main(["watch", str(run)]) == code
     out = capsys.readouterr().out
-    assert f"the run has ended with exit code {code}" in out and out.count("\n") >= 5
+    assert f"the run has ended with exit code {code}" in out and "step 1\nstep 2\n" in out
     assert main(["watch", str(run), "--once"]) == code
     assert ("line 3: no prompt" in capsys.readouterr().out) == (state == "failed")
 
@@ -52,15 +69,13 @@ def test_a_process_that_is_gone_is_seen(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["watch", str(run)]) == 6
     assert "is gone and left no word" in capsys.readouterr().out
     (run / "status.json").write_text(json.dumps(status | {"pid": int(ended.stdout), "host": "elsewhere"}))
-    assert look_at(run, 0).ended_with is None, "another machine's processes cannot be seen"
+    assert ended_with(read_status(run)) is None, "another machine's processes cannot be seen"
 
 
-def test_hostile_responses_do_not_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from command_folders import rollout
-
+def test_a_hostile_run_does_not_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, "hostile")
     evil = "\x1b[2J\x1b]0;owned\x07\r\u202eeslaf"
-    write_rollouts(run / "rollouts" / "step_3.jsonl", [rollout(row, 0.0, text=evil) for row in range(4)])
+    log_lines(run, evil)
     status = json.loads((run / "status.json").read_text())
     (run / "status.json").write_text(json.dumps(status | {"phase": evil, "error": {"exit_code": 1, "message": evil}}))
     main(["watch", str(run), "--once"])
@@ -73,9 +88,7 @@ def test_on_a_terminal_one_picture_follows_the_run_to_its_end(tmp_path: Path) ->
     command = [sys.executable, "-m", "grpo_rl", "watch", str(run), "--every", "0.2"]
     with Terminal(command, tmp_path) as terminal:
         terminal.until("step 3 of 10", 60)
-        log = MetricsFile(run / "metrics.jsonl")
-        log.log(4, {"reward/mean": 0.987, "timing_s/step": 4.0})
-        log.close()
+        log_lines(run, "step 4: 0.987")
         terminal.until("0.987", 20)
         status = json.loads((run / "status.json").read_text())
         temporary = run / "status.tmp"

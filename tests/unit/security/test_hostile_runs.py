@@ -38,7 +38,6 @@ QUICK = (
     ["watch", "{run}", "--once"],
 )
 SLOW = (
-    ["compare", "{run}", "{other}", "--output", "{out}"],
     ["export", "{run}@start", "--output", "{out}"],
     ["export", "{run}@3", "--output", "{out}"],
     ["eval", "{run}@last", "--output", "{out}"],

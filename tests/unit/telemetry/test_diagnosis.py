@@ -146,7 +146,6 @@ ILL: dict[str, RunRecord] = {
         }
     ),
     "few_groups_with_signal": run({"advantage/zero_group_fraction": ramp(0.9, 0.95), "reward/mean": lambda step: 0.5}),
-    "memory_nearly_full": run({"perf/host_memory_share": ramp(0.5, 0.99)}),
     "prompts_cut": run(
         {"prompt_length/max": lambda step: 64.0, "prompt_length/mean": lambda step: 63.5, "reward/max": lambda step: 0.0},
         config={"data": CONFIG["data"] | {"truncation": "left"}},
@@ -211,8 +210,7 @@ def test_an_illness_is_named_first(name: str, record: RunRecord) -> None:
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_healthy_run_gets_no_finding(name: str) -> None:
     found = diagnose(HARMLESS[name])
-    assert found.is_healthy, as_text(found)
-    assert [one.name for one in found.findings] == (["loss_is_zero"] if "loss" in name else [])
+    assert found.is_healthy and not found.findings, as_text(found)
 
 
 def test_what_a_rule_does_not_mean_is_not_named() -> None:
@@ -229,7 +227,7 @@ def test_every_alarm_that_a_run_can_be_stopped_by_is_a_name_that_the_rules_give(
     assert set(ILL) <= known
     assert [name for name in known if f'"{name}"' not in text] == []
     named = set(re.findall(r'name="([a-z_]+)"', text))
-    assert named - known == {"loss_is_zero", "validation_noise", "phase_dominates"}, "notes"
+    assert named <= known
 
 
 def test_a_few_steps_are_too_few_to_be_called_healthy() -> None:

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from grpo_rl.__main__ import main
 from grpo_rl.config import secrets
 from grpo_rl.rewards.validation_metrics import validation_metrics
-from grpo_rl.telemetry.diagnosis import reward_rules
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.metrics.validation import validation_score
@@ -261,8 +260,6 @@ def test_rows_with_one_text_are_different_prompts_on_every_screen(tmp_path: Path
     trained = [{group[0] for group in entry["groups"]} for entry in index["steps"] if entry["kind"] == "rollouts"]
     assert len(trained) == 8 and all(prompts == trained[0] and len(prompts) == 2 for prompts in trained)
     assert [row for _, text, row in index["prompts"] if text == "your move"][-1] == "row 7"
-    noise = reward_rules.validation_noise(RunRecord.of_folder(run_dir.path))
-    assert noise is not None and "on 8 prompts" in noise.evidence
     samples = re.findall(r"(?:before|after) .*\] \d/(\d)", report_text(run_dir))
     assert len(samples) == 8 and samples[::2] == samples[1::2]
 

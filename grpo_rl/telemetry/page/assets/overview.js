@@ -165,13 +165,13 @@ function healthCard(one) {
   } else if (health(one)[0] === 'green') {
     box.append(el('p', { className: 'light' }, el('i', { className: 'lamp green' }), el('span', {}, `Nothing is wrong with this run, as far as ${one.num_rules} rules see in ${number(one.num_steps)} steps.`)));
   }
-  const lamps = { ill: 'red', watch: 'amber', note: 'grey' };
+  const lamps = { ill: 'red', watch: 'amber' };
   one.findings.forEach((finding, place) => {
     const advice = finding.advice.map((text) => el('li', {}, text));
     box.append(
       el(
         'details',
-        { open: place === 0 && finding.weight !== 'note', className: 'finding' },
+        { open: place === 0, className: 'finding' },
         el('summary', { className: 'light' }, el('i', { className: `lamp ${lamps[finding.weight]}`, title: finding.weight }), el('span', {}, finding.title, el('small', {}, ` ${finding.name.replaceAll('_', ' ')}, since step ${finding.since}`))),
         el('dl', {}, el('dt', {}, 'seen'), el('dd', {}, finding.evidence), el('dt', {}, 'means'), el('dd', {}, finding.meaning), el('dt', {}, 'to change'), el('dd', {}, el('ul', {}, advice)), el('dt', {}, 'source'), el('dd', { className: 'muted' }, finding.source)),
       ),
