@@ -14,7 +14,6 @@ from grpo_rl.registry import fits, load_function, out_of_bounds
 
 _GAMES, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.tools"
 ENVIRONMENTS: dict[str, str] = {
-    "number_guessing": f"{_GAMES}.number_guessing:NumberGuessing",
     "word_game": f"{_GAMES}.word_game:WordGame",
     "grid_world": f"{_GAMES}.grid_world:GridWorld",
     "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",

@@ -150,31 +150,23 @@ _ARITHMETIC_EXPERTS = dataclasses.replace(
 )
 # The same network, shown games of a careless player, most of whose moves are random: it has learnt the form of a game, and that
 # moves have something to do with answers.
-_NUMBER_GUESSING = dataclasses.replace(
+_WORD_GAME = dataclasses.replace(
     _ARITHMETIC,
-    name="number_guessing",
-    version=1,
+    name="word_game",
+    version=2,
     warm_start=dataclasses.replace(
         _ARITHMETIC.warm_start,
         num_steps=220,
         batch_size=32,
-        task="task:number_guessing?low=0&high=99&turns=12&answers=range&wording=short&play=random&sensible=0.6&num_rows=4096",
-    ),
-)
-_WORD_GAME = dataclasses.replace(
-    _NUMBER_GUESSING,
-    name="word_game",
-    version=2,
-    warm_start=dataclasses.replace(
-        _NUMBER_GUESSING.warm_start,
         task="task:word_game?letters=abc&length=6&turns=8&answers=known&wording=short&play=random&sensible=0.3&num_rows=4096",
     ),
 )
 _GRID_WORLD = dataclasses.replace(
-    _NUMBER_GUESSING,
+    _ARITHMETIC,
     name="grid_world",
+    version=1,
     warm_start=dataclasses.replace(
-        _NUMBER_GUESSING.warm_start,
+        _ARITHMETIC.warm_start,
         num_steps=500,
         batch_size=16,
         task="task:grid_world?size=4&walls=0.1&turns=24&wording=short&play=random&sensible=0.4&num_rows=8192",
@@ -213,7 +205,6 @@ BUILTINS: dict[str, Builtin] = {
         _COUNTDOWN,
         _COUNTDOWN_IN_TURNS,
         _ARITHMETIC_EXPERTS,
-        _NUMBER_GUESSING,
         _WORD_GAME,
         _GRID_WORLD,
         _CALCULATOR,

@@ -72,7 +72,7 @@ def test_tasks_rewards_environments_tools_and_a_users_function_are_held_to_their
     with pytest.raises(ConfigError, match="memory_mb=1 is out of range"):
         RewardFunction.from_config(RewardConfig(functions=["code"], function_kwargs={"code": {"memory_mb": 1}}))
     with pytest.raises(ConfigError, match="partial=-1 is out of range"):
-        made(Named("number_guessing", {"partial": -1}), ENVIRONMENTS, "environment")
+        made(Named("word_game", {"partial": -1}), ENVIRONMENTS, "environment")
     with pytest.raises(ConfigError, match=r"time_s=1000000000\.0 is out of range"):
         made(Named("python", {"time_s": 1e9}), TOOLS, "tool")
 

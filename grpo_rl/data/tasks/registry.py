@@ -14,7 +14,6 @@ from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
 from grpo_rl.envs.games.fact_chains import fact_chains
 from grpo_rl.envs.games.game import episodes
 from grpo_rl.envs.games.grid_world import grid_world
-from grpo_rl.envs.games.number_guessing import number_guessing
 from grpo_rl.envs.games.word_game import word_game
 from grpo_rl.errors import DataError
 from grpo_rl.registry import Registry, calling_user_function
@@ -24,7 +23,7 @@ PREFIX = (TASK_PREFIX, GYM_PREFIX)
 """The beginnings of a name in data.train_files that is no file: for str.startswith."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
-for _task in (arithmetic, countdown, rated_sums, number_guessing, word_game, grid_world, fact_chains, episodes):
+for _task in (arithmetic, countdown, rated_sums, word_game, grid_world, fact_chains, episodes):
     TASKS.register(_task.__name__)(_task)
 
 

@@ -57,8 +57,6 @@ class MoveResult:
     solved: bool = False
     progress: float = 0.0
     """The state of the game, or the quality of the move, from 0 to 1, where it is not solved."""
-    lost: bool = False
-    """True where the game is over without being solved, whatever turns are left."""
     malformed: bool = False
     """True where the move could not be read: it costs its turn."""
 
@@ -100,7 +98,7 @@ class Game(ABC):
         self._num_malformed += answer.malformed
         worth = 1.0 if answer.solved else self._worth + self._partial * answer.progress / self._turns
         gained, self._worth = worth - self._worth, worth
-        is_over = answer.solved or answer.lost or self._num_turns >= self._turns
+        is_over = answer.solved or self._num_turns >= self._turns
         return Observation(
             messages=() if is_over else ({"role": "user", "content": answer.text},),
             reward=gained if self._rewards == "turns" else worth if is_over else None,

@@ -37,7 +37,7 @@ def word_game(
 
     `answers` says what a guess is answered with. `turns` are the guesses of a game of random play (`play=random`): each letter is
     any of the letters, whatever was answered, but with the probability `sensible` one that the marks of its place leave. There
-    are no splits, as in number_guessing. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
+    are no splits: a word that is never the secret would be learnt as such. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
     """
     refuse(
         NAME,

@@ -15,7 +15,7 @@ from grpo_rl.models import builtin
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "runs", "games", "recipe=agents/number_guessing", "actor_rollout_ref.rollout.name=hf")
+    return make_run(tmp_path / "runs", "games", "recipe=agents/word_game", "actor_rollout_ref.rollout.name=hf")
 
 
 def planned(run: Path, *words: str) -> SamplingPlan:
@@ -28,8 +28,8 @@ def test_an_evaluation_plays_the_episodes_of_the_run(run: Path) -> None:
     one = planned(run)
     assert one.plan.plays_episodes and one.plan.reward.scores
     own = one.composed.config.actor_rollout_ref.rollout.multi_turn
-    assert own.environment.name == "number_guessing" and own.environment.options == {"turns": 12, "strict": True}
-    assert settings_of_run(run, "vllm")[f"{EPISODES}environment.name"] == "number_guessing", "with any engine"
+    assert own.environment.name == "word_game" and own.environment.options == {"turns": 8}
+    assert settings_of_run(run, "vllm")[f"{EPISODES}environment.name"] == "word_game", "with any engine"
 
 
 def test_an_evaluation_goes_on_with_other_processes_and_not_with_another_game(run: Path) -> None:

@@ -14,22 +14,16 @@ from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.envs.environments import Named
 from grpo_rl.envs.games.fact_chains import fact_chains, world
 from grpo_rl.envs.games.grid_world import Grid, GridWorld, grid_world
-from grpo_rl.envs.games.number_guessing import NumberGuessing
 from grpo_rl.envs.games.word_game import WordGame
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.errors import ConfigError
 
-TASKS = ("number_guessing", "word_game", "grid_world", "fact_chains", "episodes")
+TASKS = ("word_game", "grid_world", "fact_chains", "episodes")
 PLAYED = (
-    (
-        "task:number_guessing?low=0&high=99&turns=10&answers=range&sensible=0.3&wording=short&play=random",
-        NumberGuessing(turns=10),
-    ),
     ("task:word_game?letters=abc&length=2&turns=6&sensible=0.3&wording=short&play=random", WordGame(turns=6)),
     ("task:word_game?letters=abc&length=3&turns=6&answers=known&wording=short&play=random", WordGame(turns=6)),
     ("task:word_game?letters=abc&length=3&turns=6&answers=known&sensible=0.5&play=random", WordGame(turns=6)),
     ("task:grid_world?size=4&turns=20&wording=short&play=random", GridWorld(turns=20)),
-    ("task:number_guessing?turns=3&play=random", NumberGuessing(turns=3)),
 )
 
 
@@ -130,12 +124,11 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("number_guessing?low=5&high=5", ["low=5 and high=5"]),
-        ("number_guessing?num_rows=0&turns=0", ["num_rows=0", "turns=0"]),
-        ("number_guessing?sensible=2", ["sensible=2"]),
+        ("word_game?num_rows=0&turns=0", ["num_rows=0", "turns=0"]),
+        ("word_game?sensible=2", ["sensible=2"]),
         ("fact_chains?worlds=2", ["worlds=2", "play=random"]),
         ("arithmetic?calculator_calls=2", ["calculator_calls=2"]),
-        ("number_guessing?wording=long", ["must be one of words, short"]),
+        ("word_game?wording=long", ["must be one of words, short"]),
         ("word_game?letters=aab", ["letters='aab'"]),
         ("word_game?answers=all", ["must be one of marks, known"]),
         ("word_game?letters=AB&length=99", ["letters='AB'", "length=99"]),

@@ -23,40 +23,13 @@ from grpo_rl.envs.environments import ENVIRONMENTS, Named, made
 from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns, CountdownInTurns, ReasoningGymInTurns
 from grpo_rl.envs.games.game import Game
 from grpo_rl.envs.games.grid_world import GridWorld, grid_world
-from grpo_rl.envs.games.number_guessing import NumberGuessing, number_guessing
 from grpo_rl.envs.games.word_game import WordGame, marks, word_game
 from grpo_rl.errors import ConfigError
-
-
-def number_row(secret: int, low: int = 1, high: int = 100, wording: str = "words") -> dict[str, Any]:
-    row = number_guessing(num_rows=1, low=low, high=high, wording=wording)[0]
-    return {**row, "reward_model": {"ground_truth": {"secret": secret, "low": low, "high": high}}}
 
 
 def word_row(secret: str, letters: str = "abcde", wording: str = "short") -> dict[str, Any]:
     row = word_game(num_rows=1, letters=letters, length=len(secret), wording=wording)[0]
     return {**row, "reward_model": {"ground_truth": {"secret": secret, "letters": letters}}}
-
-
-# ---- number guessing -----------------------------------------------------------------------------------------
-
-
-def test_a_number_is_guessed_by_higher_and_lower() -> None:
-    episode = play(NumberGuessing(), number_row(37), says("50", "My guess: 25.", "37"))
-    assert episode.answers == ["lower", "higher"]
-    assert episode.states == ["(1, 100)", "(1, 49)", "(26, 49)"]
-    assert episode.rewards == [None, None, 1.0]
-    assert episode.info == {"solved": 1.0, "turns": 3.0, "malformed": 0.0}
-
-
-def test_rewards_of_turns_have_the_sum_of_the_episodes_reward() -> None:
-    for moves in (["4", "7", "6"], ["4", "7", "5"], ["9", "4", "4"]):
-        row = number_row(5, 1, 8)
-        by_turns = play(NumberGuessing(turns=3, rewards="turns"), row, says(*moves))
-        at_the_end = play(NumberGuessing(turns=3, rewards="end"), row, says(*moves))
-        assert all(reward is not None for reward in by_turns.rewards)
-        assert by_turns.total == pytest.approx(at_the_end.total, abs=1e-12)
-        assert at_the_end.rewards[:-1] == [None] * (len(moves) - 1)
 
 
 # ---- the word game -------------------------------------------------------------------------------------------
@@ -84,6 +57,16 @@ def test_a_word_is_guessed_by_its_marks() -> None:
     assert episode.answers == ["ooo", "+oo"]
     assert episode.states == ["abcde|abcde|abcde", "bcde|acde|abde", "c|acde|bde"]
     assert episode.rewards == [None, None, 1.0]
+
+
+def test_rewards_of_turns_have_the_sum_of_the_episodes_reward() -> None:
+    row = word_row("cab")
+    for moves in (["abc", "bab", "cba"], ["abc", "cba", "cab"], ["?", "cad", "cad"]):
+        by_turns = play(WordGame(turns=3, rewards="turns"), row, says(*moves))
+        at_the_end = play(WordGame(turns=3, rewards="end"), row, says(*moves))
+        assert all(reward is not None for reward in by_turns.rewards)
+        assert by_turns.total == pytest.approx(at_the_end.total, abs=1e-12)
+        assert at_the_end.rewards[:-1] == [None] * (len(moves) - 1)
 
 
 # ---- the grid world ------------------------------------------------------------------------------------------
@@ -166,7 +149,6 @@ def test_a_question_of_reasoning_gym_may_be_corrected() -> None:
 # ---- all games -----------------------------------------------------------------------------------------------
 
 GAMES: list[tuple[type[Game], dict[str, Any]]] = [
-    (NumberGuessing, number_row(37)),
     (WordGame, word_row("cab")),
     (WordGame, word_row("cab", wording="words")),
     (GridWorld, grid_row()),
@@ -205,5 +187,5 @@ def test_wrong_options_are_refused() -> None:
         ({"partial": 1.0}, "partial=1.0"),
         ({"rewards": "both"}, "rewards='both'"),
     ):
-        with pytest.raises(ConfigError, match=f"number_guessing.*{said}"):
-            made(Named("number_guessing", options), ENVIRONMENTS, "environment")
+        with pytest.raises(ConfigError, match=f"word_game.*{said}"):
+            made(Named("word_game", options), ENVIRONMENTS, "environment")
