@@ -74,7 +74,7 @@ class Reference(Protocol):
     """The frozen policy that the KL term compares with."""
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `ref_logprobs_T` filled."""
+        """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` where the full KL reads it."""
 
 
 class Teacher(Protocol):

@@ -140,9 +140,11 @@ def load_function(spec: str, kind: str = "function") -> Any:
 
 
 def options_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the options that a function takes, with their defaults."""
+    """Return the options that a function takes, with their defaults; those of the function that selects for it too."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    selection = getattr(function, "selection", None)
+    return options if selection is None else options_of(selection) | options
 
 
 def own_options(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +189,8 @@ def ranges_of(function: Callable[..., Any]) -> dict[str, Any]:
     except Exception:  # a user's annotation that cannot be looked up
         hints = {}
     found = {name: bounds for name, hint in hints.items() if (bounds := _range_in(hint)) is not None}
-    return found
+    selection = getattr(function, "selection", None)
+    return found if selection is None else ranges_of(selection) | found
 
 
 def _range_in(hint: Any) -> Any:
@@ -305,6 +308,8 @@ def guarded(function: F, what: str, interface: str) -> F:
         with calling_user_function(what, interface):
             return function(*arguments, **keywords)
 
+    if selection := getattr(function, "selection", None):
+        call.selection = guarded(selection, f"selection of {what}", "")  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]
 
 

@@ -268,6 +268,8 @@ class Batch:
     """The number of tokens the engine could sample from, where top_p, top_k or min_p leave some out."""
     support_ids_M: Column | None = None
     """The ids of those tokens, int32; every log-prob of the batch is normalised over them."""
+    ref_hidden_TD: Column | None = None
+    """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
     teacher_logprobs_T: Column | None = None
     """Log-probs of the trained tokens under the teacher of each rollout."""
     teacher_top_logprobs_TK: Column | None = None
@@ -298,6 +300,8 @@ class Batch:
     """Rollouts that are compared and not trained, only where there are some."""
     weights_T: Tensor | None = None
     """Weights of the policy loss, where the rollouts are corrected."""
+    selected_T: Tensor | None = None
+    """The clipped tokens of a mini-batch, only for losses that choose them."""
     chosen_N: Tensor | None = None
     """The side of each rollout in its pair, True for the preferred one, only for losses over pairs.
 

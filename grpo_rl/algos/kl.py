@@ -1,7 +1,7 @@
-"""KL(policy || reference) per token: estimators from the sampled token, and coefficient controllers.
+"""KL(policy || reference) per token: estimators from the sampled token, the full sum, and coefficient controllers.
 
 With d = policy_logprobs - ref_logprobs of the sampled token. Schulman, "Approximating KL Divergence" (2020),
-names them k1, k2, k3. Everything is computed in float64 and returned so.
+names them k1, k2, k3. Everything is computed in float64 and returned so, except `full_kl`.
 
 The right value and the right gradient are two things (Tang and Munos, arXiv 2506.09477): a loss that averages the
 unbiased k1 or k3 over samples has another gradient than the KL, because the samples depend on the policy too. On-policy
@@ -131,6 +131,23 @@ def k3_unbiased(policy_logprobs_T: Tensor, ref_logprobs_T: Tensor, *, old_logpro
     x_T = (-k1(policy_logprobs_T.detach(), ref_logprobs_T)).clamp(max=20.0)
     k2_T = k2(policy_logprobs_T, ref_logprobs_T)
     return ratio_T * (torch.expm1(x_T) - x_T + (k2_T - k2_T.detach()))
+
+
+def full_kl(policy_logits_TV: Tensor, ref_logits_TV: Tensor) -> Tensor:
+    """The exact KL of the two next-token distributions, in float32 (float64 for float64 logits).
+
+    Formula: Σ_v π_v (log π_v - log π_ref,v)
+
+    A token that the policy cannot produce (logit -inf) contributes 0. Callers pass chunks of tokens: the
+    work space is a few times [T, V].
+    """
+    dtype = torch.promote_types(policy_logits_TV.dtype, torch.float32)
+    policy_logprobs_TV = policy_logits_TV.to(dtype).log_softmax(-1)
+    ref_logprobs_TV = ref_logits_TV.to(dtype).log_softmax(-1)
+    possible_TV = policy_logprobs_TV.detach() > -math.inf
+    # Not 0 * inf: what the policy cannot produce is taken out before the product, in value and in gradient.
+    log_ratio_TV = torch.where(possible_TV, policy_logprobs_TV - ref_logprobs_TV, 0.0)
+    return (policy_logprobs_TV.exp() * log_ratio_TV).sum(-1)
 
 
 class FixedKlController:

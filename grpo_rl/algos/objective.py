@@ -11,10 +11,10 @@ from torch import Tensor
 
 from grpo_rl.algos.aggregate import AGGREGATIONS
 from grpo_rl.algos.correction import RolloutCorrection, correct
-from grpo_rl.algos.kl import KL_ESTIMATORS, kl_estimate
+from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from grpo_rl.algos.losses.contract import scales_with_advantage
 from grpo_rl.algos.losses.distillation import Distillation
-from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
 from grpo_rl.algos.trial import has_ratio
 from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
@@ -39,11 +39,13 @@ class Objective:
     loss_mode: str = "vanilla"
     loss_agg_mode: str = "token-mean"
     entropy_coeff: float = 0.0
+    adaptive_entropy: bool = False
+    """The caller steers the entropy coefficient from step to step, and passes it with every call."""
     kl_loss_type: str | None = None
-    """A registered KL estimator, or None for no KL term."""
+    """A registered KL estimator, `full`, or None for no KL term."""
     kl_loss_coef: float = 0.0
     loss_options: Options = ()
-    """Options of the policy loss, where they are not its defaults."""
+    """Options of the policy loss and of its choice of tokens, where they are not the functions' defaults."""
     agg_options: Options = ()
     """Options of the average."""
     kl_options: Options = ()
@@ -67,7 +69,8 @@ class Objective:
                 f"loss_agg_mode={' or '.join(PAIR_AVERAGES)}"
             )
         if self.kl_loss_type is not None:
-            check_options(f"KL estimator {self.kl_loss_type!r}", KL_ESTIMATORS.get(self.kl_loss_type), dict(self.kl_options))
+            estimator = full_kl if self.kl_loss_type == "full" else KL_ESTIMATORS.get(self.kl_loss_type)
+            check_options(f"KL estimator {self.kl_loss_type!r}", estimator, dict(self.kl_options))
 
     @classmethod
     def from_config(
@@ -88,6 +91,7 @@ class Objective:
             loss_mode=actor.policy_loss.loss_mode,
             loss_agg_mode=actor.loss_agg_mode,
             entropy_coeff=actor.entropy_coeff,
+            adaptive_entropy=actor.adaptive_entropy.enable,
             kl_loss_type=actor.kl_loss_type if has_kl else None,
             kl_loss_coef=actor.kl_loss_coef if has_kl else 0.0,
             loss_options=tuple(loss_options.items()),
@@ -100,12 +104,22 @@ class Objective:
     @property
     def needs_entropy(self) -> bool:
         """Return whether the caller has to supply `entropy_T`."""
-        return self.entropy_coeff != 0.0 or "entropy" in self._loss_needs
+        return self._has_entropy or "entropy" in self._loss_needs
 
     @property
     def needs_ref(self) -> bool:
         """Return whether the reference policy has to run."""
         return self.kl_loss_type is not None or "ref_logprobs" in self._loss_needs
+
+    @property
+    def needs_full_kl(self) -> bool:
+        """Return whether the caller has to supply `full_kl_T`, in place of `ref_logprobs_T`."""
+        return self.kl_loss_type == "full"
+
+    @property
+    def needs_selection(self) -> bool:
+        """Return whether the caller has to supply `selected_T`, which `select` makes for a whole mini-batch."""
+        return selection_of(POLICY_LOSSES.get(self.loss_mode)) is not None
 
     @property
     def needs_group_tokens(self) -> bool:
@@ -125,20 +139,32 @@ class Objective:
     @property
     def skips_zero_advantage(self) -> bool:
         """Return whether a rollout whose advantages are all 0 adds nothing to the gradient: no other term reads it."""
-        if self.kl_loss_type is not None or self.entropy_coeff or self.router_aux_loss_coef or self.distillation is not None:
+        if self.kl_loss_type is not None or self._has_entropy or self.router_aux_loss_coef or self.distillation is not None:
             return False
         return scales_with_advantage(POLICY_LOSSES.get(self.loss_mode))
+
+    @property
+    def _has_entropy(self) -> bool:
+        return self.entropy_coeff != 0.0 or self.adaptive_entropy
 
     @property
     def _loss_needs(self) -> frozenset[str]:
         return needs_of(POLICY_LOSSES.get(self.loss_mode), dict(self.loss_options))
 
-    def __call__(self, inputs: LossInput, counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
+    def select(self, advantages_T: Tensor, old_logprobs_T: Tensor, generator: torch.Generator) -> Tensor:
+        """Return which trained tokens of a whole mini-batch the loss clips. Only where `needs_selection`."""
+        selection = selection_of(POLICY_LOSSES.get(self.loss_mode))
+        assert selection is not None, f"{self.loss_mode} chooses no tokens"
+        return selection(advantages_T, old_logprobs_T, generator, **own_options(selection, dict(self.loss_options)))
+
+    def __call__(
+        self, inputs: LossInput, counts: Counts, *, entropy_coeff: float | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the global loss, and its share of the statistics.
 
         The sum of the shares over all micro-batches and ranks is the loss; nothing divides again. Where ranks
         average their gradients, the loss has to be multiplied by their number first. `counts` are those of the trained
-        tokens of the whole mini-batch.
+        tokens of the whole mini-batch. `entropy_coeff` comes with `adaptive_entropy`, and only then.
 
         Statistics are 0-d float64 tensors, named by how to combine them: `sum/x` is a sum over tokens (add,
         then divide by the global number of tokens), `share/x` adds up by itself, of `max/x` take the largest.
@@ -164,9 +190,9 @@ class Objective:
                 stats["share/distillation_loss"] = distance.detach()
         if inputs.entropy_T is not None:
             stats["sum/entropy"] = inputs.entropy_T.detach().double().sum()
-        if self.entropy_coeff:
+        if self._has_entropy:
             entropy = self._average(inputs.column("entropy_T"), inputs, counts)
-            loss = loss - self.entropy_coeff * entropy
+            loss = loss - self._entropy_coeff(entropy_coeff) * entropy
             stats["share/entropy_loss"] = entropy.detach()
         if self.kl_loss_type is not None:
             kl = self._average(self._kl(inputs), inputs, counts)
@@ -174,6 +200,11 @@ class Objective:
             stats["share/kl_loss"] = kl.detach()
         stats["share/loss"] = loss.detach()
         return loss, stats
+
+    def _entropy_coeff(self, steered: float | None) -> float:
+        """Return the weight of the bonus: the caller's where it is steered, else the configured one."""
+        assert (steered is not None) == self.adaptive_entropy, "entropy_coeff comes with adaptive_entropy, and only then"
+        return self.entropy_coeff if steered is None else steered
 
     def _policy_loss(self, inputs: LossInput) -> TokenLoss:
         loss = POLICY_LOSSES.get(self.loss_mode)
@@ -192,6 +223,8 @@ class Objective:
         return aggregate(x_T, inputs.segments, counts, **keywords)
 
     def _kl(self, inputs: LossInput) -> Tensor:
+        if self.needs_full_kl:
+            return inputs.column("full_kl_T")
         assert self.kl_loss_type is not None
         ref_T, options = inputs.column("ref_logprobs_T"), dict(self.kl_options)
         return kl_estimate(inputs.policy_logprobs_T, ref_T, self.kl_loss_type, inputs.old_T(), options)
@@ -206,12 +239,16 @@ class Objective:
             weight = f"{self.distillation.coef:g}·avg(D)"
             total = f"{total} + {weight}" if self.distillation.task else f"loss = {weight}"
             lines = [*(lines if self.distillation.task else ()), f"D    = {self.distillation.formula()}"]
-        if self.entropy_coeff:
+        if self.adaptive_entropy:
+            total += " - (adaptive entropy_coeff)·avg(H)"
+        elif self._has_entropy:
             total += f" {'-' if self.entropy_coeff > 0 else '+'} {abs(self.entropy_coeff):g}·avg(H)"
+        if self._has_entropy:
             lines.append("H    = -Σ_v π_v log π_v")
         if self.kl_loss_type is not None:
             total += f" + {self.kl_loss_coef:g}·avg(KL)"
-            lines.append(f"KL   = {shown(KL_ESTIMATORS.get(self.kl_loss_type), self.kl_options)}  [{self.kl_loss_type}]")
+            kl = full_kl if self.needs_full_kl else KL_ESTIMATORS.get(self.kl_loss_type)
+            lines.append(f"KL   = {shown(kl, self.kl_options)}  [{self.kl_loss_type}]")
         if self.router_aux_loss_coef:
             total += f" + {self.router_aux_loss_coef:g}·balance"
             lines.append("balance = E Σ_e f_e P_e, averaged over the layers with experts, counted over the whole mini-batch")

@@ -1,4 +1,4 @@
-"""Terms and choices around the update: overlong responses, groups without signal, prompts that are learnt."""
+"""Terms and choices around the update: overlong responses, groups without signal, entropy, prompts that are learnt."""
 
 from __future__ import annotations
 
@@ -31,6 +31,39 @@ def with_signal(scores_N: Tensor, group_N: Tensor) -> Tensor:
     Compared on the scores themselves, not on a standard deviation that rounding keeps from 0.
     """
     return ~Groups(group_N).constant(scores_N)
+
+
+class AdaptiveEntropy:
+    """An entropy coefficient that rises while the entropy is below its target, and acts only then.
+
+    c <- max(0, c + step · sign(target - H)); the coefficient is c where H <= target, else 0: Skywork-OR1 (arXiv
+    2505.22312), section 3.2. H is the mean entropy per trained token of the step before, in nats.
+    """
+
+    def __init__(self, target_entropy: float, step: float, initial: float = 0.0) -> None:
+        self.target_entropy = target_entropy
+        self.step = step
+        self._coefficient = initial
+        self._below = True
+
+    @property
+    def value(self) -> float:
+        """The coefficient for the next step."""
+        return self._coefficient if self._below else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Take in the entropy measured in a step. Raises ValueError for one that is not a number >= 0."""
+        if not entropy >= 0.0 or entropy == float("inf"):
+            raise ValueError(f"the measured entropy is {entropy}: the policy has broken down")
+        direction = (entropy < self.target_entropy) - (entropy > self.target_entropy)
+        self._coefficient = max(0.0, self._coefficient + self.step * direction)
+        self._below = entropy <= self.target_entropy
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coefficient": self._coefficient, "below": self._below}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._coefficient, self._below = state["coefficient"], state["below"]
 
 
 class PassRates:

@@ -22,7 +22,7 @@ from grpo_rl.algos.advantages.registered import ADVANTAGES, AdvantageInput, Adva
 from grpo_rl.algos.aggregate import AGGREGATIONS, count, group_tokens
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses import contract as losses
-from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_of
 from grpo_rl.algos.segments import Segments
 from grpo_rl.errors import ConfigError, FunctionError
 from grpo_rl.registry import Registry, needs_of, own_options
@@ -161,6 +161,10 @@ def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput |
     A loss over pairs is tried on pairs, whatever the other `inputs` are.
     """
     inputs = loss_input(pairs=True) if "pairs" in needs_of(function) else inputs or loss_input()
+    if selection := selection_of(function):
+        generator = torch.Generator().manual_seed(0)
+        selected_T = selection(inputs.advantages_T, inputs.old_T(), generator, **own_options(selection, options))
+        inputs = replace(inputs, selected_T=selected_T)
     out = function(as_declared(inputs, losses.NEEDS, function, options), **own_options(function, options))
     if not isinstance(out, tuple) or len(out) != 2:
         raise ConfigError(f"returns {_described(out)}, not TokenLoss(loss_T, stats)")

@@ -388,12 +388,16 @@ def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRo
 def make_reference(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole | None) -> ReferenceRole | None:
     """Return the reference's role over its processes, or over the actor's where it is the base model there; else None."""
     passes, planned = plan.passes, plan.role("reference")
+    options: dict[str, Any] = {
+        "rule": passes.reference,
+        "want_hidden": plan.objective.needs_full_kl,
+    }
     if plan.base_reference is not None and actor is not None:
-        return BaseReferenceRole(actor, rule=passes.reference)
+        return BaseReferenceRole(actor, **options)
     if worker_group is None:
         return None
     moves = planned is not None and planned.stateful
-    return (MovingReferenceRole if moves else ReferenceRole)(worker_group, rule=passes.reference)
+    return (MovingReferenceRole if moves else ReferenceRole)(worker_group, **options)
 
 
 def teacher_specs(plan: Plan, policy: PolicySpec) -> tuple[PolicySpec, ...]:

@@ -235,6 +235,7 @@ def _of_algorithm(config: Config) -> list[Rule]:
             f"{A}.clip_ratio_low and clip_ratio_high are both there",
         ),
         (loss in WITHOUT_DUAL_CLIP, f"{A}: clip_ratio_c", f"the loss {loss} clips no second time"),
+        (not actor.adaptive_entropy.enable, f"{A}: adaptive_entropy.*", f"needs {A}.adaptive_entropy.enable=true"),
         (not actor.shuffle, f"{A}: data_loader_seed", f"needs {A}.shuffle=true"),
         (
             not groups.enable,

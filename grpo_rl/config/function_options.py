@@ -102,6 +102,13 @@ LOSS = Choice(
         "clip_ratio_c": FixedKey(("clip_c",), 3.0),
         "policy_loss.tau_pos": FixedKey(("tau_pos",), 1.0),
         "policy_loss.tau_neg": FixedKey(("tau_neg",), 1.05),
+        "policy_loss.clip_cov_ratio": FixedKey(("clip_cov_ratio",), 0.0002),
+        "policy_loss.clip_cov_lb": FixedKey(("clip_cov_lb",), 1.0),
+        "policy_loss.clip_cov_ub": FixedKey(("clip_cov_ub",), 5.0),
+        "policy_loss.kl_cov_ratio": FixedKey(("kl_cov_ratio",), 0.0002),
+        "policy_loss.ppo_kl_coef": FixedKey(("ppo_kl_coef",), 0.1),
+        "policy_loss.dro_beta": FixedKey(("dro_beta",), None),
+        "policy_loss.max_ratio": FixedKey(("max_ratio",), None),
     },
 )
 AVERAGE = Choice(

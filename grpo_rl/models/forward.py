@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies of trained tokens: the one shift and the one LM head.
+"""Log-probabilities, entropies and exact KLs of trained tokens: the one shift and the one LM head.
 
 The body of the model runs on a flat axis of all tokens. The LM head runs only where a token is
 trained, with float32 logits whatever the layers compute in, chunk by chunk, each chunk recomputed in the backward pass, so that logits of
@@ -8,7 +8,7 @@ trained, with float32 logits whatever the layers compute in, chunk by chunk, eac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from grpo_rl.models.lora import Adapters
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
-Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""Log-prob and entropy of each trained token, log-probs and ids of several tokens in its place."""
+Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Log-prob, entropy and KL to the reference of each trained token, log-probs and ids of several tokens in its place."""
 
 
 @dataclass(slots=True)
@@ -31,8 +31,10 @@ class TokenOutputs:
 
     logprobs_T: Tensor
     entropy_T: Tensor | None = None
+    full_kl_T: Tensor | None = None
     top_logprobs_TK: Tensor | None = None
     top_ids_TK: Tensor | None = None
+    hidden_TD: Tensor | None = None
 
     def whole(self, own: Slice) -> TokenOutputs:
         """Return the quantities of all trained tokens, where these are of a rank's own. A collective of its group."""
@@ -105,6 +107,10 @@ class PolicyModel(PackedModel):
         sequences: Sequences,
         *,
         want_entropy: bool = False,
+        want_hidden: bool = False,
+        ref_hidden_TD: Tensor | None = None,
+        ref_head_VD: Tensor | None = None,
+        ref_bias_V: Tensor | None = None,
         top: tuple[int, int] | None = None,
         top_ids_TK: Tensor | None = None,
         balance: bool = False,
@@ -113,8 +119,10 @@ class PolicyModel(PackedModel):
         """Return the outputs for each trained token, at the model's sampling temperature.
 
         Where the sequences say which tokens could be sampled, every distribution is the one over these: log-probs are
-        logit - logsumexp of their logits, and the entropy is a sum over them.
+        logit - logsumexp of their logits, and entropy and KL are sums over them.
 
+        `ref_hidden_TD` with `ref_head_VD` (and `ref_bias_V`, if that head has one) asks for the exact
+        KL(policy || reference) as well; without a head of the reference it is this model's, which adapters leave alone.
         `top` asks for the so many likeliest tokens, of the first so many ids, and `top_ids_TK` for the log-probs of these tokens.
         `balance` and `choices` are those of `hidden_TD`.
         """
@@ -123,17 +131,20 @@ class PolicyModel(PackedModel):
         hidden_TD = self.hidden_TD(sequences, balance=balance, choices=choices)
         own_head = self.lm.get_output_embeddings()
         head = Head(own_head.weight, own_head.bias, self.temperature, self.precision)
+        ref_head = head.detached() if ref_head_VD is None else replace(head, weight_VD=ref_head_VD, bias_V=ref_bias_V)
         columns = _chunked_head(
             head,
             hidden_TD,
             sequences.target_T,
             self.chunk_tokens,
             want_entropy=want_entropy,
+            ref_head=ref_head,
+            ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
             top=top,
             top_ids_TK=top_ids_TK if own is None else own.own(top_ids_TK),
             support=_support_of_chunks(sequences, self.chunk_tokens),
         )
-        outputs = TokenOutputs(*columns)
+        outputs = TokenOutputs(*columns, hidden_TD.float() if want_hidden else None)
         return outputs if own is None else outputs.whole(own)
 
 
@@ -145,6 +156,10 @@ class Head:
     bias_V: Tensor | None
     temperature: float
     precision: Precision
+
+    def detached(self) -> Head:
+        """Return the same head as a constant."""
+        return replace(self, weight_VD=self.weight_VD.detach(), bias_V=None if self.bias_V is None else self.bias_V.detach())
 
     def logprobs_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
         """Return the log-probs of all tokens but those that are left out, which have -inf."""
@@ -164,6 +179,8 @@ def _chunked_head(
     chunk_tokens: int,
     *,
     want_entropy: bool,
+    ref_head: Head,
+    ref_hidden_TD: Tensor | None,
     top: tuple[int, int] | None,
     top_ids_TK: Tensor | None,
     support: Sequence[tuple[Tensor, Tensor]] | None,
@@ -177,6 +194,8 @@ def _chunked_head(
             hidden_TD[rows],
             target_T[rows],
             want_entropy,
+            ref_head,
+            None if ref_hidden_TD is None else ref_hidden_TD[rows],
             top,
             None if top_ids_TK is None else top_ids_TK[rows],
             None if support is None else support[number],
@@ -213,6 +232,8 @@ def _head_columns(
     hidden_TD: Tensor,
     target_T: Tensor,
     want_entropy: bool,
+    ref_head: Head,
+    ref_hidden_TD: Tensor | None,
     top: tuple[int, int] | None,
     top_ids_TK: Tensor | None,
     support: tuple[Tensor, Tensor] | None,
@@ -229,11 +250,16 @@ def _head_columns(
         top_logprobs_TK, top_ids_TK = logprobs_TV[:, : top[1]].topk(min(top), dim=1)
     else:
         top_ids_TK = None  # the caller's own
-    entropy_T = None
-    if want_entropy:
+    entropy_T = kl_T = None
+    if want_entropy or ref_hidden_TD is not None:
         probs_TV = logprobs_TV.exp()
         if left_out_TV is not None:
             # 0 log 0 is 0, in the gradient too.
             logprobs_TV = logprobs_TV.masked_fill(left_out_TV, 0.0)
-        entropy_T = -(probs_TV * logprobs_TV).sum(-1)
-    return logprobs_T, entropy_T, top_logprobs_TK, top_ids_TK
+        entropy_T = -(probs_TV * logprobs_TV).sum(-1) if want_entropy else None
+        if ref_hidden_TD is not None:
+            ref_logprobs_TV = ref_head.logprobs_TV(ref_hidden_TD, left_out_TV)
+            if left_out_TV is not None:
+                ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)
+            kl_T = (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1)
+    return logprobs_T, entropy_T, kl_T, top_logprobs_TK, top_ids_TK

@@ -13,7 +13,7 @@ from grpo_rl.algos import trial
 from grpo_rl.algos.advantages.registered import ADVANTAGES, reads_token_rewards
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.losses.distillation import Distillation
-from grpo_rl.algos.losses.registered import POLICY_LOSSES
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config import derived, effects
 from grpo_rl.config.convert import show
@@ -40,7 +40,7 @@ from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.sampled.advantage import estimator_options
 from grpo_rl.trainer.sampled.selection import check_metric
 
-ACTS_AT_ONE = ("negative_low", "negative_high")
+ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
 """Options of losses that change the gradient where every ratio is 1, too; those of the others are bounds of the ratio."""
 
 UNDIVIDED = {"std": "none", "mode": "mean_norm"}
@@ -99,9 +99,9 @@ def without_effect_on_policy(config: Config) -> list[str]:
 
 
 def _is_used(config: Config, choice: Choice) -> bool:
-    """Return whether a function is called at all."""
+    """Return whether a function is called at all; the full KL is none that is registered."""
     if choice is KL_IN_LOSS:
-        return derived.has_kl_in_loss(config)
+        return derived.has_kl_in_loss(config) and choice.name(config) != "full"
     if choice is ESTIMATOR:
         return derived.estimates_advantages(config)
     if choice is KL_IN_REWARD:
@@ -240,7 +240,7 @@ def _run_estimator(config: Config) -> trial.Trial:
 def _reads_old_logprobs(config: Config) -> bool:
     """Return whether loss or KL term depend on the policy that sampled: whether others make another gradient."""
     actor = config.actor_rollout_ref.actor
-    if derived.has_kl_in_loss(config):
+    if derived.has_kl_in_loss(config) and actor.kl_loss_type != "full":
         kl = trial.KINDS[KL_IN_LOSS.kind].registry.get(actor.kl_loss_type)
         if "old_logprobs" in needs_of(kl):
             return True
@@ -307,6 +307,10 @@ def _check_distillation(config: Config) -> None:
     if derived.trains_pairs(config):
         problems.append(
             f"distillation.enabled=true: {loss} compares pairs, and a teacher teaches single responses; {LOSS.key}=vanilla"
+        )
+    elif taught.as_advantage and LOSS.name(config) in POLICY_LOSSES and selection_of(POLICY_LOSSES.get(LOSS.name(config))):
+        problems.append(
+            f"distillation.distillation_loss.use_policy_gradient=true: {loss} chooses tokens by the advantages of rewards"
         )
     if rows and taught.as_advantage:
         problems.append(

@@ -452,6 +452,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
     readers = {
         "the KL in the reward": derived.has_kl_in_reward(config),
         "the correction of rollouts": correction.active,
+        f"the choice of tokens by {objective.loss_mode}": objective.needs_selection,
     }
     old_readers = tuple(reader for reader, reads in readers.items() if reads)
     has_ratio = derived.updates_per_step(config) > 1 and not objective.needs_pairs

@@ -80,6 +80,8 @@ class Load:
     """The blocks under adapters rest in bfloat16, in which they compute; without, in float32."""
     others: int = 0
     """Parameters of further frozen models on the same ranks."""
+    ref_head: bool = False
+    """A reference's LM head lies there whole, for an exact KL."""
 
 
 def frozen_bytes(size: ModelSize, load: Load) -> int:
@@ -95,7 +97,8 @@ def resident(size: ModelSize, load: Load) -> int:
     """
     state = 4 + (GRADIENT + load.moments if load.trains else load.moments)
     held = frozen_bytes(size, load) + load.adapters * state if load.adapters else size.num_params * state
-    return 0 if load.in_host_memory else int(held + 4 * load.others) // load.ranks
+    whole_head = load.ref_head * 4 * size.vocab * size.hidden
+    return (0 if load.in_host_memory else int(held + 4 * load.others) // load.ranks) + whole_head
 
 
 def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int:
@@ -104,7 +107,10 @@ def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int
         return resident(size, load)
     held = frozen_bytes(size, load) + load.adapters * 4 if load.adapters else size.num_params * 4
     trained = (load.adapters or size.num_params) if load.trains else 0
-    return int((held + 4 * load.others) * weights + trained * load.moments * moments) // load.ranks
+    return (
+        int((held + 4 * load.others) * weights + trained * load.moments * moments) // load.ranks
+        + load.ref_head * 4 * size.vocab * size.hidden
+    )
 
 
 def regions(size: ModelSize, load: Load) -> dict[str, int]:
@@ -241,7 +247,7 @@ def trains(plan: Plan, name: RoleName) -> bool:
 def _need(plan: Plan, name: RoleName, size: ModelSize) -> RoleMemory:
     """Return the need of one role that runs model passes, by the regions of its largest pass."""
     load = load_of(plan, size, name)
-    shards = replace(load, in_host_memory=False)
+    shards = replace(load, in_host_memory=False, ref_head=False)
     state, passing = resident(size, shards), peak(size, load) - resident(size, load)
     where = " in host memory" if load.in_host_memory else ""
     scores = name == "reward_model" and plan.config.reward.reward_model.param_offload and not trains(plan, name)
@@ -294,8 +300,8 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     together = parts.rollout.n if rule.shares_prompts else 1
     groups = tokens / (prompt + together * response)
     # Of [chunk, vocabulary], tracked with the head (tests/unit/test_plan_tracked_memory.py): logits and log-probs; with a
-    # gradient one more; two more for the entropy.
-    logits = 2 if not learns else 3 + 2 * objective.needs_entropy
+    # gradient one more; two more for the entropy, and for the exact KL.
+    logits = 2 if not learns else 3 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl
     return Load(
         ranks=sharded_over(fsdp, ranks),
         tokens=tokens,
@@ -311,6 +317,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         offloads_inputs=model.enable_activation_offload,
         shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
         others=sum(one.num_params for one in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
+        ref_head=name == "actor" and objective.needs_full_kl,
         adapters=adapters,
         half_base=bool(adapters) and rests_in_half(plan),
     )

@@ -33,7 +33,7 @@ def components(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
         if plan.objective.needs_pairs
         else f"{plan.objective.loss_agg_mode} of"
     )
-    more = " - the entropy's own gradient" if plan.objective.entropy_coeff else ""
+    more = " - the entropy's own gradient" if plan.objective.entropy_coeff or plan.objective.adaptive_entropy else ""
     yield "gradient", f"= {average} GC ∇log π{more}"
 
 
@@ -103,5 +103,7 @@ def gradient_coefficient(plan: Plan) -> str:
         coefficient += f"; {'A' if taught.as_advantage else 'and'} {'= ' * taught.as_advantage}{taught.coefficient()}"
     if objective.kl_loss_type is None:
         return coefficient
+    if objective.needs_full_kl:
+        return f"{coefficient}; and - {objective.kl_loss_coef:g} ∇KL, over the whole vocabulary"
     of_kl = shown_coefficient(KL_ESTIMATORS.get(objective.kl_loss_type), objective.kl_options) or "∂KL/∂log π"
     return f"{coefficient}; and - {objective.kl_loss_coef:g} ({of_kl})"

@@ -424,6 +424,10 @@ def _objective(config: Config, plan: Plan) -> Rows:
         yield "old policy", "the engine's own log-probs (rollout_correction.bypass_mode)"
     if algorithm.mask_truncated:
         yield "trained", "only responses that were not cut off"
+    entropy = config.actor_rollout_ref.actor.adaptive_entropy
+    if entropy.enable:
+        start = config.actor_rollout_ref.actor.entropy_coeff
+        yield "entropy", f"coefficient from {start:g} by {entropy.delta:g} a step towards H = {entropy.target:g}; 0 above it"
     for line in plan.objective.formula().splitlines():
         name, _, value = line.partition("=")
         value = value.replace("avg(pg)", "avg(w·pg)") if correction.rollout_is else value

@@ -14,7 +14,7 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
 from grpo_rl.columns import Column, values
 from grpo_rl.faults import fault_point
-from grpo_rl.models import fsdp, lora
+from grpo_rl.models import fsdp, load, lora
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
 from grpo_rl.models.optim import averaged, keep_average
@@ -37,6 +37,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
         super().__init__(spec, rank)
+        # Under adapters the head of the reference is the policy's own, which is at hand in every pass.
+        needs_head = spec.objective.needs_full_kl and self.model.adapters is None
+        self.ref_head: dict[str, Tensor | None] = self._reference_head() if needs_head else {}
         sender = spec.sender
         self._wire_dtype: torch.dtype | None = getattr(torch, sender.dtype) if sender.dtype else None
         backend, size = sender.backend, sender.bucket_bytes
@@ -61,17 +64,17 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             self.routers.keep_choices(shard, micro_batches)
         return as_block({"logprobs_T": logprobs_T})
 
-    def reference_logprobs(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
+    def reference_logprobs(self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool) -> tuple[bool, dict[str, Any]]:
         """Return what a reference returns, by the base model under the adapters."""
         with lora.adapters_off(self.model):
-            return self.teacher_logprobs(shard, micro_batches)
+            return self.teacher_logprobs(shard, micro_batches, want_hidden)
 
     def teacher_logprobs(
-        self, shard: Batch, micro_batches: Sequence[Rows], top: tuple[int, int] | None = None
+        self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
     ) -> tuple[bool, dict[str, Any]]:
         """Return what a teacher returns, by the policy as it is."""
         self.memory.load_weights()
-        columns = self._taught(shard, micro_batches, top)
+        columns = self._taught(shard, micro_batches, want_hidden, top)
         self.memory.release()
         return as_block(columns)
 
@@ -86,10 +89,12 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         self.memory.release()
         return as_block(columns)
 
-    def _taught(self, shard: Batch, micro_batches: Sequence[Rows], top: tuple[int, int] | None = None) -> dict[str, Tensor]:
+    def _taught(
+        self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
+    ) -> dict[str, Tensor]:
         self.model.eval()
-        share_prompts = self.spec.policy.share_prompts
-        columns = reference_columns(self.model, shard, micro_batches, self.device, share_prompts=share_prompts, top=top)
+        wanted: dict[str, Any] = {"share_prompts": self.spec.policy.share_prompts, "want_hidden": want_hidden, "top": top}
+        columns = reference_columns(self.model, shard, micro_batches, self.device, **wanted)
         self._distance = distance(shard, micro_batches, columns["logprobs_T"])
         self.model.train()
         return columns
@@ -143,7 +148,7 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         self._keep_shown(batch, outputs.logprobs_T)
         if self.spec.old_from_engine:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
-        loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts)
+        loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts, entropy_coeff=step.entropy_coeff)
         if self.routers is not None:
             balance, router_stats = self.routers.loss(step.counts)
             loss, stats = loss + balance, stats | router_stats
@@ -169,12 +174,21 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def _forward(self, batch: Batch | None) -> TokenOutputs:
         objective = self.spec.objective
         sequences = self._sequences(batch)
+        ref_hidden_TD = None
+        if objective.needs_full_kl:
+            ref_hidden_TD = (
+                torch.zeros(len(sequences.target_T), self._hidden_size) if batch is None else _here(batch.ref_hidden_TD)
+            )
+            assert ref_hidden_TD is not None
+            ref_hidden_TD = ref_hidden_TD.to(self.device)
         top_ids_TK = None if batch is None else _to(batch.teacher_top_ids_TK, self.device)
         outputs: TokenOutputs = self.model(
             sequences,
             want_entropy=objective.needs_entropy,
+            ref_hidden_TD=ref_hidden_TD,
             top_ids_TK=None if top_ids_TK is None else top_ids_TK.long(),
             balance=objective.router_aux_loss_coef > 0,
+            **self.ref_head,
         )
         return outputs
 
@@ -195,12 +209,27 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             teacher_top_logprobs_TK=_to(batch.teacher_top_logprobs_TK, self.device),
             policy_top_logprobs_TK=outputs.top_logprobs_TK,
             entropy_T=outputs.entropy_T,
+            full_kl_T=outputs.full_kl_T,
             weights_T=_to(batch.weights_T, self.device),
+            selected_T=_to(batch.selected_T, self.device),
             group_N=batch.group_N.to(self.device),
             chosen_N=_to(batch.chosen_N, self.device),
             kl_N=_to(batch.kl_N, self.device),
             group_tokens_N=_to(batch.group_tokens_N, self.device),
         )
+
+    @property
+    def _hidden_size(self) -> int:
+        return int(self.model.lm.config.hidden_size)
+
+    def _reference_head(self) -> dict[str, Tensor | None]:
+        """Return the reference's LM head, which makes whole distributions of its hidden states on this rank."""
+        model = self.spec.policy.model
+        config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
+        lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
+        head = lm.get_output_embeddings()
+        bias_V = None if head.bias is None else head.bias.detach().clone().to(self.device)
+        return {"ref_head_VD": head.weight.detach().clone().to(self.device), "ref_bias_V": bias_V}
 
     # ---- weights for the rollout engines -----------------------------------------------------------------
 

@@ -39,14 +39,15 @@ class ReferenceWorker:
         self,
         shard: Batch,
         micro_batches: Sequence[Rows],
+        want_hidden: bool,
         top: tuple[int, int] | None = None,
         model: int = 0,
     ) -> tuple[bool, dict[str, Any]]:
         """Return what `reference_columns` does, by this one of the models, as `as_block` does."""
         fault_point("reference.logprobs")
         self.memories[model].load_weights()
-        policy, share_prompts = self.policies[model], self.share_prompts
-        columns = reference_columns(policy, shard, micro_batches, self.device, share_prompts=share_prompts, top=top)
+        wanted: dict[str, Any] = {"share_prompts": self.share_prompts, "want_hidden": want_hidden, "top": top}
+        columns = reference_columns(self.policies[model], shard, micro_batches, self.device, **wanted)
         self._distance = distance(shard, micro_batches, columns["logprobs_T"])
         self.memories[model].release()
         return as_block(columns)

@@ -241,17 +241,20 @@ def reference_columns(
     device: torch.device,
     *,
     share_prompts: bool,
+    want_hidden: bool,
     top: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
     """Return the micro-batches' log-probs of trained tokens, on the CPU.
 
-    `top` asks for the so many likeliest tokens, of the first so many ids.
+    With `want_hidden` the last hidden states too; `top` asks for the so many likeliest tokens, of the first so many ids.
     """
     batches = [shard.select(list(rows)) if rows else None for rows in micro_batches]
     pieces: dict[str, list[Tensor]] = defaultdict(list)
     for batch in batches:
-        output = policy(sequences_of(batch, device, share_prompts=share_prompts), top=top)
+        output = policy(sequences_of(batch, device, share_prompts=share_prompts), want_hidden=want_hidden, top=top)
         pieces["logprobs_T"].append(output.logprobs_T.cpu())
+        if want_hidden:
+            pieces["hidden_TD"].append(output.hidden_TD.cpu())
         if top is not None:
             # Where fewer tokens could be sampled, the others are never said: a number, so that all of them are finite.
             pieces["top_logprobs_TK"].append(output.top_logprobs_TK.clamp(min=NEVER).cpu())

@@ -131,6 +131,10 @@ class OptimizerStep:
     micro_batches: tuple[Rows, ...]
     zero_advantage: tuple[Rows, ...] = ()
     """Micro-batches of zero-advantage rollouts, which add nothing to the gradient: forward passes for the statistics only."""
+    entropy_coeff: float | None = None
+    """Weight of the entropy bonus, where it is steered from step to step."""
+    selected_T: Tensor | None = None
+    """The clipped tokens of this step: a bool for each trained token of the rank's shard."""
 
 
 @dataclass(frozen=True, slots=True)

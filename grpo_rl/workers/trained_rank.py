@@ -119,6 +119,7 @@ class TrainedRank(ABC, Generic[S, M]):
         self._passes("start")
         self.optimizer.zero_grad(set_to_none=True)
         self.begin_step(batch, step)
+        batch = batch if step.selected_T is None else batch.replace(selected_T=step.selected_T)
         stats: defaultdict[str, float] = defaultdict(float)
         total_loss = 0.0
 

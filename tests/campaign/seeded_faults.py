@@ -92,8 +92,8 @@ FAULTS: list[Fault] = [
     _F(
         "swapped arguments",
         "algos/kl.py",
-        "k1(policy_logprobs_T.detach(), old_logprobs_T.detach())",
-        "k1(old_logprobs_T.detach(), policy_logprobs_T.detach())",
+        "(policy_logprobs_TV.exp() * log_ratio_TV).sum(-1)",
+        "(ref_logprobs_TV.exp() * log_ratio_TV).sum(-1)",
         "unit/algos",
     ),
     _F(
@@ -134,8 +134,8 @@ FAULTS: list[Fault] = [
     _F(
         "sign",
         "algos/objective.py",
-        "loss = loss - self.entropy_coeff * entropy",
-        "loss = loss + self.entropy_coeff * entropy",
+        "loss = loss - self._entropy_coeff(entropy_coeff) * entropy",
+        "loss = loss + self._entropy_coeff(entropy_coeff) * entropy",
         "unit/algos",
     ),
     _F(

@@ -38,8 +38,8 @@ def test_the_chunked_head_needs_memory_for_a_chunk_and_not_for_all_tokens() -> N
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     head = Head(head_VD, None, 1.0, "float32")
-    nothing: dict[str, Any] = dict.fromkeys(("top", "top_ids_TK", "support"))
-    out = _chunked_head(head, hidden_TD, target_T, 1024, want_entropy=True, **nothing)
+    nothing: dict[str, Any] = dict.fromkeys(("ref_hidden_TD", "top", "top_ids_TK", "support"))
+    out = _chunked_head(head, hidden_TD, target_T, 1024, want_entropy=True, ref_head=head, **nothing)
     (out[0].sum() + out[1].sum()).backward()
     used = torch.cuda.max_memory_allocated() - before
     assert used < tokens * vocabulary * 4 / 2, f"{used / 2**30:.2f} GiB"

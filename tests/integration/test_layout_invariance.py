@@ -182,6 +182,14 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks_and_micro_batches(ra
     assert one.metrics[0]["actor/grad_norm"] > 0.1
 
 
+def test_the_exact_kl_trains_alike_in_every_layout(ranks, models):
+    objective = Objective(kl_loss_type="full", kl_loss_coef=0.1)
+    generator = torch.Generator().manual_seed(0)
+    batches = [batch.replace(ref_hidden_TD=torch.randn(batch.num_trained_tokens, 48, generator=generator)) for batch in BATCHES]
+    one = train(ranks, models[True], ALONE, objective, batches)
+    assert_same(one, train(ranks, models[True], Layout(2, MicroBatchRule(None, 2), chunk_tokens=5), objective, batches))
+
+
 def test_a_rank_without_any_rollout_changes_nothing(ranks, models):
     batches = [make_batch(seed, num_groups=1, group_size=1) for seed in (1, 2)]
     batches = [replace_empty(batch) for batch in batches]
@@ -214,17 +222,19 @@ def test_mini_batches_and_epochs_train_alike_in_every_layout(ranks, models):
     assert_same(one, two)
 
 
-def test_weights_and_rejections_train_alike_in_every_layout(ranks, models):
+def test_weights_rejections_and_chosen_tokens_train_alike_in_every_layout(ranks, models):
     def corrected(batch: Batch) -> Batch:
         kept_T = batch.rollout_logprobs_T > -2.0
         assert 0 < int(kept_T.sum()) < batch.num_trained_tokens
         return batch.replace(weights_T=1.0 + 0.5 * torch.sin(batch.rollout_logprobs_T * 7.0)).keep(kept_T)
 
-    objective = Objective("vanilla", "prompt-mean", kl_loss_type="k3_unbiased", kl_loss_coef=0.1)
+    options = (("kl_cov_ratio", 0.1), ("ppo_kl_coef", 2.0))
+    objective = Objective("kl_cov", "prompt-mean", kl_loss_type="k3_unbiased", kl_loss_coef=0.1, loss_options=options)
     batches, config = BATCHES[:2], ActorConfig(ppo_epochs=2)
     one = train(ranks, models[True], ALONE, objective, batches, config, choose=corrected)
     two = train(ranks, models[True], Layout(2, MicroBatchRule(None, 2)), objective, batches, config, choose=corrected)
     assert_same(one, two)
+    assert one.metrics[0]["actor/cov_selected"] > 0
 
 
 def several_turns(seed: int, *, one_prompt: bool = False) -> Batch:

@@ -199,13 +199,14 @@ def logprobs_of(model: Any, batch: Batch) -> Tensor:
 def test_the_reference_is_the_base_model_under_the_adapters(ranks, path, tmp_path, world_size):
     processes = ranks[world_size]
     actor = start(processes, spec_for(path), MicroBatchRule(None, 2))
-    reference = BaseReferenceRole(actor, rule=MicroBatchRule(None, 3))
+    reference = BaseReferenceRole(actor, rule=MicroBatchRule(None, 3), want_hidden=True)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     update(actor, range(2))
     batch = actor.old_logprobs(BATCHES[2])
     found = reference.logprobs(batch)
     ref_logprobs_T, old_logprobs_T = values(found.ref_logprobs_T), values(batch.old_logprobs_T)
     torch.testing.assert_close(ref_logprobs_T, logprobs_of(base, batch), atol=1e-5, rtol=1e-6)
+    assert values(found.ref_hidden_TD).shape == (batch.num_trained_tokens, 48)
     actor.export(tmp_path)
     adapted = PeftModel.from_pretrained(base, str(tmp_path / lora.FOLDER))
     torch.testing.assert_close(old_logprobs_T, logprobs_of(adapted, batch), atol=1e-5, rtol=1e-6)

@@ -64,7 +64,7 @@ def assert_advantages_of_steps(rollouts: list[dict[str, Any]]) -> None:
 
 def test_rewards_of_steps_and_sampling_from_a_part_of_the_vocabulary_train_on_what_was_sampled_from(model, tmp_path):
     sampling = [f"actor_rollout_ref.rollout.{setting}" for setting in ("top_p=0.8", "top_k=8", "min_p=0.02", "temperature=1.2")]
-    terms = ["actor_rollout_ref.actor.entropy_coeff=0.01"]
+    terms = ["actor_rollout_ref.actor.kl_loss_type=full", "actor_rollout_ref.actor.entropy_coeff=0.01"]
     (tmp_path / "steps.py").write_text(STEPS)
     process = ["algorithm.adv_estimator=grpo_process", "reward.functions=[steps.py:halves]"]
     # Two micro-batches, so that rollouts and what they were sampled from are cut and put together again.
@@ -104,6 +104,7 @@ def test_two_ranks_with_engines_of_their_own_and_the_exact_kl_train_several_mini
         "actor_rollout_ref.actor.ppo_epochs=2",
         "actor_rollout_ref.actor.shuffle=true",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=3",
+        "actor_rollout_ref.actor.kl_loss_type=full",
         "actor_rollout_ref.actor.entropy_coeff=0.01",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
@@ -162,13 +163,15 @@ def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_tha
         "reward.functions=[my_reward.py:odd,my_reward.py:variety]",
         "reward.overlong_buffer.len=6",
         f"{actor}.clip_ratio_high=0.28",
-        # State of every kind: prompts without use, dropout, a schedule, shuffled mini-batches, a steered coefficient.
+        # State of every kind: prompts without use, dropout, a schedule, shuffled mini-batches, two steered coefficients.
         "data.retire_above=0.5",
         "data.retire_metric=odd",
         "actor_rollout_ref.model.override_config={attention_dropout: 0.1}",
         f"{actor}.optim.lr_warmup_steps=5",
         f"{actor}.ppo_mini_batch_size=2",
         f"{actor}.shuffle=true",
+        f"{actor}.adaptive_entropy.enable=true",
+        f"{actor}.adaptive_entropy.target=10",
         f"{actor}.use_kl_loss=false",
         "algorithm.use_kl_in_reward=true",
         "algorithm.kl_ctrl.type=adaptive",
@@ -179,6 +182,8 @@ def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_tha
     assert_trains_like_its_engine(whole, last=3)
     assert_refilled(whole)
     assert len({row["actor/reward_kl_penalty_coeff"] for row in whole.steps.values()}) == 3
+    # A random model is far from 10 nats: the weight rises with every step.
+    assert [row["actor/entropy_coeff"] for row in whole.steps.values()] == pytest.approx([0.0, 0.005, 0.01])
     assert whole.steps[3]["data/retired_fraction"] > 0
     in_checkpoint = AutoModelForCausalLM.from_pretrained(whole.path / "checkpoints" / "step_3" / "huggingface")
     assert all(torch.equal(value, in_checkpoint.state_dict()[name]) for name, value in whole.weights().items())

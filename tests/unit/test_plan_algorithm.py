@@ -198,6 +198,11 @@ P = f"{A}.policy_loss"
     ("words", "shown"),
     [
         ([f"{P}.loss_mode=sapo", f"{P}.tau_pos=2.5"], "= 2.5 where A > 0, else 1.05"),
+        ([f"{P}.loss_mode=dro", f"{P}.dro_beta=0.3"], "0.3/2"),
+        ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=-2"], "-2 < (A - mean A)"),
+        ([f"{P}.loss_mode=kl_cov", f"{P}.ppo_kl_coef=0.7", f"{P}.kl_cov_ratio=0.1"], "0.7 |log"),
+        ([f"{P}.loss_mode=kl_cov"], "computed for the choice of tokens by kl_cov only"),
+        ([f"{P}.loss_mode=dppo_tv", f"{P}.max_ratio=7"], "min(r, 7)"),
         ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=96"], "1/(num_sequences 96)"),
         ([f"{A}.loss_agg_mode=seq-mean-token-sum-norm", f"{A}.loss_scale_factor=33"], "1/(num_sequences 33)"),
         ([f"{A}.loss_agg_mode=prompt-mean"], "[prompt-mean]"),
@@ -214,6 +219,18 @@ def test_options_of_losses_and_averages_are_in_the_objective(words: list[str], s
     ("words", "said"),
     [
         ([f"{P}.tau_pos=2"], f"{P}.tau_pos=2: has no effect with {P}.loss_mode=vanilla, which has no option tau_pos"),
+        (
+            [f"{P}.loss_mode=kl_cov", f"{P}.clip_cov_ratio=0.1"],
+            "which has no option clip_cov_ratio; it takes kl_cov_ratio, ppo_kl_coef",
+        ),
+        ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7"], "clip_cov_lb=7 must be below clip_cov_ub=5"),
+        (
+            [
+                *(f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7", "actor_rollout_ref.rollout.calculate_log_probs=true"),
+                "algorithm.rollout_correction.bypass_mode=true",
+            ],
+            "clip_cov_lb=7 must be below clip_cov_ub=5",
+        ),
         ([f"{A}.loss_scale_factor=33"], f"{A}.loss_agg_mode=token-mean, which has no option loss_scale_factor"),
     ],
 )
@@ -291,6 +308,7 @@ FILTER = "algorithm.filter_groups"
         (["data.retire_above=0.9", "data.retire_metric=nothing"], "data.retire_metric=nothing: no part"),
         (["data.retire_score=0.5"], "needs data.retire_above"),
         ([f"{FILTER}.enable=true", "data.gen_batch_size=2000"], "data.gen_batch_size=2000: larger than the training data"),
+        ([f"{A}.adaptive_entropy.target=0.5"], "adaptive_entropy.enable=true"),
     ],
 )
 def test_a_selection_that_cannot_be_is_refused(words: list[str], said: str) -> None:

@@ -79,6 +79,7 @@ def test_only_the_roles_that_the_schedule_drives_start(tmp_path: Path) -> None:
     [
         ([f"{A}.ppo_mini_batch_size=64"], "none", ()),
         ([f"{A}.ppo_mini_batch_size=16"], "actor", ()),
+        ([f"{A}.ppo_mini_batch_size=64", f"{A}.policy_loss.loss_mode=kl_cov"], "actor", ("the choice of tokens by kl_cov",)),
         (
             [f"{A}.ppo_mini_batch_size=64", "algorithm.rollout_correction.rollout_is=token"],
             "actor",

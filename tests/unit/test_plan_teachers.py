@@ -51,6 +51,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["actor_rollout_ref.actor.policy_loss.loss_mode=dpo", "actor_rollout_ref.rollout.n=4"],
         "a teacher teaches single responses",
     ),
+    (["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"], "chooses tokens by the advantages of rewards"),
     (["distillation.teacher_key=index"], "a teacher's key is a data_source"),
 ]
 

@@ -25,7 +25,7 @@ def make_batch(lengths: list[tuple[int, int]], groups: list[int] | None = None, 
         rewards_N=torch.arange(len(lengths), dtype=torch.float32),
         rollout_logprobs_T=trained,
         old_logprobs_T=trained + 0.25 if optional else None,
-        teacher_top_logprobs_TK=torch.stack([trained, -trained], 1) if optional else None,
+        ref_hidden_TD=torch.stack([trained, -trained], 1) if optional else None,
         # As many steps as tokens, one fewer on every second rollout.
         num_steps_N=torch.tensor(num_steps, dtype=torch.long) if optional else None,
         step_ends_K=torch.tensor([t for r in num_steps for t in range(r)], dtype=torch.long) if optional else None,
@@ -45,7 +45,7 @@ def test_selecting_takes_all_columns_of_the_chosen_rollouts_in_the_order_asked_f
     assert chosen.rewards_N.tolist() == [1, 0]
     assert chosen.rollout_logprobs_T.tolist() == [1000, 1001, 0]
     assert chosen.old_logprobs_T.tolist() == [1000.25, 1001.25, 0.25]
-    assert chosen.teacher_top_logprobs_TK.tolist() == [[1000, -1000], [1001, -1001], [0, 0]]
+    assert chosen.ref_hidden_TD.tolist() == [[1000, -1000], [1001, -1001], [0, 0]]
     assert chosen.num_steps_N.tolist() == [1, 1]
     assert (chosen.step_ends_K.tolist(), chosen.step_rewards_K.tolist()) == ([0, 0], [1000, 0])
     assert chosen.support_counts_T.tolist() == [1, 2, 1]
@@ -58,7 +58,7 @@ def test_a_rollout_may_be_selected_twice_and_none_may_be_selected():
     assert batch.select([1, 1]).token_ids_S.tolist() == [1000, 1001, 1002, 1000, 1001, 1002]
     nothing = batch.select([])
     assert nothing.num_rollouts == nothing.num_trained_tokens == len(nothing.token_ids_S) == 0
-    assert nothing.teacher_top_logprobs_TK.shape == (0, 2)
+    assert nothing.ref_hidden_TD.shape == (0, 2)
 
 
 rollout_lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=12)

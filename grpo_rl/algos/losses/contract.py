@@ -41,6 +41,8 @@ class LossInput:
     """Log-probs that the engine reported when it sampled."""
     entropy_T: Tensor | None = None
     """Entropy of the policy's distribution at each token, in nats, with gradient."""
+    full_kl_T: Tensor | None = None
+    """KL from the policy's whole distribution to the reference's at each token, with gradient."""
     teacher_logprobs_T: Tensor | None = None
     """Log-probs under the teacher, where there is one."""
     teacher_top_logprobs_TK: Tensor | None = None
@@ -49,6 +51,8 @@ class LossInput:
     """The policy's log-probs of the same K tokens, with gradient."""
     weights_T: Tensor | None = None
     """Constant factors of the policy loss, which the objective applies after the loss."""
+    selected_T: Tensor | None = None
+    """The tokens that the loss clips or penalises, chosen once for a whole mini-batch: see `selected_by`."""
     group_N: Tensor | None = None
     """The group of each response: equal numbers belong to one prompt."""
     chosen_N: Tensor | None = None
@@ -91,6 +95,9 @@ class TokenLoss(NamedTuple):
 PolicyLoss = Callable[..., TokenLoss]
 """(inputs: LossInput, *, <own options with defaults>) -> TokenLoss"""
 
+Selection = Callable[..., Tensor]
+"""(advantages_T, old_logprobs_T, generator, *, <own options with defaults>) -> selected_T, of booleans"""
+
 NEEDS: dict[str, tuple[str, ...]] = {
     "ref_logprobs": ("ref_logprobs_T",),
     "entropy": ("entropy_T",),
@@ -105,6 +112,21 @@ the entropy of every token's distribution, the number of trained tokens of the r
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", "loss(inputs: LossInput, *, option=default, ...) -> TokenLoss(loss_T, stats)"
 )
+
+
+def selected_by(selection: Selection) -> Callable[[F], F]:
+    """Return a decorator for a loss that reads `selected_T`, which `selection` chooses once for a whole mini-batch."""
+
+    def note(function: F) -> F:
+        function.selection = selection  # type: ignore[attr-defined]
+        return function
+
+    return note
+
+
+def selection_of(loss: Callable[..., Any]) -> Selection | None:
+    """Return the function that chooses the loss's clipped tokens; None for a loss that chooses none."""
+    return getattr(loss, "selection", None)
 
 
 def by_advantage(loss: F) -> F:

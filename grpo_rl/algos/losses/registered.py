@@ -7,13 +7,16 @@ and say with `@needs(...)` what it asks of the run, with `@by_advantage` that ad
 
 from __future__ import annotations
 
-from grpo_rl.algos.losses import clip, preference, score
+from grpo_rl.algos.losses import clip, covariance, preference, score
 from grpo_rl.algos.losses.contract import (
     POLICY_LOSSES,
     LossInput,
     PolicyLoss,
+    Selection,
     TokenLoss,
     by_advantage,
+    selected_by,
+    selection_of,
 )
 from grpo_rl.registry import needs
 
@@ -21,10 +24,14 @@ __all__ = [
     "POLICY_LOSSES",
     "LossInput",
     "PolicyLoss",
+    "Selection",
     "TokenLoss",
     "by_advantage",
     "clip",
+    "covariance",
     "needs",
     "preference",
     "score",
+    "selected_by",
+    "selection_of",
 ]

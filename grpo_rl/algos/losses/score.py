@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, by_advantage
-from grpo_rl.config.schema.kinds import Positive, Ratio, Taper
+from grpo_rl.config.schema.kinds import Coefficient, Positive, Ratio, Taper
 
 
 @POLICY_LOSSES.register("reinforce", "gpg")
@@ -97,3 +98,80 @@ def sapo(inputs: LossInput, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
     temperature_T = torch.full_like(advantages_T, tau_neg).masked_fill(advantages_T > 0, tau_pos)
     loss_T = -advantages_T * torch.sigmoid(temperature_T * (ratio_T - 1.0)) * 4.0 / temperature_T
     return TokenLoss(loss_T, {"ppo_kl": -log_ratio_T.detach(), "ratio_max": ratio_T.detach()})
+
+
+@POLICY_LOSSES.register("dppo_tv")
+@by_advantage
+def dppo_tv(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
+    """REINFORCE weighted by the ratio, without the tokens whose probability has moved far in the paying direction.
+
+    Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low;
+    r = π / π_old
+
+    Gradient: min(r, max_ratio) A, but 0 where A > 0 and π - π_old > clip_high, or A <= 0 and π - π_old < -clip_low
+
+    DPPO with binary total variation (arXiv 2602.04879); sg stops the gradient. The clip bounds are differences
+    of probabilities. `max_ratio` is its own: verl takes clip_ratio_c (3) for it.
+    """
+    difference_T = inputs.policy_logprobs_T.detach().double().exp() - inputs.old_T().double().exp()
+    return _divergence_masked(inputs, difference_T > clip_high, difference_T < -clip_low, max_ratio)
+
+
+@POLICY_LOSSES.register("dppo_kl")
+@by_advantage
+def dppo_kl(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2, max_ratio: Positive = 20.0) -> TokenLoss:
+    """The loss of `dppo_tv` with a bound on the divergence between "this token" and "another one".
+
+    Formula: -sg(min(r, max_ratio)) A log π, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low;
+    D = π_old log(π_old / π) + (1 - π_old) log((1 - π_old) / (1 - π)), r = π / π_old
+
+    Gradient: min(r, max_ratio) A, but 0 where A > 0, π > π_old and D > clip_high, or A <= 0, π < π_old and D > clip_low
+
+    DPPO with binary KL (arXiv 2602.04879); sg stops the gradient. The clip bounds are divergences in nats.
+    """
+    policy_T, old_T = inputs.policy_logprobs_T.detach().double(), inputs.old_T().double()
+    divergence_T = _binary_kl(old_T, policy_T)
+    too_likely_T = (divergence_T > clip_high) & (policy_T > old_T)
+    too_unlikely_T = (divergence_T > clip_low) & (policy_T < old_T)
+    return _divergence_masked(inputs, too_likely_T, too_unlikely_T, max_ratio)
+
+
+@POLICY_LOSSES.register("dro")
+def dro(inputs: LossInput, *, dro_beta: Coefficient = 0.1) -> TokenLoss:
+    """The score-function loss with a quadratic pull towards the policy that sampled.
+
+    Formula: -A log π + dro_beta/2 (log π - log π_old)²
+
+    Gradient: A - dro_beta (log π - log π_old)
+
+    Direct reward optimisation (arXiv 2405.19107) with the advantage in place of reward minus value. The pull is what
+    bounds the step, so the log-ratio is not cut and nothing is clipped.
+    """
+    policy_T = inputs.policy_logprobs_T.double()
+    difference_T = policy_T - inputs.old_T().double()
+    loss_T = -inputs.advantages_T.double() * policy_T + 0.5 * dro_beta * difference_T.square()
+    return TokenLoss(loss_T, {"ppo_kl": -difference_T.detach()})
+
+
+def _divergence_masked(inputs: LossInput, too_likely_T: Tensor, too_unlikely_T: Tensor, max_ratio: float) -> TokenLoss:
+    """REINFORCE weighted by the bounded ratio, on the tokens that may still move in the direction that pays."""
+    advantages_T = inputs.advantages_T.double()
+    log_ratio_T = inputs.log_ratio_T().detach()
+    ratio_T = log_ratio_T.exp()
+    dropped_T = torch.where(advantages_T > 0, too_likely_T, too_unlikely_T)
+    weight_T = torch.where(dropped_T, 0.0, ratio_T.clamp(max=max_ratio))
+    stats = {
+        "pg_clipfrac": dropped_T.double(),
+        "pg_clipfrac_lower": ((ratio_T > max_ratio) & ~dropped_T).double(),
+        "ppo_kl": -log_ratio_T,
+        "ratio_max": ratio_T,
+    }
+    return TokenLoss(-weight_T * advantages_T * inputs.policy_logprobs_T.double(), stats)
+
+
+def _binary_kl(old_T: Tensor, policy_T: Tensor) -> Tensor:
+    """KL between the events "this token", with log-probs `old_T` and `policy_T`; infinite where only the policy is certain."""
+    log_rest_old_T, log_rest_T = torch.log(-torch.expm1(old_T)), torch.log(-torch.expm1(policy_T))
+    # A rest without probability contributes nothing: not 0 * (-inf + inf).
+    rest_T = torch.where(old_T < 0, -torch.expm1(old_T) * (log_rest_old_T - log_rest_T), 0.0)
+    return old_T.exp() * (old_T - policy_T) + rest_T

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.dispatch import Dispatched, computed, dispatch, mini_batches, update
 from grpo_rl.cluster.roles.saved_role import SavedRole
+from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.types import Batch, Metrics
@@ -26,6 +31,7 @@ _READ = (
     "advantages_T",
     "old_logprobs_T",
     "ref_logprobs_T",
+    "ref_hidden_TD",
     "teacher_logprobs_T",
     "teacher_top_logprobs_TK",
     "teacher_top_ids_TK",
@@ -64,6 +70,9 @@ class ActorRole(SavedRole):
         """The process that computes old log-probs, as the plan decided."""
         self.tokenizer = tokenizer
         """The tokenizer that is written beside every exported model, if there is one."""
+        settings = config.adaptive_entropy
+        self.entropy = AdaptiveEntropy(settings.target, settings.delta, config.entropy_coeff) if settings.enable else None
+        """The controller of the weight of the entropy bonus from one batch to the next."""
         self.num_shuffles = 0
         self.version = 0
         """The version of the weights: the number of batches they were trained on."""
@@ -96,6 +105,7 @@ class ActorRole(SavedRole):
 
     def update(self, batch: Batch) -> Metrics:
         """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
+        coefficient = None if self.entropy is None else self.entropy.value
         dispatched, chosen = self.dispatched(batch), self._mini_batches(batch)
         if self.config.shuffle:
             self.num_shuffles += self.config.ppo_epochs
@@ -110,11 +120,17 @@ class ActorRole(SavedRole):
             batch,
             chosen,
             names,
+            entropy_coeff=coefficient,
+            selected=self._selected(batch, chosen),
             zero_advantage_N=batch.zero_advantage() if self.objective.skips_zero_advantage else None,
         )
         # The step ends here for these ranks: the next batch takes the place of this one.
         self._dispatched = None
         self.version += 1
+        if self.entropy is not None and coefficient is not None:
+            metrics["actor/entropy_coeff"] = coefficient
+            if batch.num_trained_tokens and math.isfinite(metrics["actor/entropy"]):
+                self.entropy.update(metrics["actor/entropy"])
         return metrics
 
     def shown_logprobs(self) -> dict[int, Tensor]:
@@ -125,12 +141,15 @@ class ActorRole(SavedRole):
         return seen
 
     def own_state(self) -> dict[str, Any]:
-        """Return the version and the position of the shuffle of mini-batches."""
-        return {"num_shuffles": self.num_shuffles, "version": self.version}
+        """Return the version, the position of the shuffle of mini-batches, and the state of the entropy's controller."""
+        state: dict[str, Any] = {"num_shuffles": self.num_shuffles, "version": self.version}
+        return state if self.entropy is None else state | {"entropy": self.entropy.state_dict()}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on from this state."""
+        """Go on from this state. A run may switch the entropy's controller on when it resumes: it starts from its configured weight then."""
         self.num_shuffles, self.version = int(state["num_shuffles"]), int(state["version"])
+        if self.entropy is not None and "entropy" in state:
+            self.entropy.load_state_dict(state["entropy"])
 
     def export(self, folder: Path) -> None:
         """Write a Hugging Face folder."""
@@ -153,6 +172,22 @@ class ActorRole(SavedRole):
             first = self.config.data_loader_seed * 1_000_003 + self.num_shuffles
             seeds = list(range(first, first + self.config.ppo_epochs))
         return mini_batches(batch, self.config.ppo_mini_batch_size, seeds)
+
+    def _selected(self, batch: Batch, chosen: Sequence[Sequence[int]]) -> list[Tensor] | None:
+        """Return, for each mini-batch, the clipped ones among the batch's tokens; None for losses without."""
+        if not self.objective.needs_selection:
+            return None
+        advantages_T = batch.token_advantages()
+        assert advantages_T is not None and batch.old_logprobs_T is not None
+        old_logprobs_T, selected = values(batch.old_logprobs_T), []
+        for number, indices in enumerate(chosen):
+            seed = (self.config.data_loader_seed * 1_000_003 + self.version) * 1_009 + number
+            generator = torch.Generator().manual_seed(seed)
+            index_T = batch.token_index(list(indices))
+            selected_T = torch.zeros(batch.num_trained_tokens, dtype=torch.bool)
+            selected_T[index_T] = self.objective.select(advantages_T[index_T], old_logprobs_T[index_T], generator)
+            selected.append(selected_T)
+        return selected
 
 
 def actor_factory(*arguments: Any) -> Any:

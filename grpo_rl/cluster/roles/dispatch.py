@@ -133,11 +133,14 @@ def update(
     mini_batches: Sequence[Sequence[int]],
     names: Sequence[str],
     *,
+    entropy_coeff: float | None = None,
+    selected: Sequence[Tensor] | None = None,
     zero_advantage_N: Tensor | None = None,
 ) -> Metrics:
     """Have all ranks take one optimizer step per mini-batch; return their statistics as metrics of their role.
 
-    `names` are the columns that the update reads beside those of the shard. The rollouts of `zero_advantage_N` add nothing to the gradient: they get micro-batches
+    `names` are the columns that the update reads beside those of the shard. `selected` has, for each mini-batch, a bool
+    for every trained token of the batch. The rollouts of `zero_advantage_N` add nothing to the gradient: they get micro-batches
     of their own, without a backward pass. All ranks have equally many of either kind, because FSDP's collectives differ.
     """
     forward_only = [False] * batch.num_rollouts if zero_advantage_N is None else zero_advantage_N.tolist()
@@ -150,8 +153,9 @@ def update(
         planned = dispatched.micro_batches([index for index in indices if not forward_only[index]], rule)
         others = [index for index in indices if forward_only[index]]
         without_backward = dispatched.micro_batches(others, rule) if others else [[] for _ in steps]
-        for own, rows, more in zip(steps, planned, without_backward, strict=True):
-            own.append(OptimizerStep(counts[number], tuple(rows), tuple(more)))
+        for own, shard, rows, more in zip(steps, dispatched.shards, planned, without_backward, strict=True):
+            selected_T = None if selected is None else selected[number][batch.token_index(shard)]
+            own.append(OptimizerStep(counts[number], tuple(rows), tuple(more), entropy_coeff, selected_T))
     arguments = list(zip(dispatched.stored, dispatched.updates(batch, names, steps), strict=True))
     results = ranks.call_each("update", _for_every_rank(arguments, rule))[:: rule.sequence_ranks]
     return combine_stats(results, counts, ranks.role)

@@ -30,14 +30,23 @@ class ReferenceRole:
     method: ClassVar[str] = "logprobs"
     """The method of a rank that computes it."""
 
-    def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule) -> None:
+    def __init__(
+        self,
+        worker_group: WorkerGroup,
+        *,
+        rule: MicroBatchRule,
+        want_hidden: bool,
+    ) -> None:
         self.worker_group = worker_group
         self.rule = rule
+        self.want_hidden = want_hidden
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `ref_logprobs_T`."""
-        names = {"ref_logprobs_T": "logprobs_T"}
-        return batch.replace(**computed(self.worker_group, self.rule, self.method, self._dispatched(batch), names))
+        """Return the batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
+        names = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
+        return batch.replace(
+            **computed(self.worker_group, self.rule, self.method, self._dispatched(batch), names, self.want_hidden)
+        )
 
     def _dispatched(self, batch: Batch) -> Dispatched:
         return dispatch(self.worker_group, batch, rule=self.rule)
@@ -48,8 +57,8 @@ class BaseReferenceRole(ReferenceRole):
 
     method = "reference_logprobs"
 
-    def __init__(self, actor: ActorRole, *, rule: MicroBatchRule) -> None:
-        super().__init__(actor.worker_group, rule=rule)
+    def __init__(self, actor: ActorRole, **options: Any) -> None:
+        super().__init__(actor.worker_group, **options)
         self.actor = actor
 
     def _dispatched(self, batch: Batch) -> Dispatched:
@@ -109,7 +118,7 @@ class TeacherRole:
             if not rows:
                 continue
             seen, rule = self._seen(teacher, batch, rollouts, rows)
-            arguments = self.top, *teacher.arguments
+            arguments = False, self.top, *teacher.arguments
             dispatched = dispatch(teacher.worker_group, seen, rule=rule)
             found.append(computed(teacher.worker_group, rule, teacher.method, dispatched, names, *arguments))
             order += rows

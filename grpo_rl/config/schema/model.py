@@ -23,6 +23,7 @@ from grpo_rl.config.schema.kinds import (
     Length,
     Megabytes,
     MemoryShare,
+    Nats,
     NodesOrNone,
     NonNegative,
     Positive,
@@ -171,6 +172,20 @@ class PolicyLossConfig:
     """sapo: temperature of the gate where the advantage is positive; null, as for the options below: the loss's own default."""
     tau_neg: Positive | None = None
     """sapo: temperature of the gate elsewhere."""
+    clip_cov_ratio: Fraction | None = None
+    """clip_cov: share of the tokens that are left out."""
+    clip_cov_lb: Factor | None = None
+    """clip_cov: lower bound of the covariance of the tokens that are left out."""
+    clip_cov_ub: Factor | None = None
+    """clip_cov: upper bound of that covariance."""
+    kl_cov_ratio: Fraction | None = None
+    """kl_cov: share of the tokens that are held back."""
+    ppo_kl_coef: Coefficient | None = None
+    """kl_cov: weight of the penalty on the tokens that are held back."""
+    dro_beta: Coefficient | None = None
+    """dro: weight of the pull towards the policy that sampled."""
+    max_ratio: Ratio | None = None
+    """dppo_tv, dppo_kl: largest weight of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +193,16 @@ class RouterReplayConfig:
     mode: Literal["disabled", "R2"] = "disabled"
     """Models with experts. R2: in an update tokens take the experts that they took in the pass for old log-probs, whatever
     the router prefers by then. R3 (those of the engine) is not here: see docs/moe.md."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptiveEntropyConfig:
+    enable: bool = False
+    """Steer the weight of the entropy bonus, from entropy_coeff on, so that the entropy does not fall below a target (Skywork-OR1)."""
+    target: Nats = 0.2
+    """Entropy per trained token, in nats, below which the bonus grows; above it there is no bonus."""
+    delta: Nats = 0.005
+    """The amount by which the weight rises after a step below the target, and falls after one above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +257,14 @@ class ActorConfig:
     """seq-mean-token-sum-norm: the constant that it divides by; null: data.max_response_length."""
     entropy_coeff: Factor = 0.0
     """Weight of the entropy bonus."""
+    adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
     use_kl_loss: bool = True
     """Add KL(policy || reference) to the loss, as GRPO does. Starts the reference worker."""
     kl_loss_coef: Coefficient = 0.001
     """Weight of the KL term in the loss (beta)."""
     kl_loss_type: str = "low_var_kl"
     """Estimator of the KL term (kl or k1, abs, mse or k2, low_var_kl or k3), or your own as file.py:function. With a +
-    it has the gradient of the KL, k3_unbiased off-policy too."""
+    it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
     kl_loss_options: dict[str, Any] = field(default_factory=dict)
     """Options of an estimator of your own."""
     router_aux_loss_coef: Coefficient = 0.0

@@ -220,7 +220,7 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
         advice=(
             "raise the upper clip: actor_rollout_ref.actor.clip_ratio_high=0.28",
             "lower the learning rate, or the number of updates per batch",
-            "actor_rollout_ref.actor.entropy_coeff=0.001",
+            "actor_rollout_ref.actor.entropy_coeff=0.001, or actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
             "go on from a checkpoint of before: entropy does not come back by itself",
         ),
         source="DAPO (Yu et al. 2025), section 3.1; Cui et al. 2025, section 4",

@@ -235,7 +235,9 @@ def measure(
 ) -> Metrics:
     """Return the policy loss `pg_loss` of all validation rows, and its averaged statistics, as one batch of them all has them."""
     # The other terms of the objective are no part of how well the rows are learnt.
-    objective = dataclasses.replace(objective, entropy_coeff=0.0, kl_loss_type=None, kl_options=(), distillation=None)
+    objective = dataclasses.replace(
+        objective, entropy_coeff=0.0, adaptive_entropy=False, kl_loss_type=None, kl_options=(), distillation=None
+    )
     parts = [list(range(start, min(start + batch_size, len(data)))) for start in range(0, len(data), batch_size)]
     each = [(answers_of(data.batch(rows)) if objective.needs_kl else data.batch(rows)).counts() for rows in parts]
     counts = Counts(*(sum(column) for column in zip(*(dataclasses.astuple(part) for part in each), strict=True)))

@@ -43,6 +43,8 @@ def inputs(policy_T: Tensor, advantages_T: Tensor, lengths: Any, **columns: Tens
 def extras(objective: Objective, data: reference.Ragged) -> dict[str, Tensor]:
     """The columns that only some objectives need."""
     columns = {}
+    if objective.needs_selection:
+        columns["selected_T"] = torch.tensor(data.entropy) > 1.0  # goes along where responses are picked
     if objective.needs_group_tokens:
         columns["group_tokens_N"] = torch.tensor(data.group_tokens, dtype=torch.long)
     return columns
@@ -62,6 +64,7 @@ def run(
         ref_logprobs_T=torch.tensor(data.ref, dtype=dtype),
         # Functions of the log-probs, so that their share of the gradient is seen too.
         entropy_T=policy_T.square() if objective.needs_entropy else None,
+        full_kl_T=policy_T.exp() if objective.needs_full_kl else None,
         **extras(objective, data),
     )
     loss, stats = objective(columns, counts)

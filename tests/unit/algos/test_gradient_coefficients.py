@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from grpo_rl.algos import trial
 from grpo_rl.algos.kl import KL_ESTIMATORS, kl_estimate
 from grpo_rl.algos.losses.preference import Pairs
-from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_of
 from grpo_rl.registry import coefficient_of, shown_coefficient
 
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
@@ -53,6 +54,29 @@ def sapo(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
     return 4 * r_T * a_T * gate_T * (1 - gate_T)
 
 
+def dppo_tv(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
+    moved_T = inputs.policy_logprobs_T.exp() - inputs.old_T().double().exp()
+    zero_T = ((a_T > 0) & (moved_T > HIGH)) | ((a_T <= 0) & (moved_T < -LOW))
+    return torch.where(zero_T, 0.0, r_T.clamp(max=20.0) * a_T)
+
+
+def dppo_kl(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
+    new_T, old_T = inputs.policy_logprobs_T.exp(), inputs.old_T().double().exp()
+    d_T = old_T * (old_T / new_T).log() + (1 - old_T) * ((1 - old_T) / (1 - new_T)).log()
+    zero_T = ((a_T > 0) & (new_T > old_T) & (d_T > HIGH)) | ((a_T <= 0) & (new_T < old_T) & (d_T > LOW))
+    return torch.where(zero_T, 0.0, r_T.clamp(max=20.0) * a_T)
+
+
+def left_out(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
+    assert inputs.selected_T is not None
+    return torch.where(inputs.selected_T, 0.0, clipped(r_T, a_T, r_T * a_T))
+
+
+def held_back(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
+    assert inputs.selected_T is not None
+    return r_T * a_T - torch.where(inputs.selected_T, r_T.log().sign(), 0.0)
+
+
 def topr(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
     s_T = sequence_mean(inputs, r_T.log()).exp()
     return torch.where(a_T < 0, s_T.clamp(0.9, 1.1), 1.0) * a_T
@@ -64,12 +88,17 @@ LOSSES: dict[str, tuple[dict[str, float], Callable[[LossInput, Tensor, Tensor], 
     "gspo": (CLIP, gspo),
     "gspo_token": (CLIP, gspo_token),
     "geo_mean": ({"clip_low": 0.4, "clip_high": 0.4}, geo_mean),
+    "clip_cov": (CLIP, left_out),
+    "kl_cov": ({"ppo_kl_coef": 1.0}, held_back),
     "reinforce": ({}, lambda inputs, r_T, a_T: a_T),
     "gpg": ({}, lambda inputs, r_T, a_T: a_T),
     "sft": ({}, lambda inputs, r_T, a_T: torch.ones_like(a_T)),
     "cispo": (CLIP, lambda inputs, r_T, a_T: r_T.clamp(1 - LOW, 1 + HIGH) * a_T),
     "sapo": ({}, sapo),
     "topr": ({"negative_low": 0.9, "negative_high": 1.1}, topr),
+    "dppo_tv": (CLIP, dppo_tv),
+    "dppo_kl": (CLIP, dppo_kl),
+    "dro": ({"dro_beta": 0.3}, lambda inputs, r_T, a_T: a_T - 0.3 * r_T.log()),
 }
 
 
@@ -82,6 +111,9 @@ def minus_gradient(loss: Tensor, inputs: LossInput) -> Tensor:
 def test_a_loss_over_rollouts_has_the_coefficient_that_its_docstring_gives(name: str) -> None:
     function, (options, expected) = POLICY_LOSSES.get(name), LOSSES[name]
     inputs = trial.loss_input()
+    if selection_of(function):
+        chosen_T = torch.arange(inputs.segments.num_tokens) % 7 == 0
+        inputs = dataclasses.replace(inputs, selected_T=chosen_T)
     ratio_T = inputs.log_ratio_T().detach().exp()
     actual_T = minus_gradient(function(inputs, **options).loss_T.sum(), inputs)
     torch.testing.assert_close(actual_T, expected(inputs, ratio_T, inputs.advantages_T.double()).detach())

@@ -1,4 +1,4 @@
-"""KL estimators against the sum over the vocabulary, and the coefficient controllers."""
+"""KL estimators, the full sum over the vocabulary, and the coefficient controllers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ import torch
 from grpo_rl.algos.kl import (
     KL_ESTIMATORS,
     AdaptiveKlController,
+    full_kl,
     kl_estimate,
 )
 
 ALL = sorted(KL_ESTIMATORS)
-
-
-def full_kl(policy_TV: torch.Tensor, ref_TV: torch.Tensor) -> torch.Tensor:
-    """The exact KL of two distributions over the vocabulary, of logits."""
-    policy_TV, ref_TV = policy_TV.log_softmax(-1), ref_TV.log_softmax(-1)
-    return (policy_TV.exp() * (policy_TV - ref_TV)).sum(-1)
 
 
 def kl_of(d: float, kind: str) -> float:
@@ -78,6 +73,13 @@ def test_the_unbiased_k3_by_hand() -> None:
     kl_T.sum().backward()
     assert kl_T.item() == pytest.approx(math.exp(0.2) * (math.exp(-0.7) + 0.7 - 1), rel=1e-7)
     assert policy_T.grad is not None and policy_T.grad.item() == pytest.approx(math.exp(0.2) * 0.7, rel=1e-7)
+
+
+def test_full_kl_by_hand() -> None:
+    policy_TV = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log()
+    ref_TV = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
+    expected = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
+    assert full_kl(policy_TV, ref_TV).tolist() == pytest.approx([expected, 0.0], abs=1e-7)
 
 
 def softmax_logprobs(seed: int) -> torch.Tensor:

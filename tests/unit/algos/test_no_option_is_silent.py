@@ -31,6 +31,13 @@ NUMBERS: dict[str, tuple[Any, ...]] = {
     f"{A}.clip_ratio_c": (1.1,),
     f"{A}.policy_loss.tau_pos": (3.0,),
     f"{A}.policy_loss.tau_neg": (3.0,),
+    f"{A}.policy_loss.clip_cov_ratio": (0.02,),
+    f"{A}.policy_loss.clip_cov_lb": (0.1,),
+    f"{A}.policy_loss.clip_cov_ub": (1.5,),
+    f"{A}.policy_loss.kl_cov_ratio": (0.5,),
+    f"{A}.policy_loss.ppo_kl_coef": (2.0,),
+    f"{A}.policy_loss.dro_beta": (2.0,),
+    f"{A}.policy_loss.max_ratio": (1.5,),
     f"{A}.loss_scale_factor": (7.0,),
     f"{A}.kl_loss_coef": (0.0, 0.5),
     f"{A}.kl_loss_type": ("k1",),
@@ -93,11 +100,12 @@ def without_need(function: Any, need: str) -> Any:
 def test_with_one_update_the_plan_lists_exactly_the_options_whose_change_leaves_the_gradient(name: str) -> None:
     loss, inputs = POLICY_LOSSES.get(name), trial.loss_input(one_update=True)
     keys = {"clip_low": f"{A}.clip_ratio_low", "clip_high": f"{A}.clip_ratio_high", "clip_c": f"{A}.clip_ratio_c"}
+    base = {"clip_cov_ratio": 0.9} if name == "clip_cov" else {}
     config, idle = with_value(Config(), f"{A}.policy_loss.loss_mode", name), set()
     for option in loss_options(name):
         key = keys.get(option, f"{A}.policy_loss.{option}")
         config = with_value(config, key, NUMBERS[key][0])
-        before, after = (trial.run_loss(loss, changed, inputs)[-1] for changed in ({}, {option: NUMBERS[key][0]}))
+        before, after = (trial.run_loss(loss, base | changed, inputs)[-1] for changed in ({}, {option: NUMBERS[key][0]}))
         idle |= {key} if torch.allclose(before, after, rtol=1e-12, atol=1e-15) else set()
     assert set(algorithm.without_effect_on_policy(config)) == idle
 

@@ -35,10 +35,10 @@ def test_the_clip_ratio_holds_for_every_side_that_is_not_given() -> None:
 
 
 def test_what_the_caller_has_to_supply_follows_from_the_terms() -> None:
-    full = Objective.from_config(ActorConfig(entropy_coeff=0.01))
-    assert (full.needs_ref, full.needs_entropy) == (True, True)
+    full = Objective.from_config(ActorConfig(kl_loss_type="full", entropy_coeff=0.01))
+    assert (full.needs_ref, full.needs_entropy, full.needs_full_kl) == (True, True, True)
     none = Objective.from_config(ActorConfig(use_kl_loss=False))
-    assert (none.needs_ref, none.needs_entropy) == (False, False)
+    assert (none.needs_ref, none.needs_entropy, none.needs_full_kl) == (False, False, False)
     with pytest.raises(AssertionError, match="ref_logprobs_T"):
         Objective(kl_loss_type="k3")(inputs(torch.zeros(1), torch.zeros(1), [1]), Counts(1, 1, 1))
 
@@ -92,20 +92,30 @@ def test_all_three_terms_by_hand() -> None:
 # ---- options ----------------------------------------------------------------------------------------
 
 
-def test_options_reach_the_loss_and_the_formula() -> None:
+def test_options_reach_the_loss_the_choice_of_tokens_and_the_formula() -> None:
     sapo = Objective("sapo", loss_options=(("tau_pos", 2.0),))
     assert sapo.formula().splitlines()[1] == ("pg   = -A sigmoid(τ (r - 1)) 4/τ; r = π / π_old; τ = 2 where A > 0, else 1.05")
     data = reference.ragged(1)
     assert run(sapo, data, data.counts())[0] != run(Objective("sapo"), data, data.counts())[0]
-    assert pickle.loads(pickle.dumps(sapo)) == sapo and hash(sapo) == hash(pickle.loads(pickle.dumps(sapo)))
+    every = Objective("kl_cov", loss_options=(("kl_cov_ratio", 1.0),))
+    advantages_T, logprobs_T = torch.tensor([2.0, 0.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -3.0, -4.0])
+    assert every.select(advantages_T, logprobs_T, torch.Generator()).tolist() == [True, False, True, True]
+    assert Objective("kl_cov").select(advantages_T, logprobs_T, torch.Generator()).tolist() == [True, False, False, False]
+    # Of the last three, means -2/3 and -3: shares 2/3, 0 and 1/3.
+    assert Objective("kl_cov").select(advantages_T[1:], logprobs_T[1:], torch.Generator()).tolist() == [True, False, False]
+    assert pickle.loads(pickle.dumps(every)) == every and hash(every) == hash(pickle.loads(pickle.dumps(every)))
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"loss_mode": "sapo", "loss_options": (("tau_poss", 1.0),)}, "no option tau_poss. Did you mean tau_pos?"),
-        ({"loss_mode": "sapo", "loss_options": (("tau_pos", "a"),)}, "tau_pos='a' is not of the type"),
-        ({"loss_mode": "sapo", "loss_options": (("tau_pos", True),)}, "tau_pos=True is not of the type"),
+        (
+            {"loss_mode": "clip_cov", "loss_options": (("clip_c", 1.0),)},
+            "clip_cov' has no option clip_c. Did you mean clip_low?",
+        ),
+        ({"loss_mode": "kl_cov", "loss_options": (("kl_cov_ratio", "a"),)}, "kl_cov_ratio='a' is not of the type"),
+        ({"loss_mode": "kl_cov", "loss_options": (("ppo_kl_coef", True),)}, "ppo_kl_coef=True is not of the type"),
         ({"loss_agg_mode": "token-mean", "agg_options": (("loss_scale_factor", 1.0),)}, "has no option loss_scale_factor"),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "needs loss_scale_factor"),
     ],
@@ -113,6 +123,16 @@ def test_options_reach_the_loss_and_the_formula() -> None:
 def test_options_that_nothing_takes_are_refused_when_the_objective_is_built(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         Objective(**settings)
+
+
+def test_a_steered_entropy_coefficient_comes_with_every_call() -> None:
+    objective = Objective(adaptive_entropy=True)
+    assert objective.needs_entropy and objective.formula().splitlines()[0] == "loss = avg(pg) - (adaptive entropy_coeff)·avg(H)"
+    one = inputs(torch.zeros(1), torch.zeros(1), [1], entropy_T=torch.tensor([2.0]))
+    loss, _ = objective(one, Counts(1, 1, 1), entropy_coeff=0.25)
+    assert loss.item() == -0.5
+    with pytest.raises(AssertionError, match="entropy_coeff"):
+        objective(one, Counts(1, 1, 1))
 
 
 # ---- the formula -----------------------------------------------------------------------------------

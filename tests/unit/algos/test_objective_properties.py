@@ -59,6 +59,8 @@ def leaves_the_policy(objective: Objective, estimator: str, on_policy: bool) -> 
     advantages_T = ADVANTAGES.get(estimator)(complete(data)).advantages_T
     policy_T, old_T = torch.tensor(data.policy, requires_grad=True), torch.tensor(data.old)
     columns: dict[str, Tensor | None] = {**extras(objective, data)}
+    if objective.needs_selection:
+        columns["selected_T"] = objective.select(advantages_T, old_T, torch.Generator())
     columns["old_logprobs_T"] = None if on_policy else old_T
     loss, _ = objective(inputs(policy_T, advantages_T, data.lengths, **columns), data.counts())
     loss.backward()
@@ -69,7 +71,8 @@ def leaves_the_policy(objective: Objective, estimator: str, on_policy: bool) -> 
 @pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
 def test_groups_without_signal_leave_the_policy_exactly_where_it_is(loss_mode: str, agg_mode: str) -> None:
     assert leaves_the_policy(make(loss_mode, agg_mode), "grpo", on_policy=True)
-    assert leaves_the_policy(make(loss_mode, agg_mode), "grpo", on_policy=False)
+    # Only dro pulls back towards the old policy even without a signal.
+    assert leaves_the_policy(make(loss_mode, agg_mode), "grpo", on_policy=False) == (loss_mode != "dro")
 
 
 # ---- weights ------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Overlong responses, groups without signal, prompts that are learnt, and the critic's loss."""
+"""Overlong responses, groups without signal, adaptive entropy, prompts that are learnt, and the critic's loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_rl.algos.losses.value import explained_variance, value_loss
-from grpo_rl.algos.shaping import PassRates, overlong_penalty, with_signal
+from grpo_rl.algos.shaping import AdaptiveEntropy, PassRates, overlong_penalty, with_signal
 
 
 def test_the_overlong_penalty_falls_over_the_buffer_by_hand() -> None:
@@ -20,6 +20,16 @@ def test_the_overlong_penalty_falls_over_the_buffer_by_hand() -> None:
 def test_only_groups_whose_scores_differ_have_a_signal() -> None:
     scores_N = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 5.0])
     assert with_signal(scores_N, torch.tensor([3, 4, 3, 4, 3, 9])).tolist() == [False, True, False, True, False, False]
+
+
+def test_the_entropy_coefficient_rises_below_its_target_and_acts_only_there() -> None:
+    controller = AdaptiveEntropy(target_entropy=0.2, step=0.25, initial=0.5)
+    values = [controller.value]
+    for entropy in (0.1, 0.2, 0.3, 0.3, 0.1):
+        controller.update(entropy)
+        values.append(controller.value)
+    # +, unchanged at the target, - and off, - and off, +
+    assert values == [0.5, 0.75, 0.75, 0.0, 0.0, 0.5]
 
 
 def test_a_prompt_retires_when_its_pass_rate_reaches_the_bound_and_stays_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import ActorConfig, PolicyLossConfig
+from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.plan.decisions import OldLogprobs
 from grpo_rl.rollout.requests import sample_seed, sampling_of
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
@@ -85,12 +86,14 @@ class Step:
     """An optimizer step as a rank takes it: its micro-batches with all their columns."""
 
     counts: Counts
+    entropy_coeff: float | None
     micro_batches: list[Batch | None]
 
     @staticmethod
     def of(step: OptimizerStep, batch: Batch) -> Step:
+        batch = batch.replace(selected_T=step.selected_T)
         parts = [batch.select(list(rows)) if rows else None for rows in step.micro_batches]
-        return Step(step.counts, parts)
+        return Step(step.counts, step.entropy_coeff, parts)
 
 
 # ---- gathering --------------------------------------------------------------------------------------
@@ -219,6 +222,27 @@ def test_tokens_of_a_group_are_counted_over_all_ranks_and_micro_batches():
                 assert tokens == int(INTERLEAVED.response_lengths_N[INTERLEAVED.group_N == group].sum())
 
 
+@pytest.mark.parametrize("loss_mode", ["kl_cov", "clip_cov"])
+def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_mode):
+    options = {"kl_cov": {"kl_cov_ratio": 0.2}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}}[loss_mode]
+    loss = PolicyLossConfig(loss_mode=loss_mode, **options)
+
+    def chosen(num_ranks: int, times: int = 1) -> list[set[float]]:
+        runs = run_update(with_advantages(INTERLEAVED), num_ranks, times, ppo_mini_batch_size=5, policy_loss=loss)
+        return [
+            {float(token) for batch in gathered(steps, 0) for token in batch.rollout_logprobs_T[batch.selected_T]}
+            for steps in runs
+        ]
+
+    [alone] = chosen(1)
+    number = int(0.2 * INTERLEAVED.num_trained_tokens)
+    assert len(alone) == number
+    assert chosen(3) == [alone]
+    first, second = chosen(2, times=2)
+    # The same data in a later step: a new draw, where there is one.
+    assert first == alone and (second == alone) == (loss_mode == "kl_cov")
+
+
 def test_rejected_tokens_leave_every_count():
     trained_T = INTERLEAVED.rollout_logprobs_T % 2 == 0
     trained_T[: int(INTERLEAVED.response_lengths_N[0])] = False
@@ -274,6 +298,36 @@ def test_a_greedy_response_is_sampled_without_chance_and_the_others_as_without_i
     )
     assert sampling_of(sampling, "e0-r1", GREEDY) == Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
     assert sampling_of(sampling, "e0-r1", 2) == dataclasses.replace(sampling, seed=sample_seed(3, "e0-r1", 2))
+
+
+def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_path: Path):
+    entropies = iter([0.1, 0.1, 0.3, 0.1])
+    batch = make_batch([(1, 2), (1, 2)]).replace(advantages_T=torch.zeros(4))
+    settings = AdaptiveEntropyConfig(enable=True, target=0.2, delta=0.01)
+
+    class WithFiles(Ranks):
+        def call(self, method: str, folder: str) -> list[dict[str, tuple[int, str]]]:
+            """Saving and loading is the ranks' own affair; this one says that it wrote something."""
+            return [{"weights": (1, "digest")}]
+
+    def answer(shard: Batch, update: Update) -> list[dict[str, float]]:
+        sent.extend(step.entropy_coeff for step in update.steps)
+        return [{"sum/entropy": next(entropies) * 4}]
+
+    def make() -> ActorRole:
+        return actor(WithFiles(1, answer), adaptive_entropy=settings, entropy_coeff=0.05)
+
+    sent: list[float | None] = []
+    first = make()
+    logged = [first.update(batch)["actor/entropy_coeff"] for _ in range(3)]
+    # 0.05, then up by 0.01 twice; after a step above the target it falls to 0.06 and does not act.
+    assert sent == logged == pytest.approx([0.05, 0.06, 0.07])
+    first.save(tmp_path)
+    second = make()
+    second.load(tmp_path)
+    assert second.update(batch)["actor/entropy_coeff"] == 0.0
+    # Below the target again: the weight that was saved has risen.
+    assert second.entropy is not None and second.entropy.value == pytest.approx(0.07)
 
 
 # ---- what is sent ---------------------------------------------------------------------------------------

@@ -184,10 +184,11 @@ class Rank:
     def __init__(self, factor: float) -> None:
         self.factor = factor
 
-    def logprobs(self, shard: Batch, micro_batches: Sequence[Sequence[int]]) -> Any:
+    def logprobs(self, shard: Batch, micro_batches: Sequence[Sequence[int]], want_hidden: bool = False) -> Any:
         parts = [torch.empty(0), *(shard.select(list(rows)).rollout_logprobs_T for rows in micro_batches)]
         column = torch.cat(parts) * self.factor - 0.375
-        return as_block({"logprobs_T": column, "values_T": column})
+        hidden = {"hidden_TD": (column[:, None] * torch.arange(1, 3)).bfloat16()} if want_hidden else {}
+        return as_block({"logprobs_T": column, "values_T": column} | hidden)
 
     values = logprobs
 
@@ -307,14 +308,16 @@ def test_each_rank_trains_on_the_values_that_the_ranks_computed(lengths, num_ran
         advantages_T=torch.arange(total, dtype=torch.float32),
     )
     role = actor(ranks, "actor", mini_batch=1)
-    batch = ReferenceRole(reference, rule=RULE).logprobs(role.old_logprobs(batch))
-    assert isinstance(batch.old_logprobs_T, RemoteColumn) and isinstance(batch.ref_logprobs_T, RemoteColumn)
+    batch = ReferenceRole(reference, rule=RULE, want_hidden=True).logprobs(role.old_logprobs(batch))
+    assert isinstance(batch.old_logprobs_T, RemoteColumn) and isinstance(batch.ref_hidden_TD, RemoteColumn)
     role.update(batch)
     for worker, update in zip(ranks.workers, ranks.updates, strict=True):
         found, own = worker.trained, update.columns["old_logprobs_T"]
         assert len(own.blocks) <= 1, "old log-probs come from the rank itself"
         assert torch.equal(found.old_logprobs_T, found.rollout_logprobs_T * 2.0 - 0.375)
         assert torch.equal(found.ref_logprobs_T, found.rollout_logprobs_T * 3.0 - 0.375)
+        if found.num_trained_tokens:
+            assert torch.equal(found.ref_hidden_TD, (found.ref_logprobs_T[:, None] * torch.arange(1, 3)).bfloat16())
 
 
 def test_advantages_of_whole_rollouts_are_sent_as_one_number_for_each() -> None:
@@ -352,7 +355,7 @@ def test_log_probs_that_are_not_finite_are_named_wherever_they_lie() -> None:
         messages.append(str(error.value))
     assert messages[0] == messages[1] and "at 1 of 31 tokens, the first nan at token 10, in rollouts [3] of 8" in messages[0]
     reference: Any = Ranks(2, float("nan"))
-    batch = ReferenceRole(reference, rule=RULE).logprobs(collate(here()))
+    batch = ReferenceRole(reference, rule=RULE, want_hidden=False).logprobs(collate(here()))
     with pytest.raises(DivergedError, match="the reference's log-probs are not finite at 31 of 31 tokens"):
         check_finite(batch)
 

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of packed sequences against plain transformers, one sequence at a time."""
+"""Log-probs, entropies and exact KLs of packed sequences against plain transformers, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import FAMILIES, Ragged, make_folder, packed_policy, plain_model
+from tiny_models import FAMILIES, VOCAB, Ragged, make_folder, packed_policy, plain_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Pa
     return get
 
 
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("reference"), "qwen3", tied=False, seed=99)
+
+
 # ---- values ----------------------------------------------------------------------------------------
 
 
@@ -48,27 +53,55 @@ def test_logprobs_and_entropies_are_those_of_a_plain_forward_of_each_sequence(fo
     expected_T = logprobs_TV.gather(1, RAGGED.targets_T()[:, None])[:, 0]
     torch.testing.assert_close(out.logprobs_T, expected_T, atol=2e-5, rtol=0)
     torch.testing.assert_close(out.entropy_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1), atol=2e-5, rtol=0)
+    assert out.full_kl_T is None and out.hidden_TD is None
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+@torch.no_grad()
+def test_the_full_kl_is_the_sum_over_the_vocabulary(folder, reference, family, tied, temperature):
+    path = folder(family, tied)
+    ref = packed_policy(reference, temperature=temperature)
+    hidden_TD = ref(RAGGED.sequences(), want_hidden=True).hidden_TD
+    out = packed_policy(path, temperature=temperature)(
+        RAGGED.sequences(), ref_hidden_TD=hidden_TD, ref_head_VD=ref.lm.get_output_embeddings().weight
+    )
+    policy_TV = RAGGED.plain_logprobs_TV(plain_model(path), temperature)
+    ref_TV = RAGGED.plain_logprobs_TV(plain_model(reference), temperature)
+    expected_T = torch.zeros(len(policy_TV))
+    for token in range(VOCAB):
+        expected_T += policy_TV[:, token].exp() * (policy_TV[:, token] - ref_TV[:, token])
+    torch.testing.assert_close(out.full_kl_T, expected_T, atol=1e-4, rtol=0)
+    assert float(expected_T.min()) > 0.1, "the two models must differ, or this test sees nothing"
 
 
 # ---- gradients and memory --------------------------------------------------------------------------
 
 
-def gradients(policy: PolicyModel) -> dict[str, torch.Tensor]:
-    """Return the gradients of a sum of both outputs with different weights per token."""
+def gradients(policy: PolicyModel, reference: Path) -> dict[str, torch.Tensor]:
+    """Return the gradients of a sum of all three outputs with different weights per token."""
+    ref = packed_policy(reference)
+    with torch.no_grad():
+        hidden_TD = ref(RAGGED.sequences(), want_hidden=True).hidden_TD
     policy.zero_grad()
-    out = policy(RAGGED.sequences(), want_entropy=True)
+    out = policy(
+        RAGGED.sequences(),
+        want_entropy=True,
+        ref_hidden_TD=hidden_TD,
+        ref_head_VD=ref.lm.get_output_embeddings().weight.detach(),
+    )
     weight_T = torch.linspace(-1, 1, len(out.logprobs_T))
-    (weight_T * (out.logprobs_T + 0.3 * out.entropy_T)).sum().backward()
+    (weight_T * (out.logprobs_T + 0.3 * out.entropy_T + 0.2 * out.full_kl_T)).sum().backward()
     return {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
-def test_gradients_do_not_depend_on_the_chunk_size(folder, family, tied):
+def test_gradients_do_not_depend_on_the_chunk_size(folder, reference, family, tied):
     policy = packed_policy(folder(family, tied), chunk_tokens=1000)
-    whole = gradients(policy)
+    whole = gradients(policy, reference)
     for chunk_tokens in (1, 7, 25):
         policy.chunk_tokens = chunk_tokens
-        for name, gradient in gradients(policy).items():
+        for name, gradient in gradients(policy, reference).items():
             largest = float(whole[name].abs().max())
             torch.testing.assert_close(gradient, whole[name], atol=1e-5 * largest, rtol=0, msg=name)
 
@@ -109,9 +142,11 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, want_all):
     ragged = Ragged([4] * 8, [40] * 8)
     num_trained = len(ragged.targets_T())
     sequences = ragged.sequences()
+    hidden_TD = torch.randn(num_trained, 8) if want_all else None
+    head_VD = torch.randn(vocabulary, 8) if want_all else None
     with LargestTensor() as seen:
-        out = policy(sequences, want_entropy=want_all)
-        loss = out.logprobs_T.sum() + (out.entropy_T.sum() if want_all else 0.0)
+        out = policy(sequences, want_entropy=want_all, ref_hidden_TD=hidden_TD, ref_head_VD=head_VD)
+        loss = out.logprobs_T.sum() + (out.entropy_T.sum() + out.full_kl_T.sum() if want_all else 0.0)
         loss.backward()
     assert num_trained == 20 * chunk_tokens
     assert seen.num_elements == chunk_tokens * vocabulary
