@@ -1,7 +1,6 @@
 """`grpo-rl eval MODEL|RUN[@step] ...`: how well models answer prompts, with intervals and tests of their differences.
 
-Files of responses stand in the place of models: a line with a `reward` is taken as it is. A row without one has its responses,
-one or a list, in the column `data.response_key`, as verl's main_eval reads them, and is scored by the configured reward.
+Files of scored responses stand in the place of models: those that a run logs, and those that `generate` writes.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ import argparse
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from grpo_rl.arguments import Arguments, finite
 from grpo_rl.commands.sampling_plan import (
@@ -25,7 +22,6 @@ from grpo_rl.commands.sampling_plan import (
     output_folder,
     sampled_with,
     sampling_plan,
-    translated,
 )
 from grpo_rl.commands.targets import Target, find_target, model_folder
 from grpo_rl.errors import ConfigError, DataError
@@ -37,11 +33,9 @@ from grpo_rl.telemetry.rundir import RunLock
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
-    from grpo_rl.config.schema.tree import Config
     from grpo_rl.evaluation.evaluation_results import Groups, SourceResult
     from grpo_rl.plan.decisions import Plan
     from grpo_rl.telemetry.terminal.console import Console
-    from grpo_rl.types import Rollout
 
 FOLDER = Path("evaluations")
 
@@ -51,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises this package's errors: ConfigError for words, DataError for data, and what sampling can end with.
     """
-    options, words = _parser().read_with_settings(translated(argv))
+    options, words = _parser().read_with_settings(argv)
     if not options.targets:
         raise ConfigError("grpo-rl eval needs a model or a run: grpo-rl eval runs/grpo_rl/my_run --data FILE")
     with closing(Console()) as console, ExitStack() as stack:
@@ -84,19 +78,17 @@ def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Consol
 
 
 def _evaluate_files(options: argparse.Namespace, words: Sequence[str], console: Console) -> None:
-    """Show the results of responses that are there already; those without a reward are scored first."""
-    from grpo_rl.config.compose import compose
-
+    """Show the results of scored responses that are there already."""
+    if words:
+        raise ConfigError(f"{words[0]}: files of responses are measured as they are, without a configuration")
     others = [text for text in options.targets if not is_response_file(text)]
     if others:
         raise ConfigError(f"{others[0]} is no file of responses: models and files are not measured in one go")
     if len(set(options.targets)) < len(options.targets):
         raise ConfigError("the same file is named twice")
-    folder = Path(options.output) if options.output else FOLDER / _digested("files", [options.targets, list(words)])
+    folder = Path(options.output) if options.output else FOLDER / _digested("files", options.targets)
     console.log_to(output_folder(folder).logs / "console.log")
-    config = compose(words).config
-    paths = [Path(text).expanduser() for text in options.targets]
-    groups, left_out = side_by_side([read_groups(path, config, folder / "logs", console) for path in paths])
+    groups, left_out = side_by_side([read_groups(Path(text).expanduser()) for text in options.targets])
     if left_out:
         console.warn(f"{left_out} prompts are not in all of the files, and are left out")
     _report(options.targets, groups, folder, console, options, "Responses as they are in the files.")
@@ -237,22 +229,19 @@ def is_response_file(text: str) -> bool:
     return path.suffix in _SUFFIXES and path.is_file()
 
 
-def read_groups(path: Path, config: Config, logs: Path, console: Console) -> PromptGroups:
-    """Return the scored responses to each prompt in a file. Raises DataError for one that cannot be used.
-
-    Every prompt has equally many, as pass@k needs; RewardError, ConfigError where they are scored now and cannot be.
-    """
+def read_groups(path: Path) -> PromptGroups:
+    """Return the scored responses to each prompt in a file, equally many, as pass@k needs. Raises DataError for another file."""
     rows = _rows(path)
     if not rows:
         raise DataError(f"{path}: has no rows")
-    if all("reward" in row for row in rows):
-        groups: PromptGroups = defaultdict(list)
-        for number, row in enumerate(rows):
-            _check(row, f"{path}, row {number}")
-            groups[(str(row["uid"]), str(row["prompt"]))].append(row)
-        groups = dict(groups)
-    else:
-        groups = _scored(path, rows, config, logs, console)
+    groups: PromptGroups = defaultdict(list)
+    for number, row in enumerate(rows):
+        missing = [name for name in ("uid", "prompt", "response", "data_source", "reward") if name not in row]
+        if missing:
+            raise DataError(
+                f"{path}, row {number}: has no {', '.join(missing)}; expected lines as a run or `grpo-rl generate` writes them"
+            )
+        groups[(str(row["uid"]), str(row["prompt"]))].append(row)
     sizes = sorted({len(group) for group in groups.values()})
     if len(sizes) > 1:
         raise DataError(f"{path}: prompts have between {sizes[0]} and {sizes[-1]} responses; expected the same number for each")
@@ -276,57 +265,3 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         return read_rollouts(path)
     source = open_source(str(path))
     return [source.row(index) for index in range(len(source))]
-
-
-def _check(row: Mapping[str, Any], where: str) -> None:
-    """Raise DataError unless a scored line has what the results are made of."""
-    missing = [name for name in ("uid", "prompt", "response", "data_source") if name not in row]
-    if missing:
-        raise DataError(
-            f"{where}: has a reward, and no {', '.join(missing)}; expected lines as a run or `generate` writes them"
-        )
-
-
-def _scored(path: Path, rows: Sequence[dict[str, Any]], config: Config, logs: Path, console: Console) -> PromptGroups:
-    """Score the responses of rows in verl's format by the rule rewards, in processes of their own and without Ray."""
-    from grpo_rl.rewards.compose import RewardFunction
-    from grpo_rl.rewards.runtime.runner import RewardRunner
-    from grpo_rl.telemetry.rollouts.rollout_log import record_of
-    from grpo_rl.trainer.progress import advancing
-    from grpo_rl.trainer.sampled.trained import scored
-
-    rollouts = [one for number, row in enumerate(rows) for one in _rollouts(row, number, f"{path}, row {number}", config)]
-    sources = {rollout.prompt.data_source for rollout in rollouts}
-    reward = RewardFunction.from_config(config.reward)
-    reward.check_data_sources(sources)
-    groups: PromptGroups = defaultdict(list)
-    with ExitStack() as stack:
-        runner = RewardRunner(reward, config.reward, data_sources=sources, log_folder=logs)
-        stack.callback(runner.close)
-        runner.check_started()
-        bar = stack.enter_context(console.progress(f"scoring {path.name}", len(rollouts)))
-        submit = advancing(bar, runner.submit)
-        for rollout in rollouts:
-            submit(rollout)
-        for rollout in scored(runner, rollouts, console.warn):
-            # Nothing is known of tokens here.
-            record = record_of(rollout) | {"response_length": len(str(rollout.text)), "finish_reason": None}
-            groups[(rollout.prompt.uid, rollout.prompt.text)].append(record)
-    return dict(groups)
-
-
-def _rollouts(row: dict[str, Any], number: int, where: str, config: Config) -> list[Rollout]:
-    from grpo_rl.data.rows import column, example
-    from grpo_rl.types import Prompt, Rollout
-
-    one = example(row, where, config.data)
-    found = column(row, config.data.response_key, where)
-    responses = found if isinstance(found, list) else [found]
-    if not responses or not all(isinstance(response, str) for response in responses):
-        raise DataError(f"{where}: column {config.data.response_key!r} has no text, and no list of texts")
-    text = one.prompt if isinstance(one.prompt, str) else "\n".join(message["content"] for message in one.prompt)
-    no_tokens, no_logprobs = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
-    prompt = Prompt(f"row-{number}", no_tokens, text, one.data_source, one.ground_truth, one.extra_info)
-    return [
-        Rollout(prompt, sample, no_tokens, no_logprobs, "stop", (), text=response) for sample, response in enumerate(responses)
-    ]

@@ -1,4 +1,4 @@
-"""`grpo-rl generate MODEL|RUN[@step] --data FILE --output FILE`: responses as rows, which training on rows reads.
+"""`grpo-rl generate MODEL|RUN[@step] --data FILE --output FILE`: scored responses as rows.
 
 While it goes on, whole prompts are kept in `FILE.work/`, so that the same command goes on after an end; the file itself is
 written at once at the end, and the folder goes.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_rl.arguments import Arguments, counted, finite
+from grpo_rl.arguments import Arguments
 from grpo_rl.commands.sampling_plan import (
     NO_DATA,
     add_sampling_options,
@@ -23,25 +23,23 @@ from grpo_rl.commands.sampling_plan import (
     output_folder,
     sampled_with,
     sampling_plan,
-    translated,
 )
 from grpo_rl.commands.targets import find_target, model_folder
-from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, identity_of
+from grpo_rl.errors import ConfigError
+from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of
 from grpo_rl.telemetry.rundir import RunDir, RunLock
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
     from grpo_rl.config.schema.tree import DataConfig
     from grpo_rl.plan.decisions import Plan
-    from grpo_rl.types import Rollout
 
 _SUFFIXES = (".jsonl", ".parquet")
 
 
 def main(argv: Sequence[str]) -> int:
     """Sample, and write the file. Returns 0. Raises this package's errors."""
-    options, words = _parser().read_with_settings(translated(argv))
+    options, words = _parser().read_with_settings(argv)
     if len(options.targets) != 1:
         raise ConfigError("grpo-rl generate needs one model or run: grpo-rl generate builtin:arithmetic --data FILE")
     output = Path(options.output).expanduser()
@@ -64,12 +62,10 @@ def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, c
     recipe = work / "logs" / "settings.yaml"
     planned = sampling_plan(keys | {"data.val_files": [NO_DATA]}, words, model, recipe)
     episodes = planned.composed.config.actor_rollout_ref.rollout.multi_turn.enable
-    if episodes:
-        _check_episodes(options)
+    if episodes and options.scores == "no":
+        raise ConfigError("--scores no: episodes of several turns are scored as they are played; leave it out")
     scores = options.scores == "yes" or episodes
     scores = scores or (options.scores == "auto" and _has_ground_truth(data, planned.composed.config.data))
-    if options.keep != "all" and not scores:
-        raise ConfigError(f"--keep {options.keep}: needs rewards, and nothing is scored here: the data have no ground truth")
     if scores:
         planned = sampling_plan(keys, words, model, recipe)
     console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth, or --scores no'}")
@@ -79,28 +75,15 @@ def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, c
     n = planned.plan.config.actor_rollout_ref.rollout.val_kwargs.n
     _sample(planned.plan, data, scores, file, run_dir, console, options.limit)
     groups = file.groups(n)
-    rows = list(_rows(groups.values(), options))
-    if not rows:
-        raise DataError(
-            f"none of {sum(map(len, groups.values()))} responses is kept by --keep {options.keep}; {work} has them all"
-        )
+    rows = rows_of(groups.values())
     from grpo_rl.data.sources.tables import write_rows
 
     write_rows(output, rows)
-    _summary(groups, rows, scores, options, console)
+    rewards = [row["reward"] for row in rows if isinstance(row["reward"], int | float)]
+    mean = f", mean reward {float(np.mean(rewards)):.3g}" if scores and rewards else ""
+    console.info(f"{len(rows):,} responses to {len(groups):,} prompts{mean}")
     console.info(f"written: {output} ({len(rows):,} rows)")
     stack.callback(shutil.rmtree, work, ignore_errors=True)
-
-
-def _check_episodes(options: argparse.Namespace) -> None:
-    """Raise ConfigError for what does not go with episodes of several turns."""
-    if options.keep != "all":
-        raise ConfigError(
-            f"--keep {options.keep}: rows to learn from are single responses, and this run's are episodes of several turns; "
-            "--keep all writes them with their turns, as `episode`"
-        )
-    if options.scores == "no":
-        raise ConfigError("--scores no: episodes of several turns are scored as they are played; leave it out")
 
 
 def _sample(
@@ -115,11 +98,7 @@ def _sample(
         return bare.checked(whole=True)
 
     models = [("generating", plan if scores else unscored(plan), file)]
-    answer_missing(models, run_dir, console, None if scores else bare_prompts, _messages)
-
-
-def _messages(rollout: Rollout) -> dict[str, Any]:
-    return {"messages": rollout.prompt.messages}
+    answer_missing(models, run_dir, console, None if scores else bare_prompts)
 
 
 def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:
@@ -134,50 +113,25 @@ def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:
         return False
 
 
-def _rows(groups: Any, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the file: all responses, the good ones, or the best and the worst of each prompt."""
-    from grpo_rl.config.schema.tree import RejectionConfig
-    from grpo_rl.data.training_rows.rejection import Kept, answer_rows, pair_rows
-
-    kept = Kept(RejectionConfig(min_reward=options.min_reward, max_per_prompt=options.max_per_prompt))
-    for group in groups:
-        if options.keep == "all":
-            yield from ({key: value for key, value in record.items() if key not in _INTERNAL} for record in group)
-            continue
-        scored = [record | ({"reward": None} if record.get("failure") else {}) for record in group]
-        rows = pair_rows(scored) if options.keep == "pairs" else answer_rows(scored, options.min_reward)
-        yield from (row for row in rows if kept.takes(row))
+def rows_of(groups: Iterable[Sequence[Record]]) -> list[Record]:
+    """Return all responses as rows of the file, without what is about the folder of work alone."""
+    return [{key: value for key, value in record.items() if key not in _INTERNAL} for group in groups for record in group]
 
 
-_INTERNAL = ("row", "messages", "advantage", "weight_version")
+_INTERNAL = ("row", "advantage", "weight_version")
 """Fields of a line in the folder of work that say nothing about the response."""
-
-
-def _summary(groups: Any, rows: Sequence[Any], scores: bool, options: argparse.Namespace, console: Console) -> None:
-    records = [record for group in groups.values() for record in group]
-    rewards = [record["reward"] for record in records if isinstance(record["reward"], int | float)]
-    text = f"{len(records):,} responses to {len(groups):,} prompts"
-    if scores and rewards:
-        text += f", mean reward {float(np.mean(rewards)):.3g}"
-    if options.keep != "all":
-        text += f"; kept {len(rows):,} ({options.keep})"
-    console.info(text)
 
 
 def _parser() -> Arguments:
     parser = Arguments(
         "generate",
-        "Sample responses to the prompts of a file and write them as rows, with rewards where the rows have a ground truth.\n"
-        "--keep good writes what data.responses=rows learns from (rejection sampling), --keep pairs what losses over pairs read.",
-        "grpo-rl generate runs/grpo_rl/my_run --data task:arithmetic?num_rows=512 -n 8 --keep good --output good.jsonl\n"
+        "Sample responses to the prompts of a file and write them as rows, with rewards where the rows have a ground truth.",
+        "grpo-rl generate runs/grpo_rl/my_run --data task:arithmetic?num_rows=512 -n 8 --output responses.jsonl\n"
         "  grpo-rl generate builtin:arithmetic --data prompts.parquet --output responses.parquet",
     )
     parser.add_argument("targets", nargs="*", metavar="MODEL|RUN[@step]", help="a model's folder, builtin:NAME, a run, RUN@40")
     parser.add_argument("--output", metavar="FILE", default="responses.jsonl", help=".jsonl or .parquet (responses.jsonl)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there")
-    parser.add_argument("--keep", choices=("all", "good", "pairs"), default="all", help="which responses become rows (all)")
-    parser.add_argument("--min-reward", type=finite, default=1.0, help="--keep good: the least reward of a good one (1)")
-    parser.add_argument("--max-per-prompt", type=counted, help="--keep good: at most so many for one prompt")
     parser.add_argument("--scores", choices=("auto", "yes", "no"), default="auto", help="score the responses (auto)")
     add_sampling_options(parser, n=1)
     return parser

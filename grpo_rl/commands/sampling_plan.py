@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from grpo_rl.evaluation.response_file import ResponseFile
     from grpo_rl.plan.decisions import Plan
     from grpo_rl.telemetry.terminal.console import Console
-    from grpo_rl.types import Rollout
 
 _A, _R = "actor_rollout_ref", "actor_rollout_ref.rollout"
 _DATA = (
@@ -182,11 +181,10 @@ def answer_missing(
     run_dir: RunDir,
     console: Console,
     bare_prompts: Callable[[Any], PromptDataset] | None = None,
-    more: Callable[[Rollout], dict[str, Any]] = lambda rollout: {},
 ) -> None:
     """Sample and score what is not in the files yet: of each model a label for the screen, its plan, its file.
 
-    `bare_prompts` makes the prompts, with the tokenizer, for plans without data; `more` makes further fields of a line.
+    `bare_prompts` makes the prompts, with the tokenizer, for plans without data.
     """
     n = models[0][1].config.actor_rollout_ref.rollout.val_kwargs.n
     open_ones = [model for model in models if not model[2].is_complete(n)]
@@ -201,7 +199,7 @@ def answer_missing(
             with sampler(session, plan) as started:
                 prompts = started.prompts if bare_prompts is None else bare_prompts(started.tokenizer)
                 assert prompts is not None, "an evaluation has data"
-                _answer(label, plan, started, session, prompts, file, console, more)
+                _answer(label, plan, started, session, prompts, file, console)
 
 
 def _answer(
@@ -212,7 +210,6 @@ def _answer(
     prompts: PromptDataset,
     file: ResponseFile,
     console: Console,
-    more: Callable[[Rollout], dict[str, Any]],
 ) -> None:
     from grpo_rl.telemetry.rollouts.rollout_log import record_of
     from grpo_rl.trainer.schedule import VALIDATION, training_sampling
@@ -230,7 +227,7 @@ def _answer(
         for rollouts in sampler.answers(parts, values.n, sampling, bar.advance):
             session.phase("save")
             rows = (int(rollout.prompt.uid.removeprefix("val-")) for rollout in rollouts)
-            file.append([record_of(one) | {"row": row} | more(one) for one, row in zip(rollouts, rows, strict=True)])
+            file.append([record_of(one) | {"row": row} for one, row in zip(rollouts, rows, strict=True)])
             session.phase("gen")
     file.complete(len(prompts))
 
@@ -271,48 +268,3 @@ def _is_taken(key: str) -> bool:
 
 def _is_of_engine(key: str) -> bool:
     return key.startswith(f"{_R}.") and not key.startswith(EPISODES)
-
-
-# ---- the words of verl's main_generation and main_eval ------------------------------------------------------
-#
-# verl (0.5, trainer/config/generation.yaml and evaluation.yaml) names model, data and sampling by keys of files of their own.
-# Those with a meaning here become options or keys; the others are answered as verl's keys are in training.
-
-_PLACES = {
-    "data.n_samples": "-n",
-    "data.output_path": "--output",
-    "rollout.temperature": "--temperature",
-    "rollout.top_p": "--top-p",
-    "rollout.top_k": "--top-k",
-    "rollout.response_length": "--max-tokens",
-    "rollout.seed": "--seed",
-    "rollout.prompt_length": "data.max_prompt_length",
-    "data.data_source_key": "data.reward_fn_key",
-}
-"""The option or the key that has the value of one of verl's keys."""
-
-
-def translated(words: Sequence[str]) -> list[str]:
-    """Return a command line in which verl's keys are ours."""
-    # main_eval scores the responses that are in the file: the file is what is measured.
-    file_option = [] if any(word.lstrip("+").startswith("data.response_key=") for word in words) else ["--data"]
-    found: list[str] = []
-    for word in words:
-        key, equals, value = word.lstrip("+").partition("=")
-        place = _PLACES.get(key, key)
-        if word.startswith("-") or not equals:
-            found.append(word)
-        elif key == "model.path":
-            found.insert(0, value)
-        elif key == "data.path":
-            files = value.removeprefix("[").removesuffix("]").split(",")
-            found += [entry for file in files for entry in (*file_option, file.strip().strip("'\""))]
-        elif key == "data.reward_model_key":
-            found.append(f"data.ground_truth_key={value}.ground_truth")
-        elif place.startswith("-"):
-            found += [place, value]
-        elif place == key and key.split(".")[0] in ("rollout", "model", "actor"):
-            found.append(f"actor_rollout_ref.{key}={value}")
-        else:
-            found.append(word if place == key else f"{place}={value}")
-    return found

@@ -67,9 +67,7 @@ def test_an_evaluation_that_was_cut_goes_on_and_models_stand_side_by_side(run: R
 
 def test_generated_rows_are_learnt_from(run: Run, tmp_path: Path) -> None:
     output = tmp_path / "good.parquet"
-    screen, _ = command(
-        run, "generate", "--trust-run", str(run.path), "--data", DATA, "-n", "8", "--keep", "good", "--output", str(output)
-    )
+    screen, _ = command(run, "generate", "--trust-run", str(run.path), "--data", DATA, "-n", "8", "--output", str(output))
     assert f"written: {output}" in screen and not output.with_name("good.parquet.work").exists()
     rows = DemonstrationSet(
         [str(output)], Config(data=DataConfig(responses="rows")), load_tokenizer(str(run.path / "model"))

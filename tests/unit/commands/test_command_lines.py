@@ -12,7 +12,6 @@ import pytest
 import grpo_rl
 from grpo_rl.__main__ import COMMANDS, main
 from grpo_rl.arguments import Arguments
-from grpo_rl.commands.sampling_plan import translated
 from grpo_rl.errors import ConfigError
 
 OWN = [name for name in COMMANDS if name != "train"]
@@ -73,27 +72,6 @@ def test_options_are_not_shortened_and_settings_may_stand_anywhere() -> None:
     assert settings == ["data.max_prompt_length=8", "~trainer.seed", "+a.b={c: 1}"]
     with pytest.raises(ConfigError, match="no option --dat"):
         parser.read(["--dat", "x"])
-
-
-def test_verls_words_of_generation_are_ours() -> None:
-    theirs = ["model.path=/m", "data.path=p.parquet", "data.output_path=o.parquet", "data.n_samples=4"]
-    theirs += ["rollout.temperature=0.7", "rollout.response_length=64", "rollout.prompt_length=32"]
-    theirs += ["rollout.tensor_model_parallel_size=2", "data.prompt_key=p"]
-    assert translated(theirs) == [
-        *("/m", "--data", "p.parquet", "--output", "o.parquet", "-n", "4", "--temperature", "0.7", "--max-tokens", "64"),
-        "data.max_prompt_length=32",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        "data.prompt_key=p",
-    ]
-
-
-def test_verls_words_of_evaluation_are_ours() -> None:
-    theirs = ["data.path=[a.parquet,b.parquet]", "data.data_source_key=source", "data.reward_model_key=rm"]
-    assert translated(theirs) == [
-        *("--data", "a.parquet", "--data", "b.parquet", "data.reward_fn_key=source"),
-        "data.ground_truth_key=rm.ground_truth",
-    ]
-    assert translated(["data.path=a.jsonl", "data.response_key=answer"]) == ["a.jsonl", "data.response_key=answer"]
 
 
 @pytest.mark.parametrize(

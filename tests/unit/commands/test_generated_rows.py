@@ -1,4 +1,4 @@
-"""The rows that `generate` writes, read by the training on rows: good responses, and pairs."""
+"""The rows that `generate` writes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 from command_folders import rollout
 
-from grpo_rl.commands.generate import _has_ground_truth, _messages, _parser, _rows
-from grpo_rl.config.schema.tree import Config, DataConfig
+from grpo_rl.commands.generate import _has_ground_truth, rows_of
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import BarePromptDataset
 from grpo_rl.data.sources.tables import write_rows
-from grpo_rl.data.training_rows.conversations import DemonstrationSet
-from grpo_rl.data.training_rows.pairs import PairSet
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.rollouts.rollout_log import record_of
@@ -21,7 +19,7 @@ from grpo_rl.telemetry.rollouts.rollout_log import record_of
 
 def line(row: int, reward: float, sample: int, text: str) -> dict:
     one = rollout(row, reward, sample=sample, text=text)
-    return record_of(one) | {"row": row} | _messages(one)
+    return record_of(one) | {"row": row}
 
 
 def groups() -> list[list[dict]]:
@@ -32,33 +30,10 @@ def groups() -> list[list[dict]]:
     return json.loads(json.dumps(lines))
 
 
-def rows(*words: str) -> list[dict]:
-    return list(_rows(groups(), _parser().read(["m", *words])))
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_good_ones_are_demonstrations(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"good{suffix}"
-    write_rows(path, rows("--keep", "good"))
-    learnt = DemonstrationSet([str(path)], Config(data=DataConfig(responses="rows")), build_tokenizer(128)).checked()
-    assert len(learnt) == 1, "the same response twice is one row"
-    [row] = rows("--keep", "good")
-    assert (row["prompt"], row["response"], row["reward"]) == ("0+1=", "2", 1.0)
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_pairs_are_the_best_and_the_worst_of_a_prompt(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"pairs{suffix}"
-    write_rows(path, rows("--keep", "pairs"))
-    assert len(PairSet([str(path)], Config(data=DataConfig(responses="rows")), build_tokenizer(128)).checked()) == 1
-    [row] = rows("--keep", "pairs")
-    assert (row["chosen"], row["rejected"], row["chosen_reward"]) == ("2", "3", 1.0)
-
-
 def test_all_of_them_are_rows_without_what_is_the_commands_own(tmp_path: Path) -> None:
-    found = rows()
+    found = rows_of(groups())
     assert len(found) == 8 and {"prompt", "response", "reward", "ground_truth", "finish_reason"} <= found[0].keys()
-    assert not {"row", "messages", "advantage"} & found[0].keys()
+    assert not {"row", "advantage"} & found[0].keys()
     write_rows(tmp_path / "all.parquet", found)
     mixed = [dict(found[0], ground_truth="2"), dict(found[1], ground_truth={"target": 3})]
     with pytest.raises(DataError, match=r"give a \.jsonl"):

@@ -1,12 +1,10 @@
-"""Responses that are there already: logs of a run and files of `generate` as they are, verl's rows scored first."""
+"""Responses that are there already: logs of a run and files of `generate`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from command_folders import make_run, rollout
 
@@ -31,29 +29,6 @@ def test_two_validations_of_a_run_are_compared_without_a_model(tmp_path: Path, c
     assert "differences" in out and f"written: {tmp_path / 'out' / 'summary.json'}" in out
 
 
-def verl_rows(path: Path, answers: list[list[str]]) -> Path:
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": f"{row}+1="}],
-            "data_source": "arithmetic",
-            "reward_model": {"ground_truth": str(row + 1)},
-            "responses": given,
-        }
-        for row, given in enumerate(answers)
-    ]
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
-    return path
-
-
-def test_verls_main_eval_scores_a_column_of_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = verl_rows(tmp_path / "generated.parquet", [["1", "2"], ["2", "2"], ["5", "6"]])
-    words = [f"data.path={path}", "data.response_key=responses", "--output", str(tmp_path / "out"), "reward.num_workers=1"]
-    assert main(["eval", *words]) == 0, capsys.readouterr()
-    metrics = summary(tmp_path / "out")["metrics"]
-    assert metrics["mean@2"][str(path)]["mean"] == pytest.approx(3 / 6)
-    assert metrics["pass@2"][str(path)]["mean"] == pytest.approx(2 / 3)
-
-
 def test_files_that_cannot_be_compared_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write_rollouts(tmp_path / "one.jsonl", [rollout(0, 1.0), rollout(1, 1.0)])
     other = write_rollouts(tmp_path / "other.jsonl", [rollout(7, 1.0)])
@@ -63,9 +38,10 @@ def test_files_that_cannot_be_compared_are_refused(tmp_path: Path, capsys: pytes
     for words, code, said in (
         ([one, other], 3, "no prompt in common"),
         ([uneven], 3, "between 1 and 2 responses"),
-        ([tmp_path / "bare.jsonl"], 3, "no uid, prompt, response, data_source"),
+        ([tmp_path / "bare.jsonl"], 3, "has no uid, prompt, response, data_source"),
         ([one, "builtin:arithmetic"], 2, "builtin:arithmetic is no file of responses"),
         ([one, one], 2, "the same file is named twice"),
+        ([one, "data.prompt_key=p"], 2, "without a configuration"),
     ):
         assert main(["eval", *map(str, words), *output]) == code
         assert said in capsys.readouterr().err
