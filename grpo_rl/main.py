@@ -46,7 +46,7 @@ Trains a language model with reinforcement learning. Without a recipe, a model a
 model learns the embedded task (recipe=arithmetic/grpo).
 
   actor_rollout_ref.model.path=FOLDER       the model, a Hugging Face folder
-  data.train_files=FILE data.val_files=FILE parquet, json or jsonl in verl's row format, task:NAME or reasoning_gym:NAME
+  data.train_files=FILE data.val_files=FILE parquet, json or jsonl in verl's row format, or task:NAME
   data.train_batch_size=1024                prompts per training step
   actor_rollout_ref.rollout.n=8             responses per prompt
   actor_rollout_ref.actor.optim.lr=1e-6     learning rate

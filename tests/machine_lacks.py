@@ -3,7 +3,6 @@
 As a program it prints the reasons, one a line, and nothing on a machine that has it all.
 """
 
-import importlib.util
 import os
 import shutil
 
@@ -21,14 +20,11 @@ def _no_sandbox() -> str | None:
 
 
 def lacks() -> dict[str, str]:
-    """Return why tests are skipped here, by what the machine lacks: `sandbox`, `compiler` or `reasoning_gym`."""
+    """Return why tests are skipped here, by what the machine lacks: `sandbox` or `compiler`."""
     compiler = os.environ.get("CXX", "g++")
     reasons = {
         "sandbox": _no_sandbox(),
         "compiler": None if shutil.which(compiler) else f"no C++ compiler: there is no program {compiler}",
-        "reasoning_gym": None
-        if importlib.util.find_spec("reasoning_gym")
-        else "reasoning-gym is not installed: the extra `data`",
     }
     return {name: reason for name, reason in reasons.items() if reason}
 
@@ -40,7 +36,7 @@ def _needs(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(name in LACKS, reason=LACKS.get(name, ""))
 
 
-needs_sandbox, needs_compiler, needs_reasoning_gym = map(_needs, ("sandbox", "compiler", "reasoning_gym"))
+needs_sandbox, needs_compiler = map(_needs, ("sandbox", "compiler"))
 
 if __name__ == "__main__":
     for name, why in LACKS.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-_ELSEWHERE = re.compile(r"(task|reasoning_gym|hf|builtin):|[/~]|.*\$\{", re.DOTALL)
+_ELSEWHERE = re.compile(r"(task|hf|builtin):|[/~]|.*\$\{", re.DOTALL)
 """Values that no folder changes: generated or fetched data, embedded models, absolute paths, expressions."""
 _FUNCTION = re.compile(r"(?P<factor>[^:*]*\*\s*)?(?P<file>[^:*]+\.py)(?P<rest>:\w+)?")
 

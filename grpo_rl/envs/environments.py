@@ -19,7 +19,6 @@ ENVIRONMENTS: dict[str, str] = {
     "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",
     "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
     "gsm8k": f"{_GAMES}.answers_in_turns:Gsm8kInTurns",
-    "reasoning_gym": f"{_GAMES}.answers_in_turns:ReasoningGymInTurns",
     "endpoint": "grpo_rl.envs.endpoint:ChatEndpoint",
 }
 """The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""

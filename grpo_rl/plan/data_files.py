@@ -15,7 +15,7 @@ from typing import Any
 from grpo_rl.config.derived import collects, is_offline, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.sources.locate import HUB_PREFIX, check_data_files, data_files, open_source
-from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
+from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.data.training_rows.conversations import conversation
 from grpo_rl.data.training_rows.pairs import labelled_texts, pair_texts
@@ -52,7 +52,7 @@ def missing(config: Config) -> list[str]:
     """Return the data files that are not on this machine; tasks, and data sets of the hub, are no files."""
     data = config.data
     names = [*data.train_files, *data.val_files, *data.val_prompt_files]
-    files = [name for name in names if not name.startswith((*TASK_PREFIXES, HUB_PREFIX))]
+    files = [name for name in names if not name.startswith((*TASK_PREFIX, HUB_PREFIX))]
     return [name for name in files if not Path(name).expanduser().exists()]
 
 
@@ -91,7 +91,7 @@ def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | 
 
 def _count(key: str, name: str, data: DataConfig, bind: Bind, with_files: bool) -> int | None:
     """The rows of one entry of `data.train_files` or `data.val_files`; None where finding out would take long."""
-    if name.startswith(TASK_PREFIXES):
+    if name.startswith(TASK_PREFIX):
         rows = bind(f"data.{key}={name}: ", partial(task_rows, name))
         return None if rows is None else len(rows)
     if name.startswith(HUB_PREFIX) or not with_files:

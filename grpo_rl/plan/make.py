@@ -106,7 +106,7 @@ Checks = Iterator[tuple[str, Callable[[], Any]]]
 
 def _functions(config: Config) -> Checks:
     """Yield each look-up of a function with its options, and of a task, by their names."""
-    from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
+    from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
     from grpo_rl.data.tasks.registry import task_rows
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.plan import algorithm
@@ -126,7 +126,7 @@ def _functions(config: Config) -> Checks:
         yield "data.custom_cls.path: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
     for key in ("train_files", "val_files", "val_prompt_files") if custom.path is None else ():
         for name in getattr(config.data, key):
-            if name.startswith(TASK_PREFIXES):
+            if name.startswith(TASK_PREFIX):
                 yield f"data.{key}={name}: ", partial(task_rows, name)
     path = config.actor_rollout_ref.model.path
     scorer = config.reward.reward_model.model_path or ""

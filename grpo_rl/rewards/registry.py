@@ -24,7 +24,6 @@ from grpo_rl.rewards.rules.number_rules import (
     gsm8k_flexible,
     written_sum,
 )
-from grpo_rl.rewards.rules.reasoning_gym import SOURCE_PREFIX, reasoning_gym
 from grpo_rl.rewards.rules.text_rules import (
     exact_match,
     language_consistency,
@@ -74,7 +73,7 @@ def auto(
 
 def rule_for(data_source: str) -> Callable[..., float | dict[str, float]] | None:
     """The reward function that belongs to rows of this `data_source`; None where there is none."""
-    return reasoning_gym if data_source.startswith(SOURCE_PREFIX) else RULES.get(data_source)
+    return RULES.get(data_source)
 
 
 def check_data_sources(data_sources: Iterable[str]) -> None:
@@ -87,7 +86,7 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
 def _no_rule(data_sources: list[str]) -> str:
     return (
         f"no rule-based reward belongs to data_source {', '.join(map(repr, data_sources))}; there is one for "
-        f"{', '.join(RULES)} and {SOURCE_PREFIX}NAME. Name a reward in reward.functions, or give your own function with "
+        f"{', '.join(RULES)}. Name a reward in reward.functions, or give your own function with "
         f"reward.custom_reward_function.path=my_reward.py (reward.custom_reward_function.name=compute_score)"
     )
 
@@ -127,7 +126,7 @@ RewardFn = Callable[..., Any]
 REWARDS: Registry[RewardFn] = Registry("reward function")
 REWARDS.register("format")(think_answer)
 for _function in (
-    *(auto, arithmetic, arithmetic_process, written_sum, countdown, gsm8k, gsm8k_flexible, math, reasoning_gym),
+    *(auto, arithmetic, arithmetic_process, written_sum, countdown, gsm8k, gsm8k_flexible, math),
     *(multiple_choice, exact_match, tags, length, repetition, language_consistency, deepseek_r1, code),
 ):
     REWARDS.register(_function.__name__)(_function)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from machine_lacks import needs_reasoning_gym
 
 import grpo_rl
 from grpo_rl.config.compose import compose
@@ -162,7 +161,6 @@ def filled(words: tuple[str, ...], ground: Path) -> list[str]:
         pytest.param(
             page,
             words,
-            marks=[needs_reasoning_gym] if "reasoning_gym" in " ".join(words) else [],
             id=f"{page}: {' '.join(words)[:60]}",
         )
         for page, words in COMMANDS

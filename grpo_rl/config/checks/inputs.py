@@ -67,7 +67,7 @@ def _data(config: Config) -> Iterator[str]:
 
 def _data_file(file: str, *, elsewhere: bool) -> str | None:
     """Return what is wrong with one entry; a file that is not here is no problem where the run is `elsewhere`."""
-    if file.startswith(("task:", "reasoning_gym:")):
+    if file.startswith("task:"):
         return None
     if file.startswith("hf:"):
         if importlib.util.find_spec("datasets") is None:

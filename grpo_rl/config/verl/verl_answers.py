@@ -69,7 +69,7 @@ def looks_like_verls(given: Collection[str], model: str, train_files: Collection
     what they leave out.
     """
     names_both = {"actor_rollout_ref.model.path", "data.train_files"} <= set(given) and "data.responses" not in given
-    return names_both and not any(name.startswith(("builtin:", "task:", "reasoning_gym:")) for name in (model, *train_files))
+    return names_both and not any(name.startswith(("builtin:", "task:")) for name in (model, *train_files))
 
 
 def other_defaults(given: Collection[str], defaults: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.rows import BadRow, example
 from grpo_rl.data.sources.jsonl import first_json_rows, first_line, last_row, open_json
 from grpo_rl.data.sources.source import Joined, Rows, RowSource, UserRows, split_options
-from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIXES
+from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
 from grpo_rl.data.tasks.registry import is_built_in, task_rows
 from grpo_rl.errors import ConfigError, DataError
 
@@ -34,7 +34,7 @@ def open_source(name: str, cache_dir: str | None = None) -> RowSource:
     `task:NAME?option=value`; `hf:owner/name?split=train&config=main`. Raises DataError for what is not there, empty or
     broken as a whole, and ConfigError for an option that does not exist.
     """
-    if name.startswith(TASK_PREFIXES):
+    if name.startswith(TASK_PREFIX):
         rows = task_rows(name)
         return Rows(name, rows) if is_built_in(name) else UserRows(name, rows)
     if name.startswith(HUB_PREFIX):
@@ -179,13 +179,13 @@ def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, Da
 
 def _first_rows(name: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     """Yield place and row, or what is wrong with it, of the rows that are looked at."""
-    if name.startswith(TASK_PREFIXES):
+    if name.startswith(TASK_PREFIX):
         try:
             source = open_source(name)
             yield source.where(0), source.row(0)
         except (ConfigError, DataError, LookupError):
             return  # reported where its rows are counted
-    for label, path in [] if name.startswith((*TASK_PREFIXES, HUB_PREFIX)) else data_files(name):
+    for label, path in [] if name.startswith((*TASK_PREFIX, HUB_PREFIX)) else data_files(name):
         if path.name.endswith(TABLE_SUFFIXES):
             from grpo_rl.data.sources.tables import first_rows  # which loads pyarrow
 

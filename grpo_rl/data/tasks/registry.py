@@ -1,4 +1,4 @@
-"""Sources of rows that are no files: `task:NAME?option=value` for the procedural tasks, `reasoning_gym:NAME?...` for that package's."""
+"""Sources of rows that are no files: `task:NAME?option=value`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from grpo_rl.data.sources.source import split_options
 from grpo_rl.data.tasks.arithmetic import arithmetic, rated_sums
 from grpo_rl.data.tasks.countdown import countdown
 from grpo_rl.data.tasks.made_rows import Row, typed_options
-from grpo_rl.data.tasks.reasoning_gym import PREFIX as GYM_PREFIX
-from grpo_rl.data.tasks.reasoning_gym import reasoning_gym_rows
 from grpo_rl.envs.games.fact_chains import fact_chains
 from grpo_rl.envs.games.game import episodes
 from grpo_rl.envs.games.grid_world import grid_world
@@ -18,9 +16,8 @@ from grpo_rl.envs.games.word_game import word_game
 from grpo_rl.errors import DataError
 from grpo_rl.registry import Registry, calling_user_function
 
-TASK_PREFIX = "task:"
-PREFIX = (TASK_PREFIX, GYM_PREFIX)
-"""The beginnings of a name in data.train_files that is no file: for str.startswith."""
+PREFIX = "task:"
+"""The beginning of a name in data.train_files that is no file."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
 for _task in (arithmetic, countdown, rated_sums, word_game, grid_world, fact_chains, episodes):
@@ -29,15 +26,13 @@ for _task in (arithmetic, countdown, rated_sums, word_game, grid_world, fact_cha
 
 @functools.lru_cache(maxsize=8)  # the plan counts the rows that are then read
 def task_rows(spec: str) -> Sequence[Row]:
-    """The rows that `task:NAME?option=value&...` or `reasoning_gym:NAME?...` stands for, in verl's format; not to be changed.
+    """The rows that `task:NAME?option=value&...` stands for, in verl's format; not to be changed.
 
-    Options have the types and defaults of the task function's signature, or of the package's configuration. Raises
-    ConfigError for an unknown task or option, or a value of another type, and DataError where a user's own task fails.
+    Options have the types and defaults of the task function's signature. Raises ConfigError for an unknown task or option,
+    or a value of another type, and DataError where a user's own task fails.
     """
-    if spec.startswith(GYM_PREFIX):
-        return reasoning_gym_rows(spec)
     name, texts = split_options(spec)
-    name = name.removeprefix(TASK_PREFIX)
+    name = name.removeprefix(PREFIX)
     task = TASKS.get(name)
     TASKS.check_keywords(name, texts)
     options = typed_options(f"task {name!r}", task, texts)
@@ -52,4 +47,4 @@ def task_rows(spec: str) -> Sequence[Row]:
 
 def is_built_in(spec: str) -> bool:
     """Return whether the task is one of ours, and no function of the user's."""
-    return spec.startswith(GYM_PREFIX) or spec.removeprefix(TASK_PREFIX).partition("?")[0] in TASKS
+    return spec.removeprefix(PREFIX).partition("?")[0] in TASKS

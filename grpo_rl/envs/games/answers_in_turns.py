@@ -13,7 +13,6 @@ from grpo_rl.envs.games.game import Game, MoveResult, Rewards
 from grpo_rl.rewards.rules.answers import last_pair
 from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value
 from grpo_rl.rewards.rules.number_rules import NEAR, gsm8k_flexible, to_number
-from grpo_rl.rewards.rules.reasoning_gym import SOURCE_PREFIX, reasoning_gym
 
 MOST_DIGITS = 20
 
@@ -109,27 +108,3 @@ class Gsm8kInTurns(Game):
         return MoveResult(
             "That is not the right answer. Look for the mistake and answer again.", malformed="answer" not in found
         )
-
-
-class ReasoningGymInTurns(Game):
-    """Rows of `reasoning_gym:NAME`, judged by the data set's own scorer. Progress is its score; `turns=1` asks once, without feedback."""
-
-    name = "reasoning_gym"
-
-    def __init__(self, *, turns: Turns = 3, partial: Share = 0.5, rewards: Rewards = "end", show_score: bool = False) -> None:
-        super().__init__(turns=turns, partial=partial, rewards=rewards)
-        self._show_score = show_score
-
-    def begin(self, start: Start) -> None:
-        if not start.data_source.startswith(SOURCE_PREFIX) or "gym" not in start.extra_info:
-            raise ValueError("extra_info has no gym")
-        self._row = start
-
-    def move(self, text: str) -> MoveResult:
-        row = self._row
-        found = reasoning_gym(row.data_source, text, row.ground_truth, dict(row.extra_info))
-        if found["acc"]:
-            return MoveResult(solved=True)
-        score = min(1.0, max(0.0, found["score"]))
-        shown = f" It scores {score:.2f} of 1." if self._show_score else ""
-        return MoveResult(f"That is not the right answer.{shown} Try again.", progress=score, malformed=bool(found["refused"]))

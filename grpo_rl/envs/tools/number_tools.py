@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_rl.config.schema.kinds import Fraction as Share
 from grpo_rl.envs.contract import SimpleTool, Start, ToolResult, text_tool
-from grpo_rl.rewards.rules.expressions import NotAnExpression, formula
+from grpo_rl.rewards.rules.expressions import NotAnExpression, value_of
 from grpo_rl.rewards.rules.number_rules import gsm8k_flexible
 
 LARGEST = 10**30
@@ -38,7 +38,7 @@ class Calculator(SimpleTool):
 def calculated(expression: str) -> str:
     """Return the value of an expression as text. Raises NotAnExpression for other text, and for results of more than 30 digits."""
     try:
-        value = Fraction(formula(expression, Fraction, {}, {}))
+        value = Fraction(value_of(expression))
     except (OverflowError, ValueError, ZeroDivisionError) as error:
         raise NotAnExpression(str(error)) from error
     except TypeError:  # a root of a negative number is complex

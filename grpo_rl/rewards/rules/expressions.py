@@ -1,4 +1,4 @@
-"""Arithmetic and formulas that a model wrote, worked out without ever running them.
+"""Arithmetic that a model wrote, worked out without ever running them.
 
 The text becomes a syntax tree; only the operators named here are followed, with bounds on length, depth, digits and
 exponents, so that no text can run code or make a number that does not fit into memory.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +21,7 @@ MAX_BITS = 8_000
 """Bits of a fraction, numerator and denominator together: about 2,400 digits."""
 LITERAL = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 """A number as it may be written: Python's 1e1_000_000, with a million digits, is none."""
-CHARACTERS = re.compile(r"[0-9A-Za-z_+\-*/(). \t\n]*")
+CHARACTERS = re.compile(r"[0-9eE+\-*/(). \t\n]*")
 ARITHMETIC = re.compile(r"[0-9+\-*/() \t\n]*")
 INTEGERS = re.compile(r"[0-9]+")
 
@@ -35,30 +35,20 @@ def arithmetic_value(text: str) -> tuple[Fraction, list[int]]:
 
     Raises NotAnExpression for anything else, a division by zero included.
     """
-
     if not ARITHMETIC.fullmatch(text) or "**" in (plain := " ".join(text.split())):
         raise NotAnExpression("only whole numbers, + - * / and parentheses are read")
-    value = formula(plain, lambda digits: Fraction(int(digits)), {}, {})
-    return value, [int(digits) for digits in INTEGERS.findall(text)]
+    return value_of(plain), [int(digits) for digits in INTEGERS.findall(text)]
 
 
-def formula(
-    text: str, number: Callable[[str], Any], names: Mapping[str, Any], functions: Mapping[str, Callable[[Any], Any]]
-) -> Any:
-    """The formula built from `number(literal)`, `names` and `functions` of one argument with + - * / and **.
+def value_of(text: str) -> Any:
+    """The value of numbers with + - * / and **: a Fraction, or what a root of numbers is, a float or a complex number.
 
-    Exponents are at most 64, a power of a number has a whole one, and no power of numbers is raised again.
-    Raises NotAnExpression for other names, other syntax and larger sizes.
+    Exponents are numbers of at most 64, and no power is raised again. Raises NotAnExpression for other syntax and larger sizes.
     """
 
     def follow(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-            return number(_literal(source, node))
-        if isinstance(node, ast.Name) and node.id in names:
-            return names[node.id]
-        called = _called(node)
-        if called is not None and called[0] in functions:
-            return functions[called[0]](follow(called[1]))
+            return Fraction(_literal(source, node))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
             value = follow(node.operand)
             return -value if isinstance(node.op, ast.USub) else value
@@ -66,7 +56,7 @@ def formula(
             if isinstance(node.op, ast.Pow):
                 _check_power(node)
             return _apply(node.op, follow(node.left), follow(node.right))
-        raise NotAnExpression(f"{type(node).__name__} is not read in a formula")
+        raise NotAnExpression(f"{type(node).__name__} is not read in an expression")
 
     source = text.strip()
     return follow(_tree(source))
@@ -86,13 +76,6 @@ def _literal(source: str, node: ast.Constant) -> str:
     if not LITERAL.fullmatch(written):
         raise NotAnExpression("a number is digits with a point and an exponent of at most 3 digits, if any")
     return written
-
-
-def _called(node: ast.expr) -> tuple[str, ast.expr] | None:
-    """Name and argument of a call `name(argument)`; None for anything else."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.keywords or len(node.args) != 1:
-        return None
-    return None if isinstance(node.args[0], ast.Starred) else (node.func.id, node.args[0])
 
 
 def _apply(operator: ast.operator, left: Any, right: Any) -> Any:
@@ -115,7 +98,7 @@ def _tree(text: str) -> ast.expr:
     if len(text) > MAX_LENGTH:
         raise NotAnExpression(f"{len(text)} characters are more than {MAX_LENGTH}")
     if not CHARACTERS.fullmatch(text):
-        raise NotAnExpression("characters that no formula has")
+        raise NotAnExpression("characters that no expression has")
     if any(len(digits) > MAX_DIGITS for digits in INTEGERS.findall(text)):
         raise NotAnExpression(f"a number of more than {MAX_DIGITS} digits")
     depth = deepest = 0
@@ -143,15 +126,7 @@ def _height(tree: ast.AST) -> int:
 
 
 def _check_power(node: ast.BinOp) -> None:
-    exponent = _plain_number(node.right)
-    if _has_names(node.left):
-        # x**2, x**(1/2); exp(x) is the function, so E**x is the one power with names above.
-        if exponent is not None and abs(exponent) <= MAX_EXPONENT:
-            return
-        if isinstance(node.left, ast.Name) and node.left.id == "E" and _has_names(node.right):
-            return
-        raise NotAnExpression(f"an exponent that is no number of at most {MAX_EXPONENT}")
-    base = _plain_number(node.left)
+    base, exponent = _plain_number(node.left), _plain_number(node.right)
     if base is None or exponent is None or abs(exponent) > MAX_EXPONENT:
         raise NotAnExpression(f"a power of numbers with another exponent than a number of at most {MAX_EXPONENT}")
 
@@ -170,7 +145,3 @@ def _plain_number(node: ast.expr) -> Fraction | None:
         left, right = _plain_number(node.left), _plain_number(node.right)
         return left / right if left is not None and right else None
     return None
-
-
-def _has_names(node: ast.expr) -> bool:
-    return any(isinstance(inner, ast.Name) for inner in ast.walk(node))

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-PACKAGES = {"reasoning_gym:": "reasoning_gym", "hf:": "datasets"}
+PACKAGES = {"hf:": "datasets"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,13 +14,11 @@ from game_players import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machine_lacks import needs_reasoning_gym
 
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.countdown import countdown
-from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.envs.environments import ENVIRONMENTS, Named, made
-from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns, CountdownInTurns, ReasoningGymInTurns
+from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns, CountdownInTurns
 from grpo_rl.envs.games.game import Game
 from grpo_rl.envs.games.grid_world import GridWorld, grid_world
 from grpo_rl.envs.games.word_game import WordGame, marks, word_game
@@ -129,21 +127,6 @@ def test_countdown_says_what_an_expression_lacks() -> None:
     assert episode.rewards == [None, None, None, None, 1.0]
     failed = play(CountdownInTurns(turns=1, partial=0.1, short=True), row, says("<answer>8 * 3 - 2</answer>"))
     assert failed.total == pytest.approx(0.1)
-
-
-# ---- reasoning-gym -------------------------------------------------------------------------------------------
-
-
-@needs_reasoning_gym
-def test_a_question_of_reasoning_gym_may_be_corrected() -> None:
-    row = task_rows("reasoning_gym:chain_sum?min_terms=2&max_terms=2&num_rows=1")[0]
-    right = row["reward_model"]["ground_truth"]
-    episode = play(ReasoningGymInTurns(), row, says("<answer>0</answer>", f"It is <answer>{right}</answer>"))
-    assert episode.answers == ["That is not the right answer. Try again."]
-    assert episode.rewards == [None, 1.0]
-    assert play(ReasoningGymInTurns(turns=1, partial=0.0), row, says("<answer>0</answer>")).rewards == [0.0]
-    shown = play(ReasoningGymInTurns(turns=2, show_score=True), row, says("<answer>0</answer>", "x"))
-    assert "It scores 0.0" in shown.answers[0]
 
 
 # ---- all games -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from grpo_rl.rewards.registry import REWARDS
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from hostile_responses import CANARY, hostile_responses
 
-RULES = [name for name in REWARDS if name not in ("auto", "code", "reasoning_gym")]
+RULES = [name for name in REWARDS if name not in ("auto", "code")]
 """Without `auto`, and without two whose ground truths are of another kind: they have hostile texts of their own."""
 GOLDS = {"countdown": {"numbers": [44, 19, 35], "target": 98}, "multiple_choice": "B"}
 GOLD = "271828"
