@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from grpo_rl.commands.targets import Target, add_trust_option, find_target, mode
 from grpo_rl.config.schema.fields import changed, flat, leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import results
 from grpo_rl.telemetry.rundir import RunDir, run_config, shown_value
@@ -45,12 +44,12 @@ def model_card(run_dir: RunDir, config: Mapping[str, Any], step: int | None, *, 
         f"{trained}, from `{_code(base)}`: {at}. Objective: `{_code(config.get('algorithm.adv_estimator'))}` advantages, "
         f"`{_code(config.get('actor_rollout_ref.actor.policy_loss.loss_mode'))}` policy loss.",
     ]
-    lines += ["", "## Data and reward", "", *_data(config)]
     lines += ["", "## Result", "", *_result(records)]
     lines += ["", "![curves](curves.png)"] if has_curve else []
     lines += ["", "## Configuration", "", "Keys that differ from the defaults; all of them are in `run_config.yaml`.", ""]
     lines += ["```yaml", *_changed(config), "```"]
-    lines += ["", "## How to repeat it", "", *_repeat(run_dir)]
+    lines += ["", "Paths in it are those of the machine that trained. The same again:", "", "```bash"]
+    lines += ["python -m grpo_rl.main recipe=run_config.yaml trainer.experiment_name=again", "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -66,19 +65,12 @@ def _metadata(base: str, config: Mapping[str, Any]) -> list[str]:
         found["tags"].append(estimator)
     if base.count("/") == 1 and not base.startswith(("/", ".", "~")):
         found["base_model"] = base
-    names = [
-        file.removeprefix("hf:").partition("?")[0] for file in _listed(config, "data.train_files") if file.startswith("hf:")
-    ]
+    files = config.get("data.train_files")
+    files = [str(file) for file in files] if isinstance(files, list) else []
+    names = [file.removeprefix("hf:").partition("?")[0] for file in files if file.startswith("hf:")]
     if names:
         found["datasets"] = names
     return ["---", *yaml.safe_dump(found, sort_keys=False).splitlines(), "---", ""]
-
-
-def _data(config: Mapping[str, Any]) -> list[str]:
-    lines = [f"- trained on `{_code(file)}`" for file in _listed(config, "data.train_files")]
-    lines += [f"- validated on `{_code(file)}`" for file in _listed(config, "data.val_files")]
-    lines += [f"- reward `{_code(name)}`" for name in _listed(config, "reward.functions")]
-    return lines
 
 
 def _result(records: Sequence[Mapping[str, float]]) -> list[str]:
@@ -96,23 +88,6 @@ def _changed(config: Mapping[str, Any]) -> list[str]:
     """Return the keys that differ from the schema's defaults, one per line, without those about one machine's folders."""
     own = ((key, value) for key, (value, _) in changed(config).items() if key in leaves() and key not in _LOCAL)
     return [f"{key}: {shown_value(value, quotes=True).replace('```', '')}" for key, value in own]
-
-
-def _repeat(run_dir: RunDir) -> list[str]:
-    """Return the commands that train the same again: from the configuration here, and as they were typed."""
-    lines = ["```bash", "python -m grpo_rl.main recipe=run_config.yaml trainer.experiment_name=again", "```"]
-    words: list[str] = []
-    with suppress(DataError):
-        words = read_text(run_dir.overrides_file).splitlines()
-    if words:
-        typed = " ".join(shlex.quote(safe_text(word)) for word in words).replace("```", "")
-        lines += ["", "It was started as:", "", "```bash", f"python -m grpo_rl.main {typed}", "```"]
-    return [*lines, "", "Paths in these files are those of the machine that trained."]
-
-
-def _listed(config: Mapping[str, Any], key: str) -> list[str]:
-    found = config.get(key, [])
-    return [str(entry) for entry in found] if isinstance(found, list) else [str(found)]
 
 
 def _code(value: Any) -> str:
@@ -158,26 +133,10 @@ def _fill(target: Target, folder: Path, console: Console, *, adapter: bool, trus
         shutil.copyfile(run_dir.config_file, folder / CONFIG)
         if run_dir.metrics_file.is_file():
             shutil.copyfile(run_dir.metrics_file, folder / METRICS)
-        if _draw(run_dir, console):
+        if (run_dir.plots / CURVE).is_file():
             shutil.copyfile(run_dir.plots / CURVE, folder / CURVE)
         card = model_card(run_dir, run_config(target.run), target.step, has_curve=(folder / CURVE).is_file())
         (folder / CARD).write_text(redact(card), encoding="utf-8")
-
-
-def _draw(run_dir: RunDir, console: Console) -> bool:
-    """Draw the curves of a run that has none yet, as one that is going on; return whether there are any."""
-    if (run_dir.plots / CURVE).is_file():
-        return True
-    from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-
-    if not any(record["step"] for record in read_metrics(run_dir.metrics_file)):
-        return False
-    from grpo_rl.telemetry.report import plot_curves
-
-    run_dir.plots.mkdir(exist_ok=True)
-    with console.progress("drawing the curves"):
-        plot_curves(run_dir)
-    return True
 
 
 def _default(target: Target, adapter: bool) -> Path:

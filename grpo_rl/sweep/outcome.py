@@ -1,13 +1,12 @@
-"""The runs of a sweep, named after their values, and their result: a table with mean and spread per setting, and a CSV file.
+"""The runs of a sweep, named after their values, and their result: a table with mean and spread per setting.
 
-`python -m grpo_rl.sweep.outcome FOLDER` makes them from the folder of a sweep, also of one whose runs were submitted to a
+`python -m grpo_rl.sweep.outcome FOLDER` makes it from the folder of a sweep, also of one whose runs were submitted to a
 cluster one by one.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import hashlib
 import math
 import re
@@ -68,16 +67,14 @@ class SweptRun:
 
 
 def summarize(folder: Path, points: Sequence[Point]) -> str:
-    """Write sweep.csv, and return the table, which is written to sweep.txt too; one row per setting."""
+    """Return the table, one row per setting, and write it to sweep.txt."""
     results = [_result(folder / point.name, point) for point in points]
     columns = list(dict.fromkeys(name for result in results for name in result.values))
-    _write_csv(folder / "sweep.csv", results, columns)
-    text = _table(results, columns)
-    made = [folder / "sweep.txt", folder / "sweep.csv"]
-    text += "\n\nWritten: " + ", ".join(str(path) for path in made)
+    file = folder / "sweep.txt"
+    text = f"{_table(results, columns)}\n\nWritten: {file}"
     begun = [shlex.quote(str(folder / one.point.name)) for one in results if one.values]
     text += f"\nTheir curves over each other: grpo-rl page {' '.join(begun)}\n" if begun else "\n"
-    made[0].write_text(text, encoding="utf-8", errors="backslashreplace")
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return text
 
 
@@ -162,18 +159,6 @@ def _mean_and_spread(values: Sequence[float]) -> str:
         return "-"
     spread = f" ± {number(statistics.stdev(values), 9).strip()}" if len(values) > 1 else ""
     return f"{number(statistics.fmean(values), 9).strip()}{spread}"
-
-
-def _write_csv(file: Path, results: Sequence[SweptRun], columns: Sequence[str]) -> None:
-    """Write one line per run: its values, state, steps, and what it reached."""
-    with file.open("w", newline="", encoding="utf-8") as opened:
-        writer = csv.writer(opened)
-        axes = list(dict.fromkeys(axis for result in results for axis in result.point.values))
-        writer.writerow(["run", *axes, "state", "steps", *columns])
-        for result in results:
-            values = [result.point.values.get(axis, "") for axis in axes]
-            reached = [result.values.get(name, "") for name in columns]
-            writer.writerow([result.point.name, *values, result.state, result.steps, *reached])
 
 
 def read_points(folder: Path) -> list[Point]:
