@@ -257,7 +257,6 @@ WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communi
 TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 ENDLESS_WAITS = {
     ("envs/endpoint.py", "_next"): "the next request of an agent, or its end: cancelled at environment.step_timeout_s",
-    ("envs/tools/mcp_tools.py", "_hold"): "a task that holds a server for as long as its episode or its process lives",
     ("rewards/runtime/runner.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("processes/child.py", "receive"): "the channel does not block: it is read when poll says so",
     ("processes/inside.py", "_exactly"): "a child with nothing to do; it ends when the run's side of the channel closes",

@@ -193,7 +193,7 @@ def _refuse(found: Sequence[str], why: str) -> None:
 
 
 def _is_harmless(key: str, value: Any) -> bool:
-    if key not in leaves():  # `tools.mcp.command` in place of `tools`: a part of a key's value
+    if key not in leaves():  # `tools.search.folder` in place of `tools`: a part of a key's value
         return False
     if isinstance(value, Mapping):
         return _is_plain(value)

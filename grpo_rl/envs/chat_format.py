@@ -167,7 +167,7 @@ def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
     )
     reason = "tool_calls" if calls else "stop" if turn.finish_reason == "stop" else "length"
     tokens = 0 if turn.token_ids is None else len(turn.token_ids)
-    content = spoken(tool_format, turn.text, turn.raw_text) if calls else turn.text
+    content = spoken(tool_format, turn.text) if calls else turn.text
     return ChatAnswer(content, calls, reason, turn.context_tokens, tokens)
 
 

@@ -27,7 +27,6 @@ TOOLS: dict[str, str] = {
     "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",
     "search": f"{_TOOLS}.retrieval:Search",
     "check_answer": f"{_TOOLS}.number_tools:CheckAnswer",
-    "mcp": f"{_TOOLS}.mcp_tools:McpTool",
 }
 """The place of each tool by its name."""
 
@@ -112,14 +111,15 @@ def schema_of(named: Named, tool: Any) -> dict[str, Any]:
 # to such a class are taken, so that the class path is all that has to change.
 
 _SANDBOX = "python, which runs code in a sandbox of this program, one interpreter per episode; its config may stay as it is"
+_OF_A_SERVER = "a tool of your own (path/to/file.py:Class, docs/agents.md) that asks the server, with the package mcp"
 CLASSES: dict[str, str] = {
     "Gsm8kTool": "check_answer; its config and schema may stay as they are",
     "SandboxFusionTool": _SANDBOX,
     "CustomSandboxFusionTool": _SANDBOX,
     "SandboxTool": _SANDBOX,
     "SearchTool": "search, which ranks the texts of a local folder: config: {folder: FOLDER, topk: 3}; there is no retrieval service",
-    "MCPBaseTool": "mcp with config: {command: [...], tool: NAME}, one entry for each tool of a server",
-    "MCPSearchTool": "mcp with config: {command: [...], tool: NAME}, one entry for each tool of a server",
+    "MCPBaseTool": _OF_A_SERVER,
+    "MCPSearchTool": _OF_A_SERVER,
     "Gsm8kInteraction": "gsm8k; its config may stay as it is",
 }
 """The class names to write in place of verl's classes, by the last part of their paths."""

@@ -29,10 +29,8 @@ FORMATS: Registry[Callable[[str], Iterator[Any]]] = Registry("tool-call format")
 
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_MISTRAL = "[TOOL_CALLS]"
 _LLAMA = "<|python_tag|>"
 _LLAMA_END = re.compile(r"(<\|eo[tm]_id\|>|<\|end_of_text\|>)\s*\Z")
-_MISTRAL_END = re.compile(r"</s>\s*\Z")
 
 
 _OWN_PARSER = "a parser of your own as file.py:function"
@@ -69,11 +67,9 @@ def parse(name: str, text: str) -> Parsed:
         return Parsed(malformed=(str(error) or "the tool call cannot be read",))
 
 
-def spoken(name: str, text: str, raw_text: str) -> str:
-    """Return what a turn with calls says beside them; `raw_text` has its special tokens. Nothing for a user's own format."""
-    if name in ("hermes", "qwen", "qwen25"):
-        return _HERMES.sub("", text).strip()
-    return raw_text.partition(_MISTRAL)[0].strip() if name == "mistral" else ""
+def spoken(name: str, text: str) -> str:
+    """Return what a turn with calls says beside them. Nothing for formats whose calls are the whole turn, and a user's own."""
+    return _HERMES.sub("", text).strip() if name in ("hermes", "qwen", "qwen25") else ""
 
 
 def _collected(found: Iterator[Any]) -> Parsed:
@@ -135,25 +131,6 @@ def llama3_json(text: str) -> Iterator[Any]:
         yield value
         while place < len(text) and text[place] in "; \n\t":
             place += 1
-
-
-@FORMATS.register("mistral")
-def mistral(text: str) -> Iterator[Any]:
-    """Yield the calls behind [TOOL_CALLS], as Mistral models write them: a JSON list, or name and arguments of each."""
-    _, mark, rest = _MISTRAL_END.sub("", text).partition(_MISTRAL)
-    if not mark:
-        return
-    if not rest.lstrip().startswith(("[{", "[ {", "[]", "{")):  # newer models: [TOOL_CALLS]name[ARGS]{...}
-        for one in rest.split(_MISTRAL):
-            name, args, body = one.partition("[ARGS]")
-            if not args:
-                name, brace, body = one.partition("{")
-                body = brace + body
-            arguments = _json_or_error(body)
-            yield arguments if isinstance(arguments, ValueError) else {"name": name.strip(), "arguments": arguments}
-        return
-    value = _json_or_error(rest)
-    yield from value if isinstance(value, list) else [value]
 
 
 def _json(text: str) -> Any:

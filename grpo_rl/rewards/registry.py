@@ -1,4 +1,4 @@
-"""The reward functions by name, by the `data_source` of a row, and as the accuracy in DeepSeek-R1's sum.
+"""The reward functions by name, and by the `data_source` of a row.
 
 A reward function takes `(data_source, solution_str, ground_truth, extra_info)`, verl's signature, and
 returns a number, or a dict with `score` and whatever else should be logged with it. Further keys
@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.registry import Registry
 from grpo_rl.rewards.code.code_rule import code
@@ -26,11 +25,8 @@ from grpo_rl.rewards.rules.number_rules import (
 )
 from grpo_rl.rewards.rules.text_rules import (
     exact_match,
-    language_consistency,
-    length,
     multiple_choice,
     repetition,
-    tags,
     think_answer,
 )
 
@@ -91,43 +87,13 @@ def _no_rule(data_sources: list[str]) -> str:
     )
 
 
-ACCURACY: dict[str, Callable[..., dict[str, float]]] = {
-    rule.__name__: rule for rule in (math, gsm8k, gsm8k_flexible, countdown, multiple_choice, exact_match)
-}
-
-
-def deepseek_r1(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    accuracy: str = "math",
-    accuracy_weight: Factor = 1.0,
-    format_weight: Factor = 1.0,
-) -> dict[str, float]:
-    """`accuracy_weight * accuracy + format_weight * format`, both 0 or 1; each of them, unweighted, and `acc` are
-    parts.
-
-    `accuracy` names the rule that decides whether the answer is right: math, gsm8k, gsm8k_flexible, countdown,
-    multiple_choice or exact_match. The format is `<think>...</think><answer>...</answer>`, once and in order.
-    Raises ValueError for another rule, and what that rule raises.
-    """
-    if accuracy not in ACCURACY:
-        raise ValueError(f"accuracy is {accuracy!r}; it is one of {', '.join(ACCURACY)}")
-    graded = ACCURACY[accuracy](data_source, solution_str, ground_truth, extra_info)
-    right = graded["acc"]
-    form = think_answer(data_source, solution_str, ground_truth, extra_info)
-    parts = {"score": accuracy_weight * right + format_weight * form, "acc": right, "accuracy": right, "format": form}
-    return parts | {key: graded[key] for key in ("answer", "refused") if key in graded}
-
-
 RewardFn = Callable[..., Any]
 
 REWARDS: Registry[RewardFn] = Registry("reward function")
 REWARDS.register("format")(think_answer)
 for _function in (
     *(auto, arithmetic, arithmetic_process, written_sum, countdown, gsm8k, gsm8k_flexible, math),
-    *(multiple_choice, exact_match, tags, length, repetition, language_consistency, deepseek_r1, code),
+    *(multiple_choice, exact_match, repetition, code),
 ):
     REWARDS.register(_function.__name__)(_function)
 

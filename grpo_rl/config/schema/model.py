@@ -377,7 +377,7 @@ class MultiTurnConfig:
     tools: dict[str, Any] = field(default_factory=dict)
     """Tools by registered name or file.py:Class, with their options: {calculator: {}}."""
     format: str = "hermes"
-    """The way the model writes tool calls: hermes (Qwen too), llama3_json, mistral, or your own parser as file.py:function."""
+    """The way the model writes tool calls: hermes (Qwen too), llama3_json, or your own parser as file.py:function."""
     max_parallel_calls: Requests = 1
     """Most tool calls of one turn that are run, side by side; further ones are left out."""
     max_tool_response_length: Length = 256

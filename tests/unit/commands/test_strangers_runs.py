@@ -46,8 +46,8 @@ def name_in_file(run: Path, **settings: Any) -> None:
         ("reward.function_kwargs", {"evil.py:f": {}}),
         ("reward.judge.base_url", "http://10.0.0.1/v1"),
         ("reward.judge.parser", "evil:f"),
-        (f"{R}.multi_turn.tools", {"mcp": {"command": ["sh", "-c", "touch CANARY"], "tool": "x"}}),
-        (f"{R}.multi_turn.tools", {"mcp": {"command": "uptime", "tool": "x"}}),
+        (f"{R}.multi_turn.tools", {"evil.py:Tool": {}}),
+        (f"{R}.multi_turn.tools", {"search": {"folder": "/etc"}}),
         (f"{R}.multi_turn.tool_config_path", "tools.yaml"),
         (f"{R}.multi_turn.environment.name", "evil.Environment"),
         (f"{R}.multi_turn.environment.options", {"load": "evil:f"}),
@@ -82,11 +82,11 @@ def test_what_a_runs_file_names_is_shown_and_not_run(
 
 
 def test_parts_of_a_key_are_no_way_around(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Between dots a command would be a word as harmless as the name of a reward."""
+    """Between dots a folder would be a word as harmless as the name of a reward."""
     with (run / "config.yaml").open("a") as file:
-        file.write(f"{R}.multi_turn.enable: true\n{R}.multi_turn.tools.mcp: {{command: uptime, tool: x}}\n")
+        file.write(f"{R}.multi_turn.enable: true\n{R}.multi_turn.tools.search: {{folder: /etc}}\n")
     assert main(["eval", str(run)]) == 2
-    assert f"{R}.multi_turn.tools.mcp.command='uptime'" in capsys.readouterr().err
+    assert f"{R}.multi_turn.tools.search.folder='/etc'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["export", "eval", "generate", "chat"])

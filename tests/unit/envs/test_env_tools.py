@@ -1,22 +1,18 @@
-"""Tools that come with it: the calculator, the Python interpreter in its sandbox, search, and those of MCP servers."""
+"""Tools that come with it: the calculator, the Python interpreter in its sandbox, and search."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 from machine_lacks import needs_sandbox
 
 from grpo_rl.envs.contract import Start, ToolResult
 from grpo_rl.envs.environments import TOOLS, Named, made
-from grpo_rl.envs.tools import mcp_tools
-from grpo_rl.envs.tools.mcp_tools import McpTool
 from grpo_rl.envs.tools.number_tools import Calculator
 from grpo_rl.envs.tools.python_interpreter import PythonInterpreter
 from grpo_rl.envs.tools.retrieval import Search, index_of
@@ -157,44 +153,3 @@ def test_search_refuses_folders_without_texts(tmp_path: Path) -> None:
     for options, said in (({"top_k": 0}, "top_k=0"), ({"top_k": "3"}, "type of its default, 3")):
         with pytest.raises(ConfigError, match=said):
             made(Named("search", options), TOOLS, "tool")
-
-
-# ---- MCP -----------------------------------------------------------------------------------------------------
-
-SERVER = [sys.executable, str(Path(__file__).parent / "mcp_counter_server.py")]
-
-
-def test_tools_of_a_server_are_called_over_its_standard_streams() -> None:
-    schema = McpTool(command=SERVER, tool="add").schema
-    assert schema["name"] == "add" and schema["description"] == "Add two numbers."
-    assert set(schema["parameters"]["properties"]) == {"left", "right"}
-
-    async def calls() -> None:
-        shared = [McpTool(command=SERVER, tool="bump") for _ in range(2)]
-        assert [(await tool.call({})).text for tool in shared] == ["1", "2"]
-        wrong = await McpTool(command=SERVER, tool="add").call({"left": "x", "right": 1})
-        assert wrong.failed
-        # An own server has an own state, and one that has ended is started again.
-        own = McpTool(command=SERVER, tool="bump", shared=False)
-        assert await own.call({}) == ToolResult("1")
-        assert await own.call({}) == ToolResult("2")
-        await own.close()
-        leaving = McpTool(command=SERVER, tool="leave")
-        with pytest.raises(Exception, match=r"(?i)closed"):
-            await leaving.call({})
-        assert await McpTool(command=SERVER, tool="bump").call({}) == ToolResult("1")
-
-    asyncio.run(calls())
-
-
-def test_servers_that_do_not_start_and_tools_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="has no tool 'subtract'; it has add, bump, leave"):
-        _ = McpTool(command=SERVER, tool="subtract").schema
-    with pytest.raises(ConfigError, match=r"no/such/server.*could not be asked for its tools"):
-        _ = McpTool(command="no/such/server", tool="add").schema
-    with monkeypatch.context() as patch:
-        patch.setattr(mcp_tools, "_listed", AsyncMock(side_effect=TimeoutError))
-        with pytest.raises(ConfigError, match=r"could not be asked for its tools: no answer within 30 s$"):
-            mcp_tools.schemas((("slow",), ()))
-    with pytest.raises(ConfigError, match="command is empty"):
-        McpTool(command=[], tool="add")
