@@ -406,7 +406,6 @@ def _train_from(course: Course, stack: ExitStack) -> None:
         inputs.rules.on_busy = partial(timeline.ended, "reward", "scoring")
     rollouts = RolloutLog(
         run_dir,
-        config.trainer.rollout_data_format,
         beside=True,
         token_groups=config.trainer.log_token_groups,
         written=sinks.written,

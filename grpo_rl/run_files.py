@@ -1,6 +1,6 @@
 """Files in a run's folder: how they are written whole, and read though somebody may have sent them.
 
-Nothing in a file makes a reader wait, or take all memory. A file must be a regular one, and no link. Its size, unpacked too, its nesting and the number of its lists and objects have
+Nothing in a file makes a reader wait, or take all memory. A file must be a regular one, and no link. Its size, its nesting and the number of its lists and objects have
 bounds. Whole numbers beyond 64 bits become floats, which every reader handles.
 """
 
@@ -19,14 +19,13 @@ import yaml
 from grpo_rl.errors import DataError
 
 MOST_BYTES = 2**29
-"""The largest log, unpacked: a step of 16,000 responses of 8,000 tokens has as much."""
+"""The largest log: a step of 16,000 responses of 8,000 tokens has as much."""
 MOST_TEXT_BYTES = 2**22
 """The largest file that a person reads as well: configuration, plan, status."""
 MOST_DEPTH = 64
 """The deepest nesting; what this program writes has at most 12."""
 MOST_PARTS = 2 * 10**7
 """The most lists and objects in a file: each takes 64 bytes and more."""
-_PIECE = 2**24
 _LONG_NUMBER = re.compile(r"[0-9]{19}")
 _YAML: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -42,12 +41,10 @@ def opened(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a file; unpacked where its name ends in .zst. Raises DataError where that cannot be had."""
+    """Return the content of a file. Raises DataError where that cannot be had."""
     try:
         with opened(path) as file:
             found = file.read(most + 1)
-        if path.suffix == ".zst" and len(found) <= most:
-            found = _unpacked(found, most)
     except OSError as error:
         reason = "it is a link" if path.is_symlink() else error.strerror or error
         raise DataError(f"{path}: cannot be read: {reason}") from error
@@ -144,17 +141,6 @@ def parsed(text: str) -> Any:
     if text.count("[") + text.count("{") > MOST_DEPTH:
         _refuse_depth(found, MOST_DEPTH)
     return found
-
-
-def _unpacked(packed: bytes, most: int) -> bytes:
-    import pyarrow
-
-    parts, size = [], 0
-    with pyarrow.CompressedInputStream(pyarrow.BufferReader(packed), "zstd") as stream:
-        while size <= most and (part := stream.read(_PIECE)):
-            parts.append(part)
-            size += len(part)
-    return b"".join(parts)
 
 
 def _whole(text: str) -> int | float:

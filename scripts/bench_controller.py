@@ -146,9 +146,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--reply", type=int, default=16, help="completions that a replica reports at once")
     parser.add_argument("--chars-per-token", type=float, default=4.0, help="text that a response has for rewards")
-    parser.add_argument(
-        "--log", choices=("none", "jsonl", "jsonl.zst"), default="none", help="write all rollouts, beside the steps"
-    )
+    parser.add_argument("--log", action="store_true", help="write all rollouts, beside the steps")
     parser.add_argument("--mini-batches", type=int, default=1, help="with more than one, ranks compute old log-probs")
     parser.add_argument("--reference", action="store_true", help="the ranks compute reference log-probs, too")
     parser.add_argument("--steps", type=int, default=3, help="measured ones, after one that warms everything up")
@@ -249,8 +247,8 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     pool = ReplicaPool(Replicas(replicas), Transfer("object_store", ranks, replicas, 1, START_S), settings)
     train: Any = Prompts(2 * num_prompts, options.prompt_tokens)
     log = None
-    if options.log != "none":
-        log = RolloutLog(RunDir.create(folder, "bench"), options.log, beside=True)
+    if options.log:
+        log = RolloutLog(RunDir.create(folder, "bench"), beside=True)
         stack.callback(log.close)
     output: Any = SimpleNamespace(console=SimpleNamespace(warn=print), rollouts=log)  # nothing else is written
     roles = Roles(actor=role, rollout=pool, rewarder=Rewarder(), reference=reference)
@@ -266,7 +264,7 @@ def configuration(options: argparse.Namespace) -> Any:
     actor = replace(parts.actor, ppo_mini_batch_size=num_prompts // options.mini_batches, use_kl_loss=False)
     parts = replace(parts, actor=actor, rollout=replace(parts.rollout, n=options.group))
     data = replace(config.data, train_batch_size=num_prompts, max_response_length=options.tokens)
-    trainer = replace(config.trainer, save_rollouts=options.log != "none")
+    trainer = replace(config.trainer, save_rollouts=options.log)
     return replace(config, actor_rollout_ref=parts, data=data, trainer=trainer)
 
 

@@ -217,7 +217,7 @@ def _parser() -> Arguments:
     return parser
 
 
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".zst")
+_SUFFIXES = (".jsonl", ".json", ".parquet")
 PromptKey = tuple[str, str]
 """A prompt's uid or row, and its text."""
 PromptGroups = dict[PromptKey, list[Record]]
@@ -231,7 +231,10 @@ def is_response_file(text: str) -> bool:
 
 def read_groups(path: Path) -> PromptGroups:
     """Return the scored responses to each prompt in a file, equally many, as pass@k needs. Raises DataError for another file."""
-    rows = _rows(path)
+    from grpo_rl.data.sources.locate import open_source
+
+    source = open_source(str(path))
+    rows = [source.row(index) for index in range(len(source))]
     if not rows:
         raise DataError(f"{path}: has no rows")
     groups: PromptGroups = defaultdict(list)
@@ -255,13 +258,3 @@ def side_by_side(files: Sequence[PromptGroups]) -> tuple[list[dict[int, list[Rec
         raise DataError("the files have no prompt in common: they are compared on the same prompts")
     left_out = len({key for groups in files for key in groups}) - len(common)
     return [{number: groups[key] for number, key in enumerate(common)} for groups in files], left_out
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    from grpo_rl.data.sources.locate import open_source
-    from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
-
-    if path.suffix == ".zst":
-        return read_rollouts(path)
-    source = open_source(str(path))
-    return [source.row(index) for index in range(len(source))]

@@ -33,7 +33,7 @@ _PAIRS = "data: chosen_key rejected_key"
 _SOURCE = "data: reward_fn_key data_source ground_truth_key extra_info_key"
 _LENGTHS = "data: max_prompt_length max_response_length"
 _OF_PROMPTS = "data: retire_*"
-_OF_ROLLOUTS = "trainer: save_rollouts rollout_data_format log_token_groups"
+_OF_ROLLOUTS = "trainer: save_rollouts log_token_groups"
 _CRITIC = "critic: *; trainer: critic_warmup"
 _ADVANTAGES = (
     "algorithm: adv_* norm_adv_by_std_in_grpo gamma lam reward_parts use_kl_in_reward kl_* rollout_correction.* mask_truncated"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from grpo_rl import machine_memory
-from grpo_rl.__main__ import main
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import DataConfig, RewardConfig
@@ -133,14 +131,3 @@ def test_a_containers_limit_counts_and_files_that_the_kernel_keeps_do_not(
     assert machine_memory.machine_memory() == (309600, 409600, "container")
     (tmp_path / "memory.max").write_text("max")
     assert machine_memory.machine_memory().total == 1000 * 1024
-
-
-def test_the_command_looks_at_words_of_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["recipe=arithmetic/grpo", "trainer.device=cpu", "reward.num_workers=1"]
-    assert main(["doctor", *words, "--strict"]) == 0
-    shown = capsys.readouterr().out
-    assert "Before a start: nothing is in the way." in shown and "the right answer gets 1, an empty one 0" in shown
-    assert main(["doctor", *words, "reward.functions=[gsm8k]", "--strict", "--json"]) == 1
-    shown = capsys.readouterr().out
-    found = json.loads(shown[shown.index("[\n") :])
-    assert [one["name"] for one in found if one["weight"] == "watch"] == ["reward"]

@@ -124,9 +124,6 @@ class TrainerConfig:
     """Write the trained policy to <run>/model, a Hugging Face folder."""
     save_rollouts: bool = True
     """Write every rollout to <run>/rollouts/step_N.jsonl."""
-    rollout_data_format: Literal["jsonl", "jsonl.zst"] = "jsonl"
-    """The form of the files in <run>/rollouts and <run>/val: lines of JSON, or the same compressed with zstandard.
-    Page, report and `grpo_rl.Run` read both; data.train_files takes lines of JSON only."""
     log_token_groups: CountOrZero = 2
     """The first so many groups of each step are logged with the id, the log-prob and the ratio of every sampled token, which the
     run's page colours, and with its advantage where tokens of a response have different ones; 0: none."""

@@ -70,7 +70,7 @@ def chunks_of(
     size = 0
     for path in files.values():
         with suppress(OSError):
-            size += path.stat().st_size * (5 if path.suffix == ".zst" else 1)  # a compressed log is about a fifth of its text
+            size += path.stat().st_size
     if size <= inline_bytes:
         packer = _Packer(pieces)
         for (kind, step), path in sorted(files.items()):

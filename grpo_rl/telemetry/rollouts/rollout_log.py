@@ -1,4 +1,4 @@
-"""The files rollouts/step_N.jsonl and val/step_N.jsonl, or .jsonl.zst: one line per response, with all that the run has of it."""
+"""The files rollouts/step_N.jsonl and val/step_N.jsonl: one line per response, with all that the run has of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,6 @@ if TYPE_CHECKING:  # types imports torch, which reading a log does not need
     from grpo_rl.types import Rollout
 
 Kind = Literal["rollouts", "val"]
-DataFormat = Literal["jsonl", "jsonl.zst"]
-ZSTD = ".zst"
 WRITE_S = 3600.0
 """The longest time in which one step's rollouts are written."""
 CLOSE_S = 30.0
@@ -62,7 +60,6 @@ class RolloutLog:
     def __init__(
         self,
         run_dir: RunDir,
-        data_format: DataFormat = "jsonl",
         *,
         beside: bool = False,
         token_groups: int = 0,
@@ -71,7 +68,6 @@ class RolloutLog:
         self._written = written
         """A function called with each file when it is whole, by the thread that writes."""
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
-        self._format = data_format
         self._token_groups = token_groups
         self._jobs: queue.Queue[Callable[[], Path] | None] = queue.Queue(maxsize=1)
         self._failure: BaseException | None = None
@@ -91,7 +87,7 @@ class RolloutLog:
         advantages: Sequence[float | None] | None = None,
         seen: Seen | None = None,
     ) -> Path:
-        """Write `<kind>/step_<step>.<format>`, which is complete or not there at all, and return its path.
+        """Write `<kind>/step_<step>.jsonl`, which is complete or not there at all, and return its path.
 
         `advantages` has one entry per rollout, None for a rollout that is not trained; `seen` is what the update saw of the
         tokens of rollouts that are shown. Raises OSError where it cannot be
@@ -99,7 +95,7 @@ class RolloutLog:
         """
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
-        path = self._folders[kind] / f"step_{step}.{self._format}"
+        path = self._folders[kind] / f"step_{step}.jsonl"
         if self._thread is None:
             return self._write(kind, step, path, rollouts, advantages, seen)
         self._raise_failure()
@@ -178,11 +174,10 @@ def write_rollouts(
     """Write one line per rollout to `path`, which is complete or not there at all, and return it.
 
     Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it, and what an update saw of them.
-    Where the name ends in `.zst` the lines are compressed.
     """
     shown = first_prompts(rollouts, token_groups)
     temporary = path.with_suffix(".tmp")
-    with _opened(temporary, compressed=path.suffix == ZSTD) as file:
+    with temporary.open("wb") as file:
         for index, rollout in enumerate(rollouts):
             advantage = None if advantages is None else advantages[index]
             record = record_of(rollout, advantage)
@@ -201,19 +196,6 @@ def write_rollouts(
 def first_prompts(rollouts: Sequence[Rollout], num_groups: int) -> set[str]:
     """Return the uids of the prompts of the first `num_groups` groups."""
     return set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:num_groups])
-
-
-@contextlib.contextmanager
-def _opened(path: Path, *, compressed: bool) -> Iterator[Any]:
-    """Open a file to write bytes to."""
-    with path.open("wb") as file:
-        if not compressed:
-            yield file
-            return
-        import pyarrow
-
-        with pyarrow.CompressedOutputStream(file, "zstd") as packed:
-            yield packed
 
 
 def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any]:
@@ -360,7 +342,7 @@ def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, file) of every step in `folder`, ascending; none where there is no such folder."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        match = re.fullmatch(r"step_([0-9]{1,9})\.jsonl(\.zst)?", path.name)
+        match = re.fullmatch(r"step_([0-9]{1,9})\.jsonl", path.name)
         if match:
             found.append((int(match[1]), path))
     return sorted(found)
@@ -370,7 +352,7 @@ def step_file(folder: Path, step: int | None) -> tuple[int, Path]:
     """Return (step, file) of a step in `folder`, the last one for None. Raises DataError with the steps there are."""
     files = dict(step_files(folder))
     if not files:
-        raise DataError(f"{folder}: no rollouts were logged (step_N.jsonl or step_N.jsonl.zst; trainer.save_rollouts)")
+        raise DataError(f"{folder}: no rollouts were logged (step_N.jsonl; trainer.save_rollouts)")
     chosen = max(files) if step is None else step
     if chosen not in files:
         steps = [*map(str, files)]

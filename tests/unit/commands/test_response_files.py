@@ -18,7 +18,7 @@ def summary(folder: Path) -> dict:
 
 def test_two_validations_of_a_run_are_compared_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, "measured", solved=range(9))
-    before = write_rollouts(run / "val" / "step_0.jsonl.zst", [rollout(row, float(row < 2)) for row in range(20)])
+    before = write_rollouts(run / "val" / "step_0.jsonl", [rollout(row, float(row < 2)) for row in range(20)])
     after = run / "val" / "step_3.jsonl"
     assert main(["eval", str(before), str(after), "--output", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out

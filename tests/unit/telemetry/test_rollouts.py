@@ -7,8 +7,7 @@ import pytest
 
 from grpo_rl.columns import Block, View
 from grpo_rl.episode import Episode, PlayedTurn
-from grpo_rl.errors import DataError
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts, step_files
+from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
 
@@ -99,21 +98,6 @@ def test_a_log_that_cannot_be_written_beside_the_step_ends_the_run_at_the_next_o
     assert log.write("rollouts", 2, [make_rollout()]).name == "step_2.jsonl"
     log.flush()
     log.close()
-
-
-def test_compressed_rollouts_are_the_same_lines_in_less_room(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "r")
-    rollouts = [make_rollout(sample, "a\ud800\u2028" + "word " * 200) for sample in range(20)]
-    plain = RolloutLog(run_dir).write("rollouts", 1, rollouts)
-    packed = RolloutLog(run_dir, "jsonl.zst").write("rollouts", 2, rollouts)
-    assert packed.name == "step_2.jsonl.zst" and read_rollouts(packed) == read_rollouts(plain)
-    assert packed.stat().st_size < plain.stat().st_size / 10
-    assert step_files(run_dir.rollouts) == [(1, plain), (2, packed)]
-    RolloutLog(run_dir).truncate_after(1)
-    assert not packed.exists() and plain.exists()
-    packed.write_bytes(b"\x28\xb5\x2f\xfd damaged")
-    with pytest.raises(DataError, match="ZSTD"):
-        read_rollouts(packed)
 
 
 def test_a_line_of_an_episode_has_its_conversation_and_which_tokens_were_sampled(tmp_path: Path) -> None:
