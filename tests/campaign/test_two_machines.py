@@ -372,6 +372,37 @@ def test_engines_on_other_machines(cluster: Cluster) -> None:
     assert cluster.policy("engines") == cluster.policy("engine")
 
 
+def test_an_engine_comes_with_a_machine_and_goes_with_it(cluster: Cluster) -> None:
+    """A machine that joins the cluster brings an engine, its death takes it away, and the run goes on to the policy of one engine."""
+    if 3 in cluster.machines.running:
+        cluster.machines.kill(3)
+    words = [*instead("trainer.total_training_steps=80", "trainer.save_freq=-1"), *engines(1)]
+    cluster.train("steady", words)
+    elastic = [f"{POLICY}.rollout.min_replicas=1", f"{POLICY}.rollout.max_replicas=2"]
+    process = cluster.start("elastic", [*words, *elastic], 3)
+
+    def until(serving: int) -> int:
+        """Wait until so many engines serve; return the step then."""
+        for _ in range(600):
+            status = json.loads((cluster.runs / "elastic" / "status.json").read_text())
+            if len(status.get("engines", {}).get("serving", ())) == serving:
+                return int(status["step"])
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        raise AssertionError(f"{serving} engines do not serve")
+
+    cluster.add(3)
+    began = time.monotonic()
+    joined = until(2)
+    print(f"MEASURED joins: serves {time.monotonic() - began:.1f} s after the machine is there, at step {joined}")
+    cluster.machines.kill(3)
+    left = until(1)
+    code, said = ended(process)
+    print(f"MEASURED leaves: noticed at step {left}")
+    assert code == 0, said
+    assert cluster.policy("elastic") == cluster.policy("steady")
+
+
 @pytest.mark.parametrize("machines", [1, 2])
 def test_asynchronous_engines_on_other_machines_go_on_over_a_cut(cluster: Cluster, machines: int) -> None:
     name = f"async{machines}"
