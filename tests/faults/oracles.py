@@ -233,9 +233,3 @@ def ports_of(pids: Sequence[int]) -> set[tuple[str, str]]:
                 with contextlib.suppress(OSError):
                     inodes.add(os.readlink(entry.path))
     return {(address, inode) for address, inode in listening() if f"socket:[{inode}]" in inodes}
-
-
-def reachable(ports: Set[tuple[str, str]]) -> set[str]:
-    """Those of these listening sockets, as hexadecimal addresses, that other machines may reach: not bound to loopback."""
-    loopback = ("0100007F:", "0000000000000000FFFF00000100007F:", "00000000000000000000000001000000:")
-    return {address for address, _ in ports if not address.startswith(loopback)}

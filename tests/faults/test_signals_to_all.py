@@ -1,6 +1,6 @@
 """Signals for the controller that reach every process, as a terminal, `timeout` and batch systems send them.
 
-One training is stopped three times and goes on each time; while it runs, its processes are looked at.
+One training is stopped three times and goes on each time.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ class Stopped:
     code: int
     status: dict[str, Any]
     lines: list[str]
-    in_group: set[int]
-    """Processes beside the controller in its group."""
-    reachable: set[str]
     left: oracles.Left
 
 
@@ -85,18 +82,9 @@ def stopped(
     run.start().until(lambda status: status["step"] >= step and status["phase"] == phase, END_S)
     assert run.process is not None
     family = list(run_watcher.processes(run.sessions[-1]["token"]))
-    in_group = {pid for pid in family if group_of(pid) == run.process.pid}
-    reachable = oracles.reachable(oracles.ports_of([*family, run.process.pid]))
     send(run, family, number)
     code = run.wait(END_S)
-    return Stopped(code, run.status, run.error_lines(), in_group, reachable, oracles.left(run))
-
-
-def group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
+    return Stopped(code, run.status, run.error_lines(), oracles.left(run))
 
 
 @pytest.mark.parametrize("number", range(len(STOPS)), ids=[f"{stop[3].name} {stop[2].__name__}" for stop in STOPS])
@@ -109,14 +97,6 @@ def test_a_signal_to_all_processes_is_the_controllers_alone_and_the_run_is_saved
     assert seen.lines[0].startswith(f"{sent.name}: stopping within"), seen.lines
     assert not [line for line in seen.lines if any(words in line for words in NOISE)]
     assert seen.left.lines == []
-
-
-def test_no_process_of_a_run_shares_the_controllers_group(story: Story) -> None:
-    assert [seen.in_group for seen in story.stops] == [set()] * len(STOPS)
-
-
-def test_nothing_of_a_local_run_listens_where_another_machine_could_reach_it(story: Story) -> None:
-    assert [seen.reachable for seen in story.stops] == [set()] * len(STOPS)
 
 
 def test_the_run_ends_as_the_undisturbed_one_and_its_screen_has_no_noise_of_rays(story: Story, undisturbed: Training) -> None:

@@ -14,7 +14,14 @@ ALONE = "/test_training.py"
 """Its tests are whole runs and share next to nothing: they go to whoever is free. All others keep to their file."""
 
 
-LONGEST = ("test_tutorial.py", "test_training.py", "test_teachers_run.py", "test_commands.py", "test_secrets.py")
+LONGEST = (
+    "test_tutorial.py",
+    "test_training.py",
+    "test_commands.py",
+    "test_episodes_run.py",
+    "test_teachers_run.py",
+    "test_secrets.py",
+)
 """They begin: a long run that begins last is waited for by everybody else."""
 
 

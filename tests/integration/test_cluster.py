@@ -214,15 +214,6 @@ def prompts(count: int) -> list[Prompt]:
 SAMPLING = Sampling(max_tokens=4, seed=0)
 
 
-def test_rollouts_come_by_prompt_and_sample_and_each_is_handed_on_once(replicas):
-    handed_on: list[Rollout] = []
-    rollouts = replicas((0, 0.0), (0, 0.0)).generate(prompts(9), 3, SAMPLING, handed_on.append)
-    assert [(r.prompt.uid, r.sample_index) for r in rollouts] == [(f"p{i}", n) for i in range(9) for n in range(3)]
-    assert all(tuple(r.response_ids) == (100 + int(r.prompt.uid[1:]), int(r.prompt.uid[1:])) for r in rollouts)
-    assert rollouts[4].text == "101 1" and rollouts[4].rollout_logprobs.tolist() == [-0.5, -0.5]
-    assert sorted(map(id, handed_on)) == sorted(map(id, rollouts))
-
-
 def test_a_greedy_response_to_each_prompt_comes_after_the_others_and_is_handed_on_too(replicas):
     handed_on: list[Rollout] = []
     rollouts = replicas((0, 0.0), (0, 0.0)).generate(prompts(3), 2, SAMPLING, handed_on.append, greedy=True)
@@ -245,9 +236,3 @@ def test_a_rollout_of_other_weights_is_an_error(replicas):
 def test_replicas_from_which_nothing_comes_are_named(replicas):
     with pytest.raises(ClusterError, match=r"no response ended for 1 s on rollout0 \(1 in flight\), rollout1 \(1 in flight\)"):
         replicas((0, 5.0), (0, 5.0), step_timeout_s=1.0).generate(prompts(2), 1, SAMPLING)
-
-
-def test_a_replica_that_dies_while_sampling_is_named(replicas):
-    doomed = Prompt("doomed", (666,), "?", "test")
-    with pytest.raises(ClusterError, match=r"sampling failed on rollout\d: the process died"):
-        replicas((0, 0.0), (0, 0.0)).generate([*prompts(6), doomed], 1, SAMPLING)

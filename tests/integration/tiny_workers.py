@@ -84,8 +84,6 @@ class TinyEngine:
             return []
         time.sleep(self.seconds)
         request = self.waiting.pop(0)
-        if request.prompt_ids.tolist() == [666]:
-            os.kill(os.getpid(), signal.SIGKILL)
         self.num_done += 1
         ids = request.prompt_ids[::-1]
         versions, text = ((self.version, len(ids)),), " ".join(map(str, ids))

@@ -51,19 +51,6 @@ def test_every_check_is_tried_here(gpu_check: Any) -> None:
     assert set(gpu_check.CHECKS) == set(NAMES)
 
 
-def test_an_error_in_a_check_is_a_row_that_failed(gpu_check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(device: str, sizes: Any, folder: Path) -> Any:
-        yield gpu_check.Row("first", "measured", "1")
-        raise RuntimeError("an illegal memory access\nwas encountered")
-
-    monkeypatch.setitem(gpu_check.CHECKS, "ipc", broken)
-    rows = gpu_check.rows_of("ipc", "cpu")
-    assert [row.state for row in rows] == ["measured", "failed"]
-    assert rows[1].figure == "RuntimeError: an illegal memory access"
-    lines = gpu_check.table(rows).splitlines()
-    assert len(lines) == 3 and lines[1].index("measured") == lines[2].index("failed")
-
-
 def test_a_wrong_gradient_of_attention_is_seen(gpu_check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from grpo_rl.models import attention
 

@@ -21,7 +21,10 @@ from grpo_rl.plan.decisions import decide
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.vllm.vllm_engine import engine_arguments
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, whose arguments these are")
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, whose arguments these are"),
+]
 GPUS = Machine(num_gpus=8, num_cpus=64, device="cuda")
 OTHERS: dict[str, list[str]] = {
     "fp8": ["actor_rollout_ref.rollout.quantization=fp8"],
