@@ -162,7 +162,7 @@ def test_cut_and_whole_sampling_share_an_engine(replica: Replica) -> None:
     assert whole.support is None and len(whole.logprobs) == 8
 
 
-@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("fp32", [pytest.param(False, marks=pytest.mark.campaign), True])
 def test_logits_of_a_bfloat16_engine_have_float32s_digits_only_with_a_float32_head(
     tiny_qwen3: Callable[[bool], Path], fp32: bool
 ) -> None:
