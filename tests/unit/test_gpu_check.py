@@ -39,7 +39,11 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+LONG = ("policy", "shared", "learns", "variants")
+"""They try on a CPU what tests/unit/models tries there too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.campaign if one in LONG else ()) for one in NAMES])
 def test_a_check_runs_on_a_cpu(gpu_check: Any, name: str) -> None:
     rows = gpu_check.rows_of(name, "cpu")
     assert rows and not [row for row in rows if row.state == "failed"]
