@@ -1,7 +1,7 @@
 """The scripts that the documents name run to their end at a small size: they use parts of the program that change.
 
-Others have tests of their own in tests/unit: those of gpu_check, fuzz_parsers, track_memory, the
-documents, setup.sh and submit.sh; quickstart.sh and test.sh are run by tests/campaign/test_fresh_debian.py.
+Others have tests of their own in tests/unit: those of gpu_check, track_memory, the documents, setup.sh and submit.sh;
+quickstart.sh and test.sh are run by tests/campaign/test_fresh_debian.py.
 """
 
 from __future__ import annotations
