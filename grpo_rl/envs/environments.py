@@ -17,7 +17,6 @@ ENVIRONMENTS: dict[str, str] = {
     "word_game": f"{_GAMES}.word_game:WordGame",
     "grid_world": f"{_GAMES}.grid_world:GridWorld",
     "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",
-    "countdown": f"{_GAMES}.answers_in_turns:CountdownInTurns",
     "gsm8k": f"{_GAMES}.answers_in_turns:Gsm8kInTurns",
     "endpoint": "grpo_rl.envs.endpoint:ChatEndpoint",
 }

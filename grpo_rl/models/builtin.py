@@ -133,17 +133,6 @@ _COUNTDOWN = dataclasses.replace(
         ),
     ),
 )
-# Of its slips, seven in ten were answered with their value, and corrected.
-_COUNTDOWN_IN_TURNS = dataclasses.replace(
-    _COUNTDOWN,
-    name="countdown_in_turns",
-    warm_start=dataclasses.replace(
-        _COUNTDOWN.warm_start,
-        num_steps=400,
-        batch_size=32,
-        task=f"{_COUNTDOWN.warm_start.task}&corrections=0.7",
-    ),
-)
 # As many numbers per token, in two of eight experts: the smallest model with all that one with experts has.
 _ARITHMETIC_EXPERTS = dataclasses.replace(
     _ARITHMETIC, name="arithmetic_experts", version=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128
@@ -203,7 +192,6 @@ BUILTINS: dict[str, Builtin] = {
         _ARITHMETIC_HALF,
         _ARITHMETIC_TEACHER,
         _COUNTDOWN,
-        _COUNTDOWN_IN_TURNS,
         _ARITHMETIC_EXPERTS,
         _WORD_GAME,
         _GRID_WORLD,

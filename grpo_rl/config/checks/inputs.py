@@ -25,7 +25,7 @@ INSTALL = {
 """The command that installs each tracker which is no part of the plain installation, as pyproject.toml pins it."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-_PARSER = re.compile(r"score|last_number|json:.+|.+:\w+")
+_PARSER = re.compile(r"score|json:.+|.+:\w+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 OWN_CODE, SCORER_CODE = f"{_MODEL}.trust_remote_code", f"{_SCORER}.trust_remote_code"
 
@@ -244,7 +244,7 @@ def _judge(config: Config) -> Iterator[str]:
     if judge.model is None:
         yield f"{_JUDGE}.model is not set: the name of the model at {_JUDGE}.base_url"
     if not _PARSER.fullmatch(judge.parser):
-        yield f"{_JUDGE}.parser={judge.parser}: one of score, last_number, json:KEY, or path.py:function"
+        yield f"{_JUDGE}.parser={judge.parser}: one of score, json:KEY, or path.py:function"
     if judge.api_key_env is not None and not _VARIABLE.fullmatch(judge.api_key_env):
         yield f"{_JUDGE}.api_key_env: is no name of an environment variable; put the key into one, and its name here"
     elif judge.api_key_env is not None and not os.environ.get(judge.api_key_env):

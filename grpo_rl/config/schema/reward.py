@@ -106,7 +106,7 @@ class JudgeConfig:
     system: str | None = None
     """System message before the judge's prompt."""
     parser: str = "score"
-    """The rule that turns the judge's answer into a number: score (the last `score: x`), last_number, json:KEY, or
+    """The rule that turns the judge's answer into a number: score (the last `score: x`), json:KEY, or
     path.py:function(text) -> float."""
     rubric: str | None = None
     """Weighted criteria that are marked one by one: a file (.yaml, .json), its text, or `row` for the list in

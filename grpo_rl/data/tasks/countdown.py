@@ -10,7 +10,6 @@ from grpo_rl.config.schema.kinds import AnySeed, Count, Operand
 from grpo_rl.config.schema.kinds import Fraction as Share
 from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.rules.expressions import arithmetic_value
 
 Template = Literal["tags", "short"]
 Number = int | Fraction
@@ -36,8 +35,6 @@ class Solved(NamedTuple):
     target: int
     solution: str
     """The solution as the demonstration shows it: it may contain a slip."""
-    correction: str = ""
-    """The solution that the demonstration ends with, after a slip and the game's answer; empty where it has one turn only."""
 
 
 class Term(NamedTuple):
@@ -61,7 +58,6 @@ def countdown(
     template: Template = "tags",
     split: Literal["train", "val"] = "train",
     slips: Share = 0.0,
-    corrections: Share = 0.0,
     seed: AnySeed = 0,
 ) -> LazyRows:
     """Rows in verl's format, each with numbers and a target that an expression of all of them, each once, reaches.
@@ -69,10 +65,8 @@ def countdown(
     The defaults are TinyZero's: three or four numbers (`num_numbers`, equally likely) from 1 to 99, targets from 10 to 100. A
     problem is drawn as a solution, so it has one: `extra_info.demonstration`. `whole_steps` leaves out solutions with a
     fraction on the way. `slips` is the share of demonstrations whose last sign is turned round, so that they miss the target;
-    the ground truth is right in every row. `corrections` is the share of these that go on with the game's answer and the
-    solution; where it is above 0 all rows have their demonstration as a conversation, `messages`. The splits share no set of
-    numbers. Row i is drawn from (seed, i), so a longer data set begins with the shorter one. Raises ConfigError for options out
-    of range, and where they leave no problem.
+    the ground truth is right in every row. The splits share no set of numbers. Row i is drawn from (seed, i), so a longer data
+    set begins with the shorter one. Raises ConfigError for options out of range, and where they leave no problem.
     """
     counts = _counts(num_numbers)
     problems = []
@@ -82,8 +76,6 @@ def countdown(
         problems.append(f"min_target={min_target} must not be above max_target={max_target}")
     if not operations or set(operations) - set("+-*/") or len(set(operations)) < len(operations):
         problems.append(f"operations={operations} must be some of + - * /, each once, like +-*")
-    if corrections > 0 and slips == 0:
-        problems.append(f"corrections={corrections} needs slips above 0")
     if problems:
         raise ConfigError([f"task countdown: {problem}" for problem in problems])
 
@@ -95,9 +87,8 @@ def countdown(
                 continue
             solution = _solution(rng, numbers, operations, whole_steps)
             if solution is not None and min_target <= solution.value <= max_target:
-                problem = _demonstrated(rng, numbers, solution, slips, corrections)
-                row = to_row(problem, template, split, index)
-                return {**row, "messages": _conversation(row, problem, template)} if corrections > 0 else row
+                shown = _slip(solution.text) if rng.random() < slips else solution.text
+                return to_row(Solved(numbers, int(solution.value), shown), template, split, index)
         raise ConfigError(
             f"task countdown: {TRIES} problems were drawn for row {index}, and none has a target from {min_target} to "
             f"{max_target} in split={split}; widen the targets, or allow more numbers or operations"
@@ -108,11 +99,6 @@ def countdown(
     return LazyRows(num_rows, make)
 
 
-def answer_to(value: Number, target: Number, template: Template) -> str:
-    """Return the answer of the game to an expression that misses the target."""
-    return f"={value}" if template == "short" else f"That is {value}, not {target}."
-
-
 def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
     """The problem in verl's row format. The ground truth is TinyZero's: target and numbers, no solution."""
     separator = " " if template == "short" else ", "
@@ -121,17 +107,6 @@ def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
     demonstration = f"{thoughts}<answer>{problem.solution}</answer>"
     extra_info = {"split": split, "index": index, "level": len(problem.numbers), "demonstration": demonstration}
     return row_of("countdown", content, {"target": problem.target, "numbers": list(problem.numbers)}, extra_info)
-
-
-def _conversation(row: Row, problem: Solved, template: Template) -> list[dict[str, str]]:
-    """Return the prompt, its demonstration, and for a corrected slip the answer to it and the solution."""
-    shown: str = row["extra_info"]["demonstration"]
-    messages = [*row["prompt"], {"role": "assistant", "content": shown}]
-    if problem.correction:
-        value, _ = arithmetic_value(problem.solution)
-        messages.append({"role": "user", "content": answer_to(value, problem.target, template)})
-        messages.append({"role": "assistant", "content": shown.replace(problem.solution, problem.correction)})
-    return messages
 
 
 def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
@@ -145,13 +120,6 @@ def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, who
     while parts is not None and len(parts) > 1:
         parts = _join(rng, parts, operations, whole_steps)
     return parts[0] if parts is not None and isinstance(parts[0].value, int) else None
-
-
-def _demonstrated(rng: random.Random, numbers: tuple[int, ...], solution: Term, slips: float, corrections: float) -> Solved:
-    """The problem with its demonstration: the solution, or a slip, and perhaps the solution after it."""
-    shown = _slip(solution.text) if rng.random() < slips else solution.text
-    corrected = corrections > 0 and shown != solution.text and rng.random() < corrections
-    return Solved(numbers, int(solution.value), shown, solution.text if corrected else "")
 
 
 def _slip(text: str) -> str:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from fractions import Fraction
-
 from grpo_rl.config.schema.kinds import Fraction as Share
 from grpo_rl.config.schema.kinds import Turns
-from grpo_rl.data.tasks.countdown import answer_to
 from grpo_rl.envs.contract import Start
 from grpo_rl.envs.games.game import Game, MoveResult, Rewards
-from grpo_rl.rewards.rules.answers import last_pair
-from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value
-from grpo_rl.rewards.rules.number_rules import NEAR, gsm8k_flexible, to_number
+from grpo_rl.rewards.rules.number_rules import gsm8k_flexible, to_number
 
 MOST_DIGITS = 20
 
@@ -46,40 +40,6 @@ class ArithmeticInTurns(Game):
         # 0037 has the digits of 37 and is another number than 3700 only by its value: all digits alike is no solution by itself.
         progress = min(alike, longest - 1) / longest
         return MoveResult(higher if value < self._result else lower, progress=progress)
-
-
-class CountdownInTurns(Game):
-    """Rows of `task:countdown`. The answer is the last expression between `<answer>` tags; the feedback is its value, or what it lacks.
-
-    Progress is 1 where an expression has the given numbers, each once, and only its value is wrong.
-    """
-
-    name = "countdown"
-
-    def __init__(self, *, turns: Turns = 4, partial: Share = 0.1, rewards: Rewards = "end", short: bool = False) -> None:
-        super().__init__(turns=turns, partial=partial, rewards=rewards)
-        self._short = short
-
-    def begin(self, start: Start) -> None:
-        ground_truth = start.ground_truth
-        self._numbers = Counter(int(number) for number in ground_truth["numbers"])
-        self._target = Fraction(str(ground_truth["target"]))
-
-    def move(self, text: str) -> MoveResult:
-        expression = last_pair(text)
-        if expression is None:
-            return MoveResult("?" if self._short else "There is no expression between <answer> and </answer>.", malformed=True)
-        try:
-            value, used = arithmetic_value(expression)
-        except NotAnExpression:
-            said = "That is no expression of whole numbers, + - * / and brackets, or it divides by zero."
-            return MoveResult("?" if self._short else said, malformed=True)
-        if Counter(used) != self._numbers:
-            wanted = " ".join(str(number) for number in sorted(self._numbers.elements()))
-            return MoveResult(wanted if self._short else f"The numbers to use, each exactly once, are {wanted}.")
-        if abs(value - self._target) < NEAR:
-            return MoveResult(solved=True)
-        return MoveResult(answer_to(value, self._target, "short" if self._short else "tags"), progress=1.0)
 
 
 class Gsm8kInTurns(Game):

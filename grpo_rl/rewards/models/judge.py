@@ -93,26 +93,13 @@ def parser_for(name: str) -> Parser:
     kind, _, key = name.partition(":")
     if kind == "json":
         return lambda text: json_score(text, key)
-    own = {"score": marked_score, "last_number": last_number}
-    return own[name] if name in own else load_function(name, "reward.judge.parser")
+    return marked_score if name == "score" else load_function(name, "reward.judge.parser")
 
 
 def marked_score(text: str) -> float:
     """The number after the last `score:` (or `score =`, in any case, bold or not), of which `/10` may follow."""
     found = [_number(text, mark.end()) for mark in _SCORE.finditer(text)]
     return _given(next((number for number in reversed(found) if number is not None), None), "it has no `score: x`")
-
-
-def last_number(text: str) -> float:
-    """The last number in the text; the minus of a range or a word before it is none of its own."""
-    end = max((place for place, character in enumerate(text) if character in "0123456789"), default=-1) + 1
-    start = end
-    while start > 0 and text[start - 1] in "0123456789.":
-        start -= 1
-    if start > 0 and text[start - 1] == "-" and (start == 1 or text[start - 2] in " \t\n\r:=(["):
-        start -= 1
-    found = text[start:end].lstrip(".")
-    return _given(None if found.count(".") > 1 else _number(found), "it has no number")
 
 
 def json_score(text: str, key: str) -> float:

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_rl.data.tasks.arithmetic import arithmetic
-from grpo_rl.data.tasks.countdown import countdown
 from grpo_rl.envs.environments import ENVIRONMENTS, Named, made
-from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns, CountdownInTurns
+from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns
 from grpo_rl.envs.games.game import Game
 from grpo_rl.envs.games.grid_world import GridWorld, grid_world
 from grpo_rl.envs.games.word_game import WordGame, marks, word_game
@@ -94,7 +93,7 @@ def test_the_goal_opens_with_the_key_only() -> None:
     assert len(set(episode.states)) == 7 and episode.states[1] == episode.states[2]
 
 
-# ---- arithmetic and countdown --------------------------------------------------------------------------------
+# ---- arithmetic --------------------------------------------------------------------------------
 
 
 def test_a_sum_may_be_corrected() -> None:
@@ -105,30 +104,6 @@ def test_a_sum_may_be_corrected() -> None:
     assert episode.info["malformed"] == 1
 
 
-def test_countdown_says_what_an_expression_lacks() -> None:
-    row = {**countdown(num_rows=1)[0], "reward_model": {"ground_truth": {"target": 14, "numbers": [2, 3, 8]}}}
-    episode = play(
-        CountdownInTurns(turns=6, partial=0.1),
-        row,
-        says(
-            "8 + 6",
-            "<answer>8 + 6</answer>",
-            "<answer>8 +</answer>",
-            "<answer>8 * 3 - 2</answer>",
-            "<answer>8 + 2 * 3</answer>",
-        ),
-    )
-    assert episode.answers == [
-        "There is no expression between <answer> and </answer>.",
-        "The numbers to use, each exactly once, are 2 3 8.",
-        "That is no expression of whole numbers, + - * / and brackets, or it divides by zero.",
-        "That is 22, not 14.",
-    ]
-    assert episode.rewards == [None, None, None, None, 1.0]
-    failed = play(CountdownInTurns(turns=1, partial=0.1, short=True), row, says("<answer>8 * 3 - 2</answer>"))
-    assert failed.total == pytest.approx(0.1)
-
-
 # ---- all games -----------------------------------------------------------------------------------------------
 
 GAMES: list[tuple[type[Game], dict[str, Any]]] = [
@@ -136,7 +111,6 @@ GAMES: list[tuple[type[Game], dict[str, Any]]] = [
     (WordGame, word_row("cab", wording="words")),
     (GridWorld, grid_row()),
     (ArithmeticInTurns, arithmetic(num_rows=1)[0]),
-    (CountdownInTurns, countdown(num_rows=1)[0]),
 ]
 
 

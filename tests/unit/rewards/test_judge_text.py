@@ -8,7 +8,7 @@ import time
 import pytest
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.models.judge import DEFAULT_TEMPLATE, Template, json_score, last_number, marked_score, parser_for
+from grpo_rl.rewards.models.judge import DEFAULT_TEMPLATE, Template, json_score, marked_score, parser_for
 from grpo_rl.types import Prompt, Rollout
 
 
@@ -58,14 +58,6 @@ def test_the_last_marked_score_is_read(answer, score):
 
 
 @pytest.mark.parametrize(
-    ("answer", "number"),
-    [("It is 3 or 4.", 4.0), ("-2.5", -2.5), ("from 1-5", 5.0), ("x: -1", -1.0), ("v1.", 1.0), ("0.25 points", 0.25)],
-)
-def test_the_last_number_is_read(answer, number):
-    assert last_number(answer) == number
-
-
-@pytest.mark.parametrize(
     ("answer", "score"),
     [
         ('{"score": 7}', 7.0),
@@ -91,7 +83,7 @@ def test_json_without_a_number_is_said_so_and_quickly(answer):
 
 @pytest.mark.parametrize("unit", ["score", "score: ", "1.", "{", '{"score":', "-", "score**", "["])
 def test_every_parser_takes_linear_time(unit):
-    for parse in (marked_score, last_number, lambda text: json_score(text, "score")):
+    for parse in (marked_score, lambda text: json_score(text, "score")):
         started = time.process_time()
         with contextlib.suppress(ValueError):
             parse(unit * 20_000)
