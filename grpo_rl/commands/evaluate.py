@@ -33,7 +33,7 @@ from grpo_rl.telemetry.rundir import RunLock
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
-    from grpo_rl.evaluation.evaluation_results import Groups, SourceResult
+    from grpo_rl.evaluation.evaluation_results import Groups
     from grpo_rl.plan.decisions import Plan
     from grpo_rl.telemetry.terminal.console import Console
 
@@ -140,8 +140,8 @@ def _report(
         for name, (header, rows) in tables.items():
             console.info("")
             console.table(name, rows, header)
-        for line in _notes(one, labels):
-            console.info(line)
+        if not one.binary:
+            console.info("The values are not only 0 and 1: pass@k depends on --pass-at.")
     console.info("")
     console.info(how)
     summary = {
@@ -155,19 +155,6 @@ def _report(
     }
     write_whole(folder / "summary.json", json.dumps(jsonable(summary), indent=1))
     console.info(f"written: {folder / 'summary.json'}")
-
-
-def _notes(result: SourceResult, labels: Sequence[str]) -> Iterator[str]:
-    """Yield what a reader of the table should know about it."""
-    if not result.binary:
-        yield "The values are not only 0 and 1: pass@k depends on --pass-at."
-    mean = next(iter(result.metrics))
-    for label, found, needed in zip(labels[1:], result.differences[mean], result.needed, strict=True):
-        if found.low <= 0 <= found.high and found.mean:
-            yield (
-                f"{result.num_prompts} prompts do not show a difference between {label} and {labels[0]}; to show one of "
-                f"{abs(found.mean):.3f} takes about {needed:,}."
-            )
 
 
 def _data_settings(planned: SamplingPlan) -> dict[str, Any]:

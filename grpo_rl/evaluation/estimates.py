@@ -87,15 +87,6 @@ def paired_difference(first_P: np.ndarray, second_P: np.ndarray, *, seed: int = 
     return Difference(found.mean, found.low, found.high, _sign_flips(differences_P, seed))
 
 
-def prompts_needed(differences_P: np.ndarray, wanted: float) -> int:
-    """Return how many prompts show a mean difference of `wanted` in four of five cases, at a level of 5 %.
-
-    n = ((1.96 + 0.84) * s / wanted)^2 for differences with standard deviation s: the usual formula for paired samples.
-    """
-    spread = float(np.std(differences_P, ddof=1)) if len(differences_P) > 1 else 0.0
-    return max(2, math.ceil(((1.96 + 0.84) * spread / wanted) ** 2)) if wanted else 2
-
-
 def _resampled_means(values: np.ndarray, seed: int, resamples: int) -> np.ndarray:
     """Return the means of `resamples` draws with replacement of as many values as there are."""
     rng, count = np.random.default_rng(seed), len(values)

@@ -75,8 +75,6 @@ class SourceResult:
     failures: list[int]
     binary: bool
     """True where every value is 0 or 1."""
-    needed: list[int]
-    """Prompts with which the difference that was seen in mean@n would be shown in four of five cases."""
 
 
 def values_of(groups: Groups, source: str | None = None) -> Values:
@@ -170,8 +168,6 @@ def _of_source(source: str, models: Sequence[Values], pass_at: float, seed: int)
     per_prompt = [values.metrics(pass_at) for values in models]
     names = list(per_prompt[0])
     first = per_prompt[0]
-    mean = f"mean@{models[0].n}"
-    gaps = [other[mean] - first[mean] for other in per_prompt[1:]]
     return SourceResult(
         source=source,
         num_prompts=len(models[0].rows),
@@ -183,7 +179,6 @@ def _of_source(source: str, models: Sequence[Values], pass_at: float, seed: int)
         truncated=[float(values.truncated_PN.mean()) for values in models],
         failures=[values.failures for values in models],
         binary=all(bool(np.isin(values.values_PN, (0.0, 1.0)).all()) for values in models),
-        needed=[estimates.prompts_needed(gap, float(np.mean(gap))) for gap in gaps],
     )
 
 

@@ -18,11 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import ConfigError, DataError, RewardError
+from grpo_rl.errors import DataError, RewardError
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib, host_bytes
-from grpo_rl.plan.model_folder import policy_settings, positions_of
 from grpo_rl.rewards.check import gold_response
 from grpo_rl.telemetry.terminal.text import safe_text
 from grpo_rl.types import Prompt, Rollout
@@ -65,7 +64,7 @@ class Scores(Protocol):
 
 def of_plan(plan: Plan, runs: Path) -> list[Sight]:
     """Return what the plan alone shows; checkpoints will lie below the folder `runs`."""
-    return [*_model(plan), *_rows(plan), *_disk(plan, runs)]
+    return [*_rows(plan), *_disk(plan, runs)]
 
 
 def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> list[Sight]:
@@ -162,19 +161,6 @@ class RewardTrial:
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------
-
-
-def _model(plan: Plan) -> Iterator[Sight]:
-    config, size = plan.config, plan.model
-    path = config.actor_rollout_ref.model.path
-    asked = config.data.max_prompt_length + config.data.max_response_length
-    parts = [path] if size is None else [path, f"{size.num_params / 1e6:,.3g} M parameters, heads of {size.head_dim}"]
-    with suppress(ConfigError):
-        settings = policy_settings(config) or {}
-        positions = positions_of(settings.get("text_config") or settings)
-        if positions is not None:
-            parts.append(f"{positions[1]:,} positions for {asked:,} tokens")
-    yield Sight("model", ", ".join(parts))
 
 
 def _rows(plan: Plan) -> Iterator[Sight]:

@@ -15,7 +15,6 @@ from grpo_rl.evaluation.estimates import (
     ks_of,
     paired_difference,
     pass_at_k,
-    prompts_needed,
 )
 
 
@@ -69,9 +68,3 @@ def test_drawn_signs_agree_with_the_test_that_is_exact_for_large_samples() -> No
     z = differences.mean() / (differences.std() / math.sqrt(200))
     normal = math.erfc(abs(z) / math.sqrt(2))
     assert paired_difference(first, second).p == pytest.approx(normal, abs=0.01)
-
-
-def test_the_prompts_that_a_difference_takes() -> None:
-    # s = 0.5 exactly: (2.8 * 0.5 / 0.1)^2 = 196.
-    differences = np.array([0.5, -0.5] * 50) * math.sqrt(99 / 100)
-    assert prompts_needed(differences, 0.1) == 196
