@@ -20,7 +20,7 @@ PAIR_AVERAGES = ("prompt-mean", "seq-mean-token-mean")
 would multiply the loss of a pair with the lengths of its responses."""
 
 
-WITHOUT_DUAL_CLIP = ("gspo", "gspo_token")
+WITHOUT_DUAL_CLIP = ("gspo",)
 """Losses to which verl's commands give clip_ratio_c, and that do not read it there either."""
 
 

@@ -82,9 +82,9 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "lost stop of gradient",
-        "algos/losses/clip.py",
-        "inputs.mean_log_ratio_N().detach()",
-        "inputs.mean_log_ratio_N()",
+        "algos/losses/score.py",
+        "weight_T = ratio_T.clamp(1.0 - clip_low, 1.0 + clip_high)",
+        "weight_T = inputs.log_ratio_T().exp().clamp(1.0 - clip_low, 1.0 + clip_high)",
         "unit/algos",
     ),
     _F("sign", "algos/kl.py", "x_T = -d_T.clamp(-20.0, 20.0)", "x_T = d_T.clamp(-20.0, 20.0)", "unit/algos"),

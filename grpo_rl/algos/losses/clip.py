@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from grpo_rl.algos.losses.contract import MAX_SEQUENCE_LOG_RATIO, POLICY_LOSSES, LossInput, TokenLoss, by_advantage, clipped
+from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss, by_advantage, clipped
 from grpo_rl.config.schema.kinds import Ratio, RatioAboveOne
 
 
@@ -42,26 +42,6 @@ def gspo(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) ->
     log-ratio is cut at 10, as in verl; there is no dual clip.
     """
     log_ratio_T = inputs.segments.broadcast(inputs.mean_log_ratio_N())
-    return TokenLoss(*clipped(log_ratio_T, inputs.advantages_T, clip_low, clip_high))
-
-
-@POLICY_LOSSES.register("gspo_token")
-@by_advantage
-def gspo_token(inputs: LossInput, *, clip_low: Ratio = 0.2, clip_high: Ratio = 0.2) -> TokenLoss:
-    """GSPO's loss with a gradient through each token alone, for advantages that differ within a response.
-
-    Formula: max(-A s, -A clip(s, 1 - clip_low, 1 + clip_high));
-    s = sg(exp(mean over the response of log π / π_old)) π / sg(π)
-
-    Gradient: s A, but 0 where A > 0 and s > 1 + clip_high, or A < 0 and s < 1 - clip_low
-
-    GSPO-token (arXiv 2507.18071), section 4.3; sg stops the gradient. Where a response's tokens share one
-    advantage and one weight, value and gradient are those of `gspo`.
-    """
-    mean_T = inputs.segments.broadcast(inputs.mean_log_ratio_N().detach())
-    # Exactly 0 in value; it gives each token the gradient of its own log-prob.
-    through_T = inputs.policy_logprobs_T.double() - inputs.policy_logprobs_T.detach().double()
-    log_ratio_T = (mean_T + through_T).clamp(max=MAX_SEQUENCE_LOG_RATIO)
     return TokenLoss(*clipped(log_ratio_T, inputs.advantages_T, clip_low, clip_high))
 
 

@@ -36,11 +36,6 @@ def gspo(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
     return sequence_mean(inputs, clipped(s_T, a_T, s_T * a_T))
 
 
-def gspo_token(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
-    s_T = sequence_mean(inputs, r_T.log()).exp()
-    return clipped(s_T, a_T, s_T * a_T)
-
-
 def geo_mean(inputs: LossInput, r_T: Tensor, a_T: Tensor) -> Tensor:
     low, high = 0.4, 0.4
     l_T = torch.where(a_T > 0, r_T.log().clamp(max=high), r_T.log().clamp(min=-low))
@@ -86,7 +81,6 @@ CLIP = {"clip_low": LOW, "clip_high": HIGH}
 LOSSES: dict[str, tuple[dict[str, float], Callable[[LossInput, Tensor, Tensor], Tensor]]] = {
     "vanilla": (CLIP | {"clip_c": DUAL}, vanilla),
     "gspo": (CLIP, gspo),
-    "gspo_token": (CLIP, gspo_token),
     "geo_mean": ({"clip_low": 0.4, "clip_high": 0.4}, geo_mean),
     "clip_cov": (CLIP, left_out),
     "kl_cov": ({"ppo_kl_coef": 1.0}, held_back),
