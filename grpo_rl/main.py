@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # what takes time to load is imported where it is used, so th
     from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.telemetry.metrics.timeline import Timeline
     from grpo_rl.telemetry.page.beside_run import PageBeside
-    from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
@@ -267,8 +266,8 @@ def run(composed: Composed, plan: Plan) -> int:
             checkpoint = verify(Path(trainer.resume_from_path or ""))
         elif trainer.resume_mode == "auto":
             checkpoint = _newest_in(run_dir.checkpoints, console)
-        # What was sampled or computed before a checkpoint was there is not done again where it is of the same data and weights.
-        kept = () if trainer.resume_mode == "disable" else (run_dir.collected, run_dir.reference_logprobs)
+        # What was sampled before a checkpoint was there is not sampled again where it is of the same data and weights.
+        kept = () if trainer.resume_mode == "disable" else (run_dir.collected,)
         earlier = run_dir.start_fresh(keep=kept) if checkpoint is None else None
         console.log_to(run_dir.logs / "console.log")
         stack.callback(console.close)
@@ -448,12 +447,6 @@ def first_look(course: Course, inputs: Inputs) -> RewardTrial | None:
     return None if inputs.rules is None else RewardTrial(prompts, inputs.rules, inputs.tokenizer)
 
 
-def newest_best(run_dir: RunDir) -> Path | None:
-    """Return the policy with the lowest validation loss, which a run with early stopping keeps; None without one."""
-    found = sorted(run_dir.best.glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    return found[-1] if found else None
-
-
 def leave_results(course: Course, roles: Roles, timeline: Timeline, step: int) -> None:
     """Export the models of a training that is done, write its page, and draw its curves."""
     from grpo_rl.telemetry.page.beside_run import LAST_S
@@ -463,15 +456,7 @@ def leave_results(course: Course, roles: Roles, timeline: Timeline, step: int) -
     exports = course.composed.config.trainer.export_at_end and course.plan.trains
     if exports and roles.actor is not None:
         with console.progress("exporting the policy"):
-            best = newest_best(run_dir)
-            if best is None:
-                roles.actor.export(run_dir.model)
-            else:
-                shutil.rmtree(run_dir.model, ignore_errors=True)
-                best.rename(run_dir.model)
-                shutil.rmtree(run_dir.best)
-        if best is not None:
-            console.info(f"the exported policy is that of {best.name.replace('_', ' ')}, whose validation loss is the lowest")
+            roles.actor.export(run_dir.model)
     if exports and roles.reward_model is not None:
         with console.progress("exporting the reward model"):
             roles.reward_model.export(run_dir.reward_model)

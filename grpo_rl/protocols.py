@@ -63,9 +63,6 @@ class Actor(Trained, Protocol):
     def shown_logprobs(self) -> dict[int, Tensor]:
         """Return the log-probs of trained tokens that the last update saw, by the numbers of `Batch.shown_N`, as far as they are there."""
 
-    def fingerprint(self) -> str:
-        """Return a digest of the present weights, the same however many ranks hold them."""
-
     def export(self, folder: Path) -> None:
         """Write the policy as an ordinary Hugging Face model folder."""
 

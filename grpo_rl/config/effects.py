@@ -148,7 +148,7 @@ def _of_schedule(config: Config) -> list[Rule]:
     if not offline and schedule not in SAMPLING:
         return [of_training]
     own, iterate, is_async = config.trainer.asynchronous, config.trainer.iterate, not offline and schedule == ASYNC
-    of_rows = f"{_ANSWERS}; {_PAIRS}; data: val_prompt_files max_length; trainer: early_stop_patience"
+    of_rows = f"{_ANSWERS}; {_PAIRS}; data: val_prompt_files max_length"
     fixed = "samples before training" if collects else "trains on the answers in the data"
     fixed = f"data.responses={data.responses} {fixed}"
     of_updates = f"{A}: kl_loss_* ppo_epochs shuffle data_loader_seed; {R}: log_prob_*"

@@ -66,10 +66,6 @@ class RunDir:
     val = _Place("val")
     collected = _Place("collected")
     """The responses that were sampled before training, which the collection makes."""
-    reference_logprobs = _Place("reference_logprobs.safetensors")
-    """The reference's log-probs of rows that are trained as they stand."""
-    best = _Place("best")
-    """The exported policy with the lowest validation loss so far, as `step_N`, where early stopping is on."""
     plots = _Place("plots")
     logs = _Place("logs")
     checkpoints = _Place("checkpoints")

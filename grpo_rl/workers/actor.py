@@ -19,7 +19,6 @@ from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
 from grpo_rl.models.optim import averaged, keep_average
 from grpo_rl.models.packing import Sequences
-from grpo_rl.models.sharded_load import bit_sums
 from grpo_rl.rollout.engine import NcclRendezvous
 from grpo_rl.rollout.engines import make_sender
 from grpo_rl.rollout.weights import WeightBucket
@@ -102,11 +101,6 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
     def distance(self) -> tuple[float, int]:
         """Return what `sharded_policy.distance` says of the last pass as a teacher."""
         return self._distance
-
-    def weight_sums(self) -> dict[str, int]:
-        """Return the sum of the bits of this rank's shard of every parameter: the sums of all ranks make the whole parameter's."""
-        fsdp.reshard(self.model)
-        return bit_sums(dict(self.model.named_parameters()))
 
     def update(self, shard: Batch, update: Update) -> list[dict[str, float]]:
         self._shown = {}

@@ -247,14 +247,13 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks, path, tmp_path):
     update(actor, range(2))
     actor.save(tmp_path)
     metrics = update(actor, range(2, 4))
-    expected, fingerprint = state(processes), actor.fingerprint()
+    expected = state(processes)
 
     actor = start(processes, spec)
     update(actor, range(4, 5))
     actor.load(tmp_path)
     assert update(actor, range(2, 4)) == metrics
     assert_equal_bits(expected, state(processes))
-    assert actor.fingerprint() == fingerprint
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,13 +92,6 @@ class ActorRole(SavedRole):
         """Return the present policy's log-probability of each trained token of a batch that is not trained on."""
         dispatched = dispatch(self.worker_group, batch, rule=self.forward_rule)
         return computed(self.worker_group, self.forward_rule, "logprobs", dispatched, {"": "logprobs_T"})[""].read()
-
-    def fingerprint(self) -> str:
-        """Return a digest of the present weights, the same however many ranks hold them: of the sums of each one's shards."""
-        sums: Counter[str] = Counter()
-        for shards in self.worker_group.call("weight_sums"):
-            sums.update(shards)
-        return sha256(json.dumps(sorted(sums.items())).encode()).hexdigest()
 
     def update(self, batch: Batch) -> Metrics:
         """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""

@@ -232,16 +232,6 @@ def _fixed_responses(config: Config) -> Iterator[str]:
         yield f"trainer.val_only=true: {chosen} only trains; data.responses=policy samples and scores answers to data.val_files"
     if derived.collects(config) and config.data.train_weights:
         yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
-    yield from _early_stop(config)
-
-
-def _early_stop(config: Config) -> Iterator[str]:
-    trainer = config.trainer
-    if trainer.early_stop_patience is not None and not (config.data.val_files and trainer.test_freq > 0):
-        yield (
-            f"trainer.early_stop_patience={trainer.early_stop_patience}: needs the loss on data.val_files every trainer.test_freq "
-            "steps; give both"
-        )
 
 
 def _old_samples(config: Config) -> Iterator[str]:
@@ -289,7 +279,6 @@ def _reward_model(config: Config) -> Iterator[str]:
         yield f"data.responses={config.data.responses}: says what a policy learns from, and {key} trains none; leave it out"
     if config.trainer.val_only:
         yield f"trainer.val_only=true: {key} validates while it trains; leave it out"
-    yield from _early_stop(config)
 
 
 def _iterated(config: Config) -> Iterator[str]:

@@ -107,8 +107,6 @@ class TrainerConfig:
     """Validate and stop."""
     test_freq: CountOrOff = -1
     """Validate every so many steps, and at the end; -1: only before and at the end."""
-    early_stop_patience: Count | None = None
-    """data.responses=rows: stop after so many validations in a row without a lower loss than the lowest before, and export the policy of the lowest one; null: never."""
     save_freq: CountOrOff = -1
     """Write a checkpoint every so many steps, and at the end; -1: none."""
     on_save_error: Literal["stop", "continue"] = "stop"

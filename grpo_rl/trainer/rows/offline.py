@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -40,7 +39,6 @@ class RowSchedule:
         rows = required(context.rows, "rows")
         self.train_data, self.val_data = rows.train, rows.val
         self.sampler = make_row_order(self.config, self.train_data)
-        self.early_stop = EarlyStop(self.config.trainer.early_stop_patience)
         self.trained: Sequence[Rollout] = ()
 
     def draw(self) -> Batch:
@@ -55,18 +53,17 @@ class RowSchedule:
             raise
 
     def ended(self) -> str | None:
-        """Return why training ends early, once the validation loss has not fallen for long enough."""
-        return self.early_stop.reason()
+        """Return None: there are always further rows."""
+        return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, and what the validations were."""
+        """Return the position in the data."""
         order = self.sampler.state_dict() | {"data": self.train_data.fingerprint}
-        return {"sampler": order, "num_rows": len(self.train_data), "early_stop": self.early_stop.state_dict()}
+        return {"sampler": order, "num_rows": len(self.train_data)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this state. Raises CheckpointError for other training data."""
         resume_order(self.sampler, self.train_data, state["sampler"], allow_change=self.config.data.allow_change)
-        self.early_stop.load_state_dict(state["early_stop"])
 
 
 class OfflineSchedule(RowSchedule):
@@ -88,9 +85,7 @@ class OfflineSchedule(RowSchedule):
         """Return the reference's log-probs of the rows; None where the objective compares with none."""
         if not self.objective.needs_ref:
             return None
-        output = self.context.output
-        file, batch_size = output.run_dir.reference_logprobs, self.config.data.train_batch_size
-        return ReferenceRows.prepare(rows, self.actor, file, batch_size, output.console)
+        return ReferenceRows(rows, self.actor, self.config.data.train_batch_size, self.context.output.console)
 
     def step(self) -> Metrics:
         """Train on the next batch of rows."""
@@ -127,58 +122,7 @@ class OfflineSchedule(RowSchedule):
             metrics = named_measures("val", measured, self.objective) | timer.metrics()
         answered = self.answers()
         seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
-        if self.val_data is not None and self.early_stop.record(self.context.step, metrics["val/loss"]):
-            self._export_best()
         return metrics | answered | ({"timing_s/testing": seconds} if metrics or answered else {})
-
-    def _export_best(self) -> None:
-        """Write the present policy as the best one, and drop the one before. Only where early stopping may need it."""
-        if self.early_stop.patience is None or not self.config.trainer.export_at_end:
-            return
-        folder = self.context.output.run_dir.best
-        target, fresh = folder / f"step_{self.context.step}", folder / "being_written"
-        for leftover in (fresh, target):
-            shutil.rmtree(leftover, ignore_errors=True)
-        folder.mkdir(exist_ok=True)
-        self.actor.export(fresh)
-        fresh.rename(target)
-        for other in folder.iterdir():
-            if other != target:
-                shutil.rmtree(other)
-
-
-class EarlyStop:
-    """Counts the validations in a row whose loss is not below the lowest one before; `patience` of them end the training."""
-
-    def __init__(self, patience: int | None) -> None:
-        self.patience = patience
-        self.lowest, self.step = math.inf, 0
-        self.in_a_row = 0
-
-    def record(self, step: int, loss: float) -> bool:
-        """Take in the loss of one validation, and return whether it is the lowest; one that is not finite is not."""
-        if loss < self.lowest:
-            self.lowest, self.step, self.in_a_row = loss, step, 0
-            return True
-        self.in_a_row += 1
-        return False
-
-    def reason(self) -> str | None:
-        """Return why training ends; None while it goes on."""
-        if self.patience is None or self.in_a_row < self.patience:
-            return None
-        return (
-            f"the validation loss has not been below {self.lowest:.4f}, that of step {self.step}, in {self.in_a_row} validations "
-            f"in a row (trainer.early_stop_patience={self.patience})"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        lowest = None if math.isinf(self.lowest) else self.lowest
-        return {"lowest": lowest, "step": self.step, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.lowest = math.inf if state["lowest"] is None else float(state["lowest"])
-        self.step, self.in_a_row = int(state["step"]), int(state["in_a_row"])
 
 
 def fit(

@@ -54,9 +54,7 @@ class RewardModelSchedule(RowSchedule):
         timer = self.context.progress.timer()
         with timer("testing"):
             scored = scored_rows(self.model, self.val_data, self.config.data.train_batch_size)
-        metrics = quality(scored, self.settings)
-        self.early_stop.record(self.context.step, metrics["val/loss"])
-        return metrics | timer.metrics()
+        return quality(scored, self.settings) | timer.metrics()
 
 
 class RowScores(NamedTuple):

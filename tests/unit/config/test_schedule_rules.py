@@ -71,7 +71,6 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
     [
         (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for responses of the policy as it is"),
         ({f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages, so the reward would have no effect"),
-        (ROWS | {"trainer.early_stop_patience": 3}, "needs the loss on data.val_files every trainer.test_freq steps"),
         (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
         (ROWS | VAL | {"trainer.val_only": True}, "data.responses=rows only trains"),
         (RFT | {"reward.functions": []}, "without a reward there is nothing to learn from"),
@@ -179,7 +178,6 @@ def test_what_does_not_go_with_pairs_is_refused(given: dict[str, Any], message: 
     [
         (SCORER | {"data.responses": "rows"}, "says what a policy learns from"),
         (SCORER | {"trainer.val_only": True}, "validates while it trains"),
-        (SCORER | {"trainer.early_stop_patience": 3}, "needs the loss on data.val_files"),
         (SCORER | {"reward.reward_model.model_path": None}, "reward.reward_model.model_path is not set"),
         (RATED, "reward.reward_model.step_separator is not set"),
     ],
