@@ -51,10 +51,8 @@ POINTS = {
     },
     "actor.weights.bucket": "an actor rank is about to hand out a bucket of weights (rank)",
     "reference.logprobs": "a reference rank is asked for log-probs",
-    "reference.update": "a reference rank is about to take over the policy's weights",
     "rollout.submitted": "a replica has taken requests, and is about to read the prompts",
     "rollout.step": "a replica is about to take one step of its engine",
-    "rollout.weights.begun": "a replica has begun to receive weights",
     "rollout.weights.bucket": "a replica is about to load a bucket of weights",
     "rollout.weights.before_finish": "a replica has all weights, and they are not live yet",
     "ckpt.before_write": "a checkpoint's temporary folder is there, and empty",
@@ -72,14 +70,12 @@ _FOREVER_S = 10**6
 _DIRECT: dict[str, Callable[[float], None]] = {
     "kill9": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "segv": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     # Called through PyDLL the C function keeps the interpreter's lock: no other thread of this process runs.
     "hold_gil": lambda value: ctypes.PyDLL(None).sleep(int(value)),
     "loop": lambda value: _spin(value),
     "delay": time.sleep,
-    "exit": lambda value: os._exit(int(value)),
 }
-_DEFAULTS = {"hold_gil": _FOREVER_S, "loop": _FOREVER_S, "exit": 1}
+_DEFAULTS = {"hold_gil": _FOREVER_S, "loop": _FOREVER_S}
 ACTIONS = (*_DIRECT, "raise", "oom", "nan", *_ERRNO)
 
 

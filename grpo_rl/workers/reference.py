@@ -70,7 +70,6 @@ class ReferenceWorker:
 
     def update(self, weights: dict[str, Tensor]) -> None:
         """Take over the weights of an actor's rank in the same place of a set of the same size."""
-        fault_point("reference.update")
         self.files.wait_for_copy()
         fsdp.reshard(self.policies[0])
         policy_state.put_weights(weights, self.policies[0])

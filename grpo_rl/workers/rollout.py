@@ -131,7 +131,6 @@ class RolloutWorker:
             self._updating = True
 
         self._call("start_weight_update", start)
-        fault_point("rollout.weights.begun")
 
     def load_bucket(self, bucket: WeightBucket) -> None:
         fault_point("rollout.weights.bucket")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from grpo_rl.evaluation.extrapolate import expected_end
+from grpo_rl.sweep.outcome import expected_end
 
 
 def curve(generator: np.random.Generator, steps: int) -> np.ndarray:
