@@ -1,14 +1,18 @@
-"""The seconds of a training step on a machine that is not here: what its devices compute and move, and what waits for what.
+"""The seconds of a training step: what the devices of a machine compute and move, and what waits for what.
 
-An upper bound on speed, and not a measurement. Each phase takes the longer of its computing and its moving, at the share of what the
+For a machine that is not here an upper bound on speed, and not a measurement. Each phase takes the longer of its computing and its moving, at the share of what the
 device can do that stands below with its source; the page prints the shares. Sampling is continuous batching in the fluid limit: a
 replica has so many slots, an ended response gives its slot to the next one, and what is left when none is waiting is the tail of the
 longest responses. Rewards, saving and preemption of requests whose cache does not fit are left out.
+
+For this machine the same formulas with the constants of a nominal device, each phase times what the latest run on the machine took
+for it (`Fitted`); that run also says what a reward takes, and a step beside its phases.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +21,7 @@ import numpy as np
 from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.machine import DEVICES, Device, named
+from grpo_rl.plan.machine import CORES, DEVICES, Device, named
 from grpo_rl.plan.memory import adapter_params, fit_of, size_of_role
 from grpo_rl.plan.model_folder import ModelSize
 
@@ -46,6 +50,8 @@ SPREAD = 0.8
 DECODE_OVERHEAD_S, DECODE_HOST_S, DECODE_SEQUENCE_S = 0.001, 0.005, 20e-6
 """Seconds of a decoding step: between the GPU's work, and of the engine's Python, which schedules, samples and returns one step while
 the GPU computes another: those of a step and of each sequence in it, 15 ms for 500 sequences, whatever the model."""
+REQUEST_S = 1.5e-4
+"""Seconds of an engine's Python to take a request and to return its response: by runs of small models on two cores."""
 ALL_REDUCE_S = 15e-6
 """Seconds of an all-reduce between the GPUs of an engine beside the bytes that it moves, two in each layer of a step: assumed."""
 TRANSFER_GBS, TENSOR_S = 15.0, 4e-4
@@ -57,7 +63,11 @@ HOST_UPDATE_GBS = 100.0
 SWITCH_S = 3.0
 """Seconds in which an engine sleeps and wakes: assumed."""
 FIXED_S = 0.5
-"""Seconds of an update, and of a transfer of weights, beside what they compute and move: assumed."""
+"""Seconds of a transfer of weights beside what it moves: assumed."""
+REWARD_S = 1e-4
+"""Seconds of a reward, as a unit for what a run on this machine measured."""
+CROWDED = 0.4
+"""Share of the shorter side's seconds that an overlap of sampling and training does not hide where both compute on the same cores."""
 CONTROLLER_S = 6.0 / (16_384 * 4096)
 """Seconds of the controller, one process, for each token of responses: the bar of scripts/bench_controller.py."""
 EMPTY = 0.3
@@ -74,10 +84,11 @@ class Lengths:
     longest: int
 
     @staticmethod
-    def of(config: Config) -> Lengths:
-        """Return the lengths that a configuration gives, or those that are assumed."""
+    def of(config: Config, share: float = MEAN_SHARE) -> Lengths:
+        """Return the lengths that a configuration gives, or those that are assumed: this share of the longest on average."""
         trainer, longest = config.trainer, config.data.max_response_length
-        mean = trainer.mean_response_length or MEAN_SHARE * longest
+        share = 1.0 if config.actor_rollout_ref.rollout.ignore_eos else share
+        mean = trainer.mean_response_length or share * longest
         spread = SPREAD if trainer.response_length_spread is None else trainer.response_length_spread
         return Lengths(min(float(mean), float(longest)), spread, longest)
 
@@ -121,6 +132,21 @@ def _survival(tokens_K: np.ndarray, location: float, spread: float) -> np.ndarra
 
 
 @dataclass(frozen=True, slots=True)
+class Fitted:
+    """This machine, as a run on it measured it; without factors it is the nominal device."""
+
+    factors: Mapping[str, float]
+    """Measured seconds of each phase beside those of the nominal device; a phase that was not measured has the update's."""
+    prompt: float = MEAN_SHARE
+    response: float = MEAN_SHARE
+    """Mean lengths, as shares of the longest."""
+
+    def of(self, phase: str) -> float:
+        """Return the factor of a phase."""
+        return self.factors.get(phase, self.factors.get("update", 1.0))
+
+
+@dataclass(frozen=True, slots=True)
 class Replica:
     """One engine on its GPUs, and the seconds that it needs."""
 
@@ -144,6 +170,8 @@ class Replica:
     host_s: float = 0.0
     sequence_s: float = 0.0
     """Seconds of the engine's Python for a step, and for each sequence of it."""
+    request_s: float = 0.0
+    """Seconds of the engine's Python for a request."""
 
     def step_s(self, sequences: np.ndarray | float, context: np.ndarray | float) -> np.ndarray:
         """Return the seconds of a decoding step of so many sequences that hold so many tokens together.
@@ -195,6 +223,7 @@ class Replica:
             filled, tokens = filled + there * width, tokens + width
             begun = np.concatenate([[0.0], begun[:-1]])
         seconds += full_steps * self.pace_s(lengths, slots) + self.reading_s(requests / self.group * self.prompt)
+        seconds += requests * self.request_s
         return seconds, (filled + full_steps * slots) / max(tokens + full_steps, 1e-9) / self.slots
 
     def pace_s(self, lengths: Lengths, sequences: float) -> float:
@@ -207,7 +236,7 @@ class Replica:
         New weights make it read again what is unfinished, each prompt once for its group.
         """
         busy = min(self.slots, in_flight)
-        seconds = requests * lengths.mean / busy * self.pace_s(lengths, busy)
+        seconds = requests * (lengths.mean / busy * self.pace_s(lengths, busy) + self.request_s)
         again = busy * lengths.age + busy / self.group * self.prompt if reads_again else 0.0
         return seconds + self.reading_s(requests / self.group * self.prompt + again), busy / self.slots
 
@@ -238,18 +267,26 @@ class StepTime:
         return sum(seconds for name, seconds in self.phases.items() if name not in _NOT_TRAINING)
 
 
-_NOT_TRAINING = ("sampling", "weight transfer", "switch and offload")
+_NOT_TRAINING = ("sampling", "weight transfer", "switch and offload", "reward", "other")
 
 
-def step_time(plan: Plan, size: ModelSize) -> StepTime | None:
-    """Return the estimate for a run on a named machine; None for others, for machines without bfloat16 and where nothing samples."""
-    if not plan.machine.name or plan.machine.device != "cuda" or plan.engine is None or plan.role("actor") is None:
+def step_time(plan: Plan, size: ModelSize, here: Fitted | None = None) -> StepTime | None:
+    """Return the estimate for a run on a named machine, or on this one as it was measured (`here`).
+
+    None for a machine that is neither, for one without bfloat16 and where nothing samples.
+    """
+    if plan.engine is None or plan.role("actor") is None:
         return None
-    device, config = named(plan.machine.name).device, plan.config
+    if here is None and (not plan.machine.name or plan.machine.device != "cuda"):
+        return None
+    device = (
+        named(plan.machine.name).device if here is None else CORES if plan.machine.device == "cpu" else DEVICES["H100-80GB"]
+    )
+    config, rollouts, n = plan.config, plan.sizes.rollouts_per_step, plan.config.actor_rollout_ref.rollout.n
     if not device.tflops:
         return None
-    lengths, rollouts, n = Lengths.of(config), plan.sizes.rollouts_per_step, config.actor_rollout_ref.rollout.n
-    prompt = MEAN_SHARE * config.data.max_prompt_length
+    lengths = Lengths.of(config, MEAN_SHARE if here is None else here.response)
+    prompt = (MEAN_SHARE if here is None else here.prompt) * config.data.max_prompt_length
     groups = rollouts / n if plan.passes.update.shares_prompts else rollouts
     tokens = groups * prompt + rollouts * lengths.mean
     phases = _training(plan, size, device, tokens, lengths, prompt)
@@ -270,11 +307,15 @@ def step_time(plan: Plan, size: ModelSize) -> StepTime | None:
     phases["sampling"] = max(sampling, controller)
     phases["weight transfer"] = transfer_s(size, plan.engine_width)
     phases["switch and offload"] = SWITCH_S * (plan.colocated and plan.engine.sleep_mode) + _copies(plan, size, device)
+    if here is not None:
+        phases |= {"switch and offload": 0.0, "reward": rollouts * REWARD_S, "other": 1.0}
+        phases = {name: seconds * here.of(name) for name, seconds in phases.items()}
     phases = {name: phases[name] for name in ("sampling", *phases) if phases[name] > 0}
     training = sum(seconds for name, seconds in phases.items() if name not in _NOT_TRAINING)
     total = sum(phases.values())
     if plan.overlaps and staleness:
-        total -= phases["sampling"] + training - max(phases["sampling"], training, tail)
+        crowded = CROWDED * min(phases["sampling"], training) if plan.machine.device == "cpu" else 0.0
+        total -= phases["sampling"] + training - max(phases["sampling"], training, tail) - crowded
     parts = {"sampling": sampling, "training": training, "controller": controller, "long responses": tail}
     parts["weight transfer"] = phases["weight transfer"]
     limit = max(parts, key=lambda name: parts[name])
@@ -315,6 +356,7 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
         device.link_gbs * 1e9 * LINK,
         DECODE_HOST_S,
         DECODE_SEQUENCE_S,
+        REQUEST_S,
     )
 
 
@@ -330,7 +372,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         longest = (prompt + lengths.longest_of(rollouts / batches)) / passes.update.sequence_ranks
         busiest = max(tokens / ranks / batches, longest)
         shape = _Pass(own, device, busiest, context, ranks, most or int(context), link * 1e9 * LINK)
-        return epochs * batches * shape.seconds(training)
+        return epochs * batches * (shape.seconds(training) + device.call_s)
 
     def learns(own: ModelSize, most: int | None, batches: int, updates: int, *, checkpointing: bool, on_host: bool) -> float:
         epochs = updates / max(1, batches)
@@ -339,7 +381,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         muon = plan.config.actor_rollout_ref.actor.optim.optimizer.lower() == "muon"
         trained = adapter_params(plan.config.actor_rollout_ref.model, own) or own.num_params
         rate = HOST_UPDATE_GBS * 1e9 * plan.config.trainer.nnodes if on_host else device.memory_gbs * 1e9 * DECODING * ranks
-        return seconds + updates * (20 if muon else 28) * trained / rate + FIXED_S
+        return seconds + updates * (20 if muon else 28) * trained / rate + device.fixed_s
 
     parts, phases = plan.config.actor_rollout_ref, {}
     if passes.old_logprobs == "actor":
@@ -420,7 +462,7 @@ class _Pass:
         queries = (size.heads + size.kv_heads) * size.head_dim
         layer = HIDDEN_BYTES * size.hidden + INNER_BYTES * inner + copies + HEAD_BYTES * queries
         moved = size.layers * layer + LOGIT_BYTES / RECOMPUTED * size.vocab
-        return products + attention + moved / self._bandwidth
+        return products + attention + moved / self._bandwidth + self.device.token_s
 
 
 def _copies(plan: Plan, size: ModelSize, device: Device) -> float:

@@ -160,6 +160,11 @@ class Device:
     attention: float = 0.5
     """Share of `tflops` that attention reaches. FlashAttention 3 on Hopper, 2 on Ampere and Ada; the kernels of version 2 know nothing of
     Blackwell's tensor cores, and there reach 300 TFLOP/s (prime-rl's baselines of Qwen3-4B at 64k tokens on B200)."""
+    fixed_s: float = 0.5
+    """Seconds of an update beside what it computes and moves: assumed."""
+    call_s: float = 0.0
+    token_s: float = 0.0
+    """Seconds of Python for a pass, and for a token of a forward pass."""
 
 
 _DGX_H100 = "DGX H100 data sheet: 8 x 400 Gb/s, 2 TB, 112 cores"
@@ -211,6 +216,10 @@ DEVICES = {
     "T4-16GB": Device(14.6, 0, 300, 16, 16, 3.1, 64, 8, f"NVIDIA T4 data sheet; {_ASSUMED}"),
 }
 """GPUs by name. The memory that a program finds is what `torch.cuda.get_device_properties` reports, rounded down."""
+CORES = Device(
+    *(0.0, 0.2, 60, 10, 10, 1, 0, 1), source="nominal; a run gives the factors", fixed_s=0.04, call_s=0.035, token_s=7e-6
+)
+"""A machine without a GPU, on which small models wait for Python. Set with runs of 0.3 M parameters on two cores in sight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def records(**seconds: float) -> list[dict[str, float]]:
     return [first, *({"step": step, "response_length/mean": 4.0, **phases} for step in (2.0, 3.0, 4.0))]
 
 
-MEASURED = records(gen=1.5, reward=0.1, update_actor=0.6, testing=0.5, step=3.0)
+MEASURED = records(gen=1.5, reward=0.1, ref=0.1, update_actor=0.6, sync_weights=0.1, testing=0.5, step=3.0)
 
 
 def test_the_run_that_was_measured_is_predicted_as_it_was(tmp_path: Path) -> None:
@@ -33,10 +33,11 @@ def test_the_run_that_was_measured_is_predicted_as_it_was(tmp_path: Path) -> Non
     assert calibration.predict(plan, tmp_path) == {}
     calibration.learn(plan, tmp_path, MEASURED)
     predicted = calibration.predict(plan, tmp_path)
-    # The first step is not counted, validation is none of the step's own, and 0.3 s lie beside the phases.
-    assert predicted == pytest.approx({"gen": 1.5, "reward": 0.1, "update_actor": 0.6, "other": 0.3, "step": 2.5})
-    table = calibration.grade(predicted | {"gen": 1.8}, calibration.measure(MEASURED))
-    assert "+20%" in table and len(table.splitlines()) == 6
+    # The first step is not counted, validation is none of the step's own, and 0.1 s lie beside the phases.
+    phases = {"sampling": 1.5, "reward": 0.1, "reference": 0.1, "update": 0.6, "weight transfer": 0.1}
+    assert predicted == pytest.approx(phases | {"other": 0.1, "step": 2.5})
+    table = calibration.grade(predicted | {"sampling": 1.8}, calibration.measure(MEASURED))
+    assert "+20%" in table and len(table.splitlines()) == 7
     assert calibration.grade({}, calibration.measure(MEASURED)) == "" and calibration.measure(MEASURED[:2]) == {}
 
 
@@ -47,7 +48,7 @@ def test_a_larger_batch_takes_longer_and_another_machine_is_not_known(tmp_path: 
     words = [f"data.train_batch_size={4 * batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={4 * batch}"]
     more, once = calibration.predict(planned(*words), tmp_path), calibration.predict(plan, tmp_path)
     assert more["reward"] == pytest.approx(4 * once["reward"]) and more["other"] == once["other"]
-    assert once["gen"] < more["gen"] < 4 * once["gen"], "what each token waits for is the same"
+    assert once["sampling"] < more["sampling"] < 4 * once["sampling"], "what each token waits for is the same"
     assert calibration.predict(planned(machine=Machine(num_gpus=0, num_cpus=4, device="cpu")), tmp_path) == {}
 
 
