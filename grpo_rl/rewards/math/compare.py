@@ -1,6 +1,6 @@
 """Comparison of two mathematical answers without an algebra system: most are settled here, either way.
 
-Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; equations up to a factor.
+Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; two equations, unless both define one name, are left to algebra.
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ def _is_assignment(answer: MathAnswer) -> bool:
 
 
 def _same_equations(gold: MathAnswer, answer: MathAnswer) -> bool | None:
-    """`x = 2` is 2 and `y = x + 1` is x + 1; two equations are one where their differences are multiples of each other."""
+    """`x = 2` is 2 and `y = x + 1` is x + 1; of two equations only definitions of one name are compared here."""
     if gold.kind != answer.kind:
         equation, other = (gold, answer) if gold.kind == "equation" else (answer, gold)
         if len(equation.parts) != 2 or "unreadable" in (other.kind, equation.parts[1].kind):
@@ -386,9 +386,7 @@ def _same_equations(gold: MathAnswer, answer: MathAnswer) -> bool | None:
     (one, first), (two, second) = gold.parts, answer.parts
     if one.spelling == two.spelling and _is_name(one):
         return _same(first, second)
-    if any(part.kind != "number" for part in (one, first, two, second)):
-        return None
-    return _proportional(_difference(one, first), _difference(two, second))
+    return None
 
 
 def _is_name(side: MathAnswer) -> bool:
@@ -397,19 +395,3 @@ def _is_name(side: MathAnswer) -> bool:
     return (pieces[0].isalpha() or pieces[0].startswith("\\")) and (
         len(pieces) == 1 or (len(pieces) == 4 and pieces[1] == "(") or (len(pieces) == 3 and pieces[1] == "_")
     )
-
-
-def _difference(one: MathAnswer, other: MathAnswer) -> list[Number]:
-    size = max(len(one.value), len(other.value))
-    pairs = [(one.value[k % len(one.value)], other.value[k % len(other.value)]) for k in range(size)]
-    return [a - b if isinstance(a, Fraction) and isinstance(b, Fraction) else complex(a) - complex(b) for a, b in pairs]
-
-
-def _proportional(first: list[Number], second: list[Number]) -> bool:
-    if len(first) != len(second) or len(first) == 1 or not all(map(abs, first)) or not all(map(abs, second)):
-        return False
-    ratios: list[Number] = [
-        a / b if isinstance(a, Fraction) and isinstance(b, Fraction) else complex(a) / complex(b)
-        for a, b in zip(first, second, strict=True)
-    ]
-    return all(close(ratio, ratios[0], 1e-8 if isinstance(ratio, complex) else 0.0) for ratio in ratios[1:])

@@ -44,7 +44,7 @@ FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "\\log": cmath.log10,
     "\\exp": cmath.exp,
 }
-ENDS = frozenset((")", "}", "]", "|", ",", "=", "+", "-", "*", "/", "^", "%", "\\choose", ""))
+ENDS = frozenset((")", "}", "]", ",", "=", "+", "-", "*", "/", "^", "%", "\\choose", ""))
 POINTS = 3
 
 
@@ -63,7 +63,7 @@ class Expression:
         if len(tokens) > MAX_TOKENS:
             raise NoExpression
         self._tokens = [piece for token in tokens for piece in _letters(token)]
-        self._point, self._place, self._depth, self._bars = point, 0, 0, 0
+        self._point, self._place, self._depth = point, 0, 0
 
     def value(self) -> Number:
         """Return the value. Raises NoExpression for tokens that are no expression, and for infinite or huge values."""
@@ -103,7 +103,7 @@ class Expression:
         while self._next() in ("+", "-"):
             sign = -sign if self._take() == "-" else sign
         total, _ = self._power()
-        while self._next() not in ENDS or self._next() in ("*", "/") or (self._next() == "|" and not self._bars):
+        while self._next() not in ENDS or self._next() in ("*", "/"):
             sign_between = self._take() if self._next() in ("*", "/") else ""
             while sign_between and self._next() in ("+", "-"):
                 sign = -sign if self._take() == "-" else sign
@@ -152,19 +152,11 @@ class Expression:
         token = self._take()
         closing = {"(": ")", "{": "}", "[": "]"}.get(token)
         if closing:
-            bars, self._bars = self._bars, 0
             value = self._sum()
             if self._next() == "\\choose" and self._take():
                 value = _binomial(value, self._sum())
             self._expect(closing)
-            self._bars = bars
             return value
-        if token == "|" and not self._bars:
-            self._bars = 1
-            inner = self._sum()
-            self._expect("|")
-            self._bars = 0
-            return abs(inner) if isinstance(inner, Fraction) else complex(abs(inner))
         if token == "\\frac":
             return _apply(operator.truediv, self._argument(), self._argument())
         if token == "\\binom":
@@ -205,7 +197,7 @@ class Expression:
 
     def _operand(self) -> Number:
         """`2x` in `\\sin 2x`: factors up to the next sign, bracket or function."""
-        if self._next() in ("(", "{", "[", "|"):
+        if self._next() in ("(", "{", "["):
             return self._power()[0]
         total = self._power()[0]
         while self._next() not in ENDS and self._next() not in FUNCTIONS and self._next() not in ("(", "[", "{"):
