@@ -11,24 +11,11 @@ from typing import Any
 
 _COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _OTHER = {
-    "1m",
-    "awq",
-    "gptq",
-    "gguf",
-    "int4",
-    "int8",
-    "fp8",
-    "mxfp4",
-    "bnb",
-    "4bit",
-    "8bit",
-    "vl",
-    "mlx",
-    "embedding",
-    "reranker",
-}
+    "1m", "awq", "gptq", "gguf", "int4", "int8", "fp8",
+    "mxfp4", "bnb", "4bit", "8bit", "vl", "mlx", "embedding", "reranker",
+}  # fmt: skip
 """Words of a name that make another model of it: quantised, longer, or of another kind."""
-_FAMILY = {
+ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -41,6 +28,8 @@ _FAMILY = {
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
 }
+"""Families by the names of their classes; their parameters can be counted: attention of queries, keys, values and output, a gated MLP or
+experts of such."""
 
 # Per line: the names that share the sizes, `*` for what may follow (`Qwen2.5-7B*` is also Qwen2.5-7B-Instruct), then family, hidden
 # size, layers, intermediate size, attention heads, key-value heads, size of a head, vocabulary, tied embeddings (1), positions, and
@@ -116,7 +105,7 @@ def known_settings(name: str) -> dict[str, Any] | None:
         return None
     family, *numbers = max(fitting)[1]
     sizes = [int(number) for number in numbers]
-    settings: dict[str, Any] = {"model_type": family, "architectures": [_FAMILY[family]]}
+    settings: dict[str, Any] = {"model_type": family, "architectures": [ARCHITECTURES[family]]}
     if family != "olmo2":  # whose files are float32
         settings["dtype"] = "bfloat16"
     settings |= dict(zip(_COLUMNS, sizes, strict=False))

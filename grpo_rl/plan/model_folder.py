@@ -18,7 +18,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import PREFIX, get_builtin
 from grpo_rl.models.experts import FAMILIES
 from grpo_rl.models.load import SCALED_LOGITS
-from grpo_rl.plan.known_models import known_settings
+from grpo_rl.plan.known_models import ARCHITECTURES, known_settings
 
 _PATH = "actor_rollout_ref.model.path"
 _OVERRIDE = "actor_rollout_ref.model.override_config"
@@ -373,25 +373,9 @@ def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize 
     return None if num_params is None else replace(size, num_params=num_params)
 
 
-_LLAMA_LIKE = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "seed_oss",
-    "qwen3",
-    "qwen3_moe",
-    "gemma3_text",
-    "phi3",
-    "olmo2",
-    "olmoe",
-)
-"""Families whose parameters are counted: attention of queries, keys, values and output, a gated MLP or experts of such."""
-
-
 def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
     """Return the parameters of a decoder of a known family: attention, gated MLP or experts with their router, norms, embeddings."""
-    if size.architecture not in _LLAMA_LIKE:
+    if size.architecture not in ARCHITECTURES:
         return None
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     attention = size.hidden * (queries + 2 * keys) + queries * size.hidden
@@ -411,7 +395,6 @@ def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
 # ---- families: which can be trained here ----------------------------------------------------------------------------
 
 
-_PATH = "actor_rollout_ref.model.path"
 _ACTOR = "actor_rollout_ref.actor"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names under which config.json has the number of experts of a layer."""
