@@ -185,19 +185,6 @@ def test_a_replica_that_dies_while_requests_live_through_an_update_loses_none(sc
     assert len(pool.replicas.serving) == 2
 
 
-def test_engines_that_take_no_weights_in_flight_end_what_they_have_begun_and_nothing_else(scene: Scene) -> None:
-    pool, before = scene.pool(tiny_roles.make_draining_rollout), scene.actor.version
-    pool.submit(prompts("long", 14), 1, LONG)
-    begun(pool)
-    scene.train()
-    pool.sync_weights(scene.actor)
-    found = list(pool.completed())
-    assert len(found) == len(set(uids(found))) == 14
-    scene.expect(found)
-    spans = [rollout.versions for rollout in found]
-    assert spans.count(((before, LONG.max_tokens),)) == 10 and spans.count(((before + 1, LONG.max_tokens),)) == 4
-
-
 def test_requests_end_with_the_weights_they_began_with_where_that_is_asked_for(scene: Scene) -> None:
     pool, before = scene.pool(), scene.actor.version
     pool.options = replace(pool.options, partial_rollout=False)
@@ -230,3 +217,17 @@ def test_a_replica_that_comes_back_while_the_actor_trains_gets_its_weights_after
     pool.sync_weights(actor)
     assert len(pool.replicas.serving) == 2
     scene.expect(pool.generate(prompts("again", 8), 1, SHORT))
+
+
+# Last, for its pool takes the place of the others'.
+def test_engines_that_take_no_weights_in_flight_end_what_they_have_begun_and_nothing_else(scene: Scene) -> None:
+    pool, before = scene.pool(tiny_roles.make_draining_rollout), scene.actor.version
+    pool.submit(prompts("long", 14), 1, LONG)
+    begun(pool)
+    scene.train()
+    pool.sync_weights(scene.actor)
+    found = list(pool.completed())
+    assert len(found) == len(set(uids(found))) == 14
+    scene.expect(found)
+    spans = [rollout.versions for rollout in found]
+    assert spans.count(((before, LONG.max_tokens),)) == 10 and spans.count(((before + 1, LONG.max_tokens),)) == 4
