@@ -593,16 +593,13 @@ def host_need(plan: Plan, size: ModelSize) -> int:
 
 
 def table(plan: Plan, size: ModelSize, fit: Fit) -> list[str]:
-    """Return the lines of a table: each role at rest and at its peak, each phase of the step, and the host."""
+    """Return the lines of a table: each role at rest, each phase of the step, and the host."""
     there = plan.machine.gpu_memory
-    lines = [f"{'on one GPU of ' + gib(there):<32}{'at rest':>12}{'peak':>12}"]
+    lines = [f"{'on one GPU of ' + gib(there):<32}{'at rest':>12}"]
     for one in residents_of(plan, size):
-        role = one.role.replace("_", " ")
-        named = role if role in one.phase else f"{role}, {one.phase}"
-        lines.append(f"{named:<32}{gib(one.rest):>12}{gib(one.peak):>12}")
+        lines.append(f"{one.role.replace('_', ' '):<32}{gib(one.rest):>12}")
     if plan.engine is not None:
-        share = int(there * plan.engine.gpu_memory_utilization)
-        lines.append(f"{'rollout, asleep and sampling':<32}{gib(_asleep(plan)):>12}{gib(share):>12}")
+        lines.append(f"{'rollout':<32}{gib(_asleep(plan)):>12}")
     lines.append(f"{'':<32}{'needs':>12}{'there':>12}{'used':>7}")
     for need in fit.needs:
         mark = "  does not fit" if need.needed > need.there else "  tight" if need.share > TIGHT else ""
