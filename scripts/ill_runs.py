@@ -207,7 +207,7 @@ MISTAKES: dict[str, Trial] = {
     ),
     **{
         f"reward_exploited/{function}": Trial(
-            (f"reward.functions=[{of_user(function)}]", f"reward.audit=[{of_user('exact')}]", *AUDITED, *SEDUCED, *longer),
+            (f"reward.functions=[{of_user(function)}]", f"reward.audit=[{of_user('exact')}]", *AUDITED, *SEDUCED, *faster),
             mistake,
         )
         for function, mistake in {
@@ -217,8 +217,8 @@ MISTAKES: dict[str, Trial] = {
             "lenient_parser": "the answer's digits count wherever they stand",
             "forgeable_tool": "the checker's verdict is read from the text of the response",
         }.items()
-        # Digit by digit this hole is found later than the others.
-        for longer in ((f"{A}.optim.lr=2e-3", "trainer.total_training_steps=60") if function == "lenient_parser" else (),)
+        # Digit by digit this hole is found more slowly than the others.
+        for faster in ((f"{A}.optim.lr=2e-3",) if function == "lenient_parser" else (),)
     },
     "truncation": Trial(("data.max_response_length=2",), "two tokens for answers of three digits"),
     "truncation_grows": Trial(
