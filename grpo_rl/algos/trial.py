@@ -6,7 +6,10 @@ is given the columns that it declared with `@needs`; the others are None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -115,6 +118,29 @@ def as_declared(inputs: T, needs: Mapping[str, tuple[str, ...]], function: Calla
     return replace(inputs, **hidden)
 
 
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """Keep off the screen what a function prints while it is tried, and what programs print that it starts.
+
+    A trial's output has no meaning for a reader, and nothing hides the secrets of the environment in it, as the logs of
+    workers do.
+    """
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+            if stream is not None:
+                stream.flush()
+            with contextlib.suppress(OSError):  # closed: nothing can be printed to it
+                copy = os.dup(descriptor)
+                stack.callback(os.close, copy)
+                stack.callback(os.dup2, copy, descriptor)
+                os.dup2(nowhere.fileno(), descriptor)
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
+
+
+@unheard()
 def run_estimator(function: Callable[..., Any], options: Options, num_parts: int = 2) -> tuple[Tensor, ...]:
     """Return the advantages and returns of the small batch."""
     out = function(as_declared(estimator_input(num_parts), advantages.NEEDS, function, options), **options)
@@ -128,6 +154,7 @@ def run_estimator(function: Callable[..., Any], options: Options, num_parts: int
     return (out.advantages_T,) if out.returns_T is None else (out.advantages_T, out.returns_T)
 
 
+@unheard()
 def run_loss(function: Callable[..., Any], options: Options, inputs: LossInput | None = None) -> tuple[Tensor, ...]:
     """Return the loss of each token of the small batch, its statistics and, as the last value, its gradient.
 
@@ -156,6 +183,7 @@ def has_ratio(function: Callable[..., Any], options: Options) -> bool:
     return not torch.allclose(gradient_T, other_T, rtol=1e-12, atol=1e-15, equal_nan=True)
 
 
+@unheard()
 def run_average(function: Callable[..., Any], options: Options) -> tuple[Tensor, ...]:
     """Return the average of the small batch's log-probs."""
     inputs = loss_input()
@@ -167,6 +195,7 @@ def run_average(function: Callable[..., Any], options: Options) -> tuple[Tensor,
     return (share.detach(),)
 
 
+@unheard()
 def run_kl(function: Callable[..., Any], options: Options) -> tuple[Tensor, ...]:
     """Return the KL of each token of the small batch and, as the last value, its gradient."""
     inputs = loss_input()

@@ -9,7 +9,9 @@ import pytest
 import torch
 from objective_cases import inputs
 
+from grpo_rl.algos import trial
 from grpo_rl.algos.advantages.registered import ADVANTAGES
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.trial import estimator_input
 from grpo_rl.config.compose import compose
@@ -107,3 +109,18 @@ def test_a_failure_in_the_run_names_the_file_the_line_and_the_interface(tmp_path
     assert f"in {file}, line 5, in mine: return AdvantageOutput(inp.segments)" in message
     assert "estimator(inp: AdvantageInput, *, option=default, ...) -> AdvantageOutput" in message
     assert "AdvantageInput has token_rewards_T, of_tokens_T, lengths_N" in message and exit_code_of(caught.value) == 5
+
+
+def test_what_a_function_prints_while_it_is_tried_does_not_reach_the_screen(tmp_path, capfd):
+    (tmp_path / "loud.py").write_text(
+        "import os, subprocess\n"
+        "from grpo_rl.algos.losses.registered import TokenLoss\n"
+        "def loud(inputs):\n"
+        "    print('by Python'); os.write(2, b'by the system'); subprocess.run(['echo', 'by a program'])\n"
+        "    return TokenLoss(-inputs.advantages_T * inputs.policy_logprobs_T)\n"
+    )
+    kind = trial.KINDS[POLICY_LOSSES.kind]
+    trial.check(kind, f"{tmp_path / 'loud.py'}:loud", {}, kind.run)
+    print("afterwards")
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("afterwards\n", "")
