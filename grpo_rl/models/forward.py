@@ -12,12 +12,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.experts import Routing
-from grpo_rl.models.linear import Precision, reduced_linear, use_fast_norms
+from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear, use_fast_norms
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
@@ -52,6 +51,7 @@ class PackedModel(nn.Module):
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
+        use_fast_linear(lm)
         use_fast_norms(lm)
         self.lm = lm
         self.adapters: Adapters | None = None
@@ -164,7 +164,7 @@ class Head:
     def logprobs_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
         """Return the log-probs of all tokens but those that are left out, which have -inf."""
         arguments = hidden_TD.float(), self.weight_VD.float(), None if self.bias_V is None else self.bias_V.float()
-        logits_TV = F.linear(*arguments) if self.precision == "float32" else reduced_linear(*arguments, self.precision)
+        logits_TV = linear(*arguments) if self.precision == "float32" else reduced_linear(*arguments, self.precision)
         if self.temperature != 1.0:
             logits_TV = logits_TV / self.temperature
         if left_out_TV is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.forward import PackedModel
+from grpo_rl.models.linear import linear
 from grpo_rl.models.load import load_config, packed_model
 from grpo_rl.models.packing import Packing, Sequences
 
@@ -52,7 +52,7 @@ class ScoreModel(PackedModel):
         head = self.lm.score
         bias = None if head.bias is None else head.bias.float()
         # A copy, not a view: FSDP hooks the outputs and cannot hook views.
-        return F.linear(self.hidden_TD(sequences).float(), head.weight.float(), bias)[:, 0].clone()
+        return linear(self.hidden_TD(sequences).float(), head.weight.float(), bias)[:, 0].clone()
 
 
 def scored_sequences(token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor, device: torch.device) -> Sequences:

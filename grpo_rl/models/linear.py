@@ -1,4 +1,11 @@
-"""RMS norms that a CPU computes in fewer passes, and products of float32 matrices with rounded inputs.
+"""Layers that a CPU computes in fewer passes: linear ones, and RMS norms.
+
+Linear layers go through oneDNN's matrix product, which torch uses for half precision only.
+
+torch multiplies float32 matrices with MKL. With AVX-512 oneDNN needs less time for `x @ W.T` and for the gradient of the
+input: 1.09 to 1.20 times as fast on one core of an AMD EPYC (`[2176, 320] x [320, 1024]` and four like it), more on
+two cores. The gradient of the weight loses and stays with MKL. With AVX2 alone the two are equal (0.94 to 1.11), so MKL
+computes everything. Both compute in float32; the order of their sums differs.
 
 A norm of transformers is six operations, each of which reads and writes the whole activation, and about as many more in
 the backward pass. Here it is one function with a backward pass of its own: forward and backward of `[2048, 128]` took
@@ -13,12 +20,37 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 Precision = Literal["float32", "tf32", "bfloat16"]
 """The rounding of the inputs of a product of float32 matrices: none, to 10 bits of mantissa, or to bfloat16's 7. Sums and
 results are float32 in all three."""
+
+
+def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return `x @ weight_OI.T + bias_O` of [..., I], as torch's function of the name does."""
+    here = x.device.type == "cpu" and x.dtype == weight_OI.dtype == torch.float32
+    # Torch's compiler has products of its own: it does not take oneDNN's where the weight may change.
+    if here and x.numel() and _has_onednn() and not torch.compiler.is_compiling():
+        out: Tensor = _OneDnnLinear.apply(x, weight_OI, bias_O)
+        return out
+    return F.linear(x, weight_OI, bias_O)
+
+
+def use_fast_linear(model: nn.Module) -> None:
+    """Let every plain linear layer of `model` compute by `linear`. Subclasses have reasons of their own and stay."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FastLinear
+
+
+class FastLinear(nn.Linear):
+    """torch's linear layer by another matrix product; parameters and state dict are the same."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input, self.weight, self.bias)
 
 
 def use_fast_norms(model: nn.Module) -> None:
@@ -70,6 +102,34 @@ class _RmsNorm(torch.autograd.Function):
         along = (each @ weight_D).div_(normed.shape[-1]).unsqueeze_(-1)
         grad_x = (grad * weight_D).addcmul_(normed, along, value=-1).mul_(scale)
         return grad_x, each.reshape(-1, each.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None, None
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight_OI)
+        ctx.has_bias = bias_O is not None
+        return _product(x, weight_OI, bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight_OI = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = _product(grad, weight_OI.t()) if needs_x else None
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+        return grad_x, grad_weight, flat.sum(0) if needs_bias and ctx.has_bias else None
+
+
+def _product(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return `x @ weight_OI.T + bias_O`; the weight may be a transposed view."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight_OI, bias_O, "none", [], "")
+
+
+def _has_onednn() -> bool:
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def reduced_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, precision: Precision) -> Tensor:

@@ -23,6 +23,7 @@ from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.models import forward, fsdp, sharded_load
+from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch
 from grpo_rl.workers import device_memory
 from grpo_rl.workers.actor import ActorWorker
@@ -137,17 +138,16 @@ class RecordingActor(Recording, ActorWorker):
     def update_counting_head_rows(self, *args: Any) -> int:
         """Make an update; return how many hidden states the LM head was multiplied with."""
         rows = []
-        logprobs_TV = forward.Head.logprobs_TV
 
-        def counting(head: forward.Head, hidden_TD: Tensor, *rest: Tensor | None) -> Tensor:
-            rows.append(len(hidden_TD))
-            return logprobs_TV(head, hidden_TD, *rest)
+        def counting(x: Tensor, *rest: Tensor | None) -> Tensor:
+            rows.append(len(x))
+            return linear(x, *rest)
 
-        forward.Head.logprobs_TV = counting
+        forward.linear = counting
         try:
             self.update(*args)
         finally:
-            forward.Head.logprobs_TV = logprobs_TV
+            forward.linear = linear
         return sum(rows)
 
     def update_counting_tokens(self, *args: Any) -> int:

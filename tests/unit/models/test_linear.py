@@ -1,4 +1,4 @@
-"""Products of rounded inputs, and norms in one function: values and gradients."""
+"""The linear layer of the CPU path: torch's values and gradients, whatever computes the product."""
 
 from __future__ import annotations
 
@@ -6,9 +6,34 @@ import importlib
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from grpo_rl.models.linear import reduced_linear, use_fast_norms
+from grpo_rl.models.linear import linear, reduced_linear, use_fast_norms
+
+
+def _inputs(shape: tuple[int, ...], out: int, bias: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(len(shape) + out)
+    x = torch.randn(*shape, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(out, shape[-1], generator=generator, dtype=dtype, requires_grad=True)
+    return x, weight, torch.randn(out, generator=generator, dtype=dtype, requires_grad=True) if bias else None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 7), (37, 24), (1, 50, 33), (2, 3, 5, 16), (0, 8)])
+def test_values_and_gradients_are_those_of_float64(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    inputs = _inputs(shape, 19, bias, dtype)
+    exact = tuple(None if t is None else t.detach().double().requires_grad_() for t in inputs)
+    out, want = linear(*inputs), torch.nn.functional.linear(*exact)
+    torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (out.double() * weights).sum().backward()
+    (want * weights).sum().backward()
+    for ours, theirs in zip(inputs, exact, strict=True):
+        if ours is not None and theirs is not None:
+            assert ours.grad is not None and theirs.grad is not None
+            torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-4)
+
 
 # ---- reduced precision, as tensor cores round ------------------------------------------------------------------
 
