@@ -28,7 +28,7 @@ SHOWN = {
     "bench_schedules --speed --model 1m --steps 1 --rounds 1 --max-num-seqs 8 --response-tokens 8 --out {}": "async",
     "ill_runs --only reward_never_seen --folder {}": "reward_never_seen",
     "paradigm --only rft --seeds 1 --out {}": "rft",
-    "soak --steps 4 --rate 1000 --folder {}": "SHA-256",
+    "soak --steps 4 --rate 1000 --folder {}": "committed steps lost",
 }
 
 
