@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.plan.cost import MEAN_SHARE, Fitted, step_time
+from grpo_rl.plan.cost import MEAN_SHARE, SPREAD, Fitted, step_time
 from grpo_rl.plan.decisions import Plan
 
 FILE = "calibration.json"
@@ -38,7 +39,12 @@ def predict(plan: Plan, runs: Path) -> dict[str, float]:
 def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     """Write what a run's steps measured; nothing for runs of other kinds, or of fewer than three steps, whose first is not counted."""
     measured, data = measure(records), plan.config.data
-    here = Fitted({}, _share(records, "prompt", data.max_prompt_length), _share(records, "response", data.max_response_length))
+    here = Fitted(
+        {},
+        _share(records, "prompt", data.max_prompt_length),
+        _share(records, "response", data.max_response_length),
+        _spread(records, plan.sizes.rollouts_per_step),
+    )
     nominal = step_time(plan, plan.model, here) if plan.model is not None and measured else None
     if nominal is None or plan.model is None:
         return
@@ -46,11 +52,13 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     fitted = dataclasses.replace(here, factors=factors | {"other": 0.0})
     without = step_time(plan, plan.model, fitted)
     assert without is not None, "the same run"
-    response = MEAN_SHARE if plan.config.actor_rollout_ref.rollout.ignore_eos else here.response
+    # Lengths that were forced say nothing of other runs.
+    forced = plan.config.actor_rollout_ref.rollout.ignore_eos
     one = {
         "factors": factors | {"other": max(0.0, measured["step"] - without.total)},
         "prompt": here.prompt,
-        "response": response,
+        "response": MEAN_SHARE if forced else here.response,
+        "spread": SPREAD if forced else here.spread,
     }
     temporary = runs / f"{FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(_read(runs) | {_machine(plan): one}, indent=1), encoding="utf-8")
@@ -94,6 +102,16 @@ def _share(records: list[dict[str, float]], part: str, longest: int) -> float:
         record.get(f"{part}_length/mean", MEAN_SHARE * longest) for record in records if "response_length/mean" in record
     ]
     return statistics.fmean(lengths) / longest if lengths else MEAN_SHARE
+
+
+def _spread(records: list[dict[str, float]], rollouts: int) -> float:
+    """Return the spread with which the longest of so many lognormal lengths is as far above their mean as it was."""
+    longest = [
+        math.log(record["response_length/max"] / record["response_length/mean"])
+        for record in records
+        if record.get("response_length/mean", 0) > 0 and "response_length/max" in record
+    ]
+    return statistics.fmean(longest) / math.sqrt(2 * math.log(max(2, rollouts))) if longest else SPREAD
 
 
 def _machine(plan: Plan) -> str:

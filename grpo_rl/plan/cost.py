@@ -47,11 +47,8 @@ MEAN_SHARE = 0.5
 """Mean length of prompts and responses as a share of the longest, where none is given: assumed."""
 SPREAD = 0.8
 """Standard deviation of the logarithm of a response's length, where none is given: assumed."""
-DECODE_OVERHEAD_S, DECODE_HOST_S, DECODE_SEQUENCE_S = 0.001, 0.005, 20e-6
-"""Seconds of a decoding step: between the GPU's work, and of the engine's Python, which schedules, samples and returns one step while
-the GPU computes another: those of a step and of each sequence in it, 15 ms for 500 sequences, whatever the model."""
-REQUEST_S = 1.5e-4
-"""Seconds of an engine's Python to take a request and to return its response: by runs of small models on two cores."""
+DECODE_OVERHEAD_S = 0.001
+"""Seconds of a decoding step between the GPU's work."""
 ALL_REDUCE_S = 15e-6
 """Seconds of an all-reduce between the GPUs of an engine beside the bytes that it moves, two in each layer of a step: assumed."""
 TRANSFER_GBS, TENSOR_S = 15.0, 4e-4
@@ -84,12 +81,12 @@ class Lengths:
     longest: int
 
     @staticmethod
-    def of(config: Config, share: float = MEAN_SHARE) -> Lengths:
-        """Return the lengths that a configuration gives, or those that are assumed: this share of the longest on average."""
+    def of(config: Config, share: float = MEAN_SHARE, spread: float = SPREAD) -> Lengths:
+        """Return the lengths that a configuration gives, or those that are assumed: this share of the longest on average, this spread."""
         trainer, longest = config.trainer, config.data.max_response_length
         share = 1.0 if config.actor_rollout_ref.rollout.ignore_eos else share
         mean = trainer.mean_response_length or share * longest
-        spread = SPREAD if trainer.response_length_spread is None else trainer.response_length_spread
+        spread = spread if trainer.response_length_spread is None else trainer.response_length_spread
         return Lengths(min(float(mean), float(longest)), spread, longest)
 
     def alive(self, tokens_K: np.ndarray) -> np.ndarray:
@@ -140,6 +137,8 @@ class Fitted:
     prompt: float = MEAN_SHARE
     response: float = MEAN_SHARE
     """Mean lengths, as shares of the longest."""
+    spread: float = SPREAD
+    """Of the lengths of responses."""
 
     def of(self, phase: str) -> float:
         """Return the factor of a phase."""
@@ -285,7 +284,7 @@ def step_time(plan: Plan, size: ModelSize, here: Fitted | None = None) -> StepTi
     config, rollouts, n = plan.config, plan.sizes.rollouts_per_step, plan.config.actor_rollout_ref.rollout.n
     if not device.tflops:
         return None
-    lengths = Lengths.of(config, MEAN_SHARE if here is None else here.response)
+    lengths = Lengths.of(config) if here is None else Lengths.of(config, here.response, here.spread)
     prompt = (MEAN_SHARE if here is None else here.prompt) * config.data.max_prompt_length
     groups = rollouts / n if plan.passes.update.shares_prompts else rollouts
     tokens = groups * prompt + rollouts * lengths.mean
@@ -354,9 +353,9 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
         plan.config.actor_rollout_ref.rollout.n,
         parallel,
         device.link_gbs * 1e9 * LINK,
-        DECODE_HOST_S,
-        DECODE_SEQUENCE_S,
-        REQUEST_S,
+        device.decode_s,
+        device.sequence_s,
+        device.request_s,
     )
 
 
@@ -364,6 +363,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
     """Return the seconds of each pass of the trained side."""
     ranks, link, passes, sizes = plan.world_size, _links(plan, device), plan.passes, plan.sizes
     rollouts = sizes.rollouts_per_step
+    prompts = rollouts / plan.config.actor_rollout_ref.rollout.n
     # Attention of a response costs by its square: its mean context is that of a token, not of a response.
     context = prompt + 2 * lengths.age
 
@@ -372,7 +372,8 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         longest = (prompt + lengths.longest_of(rollouts / batches)) / passes.update.sequence_ranks
         busiest = max(tokens / ranks / batches, longest)
         shape = _Pass(own, device, busiest, context, ranks, most or int(context), link * 1e9 * LINK)
-        return epochs * batches * (shape.seconds(training) + device.call_s)
+        python = device.call_s + device.prompt_s * prompts / ranks / batches * (training or FORWARD)
+        return epochs * batches * (shape.seconds(training) + python)
 
     def learns(own: ModelSize, most: int | None, batches: int, updates: int, *, checkpointing: bool, on_host: bool) -> float:
         epochs = updates / max(1, batches)

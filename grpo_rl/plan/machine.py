@@ -163,8 +163,14 @@ class Device:
     fixed_s: float = 0.5
     """Seconds of an update beside what it computes and moves: assumed."""
     call_s: float = 0.0
+    prompt_s: float = 0.0
     token_s: float = 0.0
-    """Seconds of Python for a pass, and for a token of a forward pass."""
+    """Seconds of Python for a pass, and for a prompt and a token of a forward pass."""
+    decode_s: float = 0.005
+    sequence_s: float = 20e-6
+    request_s: float = 1.5e-4
+    """Seconds of the engine's Python, which schedules, samples and returns one step while a GPU computes another: those of a decoding step
+    and of each sequence in it, 15 ms for 500 sequences, whatever the model; and those to take a request and to return its response."""
 
 
 _DGX_H100 = "DGX H100 data sheet: 8 x 400 Gb/s, 2 TB, 112 cores"
@@ -217,7 +223,15 @@ DEVICES = {
 }
 """GPUs by name. The memory that a program finds is what `torch.cuda.get_device_properties` reports, rounded down."""
 CORES = Device(
-    *(0.0, 0.2, 60, 10, 10, 1, 0, 1), source="nominal; a run gives the factors", fixed_s=0.04, call_s=0.035, token_s=7e-6
+    *(0.0, 0.2, 60, 10, 10, 1, 0, 1),
+    source="nominal; a run gives the factors",
+    fixed_s=0.04,
+    call_s=0.035,
+    prompt_s=2e-4,
+    token_s=7e-6,
+    decode_s=0.001,
+    sequence_s=9e-5,
+    request_s=6e-4,
 )
 """A machine without a GPU, on which small models wait for Python. Set with runs of 0.3 M parameters on two cores in sight."""
 

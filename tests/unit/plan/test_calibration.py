@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan import calibration
+from grpo_rl.plan.cost import SPREAD
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
 
@@ -50,6 +53,18 @@ def test_a_larger_batch_takes_longer_and_another_machine_is_not_known(tmp_path: 
     assert more["reward"] == pytest.approx(4 * once["reward"]) and more["other"] == once["other"]
     assert once["sampling"] < more["sampling"] < 4 * once["sampling"], "what each token waits for is the same"
     assert calibration.predict(planned(machine=Machine(num_gpus=0, num_cpus=4, device="cpu")), tmp_path) == {}
+
+
+def test_the_spread_of_lengths_is_what_the_longest_responses_say(tmp_path: Path) -> None:
+    plan, forced = planned(), planned("actor_rollout_ref.rollout.ignore_eos=true")
+    for run, longest, spread in (
+        (plan, 4.0, 0.0),
+        (plan, 16.0, math.log(4) / math.sqrt(2 * math.log(512))),
+        (forced, 4.0, SPREAD),
+    ):
+        calibration.learn(run, tmp_path, [record | {"response_length/max": longest} for record in MEASURED])
+        (learnt,) = json.loads((tmp_path / calibration.FILE).read_text()).values()
+        assert learnt["spread"] == pytest.approx(spread)
 
 
 def test_a_file_that_is_none_is_not_read(tmp_path: Path) -> None:
