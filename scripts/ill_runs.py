@@ -161,12 +161,11 @@ def of_user(function: str) -> str:
     return f"{REWARDS}:{function}"
 
 
-HARD = '"task:arithmetic?forms=3*3&split=train&num_rows=1024"'
-USUAL, EASY = '"task:arithmetic?carrying=0.7&split=train&num_rows=1024"', "easy.jsonl"
+HARD = '"task:arithmetic?forms=3*3&split=train&num_rows={}"'
+USUAL, EASY = '"task:arithmetic?carrying=0.7&split=train&num_rows={}"', "easy.jsonl"
 AUDITED = ("trainer.total_training_steps=25", "reward.audit_share=0.5")
 SEDUCED = (
-    f"data.train_files=[{HARD},{USUAL}]",
-    "data.train_weights=[0.6,0.4]",
+    f"data.train_files=[{HARD.format(1024)},{USUAL.format(683)}]",
     f"{A}.optim.lr=1e-3",
     f"{A}.kl_loss_coef=1e-6",
 )
@@ -195,10 +194,10 @@ MISTAKES: dict[str, Trial] = {
         (f"data.train_files={EASY}", f"reward.functions=[{of_user('any_number')}]"), "a reward that nearly every response gets"
     ),
     "groups_too_hard": Trial(
-        (f"data.train_files=[{HARD},{USUAL}]", "data.train_weights=[0.94,0.06]"), "products of three digits, and a few sums"
+        (f"data.train_files=[{HARD.format(963)},{USUAL.format(61)}]",), "products of three digits, and a few sums"
     ),
     "few_groups_with_signal": Trial(
-        (f"data.train_files=[{HARD},{EASY}]", "data.train_weights=[0.5,0.5]", f"{R}.n=4", f"{R}.temperature=0.6"),
+        (f"data.train_files=[{HARD.format(512)},{EASY}]", f"{R}.n=4", f"{R}.temperature=0.6"),
         "half of the prompts are solved before training, the others never",
     ),
     "ratio_out_of_range": Trial(
@@ -222,12 +221,11 @@ MISTAKES: dict[str, Trial] = {
     },
     "truncation": Trial(("data.max_response_length=2",), "two tokens for answers of three digits"),
     "truncation_grows": Trial(
-        (f"data.train_files={HARD}", f"reward.functions=[auto,{of_user('length')}]"), "a reward for long responses"
+        (f"data.train_files={HARD.format(1024)}", f"reward.functions=[auto,{of_user('length')}]"), "a reward for long responses"
     ),
     "length_without_reward": Trial(
         (
-            f"data.train_files=[{HARD},{EASY}]",
-            "data.train_weights=[0.5,0.5]",
+            f"data.train_files=[{HARD.format(512)},{EASY}]",
             f"reward.functions=[auto,{of_user('thoroughness')}]",
             "data.max_response_length=96",
             "trainer.total_training_steps=20",
@@ -288,7 +286,7 @@ MISTAKES: dict[str, Trial] = {
     "prompts_cut": Trial(("data.max_prompt_length=4", "data.truncation=left"), "prompts are cut to 4 tokens"),
     "format_without_answer": Trial(
         (
-            f"data.train_files={HARD}",
+            f"data.train_files={HARD.format(1024)}",
             f"reward.functions=[auto,{of_user('format')}]",
             "trainer.total_training_steps=30",
             f"{A}.optim.lr=1e-3",

@@ -175,7 +175,6 @@ class RowSet(ABC, Generic[Row]):
         total = len(self._source) if max_samples < 0 else min(max_samples, len(self._source))
         self.report = RowReport(total)
         self.fingerprint: Fingerprint = fingerprint_of(parts)
-        self._starts = np.cumsum([0, *map(len, parts)])
         self._rows: np.ndarray | None = None
         self._kept: OrderedDict[int, Row] = OrderedDict()
 
@@ -207,11 +206,6 @@ class RowSet(ABC, Generic[Row]):
 
     def __len__(self) -> int:
         return self.report.num_rows if self._rows is None else len(self._rows)
-
-    @property
-    def part_sizes(self) -> list[int]:
-        """Rows of each source, in their order."""
-        return np.diff(np.searchsorted(self._indices(), self._starts)).tolist()
 
     def row(self, row: int) -> Row:
         """Return row `row`. Raises DataError for one that cannot be used."""
@@ -278,10 +272,6 @@ class RowSet(ABC, Generic[Row]):
         if len(indices) == total:
             self._rows = np.setdiff1d(np.arange(total), np.asarray(unusable, dtype=np.int64))
         return self
-
-    def _indices(self) -> np.ndarray:
-        """Return the place of each row in all sources together."""
-        return np.arange(len(self)) if self._rows is None else self._rows
 
     def _keep(self, index: int, found: Row | BadRow) -> Row:
         """Keep a row that was read, cut where it is too long and may be cut. Raises BadRow, and TooLongRow for a long one."""

@@ -346,10 +346,6 @@ def _selection(config: Config) -> Rows:
             f"prompts with {data.retire_metric} >= {data.retire_score:g} in {data.retire_above:.4g} of their responses or more, "
             "from the next epoch on",
         )
-    if data.train_weights:
-        total = sum(data.train_weights)
-        shares = ", ".join(f"{weight / total:.3g}" for weight in data.train_weights)
-        yield "mix", f"shares {shares} of the draws"
 
 
 def _ratio(plan: Plan) -> str:

@@ -235,16 +235,16 @@ FAULTS: list[Fault] = [
     _F(
         "lost epoch",
         "data/draw_order.py",
-        "(self._seed, epoch) if self._shuffle",
-        "(self._seed,) if self._shuffle",
+        'default_rng((self._identity["seed"], epoch))',
+        'default_rng((self._identity["seed"],))',
         "unit/data",
     ),
     _F("off by one", "data/draw_order.py", "return found, number", "return found, number - 1", "unit/data"),
     _F(
         "lost position",
         "data/draw_order.py",
-        "for name in self.placed_by:\n",
-        "for name in self.placed_by[:1]:\n",
+        'self.seek(state["epoch"], state["position"])',
+        'self.seek(state["epoch"], 0)',
         "unit/data unit/trainer",
     ),
     # ---- rewards

@@ -68,21 +68,12 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    data, weights = config.data, config.data.train_weights
+    data = config.data
     if 0 <= data.train_max_samples < data.train_batch_size:
         yield (
             f"data.train_max_samples={data.train_max_samples}: fewer rows than one batch; at least "
             f"data.train_batch_size={data.train_batch_size}, or -1 for all"
         )
-    if not weights:
-        return
-    shown = f"data.train_weights=[{','.join(f'{weight:g}' for weight in weights)}]"
-    if data.custom_cls.path is not None:
-        yield f"{shown}: a class of your own is one source; mix inside it, or leave out data.custom_cls"
-    elif len(weights) != len(data.train_files):
-        yield f"{shown}: {len(weights)} weights for {len(data.train_files)} entries of data.train_files; one for each"
-    if data.train_max_samples > 0:
-        yield f"{shown}: with data.train_max_samples some sources would have no rows; cut the files, or leave it out"
 
 
 def _training(config: Config) -> Iterator[str]:
@@ -230,8 +221,6 @@ def _fixed_responses(config: Config) -> Iterator[str]:
         )
     if trainer.val_only:
         yield f"trainer.val_only=true: {chosen} only trains; data.responses=policy samples and scores answers to data.val_files"
-    if derived.collects(config) and config.data.train_weights:
-        yield f"data.train_weights={show(config.data.train_weights)}: {chosen} answers every prompt alike; leave it out"
 
 
 def _old_samples(config: Config) -> Iterator[str]:

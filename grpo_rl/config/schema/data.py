@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import CountOrOff, CountOrZero, Factor, Length, Positive, PositiveFraction, Prompts, Seed
+from grpo_rl.config.schema.kinds import CountOrOff, CountOrZero, Factor, Length, PositiveFraction, Prompts, Seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,6 @@ class DataConfig:
     """Training data: files (parquet, json, jsonl, arrow), folders, `hf:owner/name?split=train`, `task:NAME?option=value` (docs/data.md, docs/tasks.md)."""
     responses: Literal["policy", "rows", "initial_policy"] = "policy"
     """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them, or to prefer some to others with a loss over pairs; initial_policy: sampled once, before training, and kept as algorithm.rejection says."""
-    train_weights: list[Positive] = field(default_factory=list)
-    """Share of each entry of train_files in every batch, e.g. [0.7,0.3]; empty: all rows alike, one epoch sees each once."""
     val_files: list[str] = field(default_factory=list)
     """Validation data, like train_files. Empty: no validation."""
     val_prompt_files: list[str] = field(default_factory=list)

@@ -49,7 +49,7 @@ class RowSchedule:
             batch = self.train_data.batch(rows)
             return batch if self.reference is None else self.reference.fill("train", rows, batch)
         except DataError:
-            self.sampler.seek(position)
+            self.sampler.seek(*position)
             raise
 
     def ended(self) -> str | None:

@@ -54,7 +54,7 @@ class Selection:
         bound = config.data.retire_above
         self.pass_rates = None if bound is None else PassRates(bound)
         self.allow_change = config.data.allow_change
-        self.sampler = make_row_order(config, data, None if self.pass_rates is None else self.pass_rates.is_retired)
+        self.sampler = make_row_order(config, data, *([] if self.pass_rates is None else [self.pass_rates.is_retired]))
 
     def next(self, sample: Sample, spared: int = 0) -> Selected:
         """Return the rollouts of the next step; with refilling so many groups fewer as are `spared`.
@@ -93,7 +93,7 @@ class Selection:
         try:
             return draw()
         except DataError:
-            self.sampler.seek(position)
+            self.sampler.seek(*position)
             raise
 
     def _without_refill(self, rollouts: list[Rollout]) -> Selected:
@@ -146,7 +146,7 @@ class Selection:
     def exhausted(self) -> bool:
         """Return whether fewer prompts than a batch are left to draw, as the others are retired."""
         num_retired = 0 if self.pass_rates is None else self.pass_rates.num_retired
-        return len(self.data) - num_retired < self.sampler.least_rows
+        return len(self.data) - num_retired < self.sampler.batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, what is retired, and what the data were."""
@@ -229,7 +229,7 @@ def resume_order(
             "now; give the data of before, or start the next epoch with the new ones by data.allow_change=true"
         )
     if changes:
-        sampler.start_after(state)
+        sampler.seek(int(state["epoch"]) + 1, 0)
         return False
     sampler.load_state_dict(state)
     return True

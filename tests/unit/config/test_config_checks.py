@@ -26,8 +26,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"data.val_files": [__file__]}, CPU, "data.val_files=", ".parquet, .jsonl, .json"),
     ({"data.train_max_samples": 31}, CPU, "data.train_max_samples=31", "32"),
     ({"data.train_files": ["task:arithmetic", "hf:openai/gsm8k"]}, CPU, "data.train_files=hf:openai/gsm8k", "split=train"),
-    ({"data.train_weights": [0.5, 0.5]}, CPU, "data.train_weights=[0.5,0.5]", "2 weights for 1 entries"),
-    ({"data.train_weights": [1.0], "data.train_max_samples": 64}, CPU, "data.train_weights=[1]", "train_max_samples"),
     ({"data.custom_cls.path": "mine.py"}, CPU, "data.custom_cls.path=mine.py", "data.custom_cls.name"),
     ({"data.chat_template": "no/such.jinja"}, CPU, "data.chat_template=no/such.jinja", "nor a file"),
     ({"data.cache_dir": "no/such"}, CPU, "data.cache_dir=no/such", "no such folder"),

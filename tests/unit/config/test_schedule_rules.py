@@ -74,7 +74,6 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
         (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
         (ROWS | VAL | {"trainer.val_only": True}, "data.responses=rows only trains"),
         (RFT | {"reward.functions": []}, "without a reward there is nothing to learn from"),
-        (RFT | {"data.train_weights": [1.0]}, "data.responses=initial_policy answers every prompt alike"),
         (RFT | {f"{A}.policy_loss.loss_mode": "vanilla"}, "initial_policy trains on fixed ones"),
         (COLLECTED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst of a group; 2 or more"),
         ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
