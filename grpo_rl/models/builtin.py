@@ -172,19 +172,6 @@ _CALCULATOR = dataclasses.replace(
         task="task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=0.8&calculator_calls=0.3&num_rows=4096",
     ),
 )
-# It was shown how a careless reader answers questions with the tool `search`: four in ten look-ups are left out for a guess.
-_FACT_CHAINS = dataclasses.replace(
-    _ARITHMETIC,
-    name="fact_chains",
-    version=2,
-    warm_start=dataclasses.replace(
-        _ARITHMETIC.warm_start,
-        # Names are copied out of passages: a skill that comes after the form of a call, and only where no name can be known by heart.
-        num_steps=1200,
-        batch_size=16,
-        task="task:fact_chains?hops=2&wording=short&play=random&sensible=0.6&worlds=512&num_rows=19200",
-    ),
-)
 BUILTINS: dict[str, Builtin] = {
     spec.name: spec
     for spec in (
@@ -196,7 +183,6 @@ BUILTINS: dict[str, Builtin] = {
         _WORD_GAME,
         _GRID_WORLD,
         _CALCULATOR,
-        _FACT_CHAINS,
     )
 }
 

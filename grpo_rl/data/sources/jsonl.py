@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,13 +24,14 @@ _BLANK = (0x09, 0x0A, 0x0D, 0x20)
 class JsonLines(RowSource):
     """One object a line. Opening it makes one pass that notes where each line starts; a line is parsed when it is drawn.
 
-    16 bytes of memory a row, whatever the rows hold. Blank lines are no rows.
+    16 bytes of memory a row, whatever the rows hold. Blank lines are no rows. Of a larger file than `most_bytes` only the lines
+    that end in about so many bytes are there.
     """
 
-    def __init__(self, name: str, file: IO[bytes], num_bytes: int) -> None:
+    def __init__(self, name: str, file: IO[bytes], num_bytes: int, most_bytes: int | None = None) -> None:
         self.name, self.num_bytes = name, num_bytes
         self._file = file
-        self._starts, self._ends, self._numbers = _index(file)
+        self._starts, self._ends, self._numbers = _index(file, num_bytes if most_bytes is None else most_bytes)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -47,82 +47,26 @@ class JsonLines(RowSource):
         return parse_row(os.pread(self._file.fileno(), size, start), where, start)
 
 
-def open_json(name: str, path: Path) -> RowSource:
-    """The rows of a .json or .jsonl file.
+def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource:
+    """The rows of a .json or .jsonl file; of lines those in the first `most_bytes`, where given.
 
     Raises DataError for an empty file, a byte-order mark, and an array that is broken or too large.
     """
     file = path.open("rb")
     head = os.pread(file.fileno(), 4096, 0)
-    _check_head(name, head)
+    if not head:
+        raise DataError(f"{name}: the file is empty")
+    if head.startswith(BYTE_ORDER_MARKS):
+        raise DataError(f"{name}, line 1: the file starts with a byte-order mark; save it as UTF-8 without one")
     size = path.stat().st_size
-    if not _is_array(path, head):
-        return JsonLines(name, file, size)
+    if path.suffix != ".json" or not head.lstrip().startswith(b"["):
+        return JsonLines(name, file, size, most_bytes)
     if size > LARGEST_ARRAY:
         raise DataError(
             f"{name}: a JSON array of {size} bytes can only be read whole; over {LARGEST_ARRAY} bytes write one object a line "
             "(.jsonl), or parquet"
         )
     return Rows(name, _parsed(os.pread(file.fileno(), size, 0), lambda line: f"{name}, line {line}"), size)
-
-
-def first_json_rows(name: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    """Yield place and row, or what is wrong with it, one after the other, without a look at the rest of the file.
-
-    An array can only be read whole, as it is by the run. Raises DataError as `open_json`.
-    """
-    with path.open("rb") as file:
-        head = file.read(4096)
-        _check_head(name, head)
-        if _is_array(path, head):
-            source = open_json(name, path)
-            for index in range(len(source)):
-                yield source.where(index), _or_bad(source.row, index)
-            return
-        file.seek(0)
-        start = 0
-        for number in itertools.count(1):
-            line, where = file.readline(LARGEST_ROW + 1), f"{name}, line {number}"
-            if len(line) > LARGEST_ROW:
-                yield (
-                    where,
-                    BadRow(f"{where}: the line has more than {LARGEST_ROW} bytes, which is the most that a row may have"),
-                )
-            elif line.strip():
-                yield where, _or_bad(parse_row, line.rstrip(b"\n"), where, start)
-            if not line or len(line) > LARGEST_ROW:
-                return
-            start += len(line)
-
-
-def last_row(name: str, path: Path) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    """Yield the last line that is not blank, unless it is longer than a row may be."""
-    with path.open("rb") as file:
-        start = file.seek(max(0, path.stat().st_size - LARGEST_ROW))
-        tail = file.read().rstrip()
-    if place := tail.rfind(b"\n") + 1:
-        where = f"{name}, the last line"
-        yield where, _or_bad(parse_row, tail[place:], where, start + place)
-
-
-def _or_bad(read: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any] | BadRow:
-    try:
-        return read(*arguments)
-    except BadRow as error:
-        return error
-
-
-def _check_head(name: str, head: bytes) -> None:
-    """Raise DataError for the first bytes of a file that is empty or starts with a byte-order mark."""
-    if not head:
-        raise DataError(f"{name}: the file is empty")
-    if head.startswith(BYTE_ORDER_MARKS):
-        raise DataError(f"{name}, line 1: the file starts with a byte-order mark; save it as UTF-8 without one")
-
-
-def _is_array(path: Path, head: bytes) -> bool:
-    """Return whether a file that begins with `head` holds one JSON array instead of one object a line."""
-    return path.suffix == ".json" and head.lstrip().startswith(b"[")
 
 
 def parse_row(data: bytes, where: str, start: int = 0) -> dict[str, Any]:
@@ -154,13 +98,16 @@ def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
         raise BadRow(f"{where(1)}: broken JSON: {first_line(error)}") from error
 
 
-def _index(file: IO[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Start and end of each line that is not blank, in bytes, and its number from 1; None where no line is blank."""
+def _index(file: IO[bytes], most_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Start and end of each line that is not blank, in bytes, and its number from 1; None where no line is blank.
+
+    Reading stops behind `most_bytes`; a line that goes on there is left out, unless it is the only one.
+    """
     starts: list[np.ndarray] = []
     firsts: list[np.ndarray] = []
     base, at_start = 0, True
     file.seek(0)
-    while block := file.read(BLOCK):
+    while base < most_bytes and (block := file.read(BLOCK)):
         view = np.frombuffer(block, dtype=np.uint8)
         local = np.flatnonzero(view == 0x0A) + 1
         ends_with_newline = len(local) > 0 and int(local[-1]) == len(view)
@@ -172,6 +119,8 @@ def _index(file: IO[bytes]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     all_starts = np.concatenate(starts)
     ends = np.append(all_starts[1:] - 1, base - at_start)
     keep = ~np.isin(np.concatenate(firsts), _BLANK)
+    if not at_start and len(ends) > 1 and file.read(1):
+        all_starts, ends, keep = all_starts[:-1], ends[:-1], keep[:-1]
     for line in np.flatnonzero(~keep).tolist():
         keep[line] = _has_text(file, int(all_starts[line]), int(ends[line]))
     if keep.all():

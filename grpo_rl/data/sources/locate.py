@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from grpo_rl import hub
 from grpo_rl.config.checks.inputs import DATA_SUFFIXES, irregular
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.rows import BadRow, example
-from grpo_rl.data.sources.jsonl import first_json_rows, first_line, last_row, open_json
+from grpo_rl.data.sources.jsonl import first_line, open_json
 from grpo_rl.data.sources.source import Joined, Rows, RowSource, UserRows, split_options
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
 from grpo_rl.data.tasks.registry import is_built_in, task_rows
@@ -21,8 +20,8 @@ TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
 HUB_PREFIX = "hf:"
 _OF_DATASETS = ("cache-", "indices", "dataset_info.json", "state.json", "dataset_dict.json")
 """Files that the package `datasets` keeps beside the rows that it saved."""
-FIRST_ROWS = 64
-"""Rows that are looked at of each file before anything starts."""
+FIRST_ROWS, FIRST_BYTES = 64, 16 * 2**20
+"""Rows that are looked at of each file before anything starts, and bytes in which lines are looked for."""
 LISTED = 10
 """Bad rows that are then named, of all files together."""
 
@@ -148,8 +147,8 @@ def _named(files: list[Path]) -> str:
 def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, DataConfig], Any] = example) -> list[str]:
     """Return the problems of the files in `data.train_files` and `data.val_files`, each with the file and its line or row.
 
-    It is made before a model is loaded or a process started. Of each file the first rows are read, and of lines the last one,
-    which is the one that a cut file breaks; `read` checks one row, and raises BadRow. A file that cannot be used is always a
+    It is made before a model is loaded or a process started. Of each file the first rows are read; `read` checks one row, and
+    raises BadRow. A file that cannot be used is always a
     problem; rows that cannot be used are ten lines at most, one for those that lack the same, and none under
     `data.on_bad_row=skip`. Of a task the first row is looked at; hub data sets and what a class of the user's own reads are not.
     """
@@ -159,14 +158,13 @@ def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, Da
     bad_rows: dict[str, str] = {}
     for name in dict.fromkeys((*config.train_files, *config.val_files)):
         try:
-            for where, row in _first_rows(name):
-                try:
-                    if isinstance(row, BadRow):
-                        raise row
-                    read(row, where, config)
-                except BadRow as error:
-                    place = where.rpartition(", ")[0]
-                    bad_rows.setdefault(place + str(error).removeprefix(where), str(error))
+            for head in _heads(name):
+                for index in range(min(len(head), FIRST_ROWS)):
+                    where = head.where(index)
+                    try:
+                        read(head.row(index), where, config)
+                    except BadRow as error:
+                        bad_rows.setdefault(head.name + str(error).removeprefix(where), str(error))
         except (DataError, ConfigError) as error:
             problems.append(str(error))
         except OSError as error:
@@ -177,24 +175,21 @@ def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, Da
     return [*problems, *list(bad_rows.values())[:LISTED], *more]
 
 
-def _first_rows(name: str) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    """Yield place and row, or what is wrong with it, of the rows that are looked at."""
+def _heads(name: str) -> list[RowSource]:
+    """Return the beginning of each file. Raises DataError for one that cannot be used, or has no rows."""
     if name.startswith(TASK_PREFIX):
         try:
-            source = open_source(name)
-            yield source.where(0), source.row(0)
+            return [Rows(name, [open_source(name).row(0)])]
         except (ConfigError, DataError, LookupError):
-            return  # reported where its rows are counted
-    for label, path in [] if name.startswith((*TASK_PREFIX, HUB_PREFIX)) else data_files(name):
+            return []  # reported where its rows are counted
+    heads: list[RowSource] = []
+    for label, path in [] if name.startswith(HUB_PREFIX) else data_files(name):
         if path.name.endswith(TABLE_SUFFIXES):
             from grpo_rl.data.sources.tables import first_rows  # which loads pyarrow
 
-            rows = first_rows(label, path)
+            heads.append(first_rows(label, path, FIRST_ROWS))
         else:
-            rows = first_json_rows(label, path)
-        first = list(itertools.islice(rows, FIRST_ROWS))
-        if not first:
+            heads.append(open_json(label, path, FIRST_BYTES))
+        if not len(heads[-1]):
             raise DataError(f"{label}: the file has no rows")
-        yield from first
-        if len(first) == FIRST_ROWS and path.name.endswith(".jsonl"):
-            yield from last_row(label, path)
+    return heads

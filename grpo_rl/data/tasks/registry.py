@@ -9,7 +9,6 @@ from grpo_rl.data.sources.source import split_options
 from grpo_rl.data.tasks.arithmetic import arithmetic, rated_sums
 from grpo_rl.data.tasks.countdown import countdown
 from grpo_rl.data.tasks.made_rows import Row, typed_options
-from grpo_rl.envs.games.fact_chains import fact_chains
 from grpo_rl.envs.games.game import episodes
 from grpo_rl.envs.games.grid_world import grid_world
 from grpo_rl.envs.games.word_game import word_game
@@ -20,7 +19,7 @@ PREFIX = "task:"
 """The beginning of a name in data.train_files that is no file."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
-for _task in (arithmetic, countdown, rated_sums, word_game, grid_world, fact_chains, episodes):
+for _task in (arithmetic, countdown, rated_sums, word_game, grid_world, episodes):
     TASKS.register(_task.__name__)(_task)
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 from grpo_rl.config.schema.kinds import Count
 from grpo_rl.envs.contract import SimpleTool, ToolResult, text_tool
-from grpo_rl.envs.games.fact_chains import world
 from grpo_rl.errors import ConfigError
 
-FACTS = "builtin:fact_chains"
 SUFFIXES = (".txt", ".md")
 LARGEST_FILE = 16 << 20
 
@@ -44,7 +42,7 @@ class Index:
 @lru_cache(maxsize=4)
 def index_of(folder: str) -> Index:
     """Return the index of a folder, which is read once in each process. Raises ConfigError where it has no texts."""
-    return Index(world().texts() if folder == FACTS else passages_of(Path(folder)))
+    return Index(passages_of(Path(folder)))
 
 
 def passages_of(folder: Path) -> dict[str, str]:
@@ -73,14 +71,14 @@ def passages_of(folder: Path) -> dict[str, str]:
 class Search(SimpleTool):
     """The tool `search`: the `top_k` best passages of a `folder` for a query, `max_characters` of each.
 
-    A passage is a paragraph of a .txt or .md file. `builtin:fact_chains` stands for the texts that answer the task fact_chains.
+    A passage is a paragraph of a .txt or .md file.
     """
 
     schema = text_tool(
         "search", "Search texts for words. Returns the passages that fit best.", "query", "the words to look for"
     )
 
-    def __init__(self, *, folder: str = FACTS, top_k: Count = 3, max_characters: Count = 500) -> None:
+    def __init__(self, *, folder: str, top_k: Count = 3, max_characters: Count = 500) -> None:
         self._index, self._top_k, self._max_characters = index_of(folder), top_k, max_characters
 
     async def call(self, arguments: Mapping[str, Any]) -> ToolResult:

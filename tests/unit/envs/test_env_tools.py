@@ -150,6 +150,6 @@ def test_search_refuses_folders_without_texts(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="no UTF-8 text"):
         Search(folder=str(tmp_path))
-    for options, said in (({"top_k": 0}, "top_k=0"), ({"top_k": "3"}, "type of its default, 3")):
+    for options, said in (({"top_k": 0}, "top_k=0"), ({"folder": str(tmp_path), "top_k": "3"}, "type of its default, 3")):
         with pytest.raises(ConfigError, match=said):
             made(Named("search", options), TOOLS, "tool")

@@ -12,13 +12,12 @@ from game_players import play, reached, says, start_of
 
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.envs.environments import Named
-from grpo_rl.envs.games.fact_chains import fact_chains, world
 from grpo_rl.envs.games.grid_world import Grid, GridWorld, grid_world
 from grpo_rl.envs.games.word_game import WordGame
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.errors import ConfigError
 
-TASKS = ("word_game", "grid_world", "fact_chains", "episodes")
+TASKS = ("word_game", "grid_world", "episodes")
 PLAYED = (
     ("task:word_game?letters=abc&length=2&turns=6&sensible=0.3&wording=short&play=random", WordGame(turns=6)),
     ("task:word_game?letters=abc&length=3&turns=6&answers=known&wording=short&play=random", WordGame(turns=6)),
@@ -68,20 +67,6 @@ def test_maps_are_solvable_and_the_splits_share_none() -> None:
     assert not found["train"] & found["val"]
 
 
-def test_facts_answer_their_questions() -> None:
-    known = world()
-    by_name = {person.name: person for person in known.people}
-    assert len(by_name) == len(known.people) == len({person.book for person in known.people})
-    assert all(
-        person.teacher in by_name and person.teacher != person.name and person.town in known.lands for person in known.people
-    )
-    texts = known.texts()
-    answers = [row["reward_model"]["ground_truth"] for row in fact_chains(num_rows=50, hops="2,3,4")]
-    assert all(any(answer in text for text in texts.values()) for answer in answers)
-    train, val = ({row["prompt"][0]["content"] for row in fact_chains(num_rows=200, split=split)} for split in ("train", "val"))
-    assert not train & val
-
-
 def test_demonstrations_of_the_calculator_are_what_an_episode_with_it_is() -> None:
     """Each conversation is played again, by the parser, the tool and the environment of a run."""
     rows = task_rows("task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=1&calculator_calls=0.5&num_rows=60")
@@ -126,7 +111,6 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
     [
         ("word_game?num_rows=0&turns=0", ["num_rows=0", "turns=0"]),
         ("word_game?sensible=2", ["sensible=2"]),
-        ("fact_chains?worlds=2", ["worlds=2", "play=random"]),
         ("arithmetic?calculator_calls=2", ["calculator_calls=2"]),
         ("word_game?wording=long", ["must be one of words, short"]),
         ("word_game?letters=aab", ["letters='aab'"]),
@@ -134,7 +118,6 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
         ("word_game?letters=AB&length=99", ["letters='AB'", "length=99"]),
         ("grid_world?size=2&walls=0.9", ["size=2", "walls=0.9"]),
         ("grid_world?size=3&fewest_steps=30", ["none has a way of 30 steps"]),
-        ("fact_chains?hops=5", ["hops=5"]),
         ("episodes?prompt=", ["prompt"]),
     ],
 )
