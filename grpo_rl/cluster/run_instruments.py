@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
-from grpo_rl.config.effects import profilers_of
+from grpo_rl.config.derived import profilers_of
 from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.types import Metrics

@@ -13,7 +13,7 @@ from typing import Literal
 from grpo_rl.config.convert import section
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.fields import leaves
-from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig
+from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig, ProfilerConfig
 from grpo_rl.errors import ConfigError
 
 LABEL_LOSSES = ("kto",)
@@ -399,6 +399,16 @@ def num_reward_model_ranks(config: Config, machine: Machine) -> int:
     own = config.reward.reward_model
     nodes = own.nnodes if own.enable_resource_pool else config.trainer.nnodes
     return nodes * reward_model_ranks_per_node(config, machine)
+
+
+def profilers_of(config: Config) -> dict[str, ProfilerConfig]:
+    """Return the profilers of all roles that have one, by their key."""
+    parts = config.actor_rollout_ref
+    return {
+        "actor_rollout_ref.actor.profiler": parts.actor.profiler,
+        "actor_rollout_ref.ref.profiler": parts.ref.profiler,
+        "critic.profiler": config.critic.profiler,
+    }
 
 
 def max_num_seqs(config: Config, device: str) -> int:

@@ -1,8 +1,9 @@
 """The one mechanism against settings that do nothing: which keys a run does not read, and what each of them needs.
 
-`unread` names them. `as_read` is the configuration without them, and the plan is made of it: no process can see what is said
-to have no effect. A key that was set and that `as_read` has not kept is refused; one that bears on speed, memory, processes
-or logs only is noted in the plan, for people set these by habit (verl's commands give sizes to passes that do not exist).
+`NEEDS` says it of most keys in one line each; what follows from several keys together is in the rules below it. `as_read` is the
+configuration without the keys that nothing reads, and the plan is made of it: no process can see what is said to have no
+effect. A key that was set and that `as_read` has not kept is refused; one that bears on speed, memory, processes or logs only
+is noted in the plan, for people set these by habit (verl's commands give sizes to passes that do not exist).
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from typing import Any
 
 from grpo_rl.config import derived
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import ASYNC, ITERATE, ONE_STEP_OFF, REWARD_MODEL, Machine
+from grpo_rl.config.derived import REWARD_MODEL, Machine
 from grpo_rl.config.function_options import WITHOUT_DUAL_CLIP
 from grpo_rl.config.schema.fields import leaves, value_of
-from grpo_rl.config.schema.tree import Config, ProfilerConfig
+from grpo_rl.config.schema.tree import Config
 
 A, R, REF, M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 TURNS, SCORER, JUDGE, RAY = f"{R}.multi_turn", "reward.reward_model", "reward.judge", "ray_kwargs.ray_init"
-SAMPLING = ("sync", ONE_STEP_OFF, ASYNC, ITERATE)
-"""The schedules of this package that train on sampled responses; one of the user's own may read whatever it likes."""
+OVERLONG, DISTANCE = "reward.overlong_buffer", "distillation.distillation_loss"
 
 Rule = tuple[bool, str, str]
 """Where it is true, these keys have no effect, for this reason. Keys are written `GROUP: NAME NAME; GROUP: NAME`; a name that
@@ -32,8 +32,7 @@ _ANSWERS = "data: response_key messages_key tools_key enable_thinking_key"
 _PAIRS = "data: chosen_key rejected_key"
 _SOURCE = "data: reward_fn_key data_source ground_truth_key extra_info_key"
 _LENGTHS = "data: max_prompt_length max_response_length"
-_OF_PROMPTS = "data: retire_*"
-_OF_ROLLOUTS = "trainer: save_rollouts log_token_groups"
+_OF_RUNS = "data: retire_*; trainer: save_rollouts log_token_groups"
 _CRITIC = "critic: *; trainer: critic_warmup"
 _ADVANTAGES = (
     "algorithm: adv_* norm_adv_by_std_in_grpo gamma lam reward_parts use_kl_in_reward kl_* rollout_correction.* mask_truncated"
@@ -57,6 +56,99 @@ HARMLESS = (
     f"{_OFFLOADS}"
 )
 """Keys that are set by habit, and change nothing that is learned where another key has switched them off in plain sight."""
+
+NEEDS = f"""
+data: seed                               | data.shuffle=true
+data: retire_metric retire_score         | data.retire_above
+data: reward_fn_key                      | data.data_source=null | data.data_source gives it for all rows
+data: allow_change                       | trainer.resume_mode=auto or resume_path | with trainer.resume_mode=disable nothing is resumed
+data: val_max_samples                    | data.val_files
+data: gen_batch_size                     | algorithm.filter_groups.enable or data.responses=initial_policy
+data: gen_batch_size                     | algorithm.filter_groups.refill or data.responses=initial_policy
+{M}: lora_alpha target_modules exclude_modules lora_adapter_path; {R}: lora_sync | {M}.lora_rank above 0
+{M}: enable_activation_offload           | {M}.enable_gradient_checkpointing=true
+critic.model: enable_activation_offload  | critic.model.enable_gradient_checkpointing=true
+{A}: kl_loss_type kl_loss_options        | {A}.use_kl_loss=true
+{A}: kl_loss_type kl_loss_options        | {A}.kl_loss_coef above 0
+{A}: adaptive_entropy.*                  | {A}.adaptive_entropy.enable=true
+{A}: data_loader_seed                    | {A}.shuffle=true
+{A}.optim: min_lr_ratio                  | {A}.optim.lr_scheduler_type=linear or cosine
+{A}.optim: lr_warmup_steps_ratio         | {A}.optim.lr_warmup_steps=-1
+{A}: checkpoint.*; trainer: on_save_error max_actor_ckpt_to_keep | trainer.save_freq above 0
+{A}: profiler.all_ranks profiler.ranks   | {A}.profiler.enable=true
+{A}: profiler.ranks                      | {A}.profiler.all_ranks=false
+{A}: profiler.enable                     | global_profiler.tool
+{REF}: profiler.all_ranks profiler.ranks | {REF}.profiler.enable=true
+{REF}: profiler.ranks                    | {REF}.profiler.all_ranks=false
+{REF}: profiler.enable                   | global_profiler.tool
+critic: profiler.all_ranks profiler.ranks | critic.profiler.enable=true
+critic: profiler.ranks                   | critic.profiler.all_ranks=false
+critic: profiler.enable                  | global_profiler.tool
+critic.optim: min_lr_ratio               | critic.optim.lr_scheduler_type=linear or cosine
+critic.optim: lr_warmup_steps_ratio      | critic.optim.lr_warmup_steps=-1
+algorithm: kl_penalty kl_penalty_options kl_ctrl.type | algorithm.use_kl_in_reward=true
+algorithm: kl_ctrl.horizon kl_ctrl.target_kl | algorithm.kl_ctrl.type=adaptive
+algorithm: replay.max_success replay.share | algorithm.replay.max_age above 0
+algorithm: rejection.*                   | data.responses=initial_policy
+algorithm: filter_groups.*               | algorithm.filter_groups.enable=true
+algorithm: filter_groups.max_num_gen_batches | algorithm.filter_groups.refill=true
+distillation: *                          | distillation.enabled=true
+distillation: n_gpus_per_node            | distillation.nnodes above 0
+{DISTANCE}: discount                     | {DISTANCE}.use_policy_gradient=true
+{DISTANCE}: jsd_beta                     | {DISTANCE}.loss_mode=jsd
+{R}: gpu_memory_utilization free_cache_engine kv_cache_memory_bytes kv_cache_gib enforce_eager enable_prefix_caching | {R}.name=vllm
+{R}: fp32_lm_head quantization           | {R}.name=vllm
+{R}: hf.*                                | {R}.name=hf
+{R}: gpu_memory_utilization free_cache_engine kv_cache_memory_bytes | trainer.device=cuda | it is for GPUs
+{R}: kv_cache_gib cpu_threads            | trainer.device=cpu | it is for CPUs
+{R}: free_cache_engine                   | {R}.nnodes=0 | engines have devices of their own, and keep their memory
+{R}: n_gpus_per_node                     | {R}.nnodes above 0 | with {R}.nnodes=0 engines share the actor's devices; {R}.nnodes gives them their own
+{R}: min_replicas max_replicas           | trainer.recover=auto
+{R}: min_replicas max_replicas; trainer: stop_on | trainer.val_only=false
+{R}: val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k | {R}.val_kwargs.do_sample=true | validation is greedy without {R}.val_kwargs.do_sample=true
+{R}: val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k val_kwargs.do_sample | {R}.val_kwargs.temperature above 0 | validation is greedy at temperature 0
+{TURNS}: *                               | {TURNS}.enable=true
+{TURNS}: format max_parallel_calls max_tool_response_length tool_response_truncate_side environment.tool_timeout_s | {TURNS}.tools or {TURNS}.tool_config_path
+{TURNS}: environment.options             | {TURNS}.environment.name
+{TURNS}: turn_discount                   | {TURNS}.environment.reward_weight
+{TURNS}: truncation.penalty              | {TURNS}.truncation.turns=punish or {TURNS}.truncation.tokens=punish or {TURNS}.truncation.time=punish
+{TURNS}: truncation.turns                | {TURNS}.max_assistant_turns or {TURNS}.max_user_turns
+reward.custom_reward_function: name reward_kwargs | reward.custom_reward_function.path
+reward: audit_share                      | reward.audit
+reward: failure_value                    | reward.on_failure=value
+reward: overlong_buffer.*                | {OVERLONG}.len
+reward: overlong_buffer.*                | {OVERLONG}.enable=true | {OVERLONG}.enable=false
+{SCORER}: nnodes n_gpus_per_node         | {SCORER}.enable_resource_pool=true
+{SCORER}: train.center_coef              | {SCORER}.train.loss=bradley_terry
+{SCORER}.train.optim: min_lr_ratio       | {SCORER}.train.optim.lr_scheduler_type=linear or cosine
+{SCORER}.train.optim: lr_warmup_steps_ratio | {SCORER}.train.optim.lr_warmup_steps=-1
+{JUDGE}: *                               | {JUDGE}.base_url
+{JUDGE}: rubric_*                        | {JUDGE}.rubric
+{JUDGE}: rubric_pass                     | {JUDGE}.rubric_aggregation=all
+{JUDGE}: parser                          | {JUDGE}.rubric=null | the marks of {JUDGE}.rubric are read from a JSON object
+trainer: iterate.*                       | trainer.schedule=iterate
+trainer: iterate.replay_*                | trainer.iterate.reward_model_steps above 0
+trainer: iterate.replay_pairs            | trainer.iterate.replay_share above 0
+trainer: asynchronous.*                  | trainer.schedule=async
+trainer: asynchronous.partial_rollout asynchronous.keep_cache | trainer.asynchronous.max_staleness above 0
+trainer: asynchronous.keep_cache         | trainer.asynchronous.partial_rollout=true
+trainer: val_before_train                | data.val_files or data.val_prompt_files | there is nothing to validate on
+trainer: metrics_host                    | trainer.metrics_port
+trainer: resume_from_path                | trainer.resume_mode=resume_path
+trainer: max_restarts restart_window_s   | trainer.recover=auto
+trainer: max_nonfinite_steps             | trainer.on_nonfinite=skip
+trainer: log_val_generations             | trainer.logger=wandb or mlflow
+global_profiler: steps                   | global_profiler.tool
+global_profiler: tool                    | global_profiler.steps or global_profiler.tool=torch_memory
+global_profiler: tool                    | {A}.profiler.enable or {REF}.profiler.enable or critic.profiler.enable | no role is profiled: {A}.profiler.enable=true
+global_profiler: global_tool_config.*    | global_profiler.tool=torch_memory
+{_OFFLOADS}                              | trainer.device=cuda | it is for GPUs
+{A}: fsdp_config.param_offload fsdp_config.optimizer_offload | {A}.fsdp_config.offload_policy=false | {A}.fsdp_config.offload_policy=true keeps everything in host memory all the time
+{REF}: fsdp_config.param_offload         | {REF}.fsdp_config.offload_policy=false | {REF}.fsdp_config.offload_policy=true keeps everything in host memory all the time
+critic: fsdp.param_offload fsdp.optimizer_offload | critic.fsdp.offload_policy=false | critic.fsdp.offload_policy=true keeps everything in host memory all the time
+"""
+"""Keys, what they need to be read, and the reason where the need alone does not say it. A need is `KEY=VALUE`, `KEY above 0`, or
+`KEY`, which is set and neither false nor 0; with ` or ` between several, of which a VALUE alone is another one of the key before."""
 
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
@@ -106,16 +198,34 @@ def of_keys(config: Config, keys: str, why: str) -> list[str]:
 
 def unread(config: Config, machine: Machine) -> list[Rule]:
     """Return the rules for keys that nothing in this run reads. The first one that holds for a key is the one that is told."""
-    return [
-        *(_of_reward_model(config) if derived.trains_only_reward_model(config) else _of_schedule(config)),
-        *_of_teachers(config),
-        *_of_algorithm(config),
-        *_of_data(config),
-        *_of_sampling(config, machine),
-        *_of_rewards(config),
-        *_of_sizes(config, machine),
-        *_of_run(config, machine),
-    ]
+    own = _of_reward_model(config) if derived.trains_only_reward_model(config) else _of_schedule(config)
+    rules = [*own, *_of_learning(config), *_of_sampling_and_rewards(config, machine), *_of_sizes(config, machine)]
+    facts = _replaced(config, "trainer.device", machine.device)
+    for row in NEEDS.strip().splitlines():
+        keys, needed, *why = (part.strip() for part in row.split("|"))
+        rules.append((not _is_met(facts, needed), keys, why[0] if why else f"needs {needed}"))
+    return rules
+
+
+def _is_met(config: Config, needed: str) -> bool:
+    """Return whether one of the conditions of a need holds."""
+    key = ""
+    for condition in needed.split(" or "):
+        wanted = condition
+        if "." in condition:
+            key, _, wanted = condition.partition("=")
+        name, above, _ = key.partition(" above ")
+        value = value_of(config, name)
+        if not wanted:
+            holds = value > 0 if above else bool(value)
+        elif isinstance(value, list):
+            holds = wanted in value
+        else:
+            # A function of the user's own, `file.py:name`, may read whatever it likes.
+            holds = wanted == show(value) or (":" in str(value) and wanted != "null")
+        if holds:
+            return True
+    return False
 
 
 def _of_reward_model(config: Config) -> list[Rule]:
@@ -134,44 +244,34 @@ def _all_but_reward_models() -> str:
     """Return the keys that the training of a reward model does not read."""
     scorer = "train.* model_path tokenizer_path trust_remote_code step_separator max_token_len_per_gpu dtype param_offload"
     read = _keys(f"{SCORER}: {scorer}; {A}: checkpoint.*; data: *; trainer: *; ray_kwargs: *")
-    unread_data = f"{_ANSWERS}; {_SOURCE}; {_OF_PROMPTS}; data: truncation gen_batch_size val_prompt_files"
-    unread_here = _keys(f"{unread_data}; {_OF_ROLLOUTS}; trainer: iterate.* asynchronous.* critic_warmup")
+    unread_data = f"{_ANSWERS}; {_SOURCE}; {_OF_RUNS}; data: truncation gen_batch_size val_prompt_files"
+    unread_here = _keys(f"{unread_data}; trainer: iterate.* asynchronous.* critic_warmup")
     names = (key.partition(".") for key in leaves() if key not in read or key in unread_here)
     return "; ".join(f"{group}: {name}" for group, _, name in names)
 
 
 def _of_schedule(config: Config) -> list[Rule]:
     """What is trained on, and when it is sampled."""
-    schedule, loss, data = config.trainer.schedule, config.actor_rollout_ref.actor.policy_loss.loss_mode, config.data
+    loss, data = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.data
     offline, collects, pairs = derived.is_offline(config), derived.collects(config), derived.trains_pairs(config)
     of_training = (not derived.trains_reward_model(config), f"{SCORER}: train.*", f"it is of trainer.schedule={REWARD_MODEL}")
-    if not offline and schedule not in SAMPLING:
+    if not offline and ":" in config.trainer.schedule:
         return [of_training]
-    own, iterate, is_async = config.trainer.asynchronous, config.trainer.iterate, not offline and schedule == ASYNC
     of_rows = f"{_ANSWERS}; {_PAIRS}; data: val_prompt_files max_length"
     fixed = "samples before training" if collects else "trains on the answers in the data"
     fixed = f"data.responses={data.responses} {fixed}"
     of_updates = f"{A}: kl_loss_* ppo_epochs shuffle data_loader_seed; {R}: log_prob_*"
-    of_policy = (
-        f"{_CRITIC}; {REF}: *; {of_updates}; {_OF_PROMPTS}; {_OF_ROLLOUTS}; {_ADVANTAGES}; algorithm: filter_groups.* replay.*"
-    )
+    of_policy = f"{_CRITIC}; {REF}: *; {of_updates}; {_OF_RUNS}; {_ADVANTAGES}; algorithm: filter_groups.* replay.*"
     of_samples = f"{R}: n temperature top_p top_k min_p ignore_eos; data: gen_batch_size"
     registered, silent = offline and ":" not in loss, offline and not collects and not derived.samples_answers(config)
     return [
         of_training,
         (not offline, of_rows, "it is of data.responses=rows and initial_policy"),
-        (not collects, "algorithm: rejection.*", "it is of data.responses=initial_policy"),
-        (pairs, "algorithm: rejection.*", f"loss_mode={loss} compares the best with the worst response, however good"),
-        (offline or schedule != ITERATE, "trainer: iterate.*", f"it is of trainer.schedule={ITERATE}"),
-        (iterate.reward_model_steps == 0, "trainer: iterate.replay_*", "iterate.reward_model_steps=0 trains no reward model"),
-        (iterate.replay_share == 0, "trainer: iterate.replay_pairs", "trainer.iterate.replay_share=0 replays none"),
-        (not is_async, "trainer: asynchronous.*", f"it is of trainer.schedule={ASYNC}"),
         (
-            own.max_staleness == 0,
-            "trainer: asynchronous.partial_rollout asynchronous.keep_cache",
-            "with trainer.asynchronous.max_staleness=0 all responses end first",
+            pairs and collects,
+            "algorithm: rejection.*",
+            f"loss_mode={loss} compares the best with the worst response, however good",
         ),
-        (not own.partial_rollout, "trainer: asynchronous.keep_cache", "partial_rollout=false lets responses end first"),
         (offline, of_policy, fixed),
         (offline and not collects, of_samples, fixed),
         (loss in derived.LABEL_LOSSES, _PAIRS, f"loss_mode={loss} reads the columns completion and label"),
@@ -182,193 +282,78 @@ def _of_schedule(config: Config) -> list[Rule]:
     ]
 
 
-def _of_teachers(config: Config) -> list[Rule]:
-    """Distillation, and what a teacher takes the place of."""
-    own, loss, enabled = config.distillation.distillation_loss, "distillation.distillation_loss", config.distillation.enabled
-    alone, known = enabled and not own.use_task_rewards, ":" not in own.loss_mode
-    samples_alone = alone and not derived.is_offline(config)
+def _of_learning(config: Config) -> list[Rule]:
+    """Teachers and what they take the place of, advantages, loss, KL and groups."""
+    actor, algorithm, teacher = config.actor_rollout_ref.actor, config.algorithm, config.distillation.distillation_loss
+    loss, groups, pairs = actor.policy_loss.loss_mode, algorithm.filter_groups, derived.trains_pairs(config)
+    alone = derived.learns_from_teachers_alone(config)
+    samples_alone, why = (
+        alone and not derived.is_offline(config),
+        f"{DISTANCE}.use_task_rewards=false learns from teachers alone",
+    )
     of_rewards = "algorithm: adv_* norm_adv_by_std_in_grpo gamma lam reward_parts use_kl_in_reward kl_*"
-    of_loss, why = f"{A}: clip_ratio clip_ratio_* policy_loss.*", f"{loss}.use_task_rewards=false learns from teachers alone"
-    return [
-        (not enabled, "distillation: *", "needs distillation.enabled=true"),
-        (alone, f"{loss}: distillation_loss_coef", why),
-        (samples_alone, f"{of_rewards}; {_CRITIC}", why),
-        (samples_alone and not own.use_policy_gradient, of_loss, why),
-        (not own.use_policy_gradient, f"{loss}: discount", f"needs {loss}.use_policy_gradient=true"),
-        (own.loss_mode in ESTIMATES, f"{loss}: topk", f"loss_mode={own.loss_mode} looks at the sampled token alone"),
-        (known and own.loss_mode != "jsd", f"{loss}: jsd_beta", f"needs {loss}.loss_mode=jsd"),
-        (not config.distillation.nnodes, "distillation: n_gpus_per_node", "needs distillation.nnodes above 0"),
-    ]
-
-
-def _of_algorithm(config: Config) -> list[Rule]:
-    """Advantages, loss, KL, groups, optimizer and adapters."""
-    actor, algorithm, model = config.actor_rollout_ref.actor, config.algorithm, config.actor_rollout_ref.model
-    loss, groups, kl = actor.policy_loss.loss_mode, algorithm.filter_groups, algorithm.kl_ctrl
-    pairs, in_reward, in_loss = derived.trains_pairs(config), algorithm.use_kl_in_reward, actor.use_kl_loss
     no_critic = not pairs and not derived.may_have_critic(config)
     of_critic = _CRITIC.replace("*", "model.* optim.* fsdp.* profiler.* ppo_* use_dynamic_bsz ulysses_* cliprange_value")
     of_critic += "" if config.critic.enable is False else "; critic: enable"
-    unneeded, refill = f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic", groups.enable and groups.refill
-    rules = [
+    return [
+        (alone, f"{DISTANCE}: distillation_loss_coef", why),
+        (samples_alone, f"{of_rewards}; {_CRITIC}", why),
+        (samples_alone and not teacher.use_policy_gradient, f"{A}: clip_ratio clip_ratio_* policy_loss.*", why),
+        (
+            teacher.loss_mode in ESTIMATES,
+            f"{DISTANCE}: topk",
+            f"loss_mode={teacher.loss_mode} looks at the sampled token alone",
+        ),
         (pairs, f"{_ADVANTAGES}; {_CRITIC}; algorithm: replay.*", f"loss_mode={loss} compares pairs and reads no advantages"),
         (
-            refill and derived.overlaps(config),
+            groups.enable and groups.refill and derived.overlaps(config),
             "algorithm: replay.*",
             f"algorithm.filter_groups.refill=true fills a batch of trainer.schedule={config.trainer.schedule} with new groups",
         ),
-        (algorithm.replay.max_age == 0, "algorithm: replay.max_success replay.share", "needs algorithm.replay.max_age above 0"),
         (pairs, f"{A}: kl_loss_*", f"loss_mode={loss} has the reference in it and no KL term"),
-        (no_critic, of_critic, unneeded),
-        (not in_loss and actor.kl_loss_coef > 0, f"{A}: kl_loss_coef", f"needs {A}.use_kl_loss=true"),
+        (no_critic, of_critic, f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"),
+        # A weight of 0 switches off what is off.
+        (not actor.use_kl_loss and actor.kl_loss_coef > 0, f"{A}: kl_loss_coef", f"needs {A}.use_kl_loss=true"),
         (
-            not derived.has_kl_in_loss(config),
-            f"{A}: kl_loss_type kl_loss_options",
-            f"needs {A}.use_kl_loss=true, with a kl_loss_coef above 0",
+            not algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef > 0,
+            "algorithm: kl_ctrl.kl_coef",
+            "needs algorithm.use_kl_in_reward=true",
         ),
-        (not in_reward, "algorithm: kl_penalty kl_penalty_options kl_ctrl.type", "needs algorithm.use_kl_in_reward=true"),
-        (not in_reward and kl.kl_coef > 0, "algorithm: kl_ctrl.kl_coef", "needs algorithm.use_kl_in_reward=true"),
-        (kl.type != "adaptive", "algorithm: kl_ctrl.horizon kl_ctrl.target_kl", "needs algorithm.kl_ctrl.type=adaptive"),
         (
             actor.clip_ratio_low is not None and actor.clip_ratio_high is not None,
             f"{A}: clip_ratio",
             f"{A}.clip_ratio_low and clip_ratio_high are both there",
         ),
         (loss in WITHOUT_DUAL_CLIP, f"{A}: clip_ratio_c", f"the loss {loss} clips no second time"),
-        (not actor.adaptive_entropy.enable, f"{A}: adaptive_entropy.*", f"needs {A}.adaptive_entropy.enable=true"),
-        (not actor.shuffle, f"{A}: data_loader_seed", f"needs {A}.shuffle=true"),
-        (
-            not groups.enable,
-            "algorithm: filter_groups.metric filter_groups.refill",
-            "needs algorithm.filter_groups.enable=true",
-        ),
-        (not refill, "algorithm: filter_groups.max_num_gen_batches", "needs algorithm.filter_groups.enable=true, with refill"),
-        (
-            not refill and not derived.collects(config),
-            "data: gen_batch_size",
-            "needs algorithm.filter_groups.enable=true, with refill",
-        ),
-        (
-            model.lora_rank == 0,
-            f"{M}: lora_alpha target_modules exclude_modules lora_adapter_path; {R}: lora_sync",
-            f"needs {M}.lora_rank above 0",
-        ),
-    ]
-    for key in (f"{A}.optim", "critic.optim", f"{SCORER}.train.optim"):
-        own = value_of(config, key)
-        steps = f"{key}.lr_warmup_steps={own.lr_warmup_steps} is there; -1 takes the ratio"
-        is_constant = own.lr_scheduler_type == "constant"
-        rules.append((is_constant, f"{key}: min_lr_ratio", f"needs {key}.lr_scheduler_type=linear or cosine"))
-        rules.append((own.lr_warmup_steps >= 0, f"{key}: lr_warmup_steps_ratio", steps))
-    for key in (M, "critic.model"):
-        needed = f"needs {key}.enable_gradient_checkpointing=true: it moves the inputs of layers that are recomputed"
-        rules.append((not value_of(config, key).enable_gradient_checkpointing, f"{key}: enable_activation_offload", needed))
-    return rules
-
-
-def _of_data(config: Config) -> list[Rule]:
-    data = config.data
-    resumes = config.trainer.resume_mode != "disable"
-    return [
-        (not data.shuffle, "data: seed", "needs data.shuffle=true"),
-        (data.retire_above is None, "data: retire_metric retire_score", "needs data.retire_above"),
-        (data.data_source is not None, "data: reward_fn_key", "data.data_source gives it for all rows"),
-        (not resumes, "data: allow_change", "with trainer.resume_mode=disable nothing is resumed"),
-        (not data.val_files, "data: val_max_samples", "needs data.val_files"),
-        (not (data.val_files or data.val_prompt_files), "trainer: val_before_train", "there is nothing to validate on"),
     ]
 
 
-def _of_sampling(config: Config, machine: Machine) -> list[Rule]:
-    """The engine, validation by sampling, and episodes."""
-    rollout, values, turns = (
-        config.actor_rollout_ref.rollout,
-        config.actor_rollout_ref.rollout.val_kwargs,
-        config.actor_rollout_ref.rollout.multi_turn,
-    )
-    engine, colocated, truncation = rollout.name, derived.is_colocated(config), turns.truncation
+def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
+    """The engine, validation by sampling, what scores responses, and Ray."""
+    rollout, reward, engine = config.actor_rollout_ref.rollout, config.reward, config.actor_rollout_ref.rollout.name
     is_float32 = rollout.dtype == "float32" or (rollout.dtype == "auto" and machine.device == "cpu")
     prompts = "val_prompt_files" if derived.is_offline(config) else "val_files"
-    validated, of_gpus = bool(getattr(config.data, prompts)), "gpu_memory_utilization free_cache_engine kv_cache_memory_bytes"
-    greedy = f"{R}: val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k"
-    of_tools = "format max_parallel_calls max_tool_response_length tool_response_truncate_side environment.tool_timeout_s"
-    shared = f"with {R}.nnodes=0 engines share the actor's devices; {R}.nnodes gives them their own"
-    return [
-        (
-            engine == "hf",
-            f"{R}: {of_gpus} kv_cache_gib enforce_eager enable_prefix_caching",
-            f"needs {R}.name=vllm, and it is hf",
-        ),
-        (engine != "hf", f"{R}: hf.*", f"needs {R}.name=hf, and it is {engine}"),
-        (engine != "vllm", f"{R}: fp32_lm_head quantization", f"needs {R}.name=vllm, and it is {engine}"),
-        (is_float32, f"{R}: fp32_lm_head", "everything in the engine is float32"),
-        (engine not in rollout.engine_kwargs, f"{R}: engine_kwargs", f"it names engines other than {R}.name={engine}"),
-        (machine.device == "cpu", f"{R}: {of_gpus}", "it is for GPUs"),
-        (machine.device != "cpu", f"{R}: kv_cache_gib cpu_threads", "it is for CPUs"),
-        (not colocated, f"{R}: free_cache_engine", "engines have devices of their own, and keep their memory"),
-        (colocated, f"{R}: n_gpus_per_node", shared),
-        (
-            config.trainer.recover == "off" or config.trainer.val_only,
-            f"{R}: min_replicas max_replicas",
-            "the number of engines is fixed with trainer.recover=off and with trainer.val_only=true",
-        ),
-        (not validated, f"{R}: val_kwargs.*", f"needs data.{prompts}: only validation reads it"),
-        (not values.do_sample, greedy, f"validation is greedy without {R}.val_kwargs.do_sample=true"),
-        (not values.temperature, f"{greedy} val_kwargs.do_sample", "validation is greedy at temperature 0"),
-        (not turns.enable, f"{TURNS}: *", f"needs {TURNS}.enable=true"),
-        (not has_tools(config), f"{TURNS}: {of_tools}", f"needs {TURNS}.tools or tool_config_path"),
-        (turns.environment.name is None, f"{TURNS}: environment.options", f"needs {TURNS}.environment.name"),
-        (
-            turns.environment.reward_weight == 0,
-            f"{TURNS}: turn_discount",
-            f"needs {TURNS}.environment.reward_weight other than 0",
-        ),
-        (
-            "punish" not in (truncation.turns, truncation.tokens, truncation.time),
-            f"{TURNS}: truncation.penalty",
-            f"needs {TURNS}.truncation.turns, tokens or time =punish",
-        ),
-        (
-            turns.max_assistant_turns is None and turns.max_user_turns is None,
-            f"{TURNS}: truncation.turns",
-            f"needs {TURNS}.max_assistant_turns or max_user_turns",
-        ),
-    ]
-
-
-def _of_rewards(config: Config) -> list[Rule]:
-    reward, scorer, custom = config.reward, config.reward.reward_model, "reward.custom_reward_function"
-    buffer, scores = reward.overlong_buffer, scorer.enable or derived.trains_only_reward_model(config)
-    by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
-    has_rubric = reward.judge.rubric is not None
     # Without `judge` among the audits a judge would become a part of the reward.
     audits = "judge" in reward.audit or not (config.trainer.val_only or derived.is_offline(config))
-    pool = f"it shares the actor's devices; {SCORER}.enable_resource_pool=true gives it its own"
+    scores = reward.reward_model.enable or derived.trains_only_reward_model(config)
+    by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
+    is_local = config.ray_kwargs.ray_init.address is None and not machine.cluster
+    of_cluster = f"needs {RAY}.address; a local cluster has one node, and asks for a token"
     return [
-        (reward.custom_reward_function.path is None, f"{custom}: name reward_kwargs", f"needs {custom}.path"),
+        (is_float32, f"{R}: fp32_lm_head", "everything in the engine is float32"),
+        (engine not in rollout.engine_kwargs, f"{R}: engine_kwargs", f"it names engines other than {R}.name={engine}"),
+        (not getattr(config.data, prompts), f"{R}: val_kwargs.*", f"needs data.{prompts}: only validation reads it"),
         (not audits, "reward: audit audit_share", "no policy is trained on responses that it samples"),
-        (not reward.audit, "reward: audit_share", "needs reward.audit"),
         ("judge" in reward.audit, f"{JUDGE}: weight", "the judge is in reward.audit, and no part of the reward"),
-        (reward.on_failure != "value", "reward: failure_value", "needs reward.on_failure=value"),
-        (buffer.len is None, "reward: overlong_buffer.*", "there is no reward.overlong_buffer.len"),
-        (
-            not buffer.enable,
-            "reward: overlong_buffer.len overlong_buffer.penalty_factor",
-            "reward.overlong_buffer.enable=false",
-        ),
         (not scores, f"{SCORER}: *", f"needs {SCORER}.enable=true"),
-        (not scorer.enable_resource_pool, f"{SCORER}: nnodes n_gpus_per_node", pool),
-        (scorer.train.loss != "bradley_terry", f"{SCORER}: train.center_coef", f"needs {SCORER}.train.loss=bradley_terry"),
-        (reward.judge.base_url is None, f"{JUDGE}: *", f"needs {JUDGE}.base_url"),
-        (not has_rubric, f"{JUDGE}: rubric_calls rubric_aggregation rubric_pass", f"needs {JUDGE}.rubric"),
-        (has_rubric, f"{JUDGE}: parser", f"the marks of {JUDGE}.rubric are read from a JSON object"),
-        (reward.judge.rubric_aggregation != "all", f"{JUDGE}: rubric_pass", f"needs {JUDGE}.rubric_aggregation=all"),
-        (by_model, f"{JUDGE}: *", "the reward is the reward model's score alone"),
+        (by_model and reward.judge.base_url is not None, f"{JUDGE}: *", "the reward is the reward model's score alone"),
+        (not is_local, f"{RAY}: num_cpus object_store_memory", "it is for a local cluster"),
+        (is_local, f"{RAY}: wait_for_nodes_s allow_insecure", of_cluster),
     ]
 
 
 def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
-    """Passes that are cut otherwise, groups of more ranks than there are (verl's commands say 8 wherever they run), offloads."""
+    """Passes that are cut otherwise, groups of more ranks than there are (verl's commands say 8 wherever they run)."""
     update, most = derived.update_rule(config), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     own = {
         f"{REF}: log_prob": derived.logprob_rule(config, "ref"),
@@ -388,76 +373,13 @@ def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
     for key, rule in own.items():
         rules.append((rule.max_tokens is None, f"{key}_max_token_len_per_gpu", by_rollouts))
         rules.append((rule.max_tokens is not None, f"{key}_micro_batch_size_per_gpu", by_tokens))
-    rules.append((machine.device == "cpu", _OFFLOADS, "it is for GPUs"))
     for key in (f"{A}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp"):
-        moved = "param_offload" if key.startswith(REF) else "param_offload optimizer_offload"
-        keeps = f"{key}.offload_policy=true keeps everything in host memory all the time"
-        rules.append((value_of(config, key).offload_policy, f"{key}: {moved}", keeps))
-        is_larger = value_of(config, key).fsdp_size > ranks
-        rules.append(
-            (is_larger, f"{key}: fsdp_size", f"there are {ranks} ranks, and a larger group is all of them, as in verl")
+        is_larger, why = (
+            value_of(config, key).fsdp_size > ranks,
+            f"there are {ranks} ranks, and a larger group is all of them, as in verl",
         )
+        rules.append((is_larger, f"{key}: fsdp_size", why))
     return rules
-
-
-def _of_run(config: Config, machine: Machine) -> list[Rule]:
-    """Checkpoints, recovery, profiles and Ray."""
-    trainer, profiler, profilers = config.trainer, config.global_profiler, profilers_of(config)
-    is_local = config.ray_kwargs.ray_init.address is None and not machine.cluster
-    of_cluster = f"needs {RAY}.address; a local cluster has one node, and asks for a token"
-    return [
-        (
-            trainer.save_freq <= 0,
-            f"{A}: checkpoint.*; trainer: on_save_error max_actor_ckpt_to_keep",
-            "needs trainer.save_freq",
-        ),
-        (trainer.metrics_port is None, "trainer: metrics_host", "needs trainer.metrics_port"),
-        (trainer.resume_mode != "resume_path", "trainer: resume_from_path", "needs trainer.resume_mode=resume_path"),
-        (trainer.val_only, "trainer: stop_on", "nothing is trained with trainer.val_only=true"),
-        (
-            trainer.recover == "off",
-            "trainer: max_restarts restart_window_s",
-            "needs trainer.recover=auto: ranks are started again",
-        ),
-        (trainer.on_nonfinite != "skip", "trainer: max_nonfinite_steps", "needs trainer.on_nonfinite=skip"),
-        (
-            not {"wandb", "mlflow"} & set(trainer.logger),
-            "trainer: log_val_generations",
-            "neither wandb nor mlflow is among trainer.logger",
-        ),
-        (profiler.tool is None, "global_profiler: steps", "needs global_profiler.tool"),
-        (
-            profiler.tool == "torch" and profiler.steps is None,
-            "global_profiler: tool",
-            "no step is named in global_profiler.steps",
-        ),
-        (
-            profiler.tool != "torch_memory",
-            "global_profiler: global_tool_config.*",
-            "needs global_profiler.tool=torch_memory",
-        ),
-        (
-            not any(own.enable for own in profilers.values()),
-            "global_profiler: tool",
-            f"no role is profiled: {A}.profiler.enable=true",
-        ),
-        *((not own.enable, f"{key}: all_ranks ranks", f"needs {key}.enable=true") for key, own in profilers.items()),
-        *((own.all_ranks, f"{key}: ranks", f"{key}.all_ranks=true names all of them") for key, own in profilers.items()),
-        *((profiler.tool is None, f"{key}: enable", "needs global_profiler.tool") for key in profilers),
-        (not is_local, f"{RAY}: num_cpus object_store_memory", "it is for a local cluster"),
-        (is_local, f"{RAY}: wait_for_nodes_s allow_insecure", of_cluster),
-    ]
-
-
-def has_tools(config: Config) -> bool:
-    """Return whether turns may call tools."""
-    own = config.actor_rollout_ref.rollout.multi_turn
-    return bool(own.tools) or own.tool_config_path is not None
-
-
-def profilers_of(config: Config) -> dict[str, ProfilerConfig]:
-    """Return the profilers of all roles that have one, by their key."""
-    return {key: value_of(config, key) for key in (f"{A}.profiler", f"{REF}.profiler", "critic.profiler")}
 
 
 @cache

@@ -9,7 +9,6 @@ from grpo_rl.config import derived, effects
 from grpo_rl.config.checks import engine_arguments, inputs, sizes
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import ASYNC, ITERATE, OFFLINE, REWARD_MODEL, Machine, settled
-from grpo_rl.config.effects import SAMPLING, has_tools
 from grpo_rl.config.schema.fields import leaves, nearest, value_of
 from grpo_rl.config.schema.tree import Config
 
@@ -159,7 +158,7 @@ def _episodes(config: Config) -> Iterator[str]:
     own = config.actor_rollout_ref.rollout.multi_turn
     if not own.enable:
         return
-    if own.environment.name is None and own.interaction_config_path is None and not has_tools(config):
+    if own.environment.name is None and own.interaction_config_path is None and not (own.tools or own.tool_config_path):
         yield (
             f"{_TURNS}.enable=true: nothing answers the policy; name {_TURNS}.environment.name, or tools by {_TURNS}.tools or "
             "tool_config_path"
@@ -185,7 +184,7 @@ def _schedule(config: Config) -> Iterator[str]:
         yield from _fixed_responses(config)
     elif trainer.schedule == OFFLINE:
         yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
-    elif loss == SUPERVISED_LOSS and trainer.schedule in SAMPLING:
+    elif loss == SUPERVISED_LOSS and ":" not in trainer.schedule:
         yield (
             f"{_A}.policy_loss.loss_mode={loss}: reads no advantages, so the reward would have no effect with "
             f"trainer.schedule={trainer.schedule}; data.responses=rows learns the answers in the data, loss_mode=reinforce weighs "

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.effects import profilers_of
 from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
 
@@ -219,6 +218,6 @@ def _ranks(config: Config, ranks: int) -> Iterator[str]:
             f"{_A}.ppo_mini_batch_size={mini}: with rollout.n={n} it makes {mini * n} rollouts, fewer than the {groups} actor ranks "
             f"that share them; at least {-(-groups // n)}"
         )
-    for key, profiler in profilers_of(config).items():
+    for key, profiler in derived.profilers_of(config).items():
         if any(rank >= ranks for rank in profiler.ranks):
             yield f"{key}.ranks={profiler.ranks}: there are {ranks} ranks, from 0 to {ranks - 1}"
