@@ -300,8 +300,11 @@ FILTER = "algorithm.filter_groups"
     [
         ([f"{FILTER}.metric=auto"], "needs algorithm.filter_groups.enable=true"),
         ([f"{FILTER}.refill=false"], "needs algorithm.filter_groups.enable=true"),
-        ([f"{FILTER}.enable=true", f"{FILTER}.refill=false", f"{FILTER}.max_num_gen_batches=3"], "with refill"),
-        ([f"{FILTER}.enable=true", f"{FILTER}.refill=false", "data.gen_batch_size=3"], "with refill"),
+        ([f"{FILTER}.enable=true", f"{FILTER}.refill=false", f"{FILTER}.max_num_gen_batches=3"], "filter_groups.refill=true"),
+        (
+            [f"{FILTER}.enable=true", f"{FILTER}.refill=false", "data.gen_batch_size=3"],
+            "needs algorithm.filter_groups.refill or data.responses",
+        ),
         ([f"{FILTER}.enable=true", f"{FILTER}.max_num_gen_batches=0"], ">= 1"),
         ([f"{FILTER}.enable=true", f"{FILTER}.metric=nothing"], "algorithm.filter_groups.metric=nothing: no part"),
         ([f"{FILTER}.enable=true", f"{R}.n=1", f"{E}=reinforce_plus_plus"], "never has a signal"),
