@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md are whole files that work together in one run, and each does what its page says."""
+"""The examples of CONTRIBUTING.md (and the loss of README.md) are whole files that work together in one run, and each does what its page says."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from grpo_rl.plan.make import make_plan
 from grpo_rl.registry import load_function
 from grpo_rl.trainer.sync import SyncSchedule
 
-PAGE = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The examples in a folder, which is the current one."""
-    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL):
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE + (ROOT / "README.md").read_text(), re.DOTALL):
         (tmp_path / name).write_text(code)
     monkeypatch.chdir(tmp_path)
     return tmp_path
