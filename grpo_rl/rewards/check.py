@@ -30,7 +30,7 @@ from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
 from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, Sample
-from grpo_rl.rewards.runtime.process import Job, Response, RewardProcess, spared
+from grpo_rl.rewards.runtime.process import Job, RewardProcess, spared
 
 SHOWN_ROWS = 20
 SHOWN_CHARACTERS = 40
@@ -97,7 +97,7 @@ class Trial:
 
         Raises RewardError where no process starts.
         """
-        job = Job([Response("", row.sample) for row in rows], self._components)
+        job = Job([row.sample for row in rows], self._components)
         self._ask([job])
         return [TriedRow(row, job.seconds / len(rows), one) for row, one in zip(rows, spared(job, self._ask), strict=True)]
 

@@ -113,15 +113,15 @@ class RewardFunction:
         that gives them stand in the parts by themselves too. Raises RewardFailure for the first one among the outcomes, and, where
         steps are read, for none and for bad ones.
         """
-        for outcome in outcomes:
+        found: dict[str, RewardResult] = {}
+        for component, outcome in zip(self._as_called(), outcomes, strict=False):
             if isinstance(outcome, RewardFailure):
-                raise outcome
-        found = {component.name: outcome for component, outcome in zip(self._as_called(), outcomes, strict=True)}
+                raise outcome.at(place(component.name, rollout))
+            found[component.name] = outcome
         reward, parts = 0.0, {}
         steps: dict[str, tuple[Step, ...]] = {}
         for component in self.components:
             result = found[component.name]
-            assert isinstance(result, RewardResult)
             reward += component.factor * result.score
             parts[component.name] = result.score
             for key, number in result.values.items():
@@ -167,14 +167,9 @@ def sample_of(rollout: Rollout) -> Sample:
     return Sample(prompt.data_source, str(rollout.text), prompt.ground_truth, extra_info)
 
 
-def label(rollout: Rollout) -> str:
-    """Return which prompt and sample an error is about."""
-    return f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
-
-
 def place(name: str, rollout: Rollout) -> str:
     """Return which function, prompt and sample an error is about."""
-    return f"reward {name!r} for {label(rollout)}"
+    return f"reward {name!r} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
 
 
 def audit_of(config: RewardConfig) -> RewardConfig:

@@ -251,8 +251,8 @@ FAULTS: list[Fault] = [
     _F(
         "swallowed error",
         "rewards/compose.py",
-        "            if isinstance(outcome, RewardFailure):\n                raise outcome\n        found",
-        "            if isinstance(outcome, RewardFailure):\n                continue\n        found",
+        "            if isinstance(outcome, RewardFailure):\n                raise outcome.at(place(component.name, rollout))\n",
+        "            if isinstance(outcome, RewardFailure):\n                continue\n",
         "unit/rewards",
     ),
     _F(

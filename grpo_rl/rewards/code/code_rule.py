@@ -13,8 +13,10 @@ came out. So an assertion must be one call of the function with literal argument
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,6 @@ from grpo_rl.rewards.sandbox.sandbox import START_S, Case, CaseOutcome, Limits, 
 
 KEY = "reward.function_kwargs.code"
 FENCE = "```"
-MOST_INDENT = 20
 PYTHON = ("python", "py", "python3")
 TOTAL_S = 30.0
 LONGEST_CODE = 100_000
@@ -86,9 +87,9 @@ def code(
 
 def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
     """Return what is wrong with the options with which `code` is bound in `function`; nothing where that is another reward."""
-    options = _options(function)
-    if options is None:
+    if not _is_code(function):
         return []
+    options = getattr(function, "keywords", {})
     try:
         check_options(KEY, code, options)
     except ConfigError as error:
@@ -104,54 +105,36 @@ def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
 
 def check_code(function: Callable[..., Any]) -> None:
     """Raise SandboxUnavailable, before a run starts, where `function` is `code` and its programs could not be run here."""
-    if _options(function) is not None:
+    if _is_code(function):
         check_available()
 
 
-def _options(function: Callable[..., Any]) -> dict[str, Any] | None:
-    """The options that are bound to `code`; None for another function."""
-    if getattr(function, "func", function) is not code:
-        return None
-    return dict(getattr(function, "keywords", {}))
+def _is_code(function: Callable[..., Any]) -> bool:
+    return getattr(function, "func", function) is code
 
 
 def last_program(text: str) -> str | None:
     """The content of the last closed ```python block, or, where there is none, of the last closed block without a language.
 
     A text without any fence is a program as a whole, as base models write them; None where the only blocks are others.
-    One pass from fence to fence; a fence begins its line, spaces aside, and those are taken off the block's lines.
+    A fence begins its line, spaces aside, and those are taken off the block's lines.
     """
-    best: str | None = None
-    other: str | None = None
-    fence = _fence(text, 0)
-    if fence is None:
-        return text or None
-    while fence is not None:
-        start, indent = fence
-        line_end = text.find("\n", start)
-        end = _fence(text, line_end) if line_end >= 0 else None
-        if end is None:
-            break
-        language = text[start + len(FENCE) : line_end].strip().lower() if line_end - start < 40 else "?"
-        if language in PYTHON or not language:
-            lines = text[line_end + 1 : end[0] - end[1]].splitlines(keepends=True)
-            block = (
-                "".join(line[indent:] if not line[:indent].strip() else line for line in lines) if indent else "".join(lines)
-            )
-            best, other = (block, other) if language else (best, block)
-        fence = _fence(text, end[0] + len(FENCE))
-    return best if best is not None else other
-
-
-def _fence(text: str, start: int) -> tuple[int, int] | None:
-    """Return where the next fence begins that has only spaces before it on its line, and how many; None without one."""
-    while (found := text.find(FENCE, start)) >= 0:
-        before = max(0, found - MOST_INDENT - 1)
-        indent = found - 1 - text.rfind("\n", before, found) if "\n" in text[before:found] or not before else None
-        if indent is not None and not text[found - indent : found].strip():
-            return found, indent
-        start = found + len(FENCE)
-    return None
+    blocks: dict[bool, str] = {}
+    block: list[str] | None = None
+    language, indent, has_fence = "", 0, False
+    for line in text.split("\n"):
+        bare = line.lstrip()
+        if not bare.startswith(FENCE):
+            if block is not None:
+                block.append(line if line[:indent].strip() else line[indent:])
+        elif block is None:
+            block, has_fence = [], True
+            language, indent = bare.removeprefix(FENCE).strip().lower(), len(line) - len(bare)
+        else:
+            if language in ("", *PYTHON):
+                blocks[bool(language)] = "".join(f"{one}\n" for one in block)
+            block = None
+    return blocks.get(True, blocks.get(False)) if has_fence else text or None
 
 
 # ---- values that come out of the sandbox -----------------------------------------------------------------
@@ -165,7 +148,7 @@ MOST_ALIKE = 50
 def decode(value: bytes) -> Any:
     """Return the value that `candidate.encode` wrote, of exact built-in types. Raises ValueError for anything else."""
     try:
-        return _decode(json.loads(value.decode("ascii"), parse_constant=_no_constant), 0)
+        return _decode(json.loads(value.decode("ascii")), 0)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a value: {error}") from error
 
@@ -207,148 +190,6 @@ def check_hashes(values: Sequence[Any]) -> None:
         raise ValueError(f"more than {MOST_ALIKE} values with one hash")
 
 
-def _no_constant(text: str) -> Any:
-    raise ValueError(text)
-
-
-Judged = tuple[Case, Callable[[Any], bool]]
-
-
-def assertions(text: str, function: str | None) -> list[Judged]:
-    """The call and the judgement of each assertion. Raises RewardError for one that cannot be judged apart from the call."""
-    try:
-        body: list[ast.stmt] = ast.parse(text.strip()).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise RewardError(f"an assertion of a code task is not Python: {short(text)}: {error}") from None
-    checks = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check"]
-    aliases: set[str] = set()
-    if checks:
-        if function is None:
-            raise RewardError("check(candidate) needs the function's name: give fn_name or entry_point")
-        aliases = {argument.arg for argument in checks[0].args.args}
-        body = [node for node in checks[0].body if not _is_idle(node)]
-    else:
-        body = [node for node in body if not _is_idle(node)]
-    return [_assertion(node, aliases, function) for node in body]
-
-
-def _is_idle(node: ast.stmt) -> bool:
-    """Return whether a statement tests nothing: a doc string, an import, HumanEval's METADATA and `assert True`."""
-    if isinstance(node, ast.Assert):
-        return isinstance(node.test, ast.Constant) and node.test.value is True
-    if isinstance(node, ast.Assign):
-        return all(isinstance(target, ast.Name) and target.id == "METADATA" for target in node.targets)
-    return isinstance(node, ast.Import | ast.ImportFrom | ast.Pass) or (
-        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    )
-
-
-def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Judged:
-    if not isinstance(node, ast.Assert):
-        raise _refused(node, "only assertions can be judged outside of the sandbox")
-    calls = [inner for inner in ast.walk(node.test) if isinstance(inner, ast.Call) and not _is_wrapper(inner)]
-    if len(calls) != 1 or not isinstance(calls[0].func, ast.Name) or calls[0].keywords:
-        raise _refused(node, "it must call the function once, with arguments by position")
-    call, called = calls[0], calls[0].func.id
-    try:
-        arguments = tuple(map(ast.literal_eval, call.args))
-    except (ValueError, TypeError):
-        raise _refused(node, "the arguments must be literals") from None
-    unknown = next((inner for inner in ast.walk(node.test) if not _is_known(inner, call)), None)
-    if unknown is not None:
-        raise _refused(node, f"{ast.unparse(unknown)!r} is none of the operations that are judged here")
-    name = function if called in aliases and function is not None else called
-    return Case(function=name, arguments=arguments), lambda value: bool(_result(node.test, call, value))
-
-
-def _refused(node: ast.stmt, reason: str) -> RewardError:
-    return RewardError(
-        f"an assertion of a code task cannot be used: {reason}: {short(ast.unparse(node))}; expected values stay outside "
-        f"of the sandbox, so write `assert f(1, [2]) == 3`, or use inputs and outputs"
-    )
-
-
-def _set(values: Any = ()) -> set[Any]:
-    if isinstance(values, list | tuple):
-        check_hashes(values)
-    return set(values)
-
-
-WRAPPERS: dict[str, Callable[..., Any]] = {
-    "set": _set,
-    "sorted": sorted,
-    "list": list,
-    "tuple": tuple,
-    "len": len,
-    "abs": abs,
-    "round": round,
-    "isclose": math.isclose,
-    "math.isclose": math.isclose,
-}
-COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: lambda a, b: a == b,
-    ast.NotEq: lambda a, b: a != b,
-    ast.Lt: lambda a, b: a < b,
-    ast.LtE: lambda a, b: a <= b,
-    ast.Gt: lambda a, b: a > b,
-    ast.GtE: lambda a, b: a >= b,
-    ast.Is: lambda a, b: a is b,
-    ast.IsNot: lambda a, b: a is not b,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-}
-_LITERALS = (ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Attribute, ast.expr_context)
-_OPERATORS = (ast.Not, ast.USub, ast.UAdd, ast.Sub, ast.And, ast.Or)
-_SHAPES = (ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp, ast.keyword)
-
-
-def _is_wrapper(call: ast.Call) -> bool:
-    return ast.unparse(call.func) in WRAPPERS
-
-
-def _is_known(node: ast.AST, call: ast.Call) -> bool:
-    if isinstance(node, ast.Call):
-        return node is call or _is_wrapper(node)
-    return isinstance(node, (*_LITERALS, *_OPERATORS, *_SHAPES, *COMPARISONS))
-
-
-def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
-    """The value of an assertion's expression with `value` in the place of the call. Raises ValueError for what is not known."""
-    if node is call:
-        return value
-    if isinstance(node, ast.Compare):
-        terms = [_result(term, call, value) for term in (node.left, *node.comparators)]
-        compared = zip(node.ops, terms, terms[1:], strict=False)
-        return all(COMPARISONS[type(operator)](left, right) for operator, left, right in compared)
-    if isinstance(node, ast.BoolOp):
-        terms = [_result(term, call, value) for term in node.values]
-        return all(terms) if isinstance(node.op, ast.And) else any(terms)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        return not _result(node.operand, call, value)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
-        return _result(node.left, call, value) - _result(node.right, call, value)
-    if isinstance(node, ast.Call):
-        keywords = {keyword.arg: _result(keyword.value, call, value) for keyword in node.keywords if keyword.arg}
-        return WRAPPERS[ast.unparse(node.func)](*(_result(term, call, value) for term in node.args), **keywords)
-    return ast.literal_eval(node)
-
-
-def short(value: Any) -> str:
-    """The value in a message."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-ASSERTIONS = ("assert_case", "asserts", "test_list", "test")
-"""Keys under which data sets hold assertions."""
-FUNCTION_NAMES = ("fn_name", "entry_point")
-SETUPS = ("test_setup_code", "setup")
-FORMS = (
-    'expected {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called, or assertions under '
-    f"{', '.join(map(repr, ASSERTIONS))}; as a dict or as its JSON text"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Test:
     """A case to run, and the judgement on what it gave."""
@@ -371,6 +212,125 @@ class Test:
             return False
 
 
+# ---- assertions -------------------------------------------------------------------------------------------
+
+
+def assertions(text: str, function: str | None) -> list[Test]:
+    """The test of each assertion. Raises RewardError for one that cannot be judged apart from the call."""
+    try:
+        body: list[ast.stmt] = ast.parse(text.strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise RewardError(f"an assertion of a code task is not Python: {short(text)}: {error}") from None
+    aliases: set[str] = set()
+    if check := next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == "check"), None):
+        if function is None:
+            raise RewardError("check(candidate) needs the function's name: give fn_name or entry_point")
+        aliases, body = {argument.arg for argument in check.args.args}, check.body
+    return [_assertion(node, aliases, function) for node in body if not _is_idle(node)]
+
+
+def _is_idle(node: ast.stmt) -> bool:
+    """Return whether a statement tests nothing: a doc string, an import, HumanEval's METADATA and `assert True`."""
+    if isinstance(node, ast.Assert):
+        return isinstance(node.test, ast.Constant) and node.test.value is True
+    if isinstance(node, ast.Assign):
+        return all(isinstance(target, ast.Name) and target.id == "METADATA" for target in node.targets)
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.Pass) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    )
+
+
+def _assertion(node: ast.stmt, aliases: set[str], function: str | None) -> Test:
+    def refused(reason: str) -> RewardError:
+        return RewardError(
+            f"an assertion of a code task cannot be used: {reason}: {short(ast.unparse(node))}; expected values stay outside "
+            f"of the sandbox, so write `assert f(1, [2]) == 3`, or use inputs and outputs"
+        )
+
+    if not isinstance(node, ast.Assert):
+        raise refused("only assertions can be judged outside of the sandbox")
+    test, parts = node.test, list(ast.walk(node.test))
+    calls = [part for part in parts if isinstance(part, ast.Call) and ast.unparse(part.func) not in WRAPPERS]
+    if len(calls) != 1 or not isinstance(calls[0].func, ast.Name) or calls[0].keywords:
+        raise refused("it must call the function once, with arguments by position")
+    call, called = calls[0], calls[0].func.id
+    try:
+        arguments = tuple(map(ast.literal_eval, call.args))
+    except (ValueError, TypeError):
+        raise refused("the arguments must be literals") from None
+    if unknown := next((part for part in parts if not isinstance(part, (*KNOWN, *COMPARISONS))), None):
+        raise refused(f"{ast.unparse(unknown)!r} is none of the operations that are judged here")
+    name = function if called in aliases and function is not None else called
+    return Test(Case(function=name, arguments=arguments), lambda value: bool(_result(test, call, value)))
+
+
+def _set(values: Any = ()) -> set[Any]:
+    if isinstance(values, list | tuple):
+        check_hashes(values)
+    return set(values)
+
+
+WRAPPERS: dict[str, Callable[..., Any]] = {
+    function.__name__: function for function in (sorted, list, tuple, len, abs, round, math.isclose)
+} | {"set": _set, "math.isclose": math.isclose}
+COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda item, values: item in values,
+    ast.NotIn: lambda item, values: item not in values,
+}
+KNOWN = (
+    *(ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.Name, ast.Attribute, ast.expr_context, ast.Call, ast.keyword),
+    *(ast.Not, ast.USub, ast.UAdd, ast.Sub, ast.And, ast.Or, ast.UnaryOp, ast.BinOp, ast.Compare, ast.BoolOp),
+)
+
+
+def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
+    """The value of an assertion's expression with `value` in the place of the call. Raises ValueError for what is not known."""
+
+    def of(part: ast.expr) -> Any:
+        return _result(part, call, value)
+
+    if node is call:
+        return value
+    if isinstance(node, ast.Compare):
+        terms = [of(term) for term in (node.left, *node.comparators)]
+        compared = zip(node.ops, terms, terms[1:], strict=False)
+        return all(COMPARISONS[type(sign)](left, right) for sign, left, right in compared)
+    if isinstance(node, ast.BoolOp):
+        return (all if isinstance(node.op, ast.And) else any)([of(term) for term in node.values])
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return not of(node.operand)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        return of(node.left) - of(node.right)
+    if isinstance(node, ast.Call):
+        keywords = {keyword.arg: of(keyword.value) for keyword in node.keywords if keyword.arg}
+        return WRAPPERS[ast.unparse(node.func)](*map(of, node.args), **keywords)
+    return ast.literal_eval(node)
+
+
+def short(value: Any) -> str:
+    """The value in a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+ASSERTIONS = ("assert_case", "asserts", "test_list", "test")
+"""Keys under which data sets hold assertions."""
+FUNCTION_NAMES = ("fn_name", "entry_point")
+SETUPS = ("test_setup_code", "setup")
+FORMS = (
+    'expected {"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called, or assertions under '
+    f"{', '.join(map(repr, ASSERTIONS))}; as a dict or as its JSON text"
+)
+
+
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[Test]]:
     """Code that goes before the candidate's, and the tests.
 
@@ -389,7 +349,8 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     setup = "".join(f"{given[key]}\n" for key in SETUPS if given.get(key))
     key = next((key for key in ASSERTIONS if given.get(key)), None)
     if key is not None:
-        tests = [Test(case, judge) for text in _texts(given[key]) for case, judge in assertions(text, named)]
+        texts = [given[key]] if isinstance(given[key], str) else given[key]
+        tests = [test for text in texts for test in assertions(text, named)]
     elif "inputs" in given and "outputs" in given:
         tests = _pairs(given["inputs"], given["outputs"], named)
     else:
@@ -408,30 +369,23 @@ def _parsed(text: str) -> Any:
         raise RewardError(f"the ground truth of a code task is neither JSON nor assertions: {short(text)}; {FORMS}") from None
 
 
-def _texts(given: Any) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
-
-
 # ---- inputs and outputs -----------------------------------------------------------------------------------
 
 
 def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
     if len(inputs) != len(outputs):
         raise RewardError(f"the ground truth of a code task has {len(inputs)} inputs and {len(outputs)} outputs")
-    if function is None:
-        return [_program_pair(_lines(given), _lines(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
-    return [_call_pair(function, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
-
-
-def _program_pair(given: str, wanted: str) -> Test:
-    return Test(Case(stdin=given), lambda text: same_output(text, wanted))
+    return [_pair(function, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
 
 
 def _lines(text: Any) -> str:
     return text if isinstance(text, str) else "\n".join(map(str, text)) if isinstance(text, Sequence) else str(text)
 
 
-def _call_pair(function: str, given: Any, wanted: Any) -> Test:
+def _pair(function: str | None, given: Any, wanted: Any) -> Test:
+    if function is None:
+        output = _lines(wanted)
+        return Test(Case(stdin=_lines(given)), lambda text: same_output(text, output))
     if isinstance(given, str):  # a JSON value on each line, and the output as JSON
         try:
             given, wanted = [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(wanted)
@@ -468,34 +422,19 @@ def _equal(value: Any, wanted: Any) -> bool:
 
 def same_output(text: str, wanted: str) -> bool:
     """Return whether two outputs have the same words on the same lines; expected numbers with a point within 1e-6."""
-    lines, wanted_lines = _words(text), _words(wanted)
-    return len(lines) == len(wanted_lines) and all(
-        len(words) == len(others) and all(map(_same_word, words, others))
-        for words, others in zip(lines, wanted_lines, strict=True)
+    lines, wanted_lines = ([line.split() for line in output.rstrip().split("\n")] for output in (text, wanted))
+    return list(map(len, lines)) == list(map(len, wanted_lines)) and all(
+        map(_same_word, itertools.chain(*lines), itertools.chain(*wanted_lines))
     )
-
-
-def _words(text: str) -> list[list[str]]:
-    lines = [line.split() for line in text.split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
 
 
 def _same_word(word: str, wanted: str) -> bool:
     if word == wanted:
         return True
-    if "." not in wanted or not (_is_number(wanted) and _is_number(word)):
-        return False
-    return math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
-
-
-def _is_number(word: str) -> bool:
-    """Digits with a sign, a point, an exponent: no `nan`, no underscores, and not too long."""
-    if len(word) > 400 or set(word) - set("0123456789+-.eE"):
+    # Digits with a sign, a point, an exponent: no `nan`, no underscores, and not too long.
+    if "." not in wanted or max(len(word), len(wanted)) > 400 or set(word + wanted) - set("0123456789+-.eE"):
         return False
     try:
-        float(word)
+        return math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
     except ValueError:
         return False
-    return True

@@ -1,12 +1,13 @@
 """Comparison of two mathematical answers without an algebra system: most are settled here, either way.
 
-Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; two equations, unless both define one name, are left to algebra.
+Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; two equations, unless both define one
+name, are left to algebra.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -25,8 +26,12 @@ OPERATIONS = frozenset(("+", "-", "*", "/", "^", "!", "(", "\\frac", "\\sqrt", "
 """A bracket behind a factor, too, is a product."""
 
 Tokens = tuple[str, ...]
-Kind = Literal["number", "approximation", "word", "tuple", "set", "union", "matrix", "equation", "unreadable"]
-"""`word` is whatever is equal to its own spelling only; `approximation` is `\\frac13 \\approx 0.333`."""
+Kind = Literal["number", "word", "tuple", "set", "solution", "either", "equation", "unreadable"]
+"""`word` is whatever is equal to its own spelling only, `either` is `\\frac13 \\approx 0.333`.
+
+An interval and a matrix are tuples, a list and a union are sets. A `solution` is `x = 2`, `p = 3, q = 2` or `(p, q) = (3, 2)`; an
+`equation` is any other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,9 @@ class MathAnswer:
     value: tuple[Number, ...] = ()
     parts: tuple[MathAnswer, ...] = ()
     marks: str = ""
-    """The brackets of a tuple, `%` of a percentage, the shape of a matrix."""
+    """The brackets of a tuple, the shape of a matrix, the sign of a union, `%` of a percentage."""
+    names: tuple[str, ...] = ()
+    """The variables of a solution, whose values are the parts."""
     decimals: int = -1
     """Significant digits of a number written as a decimal or an integer; -1 of any other."""
 
@@ -58,7 +65,7 @@ def compare(gold: str, answer: str) -> bool | None:
     wanted = readings(gold)[0]
     right = _read(wanted.tokens)
     found = [not differ(wanted, given) and _same(right, _read(given.tokens)) for given in readings(answer)]
-    return _any_same(found)
+    return True if True in found else None if None in found else False
 
 
 def number(text: str) -> float | None:
@@ -88,40 +95,52 @@ def operations(text: str) -> int:
 
 def _read(found: Tokens, nesting: int = 0) -> MathAnswer:
     text = spelling(found)
+
+    def made(kind: Kind, pieces: Sequence[Tokens], marks: str = "") -> MathAnswer:
+        parts = tuple(_read(piece, nesting + 1) for piece in pieces if piece)
+        return MathAnswer(kind, text, parts=parts, marks=marks)
+
     if nesting > MAX_NESTING or not found:
         return MathAnswer("unreadable", text)
-    inner = _between(found)
     if found[0] == "\\approx":
         return _read(found[1:], nesting + 1)
-    if len(groups := _split(found, ";")) > 1 and any(len(_split(group, ",")) > 1 for group in groups):
-        return MathAnswer("set", text, parts=tuple(_group(group, nesting + 1) for group in groups if group))
-    lists = groups if len(groups) > 1 else _split(found, ",")
-    if len(lists) > 1:
-        return MathAnswer("set", text, parts=_by_solution(_all(_flat(lists), nesting)))
+    groups = _split(found, ";")
+    if len(groups) > 1 and any(len(_split(group, ",")) > 1 for group in groups):
+        rows = made("set", groups)  # of `5, 2; 7, 2` each is a tuple, of `p=5, q=2; p=7, q=2` a solution
+        tuples = (replace(row, kind="tuple", marks="()") if row.kind == "set" else row for row in rows.parts)
+        return replace(rows, parts=tuple(tuples))
+    elements = groups if len(groups) > 1 else _split(found, ",")
+    if len(elements) > 1:
+        return _solutions(made("set", _flat(elements)))
     if found == ("\\{", "\\}"):
         return MathAnswer("word", "\\emptyset")
+    inner = _between(found)
     if inner is not None and found[0] == "\\{":
-        return MathAnswer("set", text, parts=_all(_flat(_split(inner, ",")), nesting))
-    unions = _split(found, "\\cup")
-    if len(unions) > 1:
-        return MathAnswer("union", text, parts=_all(unions, nesting))
-    if inner is not None and len(elements := _split(inner, ",")) > 1 and found[0] != "{":
-        return MathAnswer("tuple", text, parts=_all(elements, nesting), marks=found[0] + found[-1])
+        return _solutions(made("set", _flat(_split(inner, ","))))
+    if len(unions := _split(found, "\\cup")) > 1:
+        return made("set", unions, "\\cup")
+    if inner is not None and found[0] != "{" and len(elements := _split(inner, ",")) > 1:
+        return made("tuple", elements, found[0] + found[-1])
     if inner is not None and found[0] == "(" and len(inner) == 1 and inner[0].isalpha():
         return MathAnswer("word", inner[0])
-    if found[:2] == ("\\begin", "{") and found[-4:-2] == ("\\end", "{"):
-        return _matrix(found, text, nesting)
-    if inner is not None and found[0] in "([" and inner[:4] == ("\\begin", "{", "array", "}"):
-        return _matrix(inner, text, nesting, bracketed=True)
+    # An `array` gets its brackets from outside, and names its columns first.
+    array = inner if inner is not None and found[0] in "([" and inner[2:3] == ("array",) else None
+    body = array or found
+    if body[:2] == ("\\begin", "{") and body[-4:-2] == ("\\end", "{"):
+        if body.count("\\begin") != 1 or body[2] != body[-2] or not (array or body[2] in MATRICES):
+            return MathAnswer("unreadable", text)
+        start = body.index("}", 5) + 1 if array and body[4] == "{" and "}" in body[5:-4] else 4
+        rows_of_cells = [_split(row, "&") for row in _split(body[start:-4], "\\\\") if row]
+        shape = ",".join(str(len(row)) for row in rows_of_cells)
+        return made("tuple", [cell for row in rows_of_cells for cell in row], "|" * (body[2] in DETERMINANTS) + shape)
     if len(sides := _split(found, "\\approx")) > 1:
-        return _approximation(sides, text, nesting)
-    sides = _split(found, "=")
-    if len(sides) > 1:
-        return MathAnswer("equation", text, parts=_all([sides[0], sides[-1]], nesting))
+        return _approximation(made("either", sides))
+    if len(sides := [side for side in _split(found, "=") if side]) > 1:
+        return _equation(made("equation", (sides[0], sides[-1])))
     if len(ratio := _split(found, ":")) > 1:
-        return MathAnswer("tuple", text, parts=_all(ratio, nesting), marks=":")
+        return made("tuple", ratio, ":")
     if "\\pm" in found:
-        return MathAnswer("set", text, parts=_all(_flat([found]), nesting))
+        return made("set", _flat([found]))
     return _expression(found, text)
 
 
@@ -145,54 +164,60 @@ def _expression(found: Tokens, text: str) -> MathAnswer:
     return MathAnswer("number", text, value, marks="%" if percent else "", decimals=digits)
 
 
-def _all(pieces: Sequence[Tokens], nesting: int) -> tuple[MathAnswer, ...]:
-    return tuple(_read(piece, nesting + 1) for piece in pieces if piece)
+def _equation(sides: MathAnswer) -> MathAnswer:
+    """A definition, also `5 = x` and `(p, q) = (3, 2)`; of `17 * 23 = 391` the last number; else an equation, whose sides do not matter."""
+    left, right = sides.parts
+    if len(left.value) == 1 and len(right.value) > 1 and _is_name(right.spelling):
+        left, right = right, left
+    if _is_name(left.spelling):
+        return replace(sides, kind="solution", parts=(right,), names=(left.spelling,))
+    if _rounds_to(left, right):
+        return right
+    names = tuple(part.spelling for part in left.parts)
+    are_pairs = left.kind == right.kind == "tuple" and left.marks == right.marks == "()"
+    if are_pairs and len(set(names)) == len(names) == len(right.parts) and all(map(_is_name, names)):
+        return replace(sides, kind="solution", parts=right.parts, names=names, marks="()")
+    return replace(sides, parts=())
 
 
-def _matrix(found: Tokens, text: str, nesting: int, bracketed: bool = False) -> MathAnswer:
-    """A matrix in brackets; `bracketed` is an `array`, which gets its brackets from outside and names its columns first."""
-    if found.count("\\begin") != 1 or found[2] != found[-2] or not (bracketed or found[2] in MATRICES):
-        return MathAnswer("unreadable", text)
-    start = found.index("}", 5) + 1 if bracketed and found[4] == "{" and "}" in found[5:-4] else 4
-    rows = [_split(row, "&") for row in _split(found[start:-4], "\\\\") if row]
-    cells = _all([cell for row in rows for cell in row], nesting)
-    bars = "|" if found[2] in DETERMINANTS else ""
-    return MathAnswer("matrix", text, parts=cells, marks=bars + ",".join(str(len(row)) for row in rows))
-
-
-def _group(found: Tokens, nesting: int) -> MathAnswer:
-    """One of the solutions of `p=5, q=2; p=7, q=2`, or one of the tuples of `5, 2; 7, 2`."""
-    parts = _all(_split(found, ","), nesting)
-    if len(parts) == 1:
-        return parts[0]
-    return MathAnswer(
-        "set" if _assigned(parts) else "tuple", spelling(found), parts=parts, marks="" if _assigned(parts) else "()"
+def _is_name(text: str) -> bool:
+    """`x`, `x_1` or `f(x)`: what stands before the `=` of a definition."""
+    pieces = text.split("\0")
+    return (pieces[0].isalpha() or pieces[0].startswith("\\")) and (
+        len(pieces) == 1 or (len(pieces) == 4 and pieces[1] == "(") or (len(pieces) == 3 and pieces[1] == "_")
     )
 
 
-def _by_solution(parts: tuple[MathAnswer, ...]) -> tuple[MathAnswer, ...]:
-    """The elements of a list; of `p=5, q=2, p=7, q=2` the two solutions, each with all its variables."""
-    names = [part.parts[0].spelling if _is_assignment(part) else "" for part in parts]
+def _solutions(listed: MathAnswer) -> MathAnswer:
+    """The list; but `p=5, q=2` is one solution, and `p=5, q=2, p=7, q=2` are two, each with all its variables."""
+    names = tuple(name for part in listed.parts for name in part.names)
     size = len(set(names))
-    if not 1 < size < len(names) or "" in names or len(names) % size or names != names[:size] * (len(names) // size):
-        return parts
-    pieces = [parts[start : start + size] for start in range(0, len(parts), size)]
-    return tuple(MathAnswer("set", "\0,\0".join(part.spelling for part in piece), parts=piece) for piece in pieces)
+    if size < 2 or any(len(part.names) != 1 for part in listed.parts) or names != names[:size] * (len(names) // size):
+        return listed
+    pieces = [listed.parts[start : start + size] for start in range(0, len(names), size)]
+    found = tuple(
+        MathAnswer(
+            "solution",
+            "\0,\0".join(part.spelling for part in piece),
+            parts=tuple(part.parts[0] for part in piece),
+            names=names[:size],
+        )
+        for piece in pieces
+    )
+    return found[0] if len(found) == 1 else replace(listed, parts=found)
 
 
-def _approximation(sides: list[Tokens], text: str, nesting: int) -> MathAnswer:
+def _approximation(sides: MathAnswer) -> MathAnswer:
     """`\\frac13 \\approx 0.333`, and `x \\approx 0.333`; a word where the sides do not agree, so that no answer has two tries."""
-    parts = _all(sides, nesting)
-    if parts and parts[0].kind == "equation" and _is_assignment(parts[0]):
-        parts = (parts[0].parts[1], *parts[1:])
-    elif len(parts) == 2 and _is_name(parts[0]) and len(parts[0].value) > 1:
-        return MathAnswer("equation", text, parts=parts)
-    if len(parts) > 1 and all(_rounds_to(parts[0], part) for part in parts[1:]):
+    first, *others = sides.parts
+    if len(first.names) == 1:
+        first = first.parts[0]
+    elif len(others) == 1 and _is_name(first.spelling) and len(first.value) > 1:
+        return replace(sides, kind="solution", parts=tuple(others), names=(first.spelling,))
+    if others and all(_rounds_to(first, other) for other in others):
         # A decimal beside an exact value is one more way to write it: where it has places, either may be asked for.
-        exact = parts[0].decimals < 0
-        rounded = tuple(part for part in parts[1:] if exact and "." in part.spelling)
-        return MathAnswer("approximation", text, parts=(parts[0], *rounded))
-    return MathAnswer("word", text)
+        return replace(sides, parts=(first, *(other for other in others if first.decimals < 0 and "." in other.spelling)))
+    return MathAnswer("word", sides.spelling)
 
 
 def _rounds_to(exact: MathAnswer, rounded: MathAnswer) -> bool:
@@ -247,151 +272,86 @@ def _flat(pieces: list[Tokens]) -> list[Tokens]:
     return flat
 
 
-def _same(gold: MathAnswer, answer: MathAnswer) -> bool | None:
-    if gold.spelling == answer.spelling and (gold.kind == answer.kind or not (gold.parts or answer.parts)):
+def _same(one: MathAnswer, other: MathAnswer) -> bool | None:
+    if one.spelling == other.spelling and (one.kind == other.kind or not (one.parts or other.parts)):
         return True
-    if "approximation" in (gold.kind, answer.kind):
-        return _same_approximations(gold, answer)
-    if _solution(gold) and _solution(answer):
-        return _same_solutions(gold, answer)
-    if "tuple" in (gold.kind, answer.kind) and (_solution(gold) or _solution(answer)):
-        return _same_tuple_and_solution(gold, answer)
-    if gold.kind == "equation" or answer.kind == "equation":
-        return _same_equations(gold, answer)
-    if "unreadable" in (gold.kind, answer.kind):
-        return False if "_" in gold.spelling + answer.spelling else None
-    if gold.kind != answer.kind:
+    kinds = {one.kind, other.kind}
+    if "either" in kinds:
+        tries, others = (it.parts if it.kind == "either" else (it,) for it in (one, other))
+        found = [_same(a, b) for a in tries for b in others]
+        return True if True in found else None if None in found else False
+    if "equation" in kinds and not kinds <= {"equation", "solution", "unreadable"}:
         return False
-    if gold.kind == "number":
-        return _same_numbers(gold, answer)
-    if gold.marks != answer.marks or len(gold.parts) != len(answer.parts) or gold.kind == "word":
+    if "solution" in kinds and "equation" not in kinds:
+        return _same_solution(one, other) if one.kind == "solution" else _same_solution(other, one)
+    if kinds & {"equation", "unreadable"}:
+        return False if "_" in one.spelling + other.spelling else None
+    if len(kinds) > 1:
         return False
-    if gold.kind in ("set", "union"):
-        return _same_sets(gold.parts, answer.parts)
-    found = [_same(a, b) for a, b in zip(gold.parts, answer.parts, strict=True)]
-    return _all_same(found)
+    if one.kind == "number":
+        return _same_numbers(one, other)
+    if one.marks != other.marks or one.kind == "word":
+        return False
+    return (_same_sets if one.kind == "set" else _same_each)(one.parts, other.parts)
 
 
-def _all_same(found: list[bool | None]) -> bool | None:
-    return False if False in found else None if None in found else True
+def _same_each(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool | None:
+    """Each element is the other one in its place."""
+    found = [_same(*pair) for pair in zip(some, others, strict=False)]
+    return False if False in found or len(some) != len(others) else None if None in found else True
 
 
-def _any_same(found: list[bool | None]) -> bool | None:
-    return True if True in found else None if None in found else False
+def _same_sets(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool | None:
+    """Each element has its partner, in any order."""
+    left = list(others)
+    if len(some) != len(left):
+        return False
+    if len(some) > MAX_ELEMENTS:
+        return None
+    for element in some:
+        found = [_same(element, other) for other in left]
+        if True in found:
+            del left[found.index(True)]
+        elif None not in found:
+            return False
+    return None if left else True
 
 
-def _same_numbers(gold: MathAnswer, answer: MathAnswer) -> bool:
-    rounded = max(gold.decimals, answer.decimals) >= SIGNIFICANT and min(gold.decimals, answer.decimals) < 0
+def _same_solution(solution: MathAnswer, other: MathAnswer) -> bool | None:
+    """`x = 2` is 2, `(p, q) = (3, 2)` is `q = 2, p = 3`, and both of `(p, q) = (3, 2)` and `p = 3, q = 2` are `(3, 2)`.
+
+    `q = 2, p = 3` is not `(2, 3)`: the order of the two in the tuple of the question is not given.
+    """
+    names = solution.names
+    if other.kind == "solution":
+        values = dict(zip(other.names, other.parts, strict=True))
+        if set(names) == set(values):
+            return _same_each(solution.parts, [values[name] for name in names])
+        # Two equations may say the same of different names.
+        return None if len(names) == len(values) == 1 else False
+    if len(names) == 1:
+        return _same(solution.parts[0], other)
+    if other.kind == "set" and not solution.marks:
+        return _same_sets(solution.parts, other.parts)
+    ordered = sorted(names, key=lambda name: (name.startswith("\\"), name.casefold()))
+    if other.kind == "tuple" and other.marks == "()" and (solution.marks or list(names) == ordered):
+        return _same_each(solution.parts, other.parts)
+    return False
+
+
+def _same_numbers(one: MathAnswer, other: MathAnswer) -> bool:
+    rounded = max(one.decimals, other.decimals) >= SIGNIFICANT and min(one.decimals, other.decimals) < 0
     tolerance = 1e-6 if rounded else 1e-9
-    if _agree(gold.value, answer.value, tolerance):
+    if _agree(one.value, other.value, tolerance):
         return True
-    if gold.marks == answer.marks:
+    if one.marks == other.marks:
         return False
     # One of them is a percentage: 50% is 0.5, and 50 where percent was asked for.
     hundredth = Fraction(1, 100)
-    one, other = (answer.value, gold.value) if gold.marks else (gold.value, answer.value)
+    one, other = (other.value, one.value) if one.marks else (one.value, other.value)
     return _agree(one, tuple(value * hundredth if isinstance(value, Fraction) else value / 100 for value in other), tolerance)
 
 
 def _agree(first: tuple[Number, ...], second: tuple[Number, ...], tolerance: float) -> bool:
     size = max(len(first), len(second))
     return all(close(first[k % len(first)], second[k % len(second)], tolerance) for k in range(size))
-
-
-def _same_sets(gold: tuple[MathAnswer, ...], answer: tuple[MathAnswer, ...]) -> bool | None:
-    """Each element has its partner, in any order."""
-    if len(gold) > MAX_ELEMENTS:
-        return None
-    left, unsure = list(answer), False
-    for element in gold:
-        found = [_same(element, other) for other in left]
-        unsure |= None in found
-        if True in found:
-            del left[found.index(True)]
-        elif None not in found:
-            return False
-    return None if left and unsure else not left
-
-
-def _same_approximations(gold: MathAnswer, answer: MathAnswer) -> bool | None:
-    golds = gold.parts if gold.kind == "approximation" else (gold,)
-    answers = answer.parts if answer.kind == "approximation" else (answer,)
-    found = [_same(one, other) for one in golds for other in answers]
-    return _any_same(found)
-
-
-def _same_solutions(gold: MathAnswer, answer: MathAnswer) -> bool | None:
-    """`(p, q) = (3, 2)` is `q = 2, p = 3`: variable by variable, in any order."""
-    one, other = dict(_solution(gold)), dict(_solution(answer))
-    if one.keys() != other.keys():
-        return False
-    found = [_same(value, other[name]) for name, value in one.items()]
-    return _all_same(found)
-
-
-def _same_tuple_and_solution(gold: MathAnswer, answer: MathAnswer) -> bool | None:
-    """`(3, 2)` is `(p, q) = (3, 2)`, and `p = 3, q = 2` where the variables stand in the order of the alphabet.
-
-    `q = 2, p = 3` is not `(2, 3)`: the order of the two in the tuple of the question is not given.
-    """
-    whole, named = (gold, answer) if gold.kind == "tuple" else (answer, gold)
-    names = [name for name, _ in _solution(named)]
-    ordered = sorted(names, key=lambda name: (name.startswith("\\"), name.casefold()))
-    if whole.marks != "()" or len(whole.parts) != len(names) or (named.kind == "set" and names != ordered):
-        return False
-    pairs = [(part, value) for part, (_, value) in zip(whole.parts, _solution(named), strict=True)]
-    found = [_same(*(pair if whole is gold else pair[::-1])) for pair in pairs]
-    return _all_same(found)
-
-
-def _solution(answer: MathAnswer) -> list[tuple[str, MathAnswer]]:
-    """The variables and values of `(p, q) = (3, 2)` and of `p = 3, q = 2`; nothing of anything else."""
-    if answer.kind == "set" and _assigned(answer.parts):
-        return [(part.parts[0].spelling, part.parts[1]) for part in answer.parts]
-    if answer.kind != "equation" or len(answer.parts) != 2:
-        return []
-    names, values = answer.parts
-    if not names.kind == values.kind == "tuple" or not names.marks == values.marks == "()":
-        return []
-    if len(names.parts) != len(values.parts) or not all(_is_name(name) for name in names.parts):
-        return []
-    spelt = [name.spelling for name in names.parts]
-    return list(zip(spelt, values.parts, strict=True)) if len(set(spelt)) == len(spelt) else []
-
-
-def _assigned(parts: tuple[MathAnswer, ...]) -> bool:
-    """Return whether the elements of a list give values to different variables, two or more."""
-    names = {part.parts[0].spelling for part in parts if _is_assignment(part)}
-    return len(parts) > 1 and len(names) == len(parts)
-
-
-def _is_assignment(answer: MathAnswer) -> bool:
-    return answer.kind == "equation" and len(answer.parts) == 2 and _is_name(answer.parts[0])
-
-
-def _same_equations(gold: MathAnswer, answer: MathAnswer) -> bool | None:
-    """`x = 2` is 2 and `y = x + 1` is x + 1; of two equations only definitions of one name are compared here."""
-    if gold.kind != answer.kind:
-        equation, other = (gold, answer) if gold.kind == "equation" else (answer, gold)
-        if len(equation.parts) != 2 or "unreadable" in (other.kind, equation.parts[1].kind):
-            return None
-        name, value = equation.parts
-        if len(name.value) == 1 and name.kind == "number" and len(value.value) > 1 and _is_name(value):
-            name, value = value, name
-        # `17 = 18` is not 18.
-        says_a_value = _is_name(name) or _rounds_to(name, value)
-        return says_a_value and _same(*((value, other) if equation is gold else (other, value)))
-    if len(gold.parts) != 2 or len(answer.parts) != 2:
-        return False
-    (one, first), (two, second) = gold.parts, answer.parts
-    if one.spelling == two.spelling and _is_name(one):
-        return _same(first, second)
-    return None
-
-
-def _is_name(side: MathAnswer) -> bool:
-    """`x`, or `f(x)`: what stands before the `=` of a definition."""
-    pieces = side.spelling.split("\0")
-    return (pieces[0].isalpha() or pieces[0].startswith("\\")) and (
-        len(pieces) == 1 or (len(pieces) == 4 and pieces[1] == "(") or (len(pieces) == 3 and pieces[1] == "_")
-    )

