@@ -45,9 +45,9 @@ class Audit:
             stack.callback(rules.close)
             rules.check_started()
         if JUDGE in config.audit:
-            from grpo_rl.rewards.models.judge import JudgeSetup  # the HTTP client, only where an endpoint is asked
+            from grpo_rl.rewards.models.judge import Judge  # the HTTP client, only where an endpoint is asked
 
-            models.append(JudgeSetup.from_config(config.judge).start())
+            models.append(Judge(config.judge).start())
         self._scorer = CombinedRewarder(rules, models, own)
         stack.callback(self._scorer.close)
         self._share = config.audit_share

@@ -27,7 +27,7 @@ from grpo_rl.cluster.roles.reward_model_role import RewardModelRole
 from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.combined import ModelScore
-from grpo_rl.rewards.models.judge import JudgeSetup
+from grpo_rl.rewards.models.judge import Judge
 from grpo_rl.rewards.models.rendering import ScorableRenderer
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.types import Prompt, Rollout
@@ -225,19 +225,17 @@ def test_a_judge_behind_a_real_server_is_asked_and_its_words_are_read(
     monkeypatch.setenv("TINY_JUDGE_KEY", "k-1")
     (tmp_path / "length.py").write_text("def of(text):\n    return len(text) or 1 / 0\n")
     settings = {"base_url": vllm_server, "model": "tiny", "max_tokens": 16, "template": "{prompt} {response}", "backoff_s": 0.1}
-    judge = JudgeSetup.from_config(
-        JudgeConfig(**settings, parser=f"{tmp_path / 'length.py'}:of", api_key_env="TINY_JUDGE_KEY")
-    ).start()
+    judge = Judge(JudgeConfig(**settings, parser=f"{tmp_path / 'length.py'}:of", api_key_env="TINY_JUDGE_KEY")).start()
     items = rollouts(["1", "3.4.5", "98 x. y", "7777"])
     scores = judge.wait(items)
     judge.close()
     # Greedy: the same question gets the same answer, however many are asked at once.
-    again = JudgeSetup.from_config(
+    again = Judge(
         JudgeConfig(**settings, parser=f"{tmp_path / 'length.py'}:of", api_key_env="TINY_JUDGE_KEY", max_concurrency=1)
     ).start()
     assert again.wait(items) == scores and all(isinstance(score, ModelScore) and score.score > 0 for score in scores)
     again.close()
-    keyless = JudgeSetup.from_config(JudgeConfig(**settings)).start()
+    keyless = Judge(JudgeConfig(**settings)).start()
     (refused,) = keyless.wait(items[:1])
     keyless.close()
     assert refused.kind == "judge_error" and "HTTP 401" in refused.detail

@@ -251,9 +251,9 @@ class ModelRewards:
         self._judge = None
         if plan.reward.judge:
             # The HTTP client is loaded only where there is an endpoint to ask.
-            from grpo_rl.rewards.models.judge import JudgeSetup
+            from grpo_rl.rewards.models.judge import Judge
 
-            self._judge = JudgeSetup.from_config(plan.config.reward.judge)
+            self._judge = Judge(plan.config.reward.judge)
 
     def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder | EpisodeRewarder:
         """Rules and models as the one reward of the run, and the reward of turns where there are several."""

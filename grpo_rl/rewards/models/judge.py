@@ -10,10 +10,9 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -52,40 +51,33 @@ _SCORE = re.compile(r"score[ *_`\"']{0,40}+[:=][ *_`\"']{0,40}+", re.IGNORECASE)
 LONGEST_NUMBER = 40
 
 
-class Template:
-    """A text with `{prompt}`, `{response}`, `{ground_truth}` and, of a rubric, `{criteria}`; all other braces are text.
+def load_template(template: str | None, default: str = DEFAULT_TEMPLATE) -> str:
+    """The built-in template, the text of a file, or the text itself. Raises ConfigError for a file that cannot be read."""
+    if template is not None and template.endswith((".txt", ".md")) and "\n" not in template:
+        try:
+            return Path(template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"reward.judge.template={template}: cannot be read: {error}") from error
+    return default if template is None else template
+
+
+def question(template: str, rollout: Rollout, criteria: Sequence[Criterion] = ()) -> str:
+    """The template with `{prompt}`, `{response}`, `{ground_truth}` and, of a rubric, `{criteria}` filled; other braces are text.
 
     Each place is filled once: what a model wrote is never searched for further places.
     """
-
-    def __init__(self, text: str) -> None:
-        self.pieces = _FIELD.split(text)
-        """Texts, and between them the names of fields."""
-
-    @classmethod
-    def load(cls, template: str | None, default: str = DEFAULT_TEMPLATE) -> Template:
-        """The built-in template, the text of a file, or the text itself. Raises ConfigError for a file that cannot be read."""
-        if template is not None and template.endswith((".txt", ".md")) and "\n" not in template:
-            try:
-                return cls(Path(template).expanduser().read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"reward.judge.template={template}: cannot be read: {error}") from error
-        return cls(default if template is None else template)
-
-    def fill(self, rollout: Rollout, criteria: Sequence[Criterion] = ()) -> str:
-        """The question about this rollout."""
-        prompt = rollout.prompt
-        messages, truth = prompt.messages or (), prompt.ground_truth
-        request = "\n\n".join(f"{one['role']}: {one['content']}" for one in messages) if len(messages) > 1 else prompt.text
-        if not isinstance(truth, str):
-            truth = "(none)" if truth is None else json.dumps(truth, ensure_ascii=False, default=str)
-        fields = {
-            "prompt": messages[0]["content"] if len(messages) == 1 else request,
-            "response": str(rollout.text),
-            "ground_truth": truth,
-            "criteria": "\n".join(f"- {one.name}: {one.text}" for one in criteria),
-        }
-        return "".join(fields[piece] if place % 2 else piece for place, piece in enumerate(self.pieces))
+    prompt = rollout.prompt
+    messages, truth = prompt.messages or (), prompt.ground_truth
+    request = "\n\n".join(f"{one['role']}: {one['content']}" for one in messages) if len(messages) > 1 else prompt.text
+    if not isinstance(truth, str):
+        truth = "(none)" if truth is None else json.dumps(truth, ensure_ascii=False, default=str)
+    fields = {
+        "prompt": messages[0]["content"] if len(messages) == 1 else request,
+        "response": str(rollout.text),
+        "ground_truth": truth,
+        "criteria": "\n".join(f"- {one.name}: {one.text}" for one in criteria),
+    }
+    return _FIELD.sub(lambda place: fields[place[1]], template)
 
 
 def parser_for(name: str) -> Parser:
@@ -98,8 +90,10 @@ def parser_for(name: str) -> Parser:
 
 def marked_score(text: str) -> float:
     """The number after the last `score:` (or `score =`, in any case, bold or not), of which `/10` may follow."""
-    found = [_number(text, mark.end()) for mark in _SCORE.finditer(text)]
-    return _given(next((number for number in reversed(found) if number is not None), None), "it has no `score: x`")
+    for mark in reversed(list(_SCORE.finditer(text))):
+        if (number := _number(text, mark.end())) is not None:
+            return number
+    raise ValueError("it has no `score: x`")
 
 
 def json_score(text: str, key: str) -> float:
@@ -118,10 +112,10 @@ def json_score(text: str, key: str) -> float:
             continue
         if isinstance(found, dict) and key in found:
             value = found[key]
-            number = _number(value.strip()) if isinstance(value, str) else None
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-                number = float(value)
-            return _given(number, f"{key} is {str(value)[:80]!r}, not a number")
+            number = _number(value.strip()) if isinstance(value, str) else value
+            if number is None or isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+                raise ValueError(f"{key} is {str(value)[:80]!r}, not a number")
+            return float(number)
     raise ValueError(f"it has no JSON object with {key!r}")
 
 
@@ -129,12 +123,6 @@ def _number(text: str, start: int = 0) -> float | None:
     """The number at this place; None for none, and for one that is no plain finite decimal."""
     found = _NUMBER.match(text, start)
     return None if found is None or len(found[0]) > LONGEST_NUMBER else float(found[0])
-
-
-def _given(number: float | None, otherwise: str) -> float:
-    if number is None:
-        raise ValueError(otherwise)
-    return number
 
 
 TIMEOUT, ERROR, INVALID = "judge_timeout", "judge_error", "judge_invalid"
@@ -155,51 +143,36 @@ class _Failed(Exception):
         self.failure, self.after_s = Failure(kind, detail), after_s
 
 
-@dataclass(frozen=True, slots=True)
-class JudgeSetup:
-    """The judge's settings, template, parser and rubric, which are there before anything starts."""
-
-    config: JudgeConfig
-    template: Template
-    parser: Parser
-    rubric: tuple[Criterion, ...] | None
-    """The criteria of every response; None where there is no rubric, and where each row has its own."""
-
-    @classmethod
-    def from_config(cls, config: JudgeConfig) -> JudgeSetup:
-        """Read template, parser and rubric. Raises ConfigError where they cannot be used."""
-        if config.api_key_env is not None and not os.environ.get(config.api_key_env):
-            raise ConfigError(f"reward.judge.api_key_env={config.api_key_env}: the environment has no such variable")
-        rubric = None if config.rubric in (None, "row") else read_rubric(str(config.rubric), config.rubric_aggregation)
-        template = Template.load(config.template, DEFAULT_TEMPLATE if config.rubric is None else RUBRIC_TEMPLATE)
-        return cls(config, template, parser_for(config.parser), rubric)
-
-    def start(self) -> Judge:
-        """The judge at work, in a thread of its own."""
-        return Judge(self)
-
-
 class Judge:
-    """rewards.combined.ModelReward by requests to an endpoint, in one thread's event loop."""
+    """rewards.combined.ModelReward by requests to an endpoint, in the event loop of one thread, which `start` starts."""
 
     name = JUDGE
 
-    def __init__(self, setup: JudgeSetup) -> None:
-        self.config, self.template, self.parser, self.rubric = setup.config, setup.template, setup.parser, setup.rubric
-        self.weight = setup.config.weight
+    def __init__(self, config: JudgeConfig) -> None:
+        """Read template, parser and rubric. Raises ConfigError where they cannot be used."""
+        self.config, self.weight = config, config.weight
+        self._key = os.environ.get(config.api_key_env) if config.api_key_env is not None else None
+        if config.api_key_env is not None and not self._key:
+            raise ConfigError(f"reward.judge.api_key_env={config.api_key_env}: the environment has no such variable")
+        self._rubric: tuple[Criterion, ...] | None = None
+        """The criteria of every response; None where there is no rubric, and where each row has its own."""
+        if config.rubric not in (None, "row"):
+            self._rubric = read_rubric(str(config.rubric), config.rubric_aggregation)
+        self._template = load_template(config.template, DEFAULT_TEMPLATE if config.rubric is None else RUBRIC_TEMPLATE)
+        self._parser = parser_for(config.parser)
         self._pending: dict[tuple[str, int], tuple[Rollout, Future[ModelScore | Failure]]] = {}
-        self._next_start = 0.0
-        self._progress = time.monotonic()
+        self._next_start, self._progress = 0.0, time.monotonic()
+
+    def start(self) -> Judge:
+        """Return the judge, at work."""
         self._loop = asyncio.new_event_loop()
-        self._at_once = asyncio.Semaphore(setup.config.max_concurrency)
-        self._key = os.environ.get(setup.config.api_key_env) if setup.config.api_key_env else None
+        self._at_once = asyncio.Semaphore(self.config.max_concurrency)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        limits = httpx.Limits(max_connections=setup.config.max_concurrency)
-        self._client = httpx.AsyncClient(headers=headers, timeout=setup.config.timeout_s, limits=limits)
-        assert setup.config.base_url is not None
-        self._url = f"{setup.config.base_url.rstrip('/')}/chat/completions"
+        limits = httpx.Limits(max_connections=self.config.max_concurrency)
+        self._client = httpx.AsyncClient(headers=headers, timeout=self.config.timeout_s, limits=limits)
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
+        return self
 
     # ---- rewards.combined.ModelReward ----------------------------------------------------------------
 
@@ -257,9 +230,9 @@ class Judge:
         try:
             if self.config.rubric is None:
                 answer = await self._answer(rollout)
-                return ModelScore(self._mark(answer, self.parser))
+                return ModelScore(self._mark(answer, self._parser))
             try:
-                criteria = self.rubric or criteria_of(rollout.prompt.extra_info, self.config.rubric_aggregation)
+                criteria = self._rubric or criteria_of(rollout.prompt.extra_info, self.config.rubric_aggregation)
             except ValueError as error:
                 raise _Failed(INVALID, self._safe(f"extra_info.rubric of its row: {error}")) from error
             calls = [criteria] if self.config.rubric_calls == "together" else [(one,) for one in criteria]
@@ -277,7 +250,7 @@ class Judge:
 
     async def _answer(self, rollout: Rollout, criteria: Sequence[Criterion] = ()) -> str:
         """The judge's words to one question. The deadline counts from the first try, which waits for its turn."""
-        body = self._body(self.template.fill(rollout, criteria))
+        body = self._body(question(self._template, rollout, criteria))
         try:
             async with self._at_once:
                 await self._turn()
@@ -317,11 +290,13 @@ class Judge:
         await asyncio.sleep(start - now)
 
     async def _try(self, body: bytes) -> str:
+        assert self.config.base_url is not None
+        url = f"{self.config.base_url.rstrip('/')}/chat/completions"
         received, headers = bytearray(), {"Content-Type": "application/json"}
         try:
             # The client's own limit is for each wait; this one is for the whole request.
             async with asyncio.timeout(self.config.timeout_s):
-                async with self._client.stream("POST", self._url, content=body, headers=headers) as response:
+                async with self._client.stream("POST", url, content=body, headers=headers) as response:
                     async for chunk in response.aiter_bytes():
                         received += chunk
                         if len(received) > LARGEST_ANSWER:
@@ -350,19 +325,18 @@ class Judge:
             raise _Failed(INVALID, f"{self._safe(f'{type(error).__name__}: {error}')}; {shown}") from error
         if not math.isfinite(number):
             raise _Failed(INVALID, f"{self._safe(str(value))!r} is no finite number; {shown}")
-        has_rubric = self.config.rubric is not None
-        low, high = self.config.min_score, self.config.max_score
-        low, high = (0.0 if low is None and has_rubric else low), (1.0 if high is None and has_rubric else high)
-        if (low is not None and number < low) or (high is not None and number > high):
-            bounds = f"{'-inf' if low is None else f'{low:g}'} to {'inf' if high is None else f'{high:g}'}"
-            raise _Failed(INVALID, f"{number:g} is not within {bounds}; {shown}")
+        low, high = (0.0, 1.0) if self.config.rubric is not None else (-math.inf, math.inf)
+        low = low if self.config.min_score is None else self.config.min_score
+        high = high if self.config.max_score is None else self.config.max_score
+        if not low <= number <= high:
+            raise _Failed(INVALID, f"{number:g} is not within {low:g} to {high:g}; {shown}")
         return number
 
-    def _body(self, question: str) -> bytes:
+    def _body(self, asked: str) -> bytes:
         system = [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
         request = {
             "model": self.config.model,
-            "messages": [*system, {"role": "user", "content": question}],
+            "messages": [*system, {"role": "user", "content": asked}],
             "max_tokens": self.config.max_tokens,
             "temperature": self.config.temperature,
             **self.config.extra_body,
@@ -380,14 +354,13 @@ class Judge:
 
 
 def content_of(answer: Any) -> str:
-    """The text of a chat completion. Raises ValueError, with the part that is missing, for anything else."""
-    choices = answer.get("choices") if isinstance(answer, Mapping) else None
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], Mapping):
-        raise ValueError("no choices")
-    message = choices[0].get("message")
-    content = message.get("content") if isinstance(message, Mapping) else None
+    """The text of a chat completion. Raises ValueError for anything else."""
+    try:
+        content = answer["choices"][0]["message"]["content"]
+    except (TypeError, LookupError):
+        content = None
     if not isinstance(content, str):
-        raise ValueError("no message with content")
+        raise ValueError("no choices[0].message.content")
     return content
 
 

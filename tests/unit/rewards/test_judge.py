@@ -16,7 +16,7 @@ import yaml
 from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.combined import Failure, ModelScore
-from grpo_rl.rewards.models.judge import Judge, JudgeSetup
+from grpo_rl.rewards.models.judge import Judge
 from grpo_rl.types import Prompt, Rollout
 
 Answer = tuple[int, bytes, dict[str, str]]
@@ -94,7 +94,7 @@ def judge(server: Server) -> Iterator[Callable[..., Judge]]:
 
     def make(**settings: Any) -> Judge:
         config = JudgeConfig(base_url=server.url, model="m", **({"backoff_s": 0.01, "timeout_s": 5.0} | settings))
-        made.append(JudgeSetup.from_config(config).start())
+        made.append(Judge(config).start())
         return made[-1]
 
     yield make
@@ -245,7 +245,7 @@ def test_the_key_is_sent_and_shown_nowhere_not_even_when_the_endpoint_repeats_it
 
 def test_a_key_that_is_not_in_the_environment_is_refused_before_anything_is_asked(server):
     with pytest.raises(ConfigError, match="NOT_THERE"):
-        JudgeSetup.from_config(JudgeConfig(base_url=server.url, model="m", api_key_env="NOT_THERE"))
+        Judge(JudgeConfig(base_url=server.url, model="m", api_key_env="NOT_THERE"))
 
 
 def test_an_answer_of_many_megabytes_is_not_read_to_its_end(server, judge):
@@ -336,7 +336,7 @@ def test_a_mark_that_is_missing_or_out_of_range_makes_the_judgement_invalid(serv
 )
 def test_a_rubric_that_cannot_be_used_is_refused_before_anything_is_asked(server, rubric, said):
     with pytest.raises(ConfigError, match=said):
-        JudgeSetup.from_config(JudgeConfig(base_url=server.url, model="m", rubric=rubric))
+        Judge(JudgeConfig(base_url=server.url, model="m", rubric=rubric))
 
 
 def test_a_row_without_a_rubric_has_no_score(server, judge):

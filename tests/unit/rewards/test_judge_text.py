@@ -8,7 +8,7 @@ import time
 import pytest
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.models.judge import DEFAULT_TEMPLATE, Template, json_score, marked_score, parser_for
+from grpo_rl.rewards.models.judge import json_score, load_template, marked_score, parser_for, question
 from grpo_rl.types import Prompt, Rollout
 
 
@@ -19,17 +19,17 @@ def rollout(text="an answer", ground_truth="4", messages=({"role": "user", "cont
 
 
 def test_a_template_is_filled_once_and_braces_of_a_response_stay_text():
-    template = Template.load('{{"a": {other}}} {prompt}|{response}|{ground_truth}|{response}')
-    filled = template.fill(rollout("{ground_truth}{prompt}{}"))
-    assert filled == '{{"a": {other}}} 2+2?|{ground_truth}{prompt}{}|4|{ground_truth}{prompt}{}'
+    template = '{{"a": {other}}} {prompt}|{response}|{ground_truth}|{response}'
+    filled = question(template, rollout("{ground_truth}{prompt}{}\\1"))
+    assert filled == '{{"a": {other}}} 2+2?|{ground_truth}{prompt}{}\\1|4|{ground_truth}{prompt}{}\\1'
 
 
 def test_a_template_is_built_in_a_file_or_the_text_itself(tmp_path):
     (tmp_path / "ask.txt").write_text("rate {response}")
-    assert Template.load(str(tmp_path / "ask.txt")).fill(rollout("x")) == "rate x"
-    assert Template.load(None).fill(rollout("x")) == Template(DEFAULT_TEMPLATE).fill(rollout("x"))
+    assert load_template(str(tmp_path / "ask.txt")) == load_template("rate {response}") == "rate {response}"
+    assert "[answer to judge]\nx\n" in question(load_template(None), rollout("x"))
     with pytest.raises(ConfigError, match="cannot be read"):
-        Template.load(str(tmp_path / "none.txt"))
+        load_template(str(tmp_path / "none.txt"))
 
 
 @pytest.mark.parametrize(
