@@ -13,8 +13,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -48,8 +47,7 @@ MAX_NUMBERS = 5
 """Numbers of a countdown that is solved here: six take seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """The arguments of a reward function for one row. `response` is None where none could be made."""
 
     place: int
@@ -70,36 +68,33 @@ class TriedRow(NamedTuple):
     outcome: Outcome
 
 
-def configured(spec: str, options: dict[str, Any], batched: bool, timeout_s: float) -> RewardConfig:
-    """The reward settings of a run with this function alone. Raises ConfigError for an unknown name, file or option."""
-    name = f"{spec}:compute_score" if spec.endswith(".py") else spec
-    config = RewardConfig(
-        functions=[name],
-        function_kwargs={name: options} if options else {},
-        batched=[name] if batched else [],
-        timeout_s=timeout_s,
-    )
-    RewardFunction.from_config(config)
-    return config
-
-
 class Trial:
     """A reward process as a run has them, asked by the main thread; it is replaced when it had to be killed."""
 
-    def __init__(self, config: RewardConfig, data_sources: Sequence[str]) -> None:
-        self._config, self._data_sources = config, data_sources
-        self._components = RewardFunction.from_config(config).components
+    def __init__(self, spec: str, options: dict[str, Any], batched: bool, timeout_s: float) -> None:
+        """Find the function. Raises ConfigError for an unknown name, file or option."""
+        name = f"{spec}:compute_score" if spec.endswith(".py") else spec
+        self._config = RewardConfig(
+            functions=[name],
+            function_kwargs={name: options} if options else {},
+            batched=[name] if batched else [],
+            timeout_s=timeout_s,
+        )
+        self._components = RewardFunction.from_config(self._config).components
         self._worker: RewardProcess | None = None
-        self.log = OutputLog()
+        self.log, self._data_sources = OutputLog(), set[str]()
 
-    def outcomes(self, rows: Sequence[Row]) -> list[TriedRow]:
-        """Return what the function gives for these rows: each by itself, or all in one call of a function of lists.
+    def outcomes(self, rows: Sequence[Row]) -> Iterator[TriedRow]:
+        """Yield what the function gives for these rows: each by itself, or all in one call of a function of lists.
 
         Raises RewardError where no process starts.
         """
-        job = Job([row.sample for row in rows], self._components)
-        self._ask([job])
-        return [TriedRow(row, job.seconds / len(rows), one) for row, one in zip(rows, spared(job, self._ask), strict=True)]
+        self._data_sources |= {row.data_source for row in rows}
+        for some in [rows] if rows and self._config.batched else [[row] for row in rows]:
+            job = Job([row.sample for row in some], self._components)
+            self._ask([job])
+            for row, outcome in zip(some, spared(job, self._ask), strict=True):
+                yield TriedRow(row, job.seconds / len(some), outcome)
 
     def close(self) -> None:
         """End the process and all that it started."""
@@ -111,7 +106,7 @@ class Trial:
             left: Sequence[Job] = [job]
             while left:
                 if self._worker is None or not self._worker.child.alive:
-                    self._worker = RewardProcess(self._config, self._data_sources, self.log)
+                    self._worker = RewardProcess(self._config, list(self._data_sources), self.log)
                     if trouble := self._worker.child.wait_until_ready():
                         raise RewardError(f"the process of the reward function cannot start: {trouble}")
                 left = self._worker.ask(left)
@@ -193,12 +188,10 @@ def percentile(values: Sequence[float], share: float) -> float:
 def show(tried: Sequence[TriedRow], unmade: int, console: Console) -> None:
     """The table of rows, the timings and the failures. Model text is shown without its control characters."""
     table = Table("row", "response", "score", "parts")
-    for one in tried[:SHOWN_ROWS]:
-        score, values = (
-            ("failed", {}) if isinstance(one.outcome, RewardFailure) else (f"{one.outcome.score:g}", one.outcome.values)
-        )
+    for row, _, outcome in tried[:SHOWN_ROWS]:
+        score, values = ("failed", {}) if isinstance(outcome, RewardFailure) else (f"{outcome.score:g}", outcome.values)
         parts = "  ".join(f"{key} {value:g}" for key, value in values.items())
-        table.add_row(str(one.row.place), Text(_start(one.row.response or "")), score, Text(parts))
+        table.add_row(str(row.place), Text(_start(row.response or "")), score, Text(parts))
     console.print(table)
     if len(tried) > SHOWN_ROWS:
         console.print(f"and {len(tried) - SHOWN_ROWS} rows more")
@@ -208,8 +201,7 @@ def show(tried: Sequence[TriedRow], unmade: int, console: Console) -> None:
         )
     if not tried:
         return
-    scores = [one.outcome.score for one in tried if isinstance(one.outcome, RewardResult)]
-    if scores:
+    if scores := [one.outcome.score for one in tried if isinstance(one.outcome, RewardResult)]:
         console.print(f"score: mean {sum(scores) / len(scores):.4g}, least {min(scores):g}, greatest {max(scores):g}")
     # The first call loads what the function needs.
     warm = [1000 * one.seconds for one in tried[1:] or tried]
@@ -217,12 +209,12 @@ def show(tried: Sequence[TriedRow], unmade: int, console: Console) -> None:
         f"time per call: p50 {percentile(warm, 0.5):.3f} ms, p99 {percentile(warm, 0.99):.3f} ms, max {max(warm):.3f} ms; "
         f"the first one {1000 * tried[0].seconds:.1f} ms"
     )
-    failed = [(one.row.place, one.outcome) for one in tried if isinstance(one.outcome, RewardFailure)]
-    console.print(f"{len(tried)} rows, {len(failed)} failed")
-    for place, failure in failed[:SHOWN_FAILURES]:
-        console.print(Text(f"  row {place}: {failure.kind}: {_printable(failure.cause)}", style="red"))
-    if len(failed) > SHOWN_FAILURES:
-        console.print(f"  and {len(failed) - SHOWN_FAILURES} more")
+    failures = [f"row {row.place}{_failed(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)]
+    console.print(f"{len(tried)} rows, {len(failures)} failed")
+    for failure in failures[:SHOWN_FAILURES]:
+        console.print(Text(f"  {failure}", style="red"))
+    if len(failures) > SHOWN_FAILURES:
+        console.print(f"  and {len(failures) - SHOWN_FAILURES} more")
 
 
 def show_strange(tried: Sequence[TriedRow], console: Console) -> None:
@@ -230,12 +222,15 @@ def show_strange(tried: Sequence[TriedRow], console: Console) -> None:
     scores = []
     for name, one in zip(STRANGE, tried, strict=False):
         if isinstance(one.outcome, RewardFailure):
-            failure = f"{one.outcome.kind}: {_printable(one.outcome.cause)}"
-            console.print(Text(f"a response that is {name} failed: {failure}", style="red"))
+            console.print(Text(f"a response that is {name} failed{_failed(one.outcome)}", style="red"))
         else:
             scores.append(f"{name} {one.outcome.score:g}")
     if scores:
         console.print(f"strange responses to the first row: {', '.join(scores)}")
+
+
+def _failed(failure: RewardFailure) -> str:
+    return f": {failure.kind}: {_printable(failure.cause)}"
 
 
 def _start(text: str) -> str:
@@ -272,7 +267,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
             raise ConfigError(f"--rows is {given.rows}; it must be at least 1")
         if not given.timeout_s > 0:
             raise ConfigError(f"--timeout_s is {given.timeout_s:g}; it must be above 0")
-        config = configured(given.function, _options(given.options), given.batched, given.timeout_s)
+        trial = Trial(given.function, _options(given.options), given.batched, given.timeout_s)
         rows = read_rows(given.data, given.rows, given.column)
     except GrpoRlError as error:
         console.print(Text(str(error), style="red"))
@@ -280,20 +275,16 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     usable = [row for row in rows if row.response is not None]
     tried: list[TriedRow] = []
     strange: list[TriedRow] = []
-    trial = Trial(config, [row.data_source for row in usable])
     interrupted = False
     try:
-        for some in [usable] if given.batched and usable else [[row] for row in usable]:
-            tried += trial.outcomes(some)
+        for one in trial.outcomes(usable):
+            tried.append(one)
         printed = trial.log.last
-        works = [one.row for one in tried if isinstance(one.outcome, RewardResult)]
-        odd = [
-            replace(row, response=str(row.ground_truth) if text is None else text)
-            for row in works[:1]
-            for text in STRANGE.values()
-        ]
-        for some in [odd] if given.batched and odd else [[row] for row in odd]:
-            strange += trial.outcomes(some)
+        if works := [one.row for one in tried if isinstance(one.outcome, RewardResult)]:
+            plain = str(works[0].ground_truth)
+            texts = [plain if text is None else text for text in STRANGE.values()]
+            for one in trial.outcomes([works[0]._replace(response=text) for text in texts]):
+                strange.append(one)
     except GrpoRlError as error:
         console.print(Text(str(error), style="red"))
         return FAILED

@@ -198,49 +198,30 @@ def may_score_steps(config: Config) -> bool:
 def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     """Yield the lines of the plan about models that score beside the rules, and where they run."""
     if derived.has_reward_model(config):
-        model = config.reward.reward_model
-        ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
-        place = (
-            f"in a pool of {'its' if num_ranks == 1 else 'their'} own"
-            if model.enable_resource_pool
-            else "on the actor's devices"
-        )
-        what = (
-            "one score per response" if model.step_separator is None else f"a score per step, cut at {model.step_separator!r}"
-        )
-        yield (
-            "model score",
-            f"{ranks} {place}, FSDP2, {model.model_path}; {what}, in passes of <= {model.max_token_len_per_gpu:,} tokens",
-        )
+        model, several = config.reward.reward_model, num_ranks > 1
+        pool = f"in a pool of {'their' if several else 'its'} own"
+        place = pool if model.enable_resource_pool else "on the actor's devices"
+        what = f"a score per step, cut at {model.step_separator!r}" if model.step_separator else "one score per response"
+        passes = f"in passes of <= {model.max_token_len_per_gpu:,} tokens"
+        yield "model score", f"{num_ranks} rank{'s' * several} {place}, FSDP2, {model.model_path}; {what}, {passes}"
     if derived.plays_episodes(config):
-        yield "episodes", _episodes(config)
+        own = config.actor_rollout_ref.rollout.multi_turn
+        tools = ", ".join(filter(None, [own.tool_config_path, *own.tools]))
+        names = [own.environment.name, own.interaction_config_path, tools and f"tools by {own.format}: {tools}"]
+        limits = [(own.max_assistant_turns, "turns"), (own.max_user_turns, "answers")]
+        bounds = "".join(f", at most {number:,} {what}" for number, what in limits if number is not None)
+        yield "episodes", f"{'; '.join(filter(None, names))}; in {own.environment.num_workers} processes{bounds}"
     if derived.has_judge(config):
         judge = config.reward.judge
-        how = (
-            f"answers read by {judge.parser}"
-            if judge.rubric is None
-            else f"{judge.rubric_aggregation} of the marks of a rubric"
-        )
+        how = f"answers read by {judge.parser}"
+        if judge.rubric is not None:
+            how = f"{judge.rubric_aggregation} of the marks of a rubric"
         rate = "" if judge.requests_per_minute is None else f", {judge.requests_per_minute:,} a minute"
         yield (
             "judge",
-            (
-                f"{judge.model} at {judge.base_url}, {judge.max_concurrency} requests at a time{rate}, at most {judge.timeout_s:g} s and "
-                f"{1 + judge.retries} tries each, {judge.deadline_s:g} s in all; {how}"
-            ),
+            f"{judge.model} at {judge.base_url}, {judge.max_concurrency} requests at a time{rate}, {1 + judge.retries} tries "
+            f"within {judge.deadline_s:g} s; {how}",
         )
-
-
-def _episodes(config: Config) -> str:
-    own = config.actor_rollout_ref.rollout.multi_turn
-    names = [name for name in (own.environment.name, own.interaction_config_path) if name is not None]
-    if own.tools or own.tool_config_path:
-        names.append(
-            f"tools by {own.format}: {', '.join([*([own.tool_config_path] if own.tool_config_path else []), *own.tools])}"
-        )
-    limits = [(own.max_assistant_turns, "turns"), (own.max_user_turns, "answers")]
-    bounds = [f"at most {number:,} {what}" for number, what in limits if number is not None]
-    return f"{'; '.join(names)}; in {own.environment.num_workers} processes" + "".join(f", {bound}" for bound in bounds)
 
 
 def describe_models(config: Config) -> list[str]:
@@ -254,8 +235,8 @@ TRUNCATION = "truncation"
 """The name of the penalty of truncated episodes among the parts."""
 
 
-class EpisodeRewarder:
-    """The reward of a run whose rollouts are episodes; implements `protocols.Rewarder`.
+class EpisodeRewarder(CombinedRewarder):
+    """The reward of a run whose rollouts are episodes.
 
     Formula: reward = functions and models + weight * Σ_t γ^t r_t - penalty, with r_t the reward of turn t, γ =
     multi_turn.turn_discount. The steps of a rollout are its turns with a reward: each has weight * r_t, and the last turn in
@@ -263,18 +244,19 @@ class EpisodeRewarder:
     """
 
     def __init__(
-        self, whole: CombinedRewarder, config: MultiTurnConfig, reward: RewardConfig, *, every_turn: bool = False
+        self,
+        rules: Rewarder | None,
+        models: Sequence[ModelReward],
+        config: RewardConfig,
+        episodes: MultiTurnConfig,
+        *,
+        models_alone: bool = False,
+        every_turn: bool = False,
     ) -> None:
-        """`whole` gives what functions and models find in whole episodes; with `every_turn` turns without a reward are steps, too."""
-        self.whole, self.config, self.reward = whole, config, reward
-        self.weight = config.environment.reward_weight
-        self._has_outcome = bool(whole.factors)
-        self._every_turn = every_turn
-        self.factors = dict(whole.factors) | {ENVIRONMENT: self.weight}
-
-    def submit(self, rollout: Rollout) -> None:
-        """Start scoring one episode; returns at once."""
-        self.whole.submit(rollout)
+        """With `every_turn`, turns without a reward are steps, too."""
+        super().__init__(rules, models, config, models_alone=models_alone)
+        self._episodes, self._every_turn, self._has_outcome = episodes, every_turn, bool(self.factors)
+        self._weight = self.factors[ENVIRONMENT] = episodes.environment.reward_weight
 
     def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the same rollouts with reward, parts and steps, or with a failure.
@@ -282,36 +264,32 @@ class EpisodeRewarder:
         An episode whose environment failed is treated by `reward.on_failure`, a truncated one by its rule. Raises RewardError
         where the run shall stop, and where every environment has failed.
         """
-        scored = self.whole.wait(rollouts)
+        scored = super().wait(rollouts)
         for rollout in scored:
             if rollout.episode is not None:
                 self._score(rollout, rollout.episode)
-        stop_where_due(scored, self.reward, _environment_failed, "episode")
+        stop_where_due(scored, self.config, _environment_failed, "episode")
         return scored
-
-    def close(self) -> None:
-        """Stop the models."""
-        self.whole.close()
 
     def _score(self, rollout: Rollout, episode: Episode) -> None:
         if episode.failure is not None:
-            fail(rollout, episode.failure, episode.failure_cause, self.reward)
+            fail(rollout, episode.failure, episode.failure_cause, self.config)
         if rollout.failure is not None:
             rollout.steps = self._steps(episode, rollout.reward, weight=0.0)
             return
         assert rollout.reward is not None
-        score = episode.score(self.config.turn_discount)
+        score = episode.score(self._episodes.turn_discount)
         of_whole = rollout.reward
         rollout.reward_parts = {**rollout.reward_parts, ENVIRONMENT: score}
         if SOLVED in episode.info:  # what validation reports, in place of the reward
             rollout.reward_parts["acc"] = episode.info[SOLVED]
-        rule = getattr(self.config.truncation, episode.ended) if episode.ended in TRUNCATED else "keep"
+        rule = getattr(self._episodes.truncation, episode.ended) if episode.ended in TRUNCATED else "keep"
         if rule == "punish":
-            of_whole -= self.config.truncation.penalty
-            rollout.reward_parts[TRUNCATION] = -self.config.truncation.penalty
-        rollout.reward = of_whole + self.weight * score
+            of_whole -= self._episodes.truncation.penalty
+            rollout.reward_parts[TRUNCATION] = -self._episodes.truncation.penalty
+        rollout.reward = of_whole + self._weight * score
         rollout.masked = rule == "mask"
-        rollout.steps = self._steps(episode, of_whole if self._has_outcome or rule == "punish" else None, self.weight)
+        rollout.steps = self._steps(episode, of_whole if self._has_outcome or rule == "punish" else None, self._weight)
         if rule == "drop":
             rollout.reward, rollout.failure = None, f"truncated_{episode.ended}"
             rollout.failure_cause = (

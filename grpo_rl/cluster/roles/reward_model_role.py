@@ -255,7 +255,7 @@ class ModelRewards:
 
             self._judge = Judge(plan.config.reward.judge)
 
-    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder | EpisodeRewarder:
+    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder:
         """Rules and models as the one reward of the run, and the reward of turns where there are several."""
         models: list[ModelReward] = []
         if self._setup is not None:
@@ -263,10 +263,10 @@ class ModelRewards:
             models.append(self._setup.over(scorers))
         if self._judge is not None:
             models.append(self._judge.start())
-        whole = CombinedRewarder(rules, models, self._config, models_alone=self._models_alone)
+        alone = self._models_alone
         if self._episodes is None:
-            return whole
-        return EpisodeRewarder(whole, self._episodes, self._config, every_turn=self._every_turn)
+            return CombinedRewarder(rules, models, self._config, models_alone=alone)
+        return EpisodeRewarder(rules, models, self._config, self._episodes, models_alone=alone, every_turn=self._every_turn)
 
 
 _READ = ("chosen_N", "margins_N", "labels_T")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Literal
 
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, differ, readings, spelling, squeezed, tokens
@@ -347,9 +346,8 @@ def _same_numbers(one: MathAnswer, other: MathAnswer) -> bool:
     if one.marks == other.marks:
         return False
     # One of them is a percentage: 50% is 0.5, and 50 where percent was asked for.
-    hundredth = Fraction(1, 100)
-    one, other = (other.value, one.value) if one.marks else (one.value, other.value)
-    return _agree(one, tuple(value * hundredth if isinstance(value, Fraction) else value / 100 for value in other), tolerance)
+    plain, percent = (other, one) if one.marks else (one, other)
+    return _agree(plain.value, tuple(value / 100 for value in percent.value), tolerance)
 
 
 def _agree(first: tuple[Number, ...], second: tuple[Number, ...], tolerance: float) -> bool:

@@ -96,7 +96,7 @@ class Expression:
 
     def _product(self) -> Number:
         """A product with the signs before it."""
-        total = self._sign() * self._power()[0]
+        total: Number = self._sign() * self._power()[0]
         while self._next() not in ENDS or self._next() in ("*", "/"):
             operation = self._take() if self._next() in ("*", "/") else ""
             sign = self._sign() if operation else 1

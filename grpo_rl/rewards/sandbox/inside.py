@@ -222,23 +222,28 @@ def _keep(control: int) -> None:
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     try:
-        setup = marshal.loads(read_exactly(control, int.from_bytes(read_exactly(control, 4), "little")))
+        setup = _message(control)
         _make_root(setup)
     except Failed as error:
         write_all(control, b"F" + str(error).encode())
         return
     write_all(control, b"R")
     while True:
-        nonce, size = bytearray(NONCE_BYTES), bytearray(4)
+        nonce = bytearray(NONCE_BYTES)
         try:
             _fill(control, nonce)
-            _fill(control, size)
-            case = marshal.loads(read_exactly(control, int.from_bytes(size, "little")))
+            case = _message(control)
         except EOFError:
             return
         _fresh_tmp(setup)
         answer = _answer(control, setup, case, nonce)
         write_all(control, bytes(nonce) + answer)
+
+
+def _message(control: int) -> dict[str, Any]:
+    size = int.from_bytes(read_exactly(control, 4), "little")
+    message: dict[str, Any] = marshal.loads(read_exactly(control, size))
+    return message
 
 
 def _fill(descriptor: int, buffer: bytearray) -> None:
@@ -318,7 +323,7 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
     for descriptor in (pipes[-1][0], watched, control):
         begun.register(descriptor, 0 if descriptor == control else select.POLLIN)
     begun.poll(int(1000 * SETUP_S))
-    status, outputs = _watch(control, watched, child, [read for read, _ in pipes[: ARMED - 1]], setup, case["time_s"])
+    status, outputs = _watch(control, watched, [read for read, _ in pipes[: ARMED - 1]], setup["max_output"], case["time_s"])
     os.close(watched)
     _kill_all()
     exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -330,54 +335,41 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
     return status + exit_code.to_bytes(4, "little", signed=True) + lengths + b"".join(outputs)
 
 
-def _watch(
-    control: int, watched: int, child: int, reads: list[int], setup: dict[str, Any], time_s: float
-) -> tuple[bytes, list[bytes]]:
-    """Read until the candidate has ended, its time is over, or it has written too much; the last two kill it."""
-    caps = [setup["max_output"], setup["max_output"], setup["max_output"]]
-    outputs = [bytearray() for _ in reads]
+def _watch(control: int, watched: int, reads: list[int], most: int, time_s: float) -> tuple[bytes, list[bytes]]:
+    """Read until the candidate has ended, its time is over, or it has written more than `most` bytes in one place."""
+    outputs, totals = [bytearray() for _ in reads], [0] * len(reads)
     poll = select.poll()
     for descriptor in (*reads, watched, control):
         # A channel that hangs up means that no process waits for the answer; data on it would be the next case.
         poll.register(descriptor, 0 if descriptor == control else select.POLLIN)
     deadline = time.monotonic() + time_s
-    status, total, open_reads, ended = b"E", [0, 0, 0], set(reads), False
-    while open_reads and not (ended and status != b"E"):
+    status, ended = b"E", False
+    while True:
         left = deadline - time.monotonic()
         if left <= 0 and not ended:
             status, ended = b"T", True
-            os.kill(child, SIGKILL)
-        events = poll.poll(0 if ended else max(1, int(left * 1000) + 1))
-        if ended and not events:
+        events = dict(poll.poll(0 if ended else int(1000 * min(left, 1000.0)) + 1))
+        if control in events:
+            os._exit(1)
+        if watched in events:
+            ended = True
+            poll.unregister(watched)
+        ready = [index for index, descriptor in enumerate(reads) if descriptor in events]
+        if ended and (status != b"E" or not ready):
             break
-        for descriptor, _ in events:
-            if descriptor == control:
-                os._exit(1)
-            elif descriptor == watched:
-                ended = True
-                poll.unregister(watched)
-            else:
-                index = reads.index(descriptor)
-                part = os.read(descriptor, 1 << 16)
-                total[index] += len(part)
-                outputs[index] += part
-                if index == 1:
-                    del outputs[index][STDERR_BYTES:]
-                if not part:
-                    poll.unregister(descriptor)
-                    open_reads.discard(descriptor)
-                elif total[index] > caps[index]:
-                    status, ended = b"O", True
-                    os.kill(child, SIGKILL)
-    if not ended:  # every pipe is closed, the process goes on
-        poll = select.poll()
-        poll.register(watched, select.POLLIN)
-        poll.register(control, 0)
-        if not poll.poll(max(0, int((deadline - time.monotonic()) * 1000))):
-            status = b"T"
+        for index in ready:
+            part = os.read(reads[index], 1 << 16)
+            totals[index] += len(part)
+            outputs[index] += part
+            if index == 1:
+                del outputs[index][STDERR_BYTES:]
+            if not part:
+                poll.unregister(reads[index])
+            elif totals[index] > most:
+                status, ended = b"O", True
     for descriptor in reads:
         os.close(descriptor)
-    return status, [bytes(output[:cap]) for output, cap in zip(outputs, caps, strict=True)]
+    return status, [bytes(output[:most]) for output in outputs]
 
 
 def _kill_all() -> None:
