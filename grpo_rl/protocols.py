@@ -21,14 +21,14 @@ from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 class Saved(Protocol):
     """A part of a checkpoint: it has a state that decides the steps to come."""
 
-    def save(self, folder: Path) -> Files:
-        """Write weights, optimizer, scheduler and random states into `folder`; return size and SHA-256 of each file."""
+    def save(self, folder: Path, check: bool, in_background: bool) -> None:
+        """Write weights, optimizer, scheduler and random states of this moment into `folder`, or begin to, in the background.
 
-    def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin to `save` the state of this moment while the training goes on; with `check` the files are read back."""
+        With `check` the files are read back.
+        """
 
     def saved(self, wait_s: float) -> Files | None:
-        """Return what the save that was begun has written; None when it has not ended within `wait_s`.
+        """Return size and SHA-256 of each file that the last `save` wrote; None when it has not ended within `wait_s`.
 
         Raises CheckpointError when it failed.
         """
@@ -59,9 +59,6 @@ class Actor(Trained, Protocol):
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token."""
-
-    def shown_logprobs(self) -> dict[int, Tensor]:
-        """Return the log-probs of trained tokens that the last update saw, by the numbers of `Batch.shown_N`, as far as they are there."""
 
     def export(self, folder: Path) -> None:
         """Write the policy as an ordinary Hugging Face model folder."""

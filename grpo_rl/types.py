@@ -315,8 +315,6 @@ class Batch:
     """Targets from 0 to 1 of the scores at the trained tokens, only for reward models that learn from rated steps."""
     group_tokens_N: Tensor | None = None
     """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
-    shown_N: Tensor | None = None
-    """A number for each rollout whose tokens the log shows, and -1 for all others: the ranks keep what an update saw of these."""
     experts_S: Tensor | None = None
     """The experts [S, layers, top_k] of each token in an earlier pass, only where that pass's routing is replayed."""
 

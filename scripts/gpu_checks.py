@@ -545,7 +545,7 @@ def check_checkpoint(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     alone = seconds_of(lambda: actor.update(batch, update_of(batch)), device, times=2)
     now = weights_of(actor)
     began = time.perf_counter()
-    actor.begin_save(str(saved), False)
+    actor.save(str(saved), in_background=True)
     stopped = time.perf_counter() - began
     began = time.perf_counter()
     actor.update(batch, update_of(batch))

@@ -1,12 +1,10 @@
-"""Terms and choices around the update: overlong responses, groups without signal, entropy, prompts that are learnt."""
+"""Terms and choices around the update: overlong responses, entropy."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torch import Tensor
-
-from grpo_rl.algos.group_statistics import Groups
 
 
 def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_factor: float = 1.0) -> Tensor:
@@ -22,15 +20,6 @@ def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_fa
         raise ValueError(f"an overlong buffer of {buffer} tokens for responses of at most {max_length}; 1 to {max_length}")
     over_N = (max_length - buffer - lengths_N.double()) / buffer
     return (penalty_factor * over_N.clamp(-1.0, 0.0)).float()
-
-
-def with_signal(scores_N: Tensor, group_N: Tensor) -> Tensor:
-    """Rollouts in groups whose scores differ; a group of one has no signal.
-
-    Dynamic sampling: DAPO (arXiv 2503.14476), section 3.2; zero-variance filter: ScaleRL (arXiv 2510.13786), section 3.
-    Compared on the scores themselves, not on a standard deviation that rounding keeps from 0.
-    """
-    return ~Groups(group_N).constant(scores_N)
 
 
 class AdaptiveEntropy:
@@ -64,33 +53,3 @@ class AdaptiveEntropy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._coefficient, self._below = state["coefficient"], state["below"]
-
-
-class PassRates:
-    """A record of the prompts that are learnt: those whose latest pass rate reached the bound. They stay retired.
-
-    No-Positive-Resampling: ScaleRL (arXiv 2510.13786), section 3 (bound 0.9). Prompts are named by their row in the
-    data, not by an occurrence in the run.
-    """
-
-    def __init__(self, bound: float) -> None:
-        self.bound = bound
-        self._retired: set[int] = set()
-
-    def record(self, row: int, passed: int, sampled: int) -> None:
-        """Note how many of the sampled responses to a prompt passed."""
-        if passed >= self.bound * sampled:
-            self._retired.add(row)
-
-    def is_retired(self, row: int) -> bool:
-        return row in self._retired
-
-    @property
-    def num_retired(self) -> int:
-        return len(self._retired)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"retired": sorted(self._retired)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._retired = set(state["retired"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,16 @@ class RowOrder:
     def place(self) -> tuple[int, int]:
         """Return where it is, for `seek`."""
         return self.epoch, self.position
+
+    @contextmanager
+    def rewinding(self) -> Iterator[None]:
+        """After a DataError in the body the next draw begins with the same rows again."""
+        place = self.place()
+        try:
+            yield
+        except DataError:
+            self.seek(*place)
+            raise
 
     def next_batch(self) -> list[tuple[int, str]]:
         """Return `batch_size` pairs of row index and uid, which names the occurrence and ends in `-r` and the row.

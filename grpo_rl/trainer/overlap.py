@@ -7,7 +7,7 @@ In the asynchronous schedule every group has a *deadline*: the version of the we
 that none of its tokens is more than `max_staleness` versions old. A version trains one batch. So, of the groups with a deadline up
 to d, all but those that the batches of the versions up to d can hold have to be in this batch already; the trainer waits for them,
 however long they are. The other places go to the groups that ended first. No group is trained too late this way, as long
-as it was asked for within the bound (`room`): the deadlines can be met when they are given, and every batch keeps that so
+as it was asked for within the bound (`AsyncSchedule.room`): the deadlines can be met when they are given, and every batch keeps that so
 (earliest deadline first is optimal for one machine, Liu and Layland, JACM 20, 1973, section 7).
 """
 
@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_rl.config.derived import gen_batch_size
-from grpo_rl.errors import DataError, NoRewardError
+from grpo_rl.errors import DataError, NoRewardError, WeightVersionError
 from grpo_rl.protocols import RolloutPool
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.trainer.background import BackgroundThread
@@ -61,12 +61,6 @@ class Group:
     def is_complete(self) -> bool:
         """Return whether all of its responses have ended."""
         return self.asked_at is not None and self.missing == 0
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The version of the oldest weights that a trained token was sampled with; None where there is no such token."""
-        versions = [rollout.oldest_version for rollout in self.rollouts if rollout.sample_index != GREEDY]
-        return min((version for version in versions if version is not None), default=None)
 
     def ordered(self) -> list[Rollout]:
         """Return the responses by sample, the greedy one last, in whatever order they ended."""
@@ -131,18 +125,12 @@ class GroupsInFlight:
         for batch in dict.fromkeys(group.batch for group in new):
             self._submit(batch, [group for group in new if group.batch == batch])
 
-    def retry(self, groups: Collection[Group]) -> None:
-        """Forget the responses of these groups, which cannot be trained, and ask for others."""
-        self.ready = [group for group in self.ready if group not in groups]
-        for group in groups:
-            self._submit(group.batch, [group])
-
     def _submit(self, batch: int, groups: Sequence[Group]) -> None:
         version = self.pool.version
         size = self.n + self.greedy
         ids = self.pool.submit([group.prompt for group in groups], self.n, self.sampling(batch), greedy=self.greedy)
         for number, group in enumerate(groups):
-            group.asked_at, group.missing, group.rollouts, group.is_ready = version, size, [], False
+            group.asked_at, group.missing = version, size
             group.ids = ids[number * size : (number + 1) * size]
             self._by_uid[group.prompt.uid] = group
         self.unfinished += len(groups) * size
@@ -154,32 +142,25 @@ class GroupsInFlight:
 
     # ---- taking in -----------------------------------------------------------------------------------------
 
-    def wait(self, enough: Callable[[], bool], on_end: OnEnd, look: Look) -> None:
-        """Take in responses as they end, until there are enough; `on_end` is called with each, and `look` after each group."""
+    def wait(self, enough: Callable[[], bool], on_end: OnEnd, look: Look, beside: BackgroundThread[Any] | None = None) -> None:
+        """Take in responses as they end, until there are enough; `on_end` is called with each, and `look` after each group.
+
+        `beside` is the other work that is done meanwhile, whose end is to be noticed when it comes.
+        """
         while True:
-            is_judging = look(0.0 if self.unfinished else LOOK_S)
+            idle_s = 0.0 if self.unfinished else LOOK_S
+            is_judging = look(0.0 if beside else idle_s)
+            if beside:
+                beside.ended(idle_s)
             if enough():
                 return
-            assert self.unfinished or is_judging, "all that was asked for has ended, and it was asked for enough"
-            if self.unfinished:
-                for rollout in self.pool.completed(LOOK_S if is_judging else None):
-                    self._take_in(rollout)
-                    on_end(rollout)
-                    # While something is judged, more may be wanted although nothing ends: then the wait is a short one.
-                    if self._by_uid[rollout.prompt.uid].is_complete and (look(0.0) != is_judging or enough()):
-                        break
-
-    def wait_beside(self, going: BackgroundThread[Any], on_end: OnEnd, look: Look) -> None:
-        """Take in responses as they end, until `going` has ended, in whose thread other work is done."""
-        while not going.ended(0.0 if self.unfinished else LOOK_S):
-            look(0.0)
-            if self.unfinished:
-                for rollout in self.pool.completed(LOOK_S):
-                    self._take_in(rollout)
-                    on_end(rollout)
-                    if going.ended(0.0):
-                        return
-                    look(0.0)
+            assert self.unfinished or is_judging or beside, "all that was asked for has ended, and it was asked for enough"
+            # While something is judged, more may be wanted although nothing ends: then the wait is a short one.
+            for rollout in self.pool.completed(LOOK_S if is_judging or beside else None) if self.unfinished else ():
+                self._take_in(rollout)
+                on_end(rollout)
+                if self._by_uid[rollout.prompt.uid].is_complete and (look(0.0) != is_judging or enough()):
+                    break
 
     def _take_in(self, rollout: Rollout) -> None:
         group = self._by_uid[rollout.prompt.uid]
@@ -279,7 +260,7 @@ class OverlappingSchedule(SyncSchedule):
             are_judged=self.refills,
         )
         self.batch_size, self.draw_size = self.config.data.train_batch_size, gen_batch_size(self.config)
-        self.in_batches = True
+        self.max_staleness, self.in_batches = 1, True
         """True where a batch is sampled as a whole: it has the first groups that were drawn and have a signal, and further ones of the
         last draw are dropped, as in `SyncSchedule`."""
         self._begin_step()
@@ -405,12 +386,17 @@ class OverlappingSchedule(SyncSchedule):
     def train_beside(self, selected: Selected, timer: Timer) -> Metrics:
         """Train on the rollouts while others are sampled, and return the metrics of the step."""
         staleness = staleness_metrics(selected.trained, self.actor.version)
+        if (oldest := staleness.get("staleness/max", 0.0)) > self.max_staleness:
+            raise WeightVersionError(
+                f"a token was sampled with weights {oldest:g} versions older than those it trains; at most {self.max_staleness} are allowed"
+            )
         # A signal must not leave the main thread while the weights change: it is answered when the step is done.
         self.output.stop.finishing()
         with self.rollout.keep_weights():
             training = BackgroundThread("training", lambda: self.train(selected, timer))
             try:
-                self.groups.wait_beside(training, self.context.progress.counting(self.rewarder.submit), self.look)
+                on_end = self.context.progress.counting(self.rewarder.submit)
+                self.groups.wait(lambda: training.ended(0.0), on_end, self.look, beside=training)
             finally:
                 # Also where sampling has failed: the processes must not be ended below a thread that starts them again.
                 training.ended(self.config.trainer.step_timeout_s)
@@ -477,49 +463,25 @@ class OneStepOffSchedule(OverlappingSchedule):
 # ---- the asynchronous schedule -----------------------------------------------------------------------------------------
 
 
-def room(max_staleness: int, batch_size: int, lag: int) -> int:
-    """Return how many groups may be asked for and not trained, while the engines' weights are `lag` versions old.
+def choose(ready: Sequence[int], waiting: Iterable[int], version: int, batch_size: int) -> list[int] | None:
+    """Return the places, ascending, of the groups to train in the batch of `version`, of those that are ready; None while it is too early.
 
-    While the engines have version v, at most (v + max_staleness + 1) batches are ever asked for.
+    `ready` are their deadlines, in the order in which they became ready, `waiting` those of all groups that are not trained yet.
     """
-    return max(0, max_staleness + 1 - lag) * batch_size
-
-
-def urgent(waiting: Mapping[int, int], version: int, batch_size: int) -> dict[int, int]:
-    """Return, for each deadline, how many groups with it or an earlier one have to be in the batch of `version`.
-
-    `waiting` has the number of groups that are not trained yet, by deadline.
-    """
-    found, so_far = {}, 0
-    for deadline in sorted(waiting):
-        so_far += waiting[deadline]
+    if len(ready) < batch_size:
+        return None
+    chosen: set[int] = set()
+    num_until = 0
+    for deadline, number in sorted(Counter(waiting).items()):
+        num_until += number
         # A deadline that has passed already cannot be kept any more: the next batch is the best that there is.
         batches_to_come = max(0, deadline - version)
-        found[deadline] = min(batch_size, max(0, so_far - batches_to_come * batch_size))
-    return found
-
-
-def is_enough(complete: Mapping[int, int], needed: Mapping[int, int], batch_size: int) -> bool:
-    """Return whether a batch can be made of the groups that are complete, counted by deadline."""
-    so_far = 0
-    for deadline in sorted({*complete, *needed}):
-        so_far += complete.get(deadline, 0)
-        if so_far < needed.get(deadline, 0):
-            return False
-    return so_far >= batch_size
-
-
-def choose(deadlines: Sequence[int], needed: Mapping[int, int], batch_size: int) -> list[int]:
-    """Return the places, ascending, of the groups to train, of those that are complete.
-
-    `deadlines` are theirs, in the order in which they were completed.
-    """
-    chosen: set[int] = set()
-    for deadline in sorted(needed):
-        eligible = [place for place, own in enumerate(deadlines) if own <= deadline]
-        missing = needed[deadline] - sum(place in chosen for place in eligible)
-        chosen.update([place for place in eligible if place not in chosen][: max(0, missing)])
-    rest = [place for place in range(len(deadlines)) if place not in chosen]
+        needed = min(batch_size, num_until - batches_to_come * batch_size)
+        eligible = [place for place, own in enumerate(ready) if own <= deadline and place not in chosen]
+        if len(chosen) + len(eligible) < needed:
+            return None
+        chosen.update(eligible[: max(0, needed - len(chosen))])
+    rest = [place for place in range(len(ready)) if place not in chosen]
     return sorted([*chosen, *rest[: batch_size - len(chosen)]])
 
 
@@ -534,8 +496,8 @@ class AsyncSchedule(OverlappingSchedule):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.settings = self.config.trainer.asynchronous
-        self.in_batches = self.settings.max_staleness == 0
+        self.max_staleness = self.config.trainer.asynchronous.max_staleness
+        self.in_batches = self.max_staleness == 0
         self._has_sent = False
         """True once the engines have had weights in this start of the run."""
 
@@ -543,31 +505,19 @@ class AsyncSchedule(OverlappingSchedule):
         """Send the weights, ask for as much as the bound allows, wait for a batch, and train on it."""
         timer = self.context.progress.timer()
         self._begin_step()
-        if not self._has_sent or self.actor.version - self.rollout.version >= self.settings.sync_every:
+        if not self._has_sent or self.actor.version - self.rollout.version >= self.config.trainer.asynchronous.sync_every:
             with timer("sync_weights"):
                 self.rollout.sync_weights(self.actor)
             self._has_sent = True
         self.top_up()
         with timer("wait_for_rollouts"):
-            num_dropped = self._drop_stale()
             batch = self.take()
-        metrics = self.train_beside(self.selected(batch, timer), timer)
-        return metrics | {"rollouts/dropped_stale": float(num_dropped)}
+        return self.train_beside(self.selected(batch, timer), timer)
 
     def room(self) -> int:
-        return room(self.settings.max_staleness, self.batch_size, self._version + self._num_taken - self.rollout.version)
-
-    def _drop_stale(self) -> int:
-        """Wait for a batch without a group that is too old; ask again for those that are, and return how many rollouts they had."""
-        oldest, num_dropped = self.actor.version - self.settings.max_staleness, 0
-        while True:
-            self.wait(lambda: self.ready() is not None)
-            batch = self.ready() or []
-            stale = [group for group in batch if group.oldest_version is not None and group.oldest_version < oldest]
-            if not stale:
-                return num_dropped
-            num_dropped += sum(len(group.rollouts) for group in stale)
-            self.groups.retry(stale)
+        """Return how many groups may be asked for and not trained: at most (v + max_staleness + 1) batches while the engines have version v."""
+        lag = self._version + self._num_taken - self.rollout.version
+        return max(0, self.max_staleness + 1 - lag) * self.batch_size
 
     def ready(self) -> list[Group] | None:
         """Return the groups of a batch that keeps the bound for all others; None while it cannot be made of those that are ready."""
@@ -575,16 +525,13 @@ class AsyncSchedule(OverlappingSchedule):
             return super().ready()
         asked = [self._deadline(group) for group in self.groups.waiting if group.asked_at is not None]
         size = min(self.batch_size, len(self.groups) if self.refills else len(asked))
-        if len(self.groups.ready) < size:
+        places = choose([self._deadline(group) for group in self.groups.ready], asked, self.actor.version, size)
+        if places is None:
             return None
-        needed = urgent(Counter(asked), self.actor.version, size)
-        deadlines = [self._deadline(group) for group in self.groups.ready]
-        if not is_enough(Counter(deadlines), needed, size):
-            return None
-        chosen = {self.groups.ready[place] for place in choose(deadlines, needed, size)}
+        chosen = {self.groups.ready[place] for place in places}
         return [group for group in self.groups.waiting if group in chosen]
 
     def _deadline(self, group: Group) -> int:
         """Return the version at which this group has to be trained at the latest."""
         assert group.asked_at is not None
-        return group.asked_at + self.settings.max_staleness
+        return group.asked_at + self.max_staleness

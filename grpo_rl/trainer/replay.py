@@ -8,27 +8,64 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.config.schema.tree import ReplayConfig
-from grpo_rl.data.training_rows.pairs import Pair
 from grpo_rl.errors import CheckpointError
+from grpo_rl.trainer.sampled.selection import by_uid
 from grpo_rl.types import Metrics, Prompt, Rollout
 
 _ROW_BYTES = 4096
 """About the bytes of a row in a checkpoint."""
+_COLUMNS = (
+    "sample_index", "response_ids", "rollout_logprobs", "finish_reason", "versions", "reward", "reward_parts", "baseline", "steps", "masked",
+)  # fmt: skip
+"""What a row has of each response; its text is not trained."""
 
-Kept = TypeVar("Kept")
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Responses to one prompt that may be learnt again: a group, or the best and the worst of one."""
+
+    since: int
+    """The step, or the iteration, that learnt them first."""
+    number: int
+    """How many the run had seen before."""
+    rollouts: Sequence[Rollout]
+
+    @classmethod
+    def of(cls, since: int, number: int, rollouts: Sequence[Rollout]) -> Kept:
+        """Return copies of rollouts: the tokens of others lie in a block that is freed when its step is over."""
+        copies = [
+            replace(one, response_ids=np.array(one.response_ids), rollout_logprobs=np.array(one.rollout_logprobs), text="")
+            for one in rollouts
+        ]
+        return cls(since, number, copies)
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Kept:
+        """Return what `row` wrote."""
+        prompt = Prompt(**row["prompt"])
+        for one in row["rollouts"]:
+            one["versions"] = tuple(map(tuple, one["versions"]))
+            one["steps"] = None if one["steps"] is None else tuple(map(tuple, one["steps"]))
+        return cls(int(row["since"]), int(row["number"]), [Rollout(prompt, **one) for one in row["rollouts"]])
+
+    def row(self) -> dict[str, Any]:
+        """Return the row of the file."""
+        prompt = self.rollouts[0].prompt
+        about = {name: _plain(getattr(prompt, name)) for name in ("uid", "token_ids", "text", "data_source")}
+        rows = [{name: _plain(getattr(one, name)) for name in _COLUMNS} for one in self.rollouts]
+        return {"since": self.since, "number": self.number, "prompt": about, "rollouts": rows}
 
 
-class Replay(Generic[Kept]):
+class Replay:
     """What was sampled and may be learnt again. Implements `protocols.Saved`."""
 
     file: ClassVar[str]
@@ -37,30 +74,17 @@ class Replay(Generic[Kept]):
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.kept: list[Kept] = []
+        self.num_seen = 0
+        self.num_beside = 0
+        """The new ones that were learnt since there are older ones to replay beside them."""
         self._written: Files = {}
 
-    @abstractmethod
-    def head(self) -> dict[str, Any]:
-        """Return the file's first row: what is counted beside what is kept."""
-
-    @abstractmethod
-    def record(self, one: Kept) -> dict[str, Any]:
-        """Return what is kept as a row of the file."""
-
-    @abstractmethod
-    def restore(self, head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-        """Become what `head` and `record` wrote."""
-
-    def save(self, folder: Path) -> Files:
-        """Write all of it as it is now; what is kept never changes, so nothing has to be copied before."""
-        lines = [json.dumps(row, ensure_ascii=False) for row in (self.head(), *map(self.record, self.kept))]
+    def save(self, folder: Path, check: bool = False, in_background: bool = False) -> None:
+        """Write all of it, which is done when this returns: a few megabytes at most."""
+        head = {"num_seen": self.num_seen, "num_beside": self.num_beside}
+        lines = [json.dumps(row, ensure_ascii=False) for row in (head, *(one.row() for one in self.kept))]
         data = "\n".join([*lines, ""]).encode("utf-8", "backslashreplace")
         self._written = {self.file: write_file(folder / self.file, [data])}
-        return self._written
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        """Write it, which is done when this returns: a few megabytes at most."""
-        self.save(folder)
 
     def saved(self, wait_s: float) -> Files | None:
         return self._written
@@ -73,7 +97,8 @@ class Replay(Generic[Kept]):
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint without it, and for what is none."""
         try:
             head, *rows = [json.loads(line) for line in (folder / self.file).read_text(encoding="utf-8").splitlines()]
-            self.restore(head, rows)
+            self.num_seen, self.num_beside = int(head["num_seen"]), int(head["num_beside"])
+            self.kept = [Kept.from_row(row) for row in rows]
         except FileNotFoundError:
             raise CheckpointError(
                 f"{folder} has no {self.file}: it was written by a run that replays nothing (trainer.iterate or algorithm.replay); "
@@ -83,42 +108,8 @@ class Replay(Generic[Kept]):
             raise CheckpointError(f"{folder}: {self.file} cannot be used: {type(error).__name__}: {error}") from error
 
 
-# ---- the pairs of earlier iterations ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class LabelledPair:
-    """A pair, and where it comes from."""
-
-    pair: Pair
-    iteration: int
-    number: int
-    """The number of pairs that the run had made before it."""
-    rewards: tuple[float, float]
-    """The rule's reward of the chosen and of the rejected response."""
-    texts: tuple[str, str]
-
-    @classmethod
-    def of(cls, chosen: Rollout, rejected: Rollout, iteration: int, number: int) -> LabelledPair:
-        """Return the pair of two rollouts of one group with their labels as rewards."""
-        assert chosen.reward is not None and rejected.reward is not None
-        # Copied: a rollout's own ids lie in a block that is freed when its step is over, and a replay is later.
-        sides = chosen.prompt.token_ids, chosen.response_ids, rejected.response_ids
-        prompt_ids, chosen_ids, rejected_ids = (np.array(ids, np.int32) for ids in sides)
-        pair = Pair(prompt_ids, chosen_ids, rejected_ids)
-        return cls(pair, iteration, number, (chosen.reward, rejected.reward), (str(chosen.text), str(rejected.text)))
-
-    @classmethod
-    def from_record(cls, row: dict[str, Any]) -> LabelledPair:
-        """Return the pair of a row of the file."""
-        prompt, chosen, rejected = (np.asarray(row[f"{side}_ids"], np.int32) for side in ("prompt", "chosen", "rejected"))
-        rewards = float(row["rewards"][0]), float(row["rewards"][1])
-        texts = str(row["chosen"]), str(row["rejected"])
-        return cls(Pair(prompt, chosen, rejected), int(row["iteration"]), int(row["number"]), rewards, texts)
-
-
-class ReplayHistory(Replay[LabelledPair]):
-    """A uniform sample, of at most `capacity`, of all pairs that the run has made.
+class PairReplay(Replay):
+    """A uniform sample, of at most `capacity`, of all pairs of a better and a worse response that the run has made.
 
     Every pair has a priority that follows from the seed and its number, and those of the lowest ones stay: so no iteration is
     forgotten as a whole, and the same run keeps the same pairs wherever it was interrupted.
@@ -129,16 +120,13 @@ class ReplayHistory(Replay[LabelledPair]):
     def __init__(self, capacity: int, share: float, seed: int) -> None:
         super().__init__(capacity)
         self.share, self.seed = share, seed
-        self.num_seen = 0
-        self.num_beside = 0
-        """The new pairs that were learnt since there are pairs to replay beside them."""
 
-    def draw(self, num_new: int, iteration: int, step: int) -> list[LabelledPair]:
+    def draw(self, num_new: int, iteration: int, step: int) -> list[Sequence[Rollout]]:
         """Return pairs of earlier iterations that make up `share` of a batch with so many new ones; none where there are none.
 
         Nothing is changed: `add` notes that they were learnt. The choice follows from the seed and the step.
         """
-        earlier = [pair for pair in self.kept if pair.iteration < iteration]
+        earlier = [one.rollouts for one in self.kept if one.since < iteration]
         # What rounding holds back from a small batch comes with a later one: the share is right over all of them.
         wanted = min(self._due(self.num_beside + num_new) - self._due(self.num_beside), len(earlier))
         if wanted == 0:
@@ -146,58 +134,23 @@ class ReplayHistory(Replay[LabelledPair]):
         chosen = np.random.default_rng([self.seed, step]).choice(len(earlier), size=wanted, replace=False)
         return [earlier[index] for index in sorted(chosen.tolist())]
 
-    def add(self, new: Sequence[LabelledPair], iteration: int) -> None:
+    def add(self, new: Sequence[Sequence[Rollout]], iteration: int) -> None:
         """Take in the new pairs of a batch that was learnt, and forget as many as are too many."""
-        if any(pair.iteration < iteration for pair in self.kept):
+        if any(one.since < iteration for one in self.kept):
             self.num_beside += len(new)
+        found = [*self.kept, *(Kept.of(iteration, self.num_seen + place, pair) for place, pair in enumerate(new))]
         self.num_seen += len(new)
-        self._keep([*self.kept, *new])
-
-    def _keep(self, pairs: Sequence[LabelledPair]) -> None:
-        kept = sorted(pairs, key=lambda pair: _priority(self.seed, pair.number))[: self.capacity]
-        self.kept = sorted(kept, key=lambda pair: pair.number)
+        self.kept = sorted(sorted(found, key=self._priority)[: self.capacity], key=lambda one: one.number)
 
     def _due(self, num_new: int) -> int:
         """Return how many pairs are to be replayed beside so many new ones; what is whole up to rounding is whole."""
         return math.floor(num_new * self.share / (1.0 - self.share) + 1e-9)
 
-    def head(self) -> dict[str, Any]:
-        return {"num_seen": self.num_seen, "num_beside": self.num_beside}
-
-    def record(self, one: LabelledPair) -> dict[str, Any]:
-        return {
-            "number": one.number,
-            "iteration": one.iteration,
-            "prompt_ids": one.pair.prompt_ids.tolist(),
-            "chosen_ids": one.pair.chosen_ids.tolist(),
-            "rejected_ids": one.pair.rejected_ids.tolist(),
-            "rewards": list(one.rewards),
-            "chosen": one.texts[0],
-            "rejected": one.texts[1],
-        }
-
-    def restore(self, head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-        self.num_seen, self.num_beside = int(head["num_seen"]), int(head["num_beside"])
-        self._keep([LabelledPair.from_record(row) for row in rows])
+    def _priority(self, one: Kept) -> bytes:
+        return hashlib.blake2b(f"{self.seed}:{one.number}".encode(), digest_size=8).digest()
 
 
-def _priority(seed: int, number: int) -> bytes:
-    return hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-
-
-# ---- groups with rare successes --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RareGroup:
-    """A group of which few responses have the highest reward, with the log-probs of the policy that sampled it."""
-
-    step: int
-    """The step that trained it first."""
-    rollouts: list[Rollout]
-
-
-class GroupReplay(Replay[RareGroup]):
+class GroupReplay(Replay):
     """The groups with rare successes of the last steps; they are trained again in place of groups without a signal.
 
     A group keeps its rewards, so that its advantages stay those of a whole group, and its tokens keep their sampler's log-probs: the
@@ -213,63 +166,28 @@ class GroupReplay(Replay[RareGroup]):
         self.most = math.floor(config.share * batch_size + 1e-9)
         """The most groups that are replayed in a step."""
 
-    def of_step(self, step: int) -> list[RareGroup]:
+    def of_step(self, step: int) -> list[Kept]:
         """Return the groups that this step may replay, the newest first."""
-        return sorted((one for one in self.kept if step - one.step <= self.max_age), key=lambda one: -one.step)[: self.most]
+        return sorted((one for one in self.kept if step - one.since <= self.max_age), key=lambda one: -one.since)[: self.most]
 
     def fill(self, trained: Sequence[Rollout], step: int) -> tuple[list[Rollout], Metrics]:
         """Return what the step trains: groups without a signal are replaced by kept ones, the newest first, while there are any.
 
         Of the step's own groups those with rare successes are kept from now on.
         """
-        groups: dict[str, list[Rollout]] = {}
-        for rollout in trained:
-            groups.setdefault(rollout.prompt.uid, []).append(rollout)
+        groups = by_uid(trained)
         useful = [group for group in groups.values() if _has_signal(group)]
         replayed = self.of_step(step)[: max(0, self.batch_size - len(useful))]
-        self.kept = [one for one in self.kept if step - one.step <= self.max_age]
+        self.kept = [one for one in self.kept if step - one.since <= self.max_age]
         # In the places of the others: where a step has several mini-batches, each has its share of both.
         others = [old.rollouts for old in replayed]
         filled = [others.pop(0) if others and not _has_signal(group) else group for group in groups.values()] + others
-        rare = [group for group in useful if _success(group) <= self.max_success]
-        self.kept += [RareGroup(step, [_copied(rollout) for rollout in group]) for group in rare]
-        ages = [step - one.step for one in replayed]
+        self.kept += [Kept.of(step, 0, group) for group in useful if _success(group) <= self.max_success]
+        ages = [step - one.since for one in replayed]
         metrics = {"replay/groups": float(len(replayed)), "replay/kept": float(len(self.kept))}
         if ages:
             metrics["replay/age_mean"] = sum(ages) / len(ages)
         return [rollout for group in filled for rollout in group], metrics
-
-    def head(self) -> dict[str, Any]:
-        return {"max_age": self.max_age}
-
-    def record(self, one: RareGroup) -> dict[str, Any]:
-        prompt = one.rollouts[0].prompt
-        about = {
-            "uid": prompt.uid,
-            "token_ids": prompt.token_ids.tolist(),
-            "text": prompt.text,
-            "data_source": prompt.data_source,
-        }
-        rows = [{name: _plain(getattr(rollout, name)) for name in _COLUMNS} for rollout in one.rollouts]
-        return {"step": one.step, "prompt": about, "rollouts": rows}
-
-    def restore(self, head: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-        self.kept = []
-        for row in rows:
-            prompt = Prompt(**row["prompt"])
-            rollouts = [Rollout(prompt, **one) for one in row["rollouts"]]
-            for rollout in rollouts:
-                rollout.versions = tuple((int(version), int(number)) for version, number in rollout.versions)
-                rollout.steps = (
-                    None if rollout.steps is None else tuple((int(end), float(reward)) for end, reward in rollout.steps)
-                )
-            self.kept.append(RareGroup(int(row["step"]), rollouts))
-
-
-_COLUMNS = (
-    "sample_index", "response_ids", "rollout_logprobs", "finish_reason", "versions", "reward", "reward_parts", "baseline", "steps", "masked",
-)  # fmt: skip
-"""What a row has of each response; its text is not trained."""
 
 
 def _plain(value: Any) -> Any:
@@ -284,9 +202,3 @@ def _success(group: Sequence[Rollout]) -> float:
     """Return the share of a group's responses that have its highest reward."""
     rewards = [rollout.reward for rollout in group if rollout.reward is not None]
     return rewards.count(max(rewards)) / len(rewards)
-
-
-def _copied(rollout: Rollout) -> Rollout:
-    """Return a rollout that holds its own tokens: others lie in a block that is freed when its step is over."""
-    ids, logprobs = np.array(rollout.response_ids, np.int32), np.array(rollout.rollout_logprobs, np.float32)
-    return replace(rollout, response_ids=ids, rollout_logprobs=logprobs, text="")

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.checkpoint.files import Files
-from grpo_rl.checkpoint.manifest import step_of
-from grpo_rl.checkpoint.store import CheckpointStore, Committed, Draft
+from grpo_rl.checkpoint.store import CheckpointStore, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError
-from grpo_rl.protocols import Saved
 from grpo_rl.trainer.background import BackgroundThread
 from grpo_rl.trainer.schedule import Output, Roles
 from grpo_rl.types import Metrics
@@ -45,7 +43,7 @@ class Saving:
             self.own = CheckpointStore(output.run_dir.recovery, 1, output.console.warn)
         self._next_own = time.monotonic() + OWN_EVERY_S
         self.num_failed = 0
-        self._going: BackgroundSave | None = None
+        self._going: _Save | None = None
         self._needed: int | None = None
 
     def is_saved(self, step: int) -> bool:
@@ -59,7 +57,7 @@ class Saving:
         """
         self.finish()
         with self._tolerant():
-            self._begin(step, state, self.store, in_background=self.in_background)
+            self._begin(step, state, self.store)
 
     def begin_own(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Save for this run's own recovery, where that is due. A failure costs nothing but the steps that a recovery repeats."""
@@ -69,7 +67,7 @@ class Saving:
         try:
             self.finish()
             if self.own is not None:  # the one before may just have failed
-                self._begin(step, state(), self.own, in_background=self.in_background)
+                self._begin(step, state(), self.own)
         except CheckpointError as error:
             self._give_up_own(error)
         now = time.monotonic()
@@ -93,7 +91,8 @@ class Saving:
         """
         self.finish()
         if not self.is_saved(step):
-            self._begin(step, state(), self.store, in_background=False)
+            self._begin(step, state(), self.store)
+            self._finish(self.trainer.step_timeout_s)
 
     def rescue(self) -> None:
         """Commit the save that is going on, if it is nearly done: the run ends with an error, never hidden by this."""
@@ -109,25 +108,16 @@ class Saving:
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    def _begin(self, step: int, state: dict[str, Any], store: CheckpointStore, *, in_background: bool) -> None:
+    def _begin(self, step: int, state: dict[str, Any], store: CheckpointStore) -> None:
         draft = store.begin(step, state, self._bytes())
-        written: Files = {}
         with self._abandoning(draft, store):
             for role in self.roles:
-                if in_background:
-                    role.begin_save(draft.folder, store.keep is not None)
-                else:
-                    written |= role.save(draft.folder)
+                role.save(draft.folder, store.keep is not None, self.in_background)
             if self.exported is not None and store is self.store:
                 self.exported.export(draft.folder / "huggingface")
-        if in_background:
-            self._going = BackgroundSave(draft, store, self.roles, self._flush, self._committed)
-            return
-        with self._abandoning(draft, store):
-            self._flush()
-            committed = store.publish(draft, written)
-        self._committed(committed.folder)
-        store.clear(committed)
+        self._going = _Save(draft, store)
+        if not self.in_background:
+            self._finish(self.trainer.step_timeout_s)
 
     def _bytes(self) -> int:
         """Return the bytes that a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
@@ -136,15 +126,6 @@ class Saving:
             # Of weights and Adam's two moments the export has the first.
             self._needed += self.exported.save_bytes() // 3 if self.exported is not None else 0
         return self._needed
-
-    def _flush(self) -> None:
-        """Put metrics and rollouts on the disk first: a checkpoint must not outlive those of the steps before it."""
-        self.output.sinks.flush()
-        self.output.rollouts.flush()
-
-    def _committed(self, folder: Path) -> None:
-        if folder.parent == self.store.folder:
-            self.output.status.update(last_commit=step_of(folder.name))
 
     def _finish(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -163,13 +144,33 @@ class Saving:
                 )
 
     def _advance(self, wait_s: float) -> bool:
+        """Return whether the save that is going on is done, waiting about `wait_s` at most. Raises the error that ended it."""
         going = self._going
         assert going is not None
         with self._abandoning(going.draft, going.store):
-            if not going.advance(wait_s):
+            if going.commit is None:
+                written: Files = {}
+                for role in self.roles:
+                    part = role.saved(wait_s)
+                    if part is None:
+                        return False
+                    written |= part
+                going.commit = BackgroundThread("commit", lambda: self._commit(going, written))
+            if not going.commit.ended(wait_s):
                 return False
+            going.commit.returned()
         self._going = None
         return True
+
+    def _commit(self, going: _Save, written: Files) -> None:
+        # A checkpoint must not outlive metrics and rollouts of the steps before it.
+        self.output.sinks.flush()
+        self.output.rollouts.flush()
+        committed = going.store.publish(going.draft, written)
+        going.is_committed = True
+        if going.store is self.store:
+            self.output.status.update(last_commit=committed.step)
+        going.store.clear(committed)
 
     @contextmanager
     def _abandoning(self, draft: Draft, store: CheckpointStore) -> Iterator[None]:
@@ -205,51 +206,11 @@ class Saving:
             )
 
 
-class BackgroundSave:
-    """One save, from the moment its ranks have begun to write. Only `advance` moves it on, and it costs the caller no disk."""
+@dataclass(slots=True)
+class _Save:
+    """A save, from the moment its ranks have begun to write."""
 
-    def __init__(
-        self,
-        draft: Draft,
-        store: CheckpointStore,
-        roles: Sequence[Saved],
-        flush: Callable[[], None],
-        committed: Callable[[Path], None],
-    ) -> None:
-        self.draft, self.store, self.roles = draft, store, roles
-        self.flush, self.committed = flush, committed
-        self.is_committed = False
-        self._publishing: BackgroundThread[Committed] | None = None
-        self._clearing: BackgroundThread[None] | None = None
-
-    def advance(self, wait_s: float) -> bool:
-        """Return whether all of it is done, waiting about `wait_s` at most. Raises the error that ended the save."""
-        if self._publishing is None:
-            written = self._written(wait_s)
-            if written is None:
-                return False
-            self._publishing = BackgroundThread("commit", lambda: self._publish(written))
-        if self._clearing is None:
-            if not self._publishing.ended(wait_s):
-                return False
-            published = self._publishing.returned()
-            self.is_committed = True
-            self.committed(published.folder)
-            self._clearing = BackgroundThread("commit", lambda: self.store.clear(published))
-        if not self._clearing.ended(wait_s):
-            return False
-        self._clearing.returned()
-        return True
-
-    def _written(self, wait_s: float) -> Files | None:
-        written: Files = {}
-        for role in self.roles:
-            part = role.saved(wait_s)
-            if part is None:
-                return None
-            written |= part
-        return written
-
-    def _publish(self, written: Files) -> Committed:
-        self.flush()
-        return self.store.publish(self.draft, written)
+    draft: Draft
+    store: CheckpointStore
+    commit: BackgroundThread[None] | None = None
+    is_committed: bool = False

@@ -10,8 +10,7 @@ import torch
 
 from grpo_rl.data.collate import collate
 from grpo_rl.data.training_rows.pairs import pairs_of_groups, with_sides
-from grpo_rl.telemetry.rollouts.rollout_log import Seen
-from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics, token_values
+from grpo_rl.trainer.metrics import batch_metrics, logged_advantages, pair_metrics, rollout_metrics
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.replay import GroupReplay
 from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
@@ -115,9 +114,8 @@ class SyncSchedule:
                 batch = self.critic.values(batch)
         with timer("adv"):
             batch, trained, measured = self._weighed(batch)
-        trained = self._shown(selected, trained)
         update_metrics = self._update(trained, timer)
-        sampled |= self._keep_rollouts(selected, batch, trained)
+        sampled |= self._keep_rollouts(selected, batch)
         self.trained = selected.trained
         return sampled | batch_metrics(batch, timer) | measured | update_metrics
 
@@ -151,30 +149,18 @@ class SyncSchedule:
                 metrics |= self.actor.update(batch)
         return metrics
 
-    def _shown(self, selected: Selected, trained: Batch) -> Batch:
-        """Return the batch with `shown_N` where the log shows tokens of its rollouts."""
-        uids = self.output.rollouts.shown(selected.sampled) if self.config.trainer.save_rollouts else set()
-        numbers = [number if one.prompt.uid in uids else -1 for number, one in enumerate(selected.trained)]
-        return trained if max(numbers) < 0 else trained.replace(shown_N=torch.tensor(numbers))
-
-    def _keep_rollouts(self, selected: Selected, batch: Batch | None = None, trained: Batch | None = None) -> Metrics:
+    def _keep_rollouts(self, selected: Selected, batch: Batch | None = None) -> Metrics:
         """Write all that was sampled, with its audit and the advantages of what was trained, the rollouts of `batch`.
 
-        `trained` is what is left of the batch after corrections, with the rollouts whose tokens the log shows. Returns the
-        metrics of the audit.
+        Returns the metrics of the audit.
         """
-        audit, audited = self.context.roles.audit, dict[str, float]()
+        audit, audited, sampled = self.context.roles.audit, dict[str, float](), selected.sampled
         if audit is not None:
             audited = audit.wait(self.output.console.warn)
-            selected = replace(selected, sampled=audit.logged(selected.sampled))
-        if not self.config.trainer.save_rollouts:
-            return audited
-        advantages = logged_advantages(selected.sampled, selected.trained, batch)
-        seen: Seen = {}
-        if trained is not None and trained.shown_N is not None:
-            updated = self.context.step > self.config.trainer.critic_warmup
-            seen = token_values(selected.trained, trained, self.actor.shown_logprobs() if updated else {})
-        self.output.rollouts.write("rollouts", self.context.step, selected.sampled, advantages, seen)
+            sampled = audit.logged(sampled)
+        if self.config.trainer.save_rollouts:
+            advantages = logged_advantages(sampled, selected.trained, batch)
+            self.output.rollouts.write("rollouts", self.context.step, sampled, advantages)
         return audited
 
     # ---- the rest of the contract ------------------------------------------------------------------------

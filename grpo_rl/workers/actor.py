@@ -50,7 +50,6 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         if spec.ema_decay is not None:
             keep_average(self.optimizer, spec.ema_decay)
         self._distance = 0.0, 0
-        self._shown: dict[int, Tensor] = {}
         """The log-probs that the last pass of an update saw of each rollout whose tokens the log shows."""
 
     def build(self) -> PolicyModel:
@@ -103,7 +102,6 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         return self._distance
 
     def update(self, shard: Batch, update: Update) -> list[dict[str, float]]:
-        self._shown = {}
         if self.routers is not None and self.routers.replays:
             rows = [some for step in update.steps for some in (*step.micro_batches, *step.zero_advantage)]
             if rows and not self.routers.has_choices_of(shard):
@@ -111,13 +109,6 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
                 self.logprobs(shard, rows)
             shard = shard.replace(experts_S=self.routers.choices if rows else None)
         return super().update(shard, update)
-
-    def shown_logprobs(self) -> dict[int, Tensor]:
-        """Return the log-probs [trained tokens] that the last update saw of each rollout of `Batch.shown_N`, by its number.
-
-        Where several optimizer steps trained a rollout, they are those of the last one, before its change of the weights.
-        """
-        return self._shown
 
     def begin_step(self, batch: Batch, step: OptimizerStep) -> None:
         if self.routers is not None:
@@ -139,7 +130,6 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         outputs = self._forward(batch)
         if batch is None:
             return outputs.logprobs_T.sum() * 0.0, {}
-        self._keep_shown(batch, outputs.logprobs_T)
         if self.spec.old_from_engine:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         loss, stats = self.spec.objective(self._loss_input(outputs, batch), step.counts, entropy_coeff=step.entropy_coeff)
@@ -152,15 +142,6 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else _here(batch.old_logprobs_T)
         assert trainer_logprobs_T is not None
         return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own or self.spec.measures_engine)
-
-    def _keep_shown(self, batch: Batch, logprobs_T: Tensor) -> None:
-        """Keep the log-probs of those rollouts of a micro-batch whose tokens the log shows."""
-        if batch.shown_N is None:
-            return
-        ends = batch.trained_lengths_N.cumsum(0).tolist()
-        for number, length, end in zip(batch.shown_N.tolist(), batch.trained_lengths_N.tolist(), ends, strict=True):
-            if number >= 0:
-                self._shown[number] = logprobs_T[end - length : end].detach().float().cpu()
 
     def _sequences(self, batch: Batch | None) -> Sequences:
         return sequences_of(batch, self.device, share_prompts=self.spec.policy.share_prompts)

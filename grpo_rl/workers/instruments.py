@@ -31,7 +31,6 @@ PHASES = {
     "report": "sampling",
     "poll": "sampling",
     "save": "save",
-    "begin_save": "save",
 }
 """The phase that each method belongs to. Methods that are not here are not measured."""
 PROFILED = frozenset({"update", "logprobs", "values", "scores"})

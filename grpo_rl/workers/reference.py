@@ -74,14 +74,9 @@ class ReferenceWorker:
         fsdp.reshard(self.policies[0])
         policy_state.put_weights(weights, self.policies[0])
 
-    def save(self, folder: str) -> Files:
-        """Write this rank's share of the weights; return the files that it wrote."""
-        self.files.save(Path(folder))
-        return self.files.saved() or {}
-
-    def begin_save(self, folder: str, check: bool) -> None:
-        """Begin to write what `save` would write now; with `check` it is read back."""
-        self.files.save(Path(folder), check=check, background=True)
+    def save(self, folder: str, check: bool = False, in_background: bool = False) -> None:
+        """Write this rank's share of the weights, or begin to; with `check` it is read back."""
+        self.files.save(Path(folder), check=check, background=in_background)
 
     def saved(self, wait_s: float) -> Files | None:
         """Return the files of the last save; None while they are written, and where this process has not begun one."""

@@ -181,14 +181,14 @@ class TrainedRank(ABC, Generic[S, M]):
 
     # ---- checkpoints, and a copy of the weights: nothing here is a collective ---------------------------
 
-    def save(self, folder: str) -> Files:
-        """Write this rank's share of weights, optimizer, scheduler and random state; return the files that it wrote."""
-        self.files.save(Path(folder))
-        return self.files.saved() or {}
+    def save(
+        self, folder: str, check: bool = False, in_background: bool = False, texts: Mapping[str, str] | None = None
+    ) -> None:
+        """Write this rank's share of weights, optimizer, scheduler and random state, or begin to; rank 0 also writes `texts`.
 
-    def begin_save(self, folder: str, check: bool, texts: Mapping[str, str] | None = None) -> None:
-        """Begin to write what `save` would write now; with `check` it is read back. Rank 0 also writes `texts`."""
-        self.files.save(Path(folder), check=check, background=True, texts=texts)
+        With `check` it is read back.
+        """
+        self.files.save(Path(folder), check=check, background=in_background, texts=texts)
 
     def saved(self, wait_s: float) -> Files | None:
         """Return the files of the last save; None while they are written, and where this process has not begun one."""

@@ -338,8 +338,8 @@ FAULTS: list[Fault] = [
     _F(
         "bound broken",
         "trainer/overlap.py",
-        "max(0, max_staleness + 1 - lag) * batch_size",
-        "max(0, max_staleness + 2 - lag) * batch_size",
+        "max(0, self.max_staleness + 1 - lag) * self.batch_size",
+        "max(0, self.max_staleness + 2 - lag) * self.batch_size",
         "unit/trainer",
     ),
     _F(
@@ -366,7 +366,7 @@ FAULTS: list[Fault] = [
     _F(
         "replay for ever",
         "trainer/replay.py",
-        "self.kept = [one for one in self.kept if step - one.step <= self.max_age]",
+        "self.kept = [one for one in self.kept if step - one.since <= self.max_age]",
         "pass",
         "unit/trainer",
     ),

@@ -355,25 +355,6 @@ def test_rollouts_without_advantage_need_no_backward_pass(ranks, models, layout,
     assert 0 <= dummies <= 8 and dummies % 2 == 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_logprobs_that_an_update_saw_of_shown_rollouts_are_those_of_the_policy_before_it(ranks, models, layout):
-    """Of trained tokens between contexts, of rollouts with a backward pass and without, in the batch's order."""
-    objective, laid_out = Objective(loss_agg_mode="token-mean"), LAYOUTS[layout]
-    batch = without_signal(several_turns(1), [1])
-    shown_N = torch.where(batch.group_N <= 1, torch.arange(batch.num_rollouts), -1)
-    processes = ranks[laid_out.ranks]
-    processes.build(spec_for(models[True], laid_out, objective, clip_grad=1.0))
-    actor = actor_group(processes, ActorConfig(), laid_out.rule, objective, updates_per_step=1)
-    before = actor.logprobs(batch).split(batch.trained_lengths_N.tolist())
-    actor.update(batch.replace(shown_N=shown_N))
-    seen = actor.shown_logprobs()
-    assert set(seen) == {number for number in shown_N.tolist() if number >= 0 and len(before[number])} and len(seen) > 2
-    for number, logprobs in seen.items():
-        torch.testing.assert_close(logprobs, before[number], atol=1e-6, rtol=0)
-    actor.update(batch)
-    assert actor.shown_logprobs() == {}
-
-
 def test_with_a_kl_term_every_rollout_counts(ranks, models, monkeypatch):
     batch = without_signal(make_batch(1), [0, 1])
     counted = trained_tokens_of(ranks, monkeypatch, models[True], ALONE, grpo("token-mean"), batch)

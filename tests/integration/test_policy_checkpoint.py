@@ -140,8 +140,9 @@ def test_what_is_saved_in_the_background_is_the_state_of_the_moment_it_began(ran
     meanwhile.mkdir()
     actor = start(ranks[2], spec_for(path))
     update(actor, range(2))
-    expected = actor.save(at_once)
-    actor.begin_save(meanwhile, check=True)
+    actor.save(at_once)
+    expected = actor.saved(0.0)
+    actor.save(meanwhile, check=True, in_background=True)
     update(actor, range(2, 4))
     while (found := actor.saved(1.0)) is None:
         pass
@@ -169,12 +170,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_is_left_out_by_both(ranks, path):
 
 def test_a_save_that_fails_in_the_background_is_told_when_it_is_asked_for(ranks, path, tmp_path):
     actor = start(ranks[2], spec_for(path))
-    actor.begin_save(tmp_path, check=False)
+    actor.save(tmp_path, in_background=True)
     while actor.saved(1.0) is None:
         pass
     # The same names again: nothing that is there is ever written over.
     (tmp_path / "actor.json").unlink()
-    actor.begin_save(tmp_path, check=False)
+    actor.save(tmp_path, in_background=True)
     with pytest.raises(CheckpointError, match=r"cannot write .*: File exists; it needs .* KiB, .* are free there"):
         while actor.saved(1.0) is None:
             pass

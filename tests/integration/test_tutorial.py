@@ -69,9 +69,6 @@ def test_the_policy_that_is_updated_is_the_one_that_sampled(plus_nine: Run) -> N
     assert all(set(record["reward_parts"]) >= {"exact_match"} for record in plus_nine.rollouts(2))
     shown = [record for record in plus_nine.rollouts(2) if "token_ids" in record]
     assert len(shown) == 2 * SAMPLES, "two groups"
-    for record in shown:
-        assert record["token_ratios"] == pytest.approx([1.0] * record["response_length"], abs=2e-4)
-        assert "token_advantages" not in record, "every token has that of its response"
 
 
 def test_the_plain_command_leaves_everything_behind(plus_nine: Run) -> None:

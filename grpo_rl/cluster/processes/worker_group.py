@@ -32,7 +32,7 @@ from grpo_rl.rollout.engine_environment import own_folder
 Arguments = Sequence[tuple[Any, ...]]
 """The arguments of a call to every process, by rank."""
 
-LONG_AND_SILENT = frozenset({"save", "begin_save", "load", "export"})
+LONG_AND_SILENT = frozenset({"save", "load", "export"})
 """Calls in which a library may hold the interpreter for long: silence is no sign of trouble then."""
 LOG_TAIL_LINES = 12
 BLAME_S = 2.0

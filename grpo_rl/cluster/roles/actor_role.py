@@ -36,7 +36,6 @@ _READ = (
     "chosen_N",
     "kl_N",
     "group_tokens_N",
-    "shown_N",
 )
 """The columns that an update reads beside those of the ranks' shards. Where the engine's log-probs are the old ones, the
 ranks have them."""
@@ -122,13 +121,6 @@ class ActorRole(SavedRole):
             if batch.num_trained_tokens and math.isfinite(metrics["actor/entropy"]):
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
-
-    def shown_logprobs(self) -> dict[int, Tensor]:
-        """Return the log-probs of the trained tokens that the last update saw, by the numbers of its batch's `shown_N`."""
-        seen: dict[int, Tensor] = {}
-        for part in self.worker_group.call("shown_logprobs"):
-            seen |= part
-        return seen
 
     def own_state(self) -> dict[str, Any]:
         """Return the version, the position of the shuffle of mini-batches, and the state of the entropy's controller."""

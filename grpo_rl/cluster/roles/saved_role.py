@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-from grpo_rl.checkpoint.files import Files, make_folder, merge, write_file
+from grpo_rl.checkpoint.files import Files, make_folder, merge
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.errors import CheckpointError
 
@@ -30,18 +30,15 @@ class SavedRole:
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Go on from what `own_state` returned."""
 
-    def save(self, folder: Path) -> Files:
-        """Write the state; return size and SHA-256 of each file."""
-        written = merge(self.worker_group.call("save", self._place(folder)), self.folder)
-        return written | {name: write_file(folder / name, [text.encode()]) for name, text in self._own().items()}
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        """Begin a `save` of the present state, beside the training; with `check` the files are read back."""
-        own = (self._own(),) if self.own_file else ()
-        self.worker_group.call("begin_save", self._place(folder), check, *own)
+    def save(self, folder: Path, check: bool = False, in_background: bool = False) -> None:
+        """Write the present state, or begin to, beside the training; with `check` the files are read back."""
+        if self.folder:
+            make_folder(folder / self.folder)
+        own = ({self.own_file: json.dumps(self.own_state())},) if self.own_file else ()
+        self.worker_group.call("save", str(folder / self.folder), check, in_background, *own)
 
     def saved(self, wait_s: float) -> Files | None:
-        """Return what the save that was begun has written; None when it has not ended within `wait_s`.
+        """Return what the last `save` has written; None when it has not ended within `wait_s`.
 
         Raises CheckpointError when it failed.
         """
@@ -59,11 +56,3 @@ class SavedRole:
         self.worker_group.call("load", str(folder / self.folder))
         if self.own_file is not None:
             self.load_own_state(json.loads((folder / self.own_file).read_text()))
-
-    def _place(self, folder: Path) -> str:
-        if self.folder:
-            make_folder(folder / self.folder)
-        return str(folder / self.folder)
-
-    def _own(self) -> dict[str, str]:
-        return {} if self.own_file is None else {self.own_file: json.dumps(self.own_state())}

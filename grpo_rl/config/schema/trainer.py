@@ -74,7 +74,7 @@ class TrainerConfig:
     metrics_host: str = "127.0.0.1"
     """The address that answers: this machine alone, or 0.0.0.0 for a Prometheus on another one. Nobody is asked for a password."""
     log_val_generations: TableRows = 8
-    """Responses in the tables that W&B gets at each validation: so many to validation prompts, and of the step's training."""
+    """Responses in the table that W&B gets at each validation."""
     schedule: str = "sync"
     """The course of one training step with data.responses=policy. sync: sample with the current policy, score, train on it;
     one_step_off: sample the next batch while this one is trained; async: sample all the time, within a bound on staleness
@@ -123,8 +123,8 @@ class TrainerConfig:
     save_rollouts: bool = True
     """Write every rollout to <run>/rollouts/step_N.jsonl."""
     log_token_groups: CountOrZero = 2
-    """The first so many groups of each step are logged with the id, the log-prob and the ratio of every sampled token, which the
-    run's page colours, and with its advantage where tokens of a response have different ones; 0: none."""
+    """The first so many groups of each step are logged with the id and the log-prob of every token, which the run's page colours;
+    0: none."""
     page_freq: CountOrOff = 10
     """Write the run's page, <run>/page.html, every so many steps and at the end, in a process beside the run; -1: never
     (`python -m grpo_rl page` writes it at any time)."""

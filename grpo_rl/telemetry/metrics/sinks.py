@@ -30,7 +30,7 @@ from grpo_rl.config.checks.inputs import INSTALL
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, jsonable
-from grpo_rl.telemetry.rollouts.rollout_log import Kind, RolloutLog, read_rollouts, step_files
+from grpo_rl.telemetry.rollouts.rollout_log import Kind, RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 
 TABLE = ("data_source", "prompt", "response", "ground_truth", "reward", "advantage", "response_length", "finish_reason")
@@ -65,7 +65,7 @@ class Sinks:
         say: Callable[[str], None] = _logger.info,
     ) -> None:
         self._table_rows = trainer.log_val_generations
-        connects: dict[str, Connect] = {
+        connects: dict[str, Callable[[], Tracker]] = {
             "wandb": lambda: _Wandb(run_dir, trainer, resolved_config),
             "mlflow": lambda: _Mlflow(run_dir, trainer, resolved_config),
             "tensorboard": lambda: TensorBoard(run_dir.tensorboard),
@@ -97,18 +97,9 @@ class Sinks:
             sink.log(step, metrics)
 
     def written(self, kind: Kind, step: int, file: Path) -> None:
-        """Give W&B a table of a validation's first responses, and one of the step's training rollouts beside it.
-
-        To be called when a file of rollouts is whole, which that of a step's training is before that of its validation.
-        """
-        if kind != "val" or not self._table_rows:
-            return
-        files = {"val/generations": file}
-        trained = dict(step_files(file.parents[1] / "rollouts")).get(step)
-        if trained is not None:
-            files["train/generations"] = trained
-        for tracker in self._trackers:
-            tracker.tables(step, files, self._table_rows)
+        """Give W&B a table of a validation's first responses; to be called when a file of rollouts is whole."""
+        for tracker in self._trackers if kind == "val" and self._table_rows else ():
+            tracker.put(lambda tracker: tracker.table(step, file, self._table_rows))
 
     def close(self) -> None:
         """Write out what is still under way. Waits for tracking servers for some seconds only."""
@@ -123,21 +114,18 @@ class Tracker:
     """The address of the run, or the command that sends it there; empty where there is nothing to say."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step."""
+        """Send the metrics of a step, under the trackers' names."""
         raise NotImplementedError
 
     def truncate_after(self, step: int) -> None:
         """Forget later steps. By default they stay, and later values of a step lie beside the earlier ones."""
 
-    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
-        """Show the first `rows` responses of each file of rollouts as a table of this name."""
+    def table(self, step: int, file: Path, rows: int) -> None:
+        """Show the first `rows` responses of a file of rollouts as a table."""
 
     def close(self) -> None:
         """Send what is left."""
         raise NotImplementedError
-
-
-Connect = Callable[[], Tracker]
 
 
 class Background:
@@ -150,7 +138,7 @@ class Background:
     def __init__(
         self,
         name: str,
-        connect: Connect,
+        connect: Callable[[], Tracker],
         warn: Callable[[str], None],
         say: Callable[[str], None] = lambda text: None,
         size: int = QUEUE_SIZE,
@@ -166,21 +154,22 @@ class Background:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.num_unsent += 1
-        copy = dict(metrics)  # the run goes on with its own
+        named = tracker_metrics(step, metrics)
 
         def send(tracker: Tracker) -> None:
-            tracker.log(step, copy)
+            tracker.log(step, named)
             self.num_unsent -= 1
 
-        self._put(send)
+        self.put(send)
 
     def truncate_after(self, step: int) -> None:
         """Make the tracker forget later steps, before it gets what is logged from now on."""
-        self._put(lambda tracker: tracker.truncate_after(step))
+        self.put(lambda tracker: tracker.truncate_after(step))
 
-    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
-        """Show the first responses of these files, which are read when it is their turn."""
-        self._put(lambda tracker: tracker.tables(step, files, rows))
+    def put(self, action: Callable[[Tracker], None]) -> None:
+        """Do this with the tracker when it is its turn."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(action)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Wait at most `timeout_s` for what is queued, then report what was lost."""
@@ -192,10 +181,6 @@ class Background:
             self._warn(f"{self.name}: still busy after {timeout_s:g} s, left behind")
         if self.num_unsent:
             self._warn(f"{self.name}: {self.num_unsent} steps were not sent; metrics.jsonl has them")
-
-    def _put(self, action: Callable[[Tracker], None]) -> None:
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(action)
 
     def _run(self) -> None:
         tracker = self._guard(self._connect)
@@ -243,12 +228,14 @@ class _Wandb(Tracker):
         run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(tracker_metrics(step, metrics))
+        self._run.log(dict(metrics))
 
-    def tables(self, step: int, files: Mapping[str, Path], rows: int) -> None:
-        for name, file in files.items():
-            shown = [[record[column] for column in TABLE] for record in table_rows(file, rows)]
-            self._run.log({name: self._table(columns=list(TABLE), data=shown), STEP: step})
+    def table(self, step: int, file: Path, rows: int) -> None:
+        shown = [[record.get(column) for column in TABLE] for record in read_rollouts(file)[:rows]]
+        shown = [
+            [value if isinstance(value, str | float | int | None) else json.dumps(value) for value in row] for row in shown
+        ]
+        self._run.log({"val/generations": self._table(columns=list(TABLE), data=shown), STEP: step})
 
     def close(self) -> None:
         self._run.finish()
@@ -273,21 +260,11 @@ class _Mlflow(Tracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
         # MLflow refuses @ in a name, which validation metrics have (mean@1).
-        named = {key.replace("@", "_at_"): float(value) for key, value in tracker_metrics(step, metrics).items()}
+        named = {key.replace("@", "_at_"): float(value) for key, value in metrics.items()}
         self._client.log_batch(self._run_id, metrics=[self._metric(key, value, now_ms, step) for key, value in named.items()])
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
-
-
-def table_rows(file: Path, rows: int) -> list[dict[str, Any]]:
-    """Return the first responses of a file of rollouts with the columns of a table, numbers and texts only."""
-    shown = []
-    for record in read_rollouts(file)[:rows]:
-        truth = record.get("ground_truth")
-        texts = {"ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth)}
-        shown.append({column: record.get(column) for column in TABLE} | texts)
-    return shown
 
 
 def _stored(file: Path, make: Callable[[], str]) -> str:
@@ -304,8 +281,7 @@ class TensorBoard(Tracker):
         self._writer = EventFileWriter(str(folder), flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        named = tracker_metrics(step, metrics)
-        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in named.items() if key != STEP]
+        values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items() if key != STEP]
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary=Summary(value=values)))
 
     def truncate_after(self, step: int) -> None:

@@ -31,11 +31,8 @@ Pieces = Callable[[Sequence[int]], list[str]]
 TOKENIZER = "tokenizer"
 """The field of status.json with the folder of the tokenizer."""
 FILE = "tokenizer.json"
-BROKEN = "\ufffd"
-LONGEST_CHARACTER = 4
-"""The most tokens that a character is spread over: UTF-8 has at most 4 bytes a character."""
 INDEX = "index"
-FORMAT = 2
+FORMAT = 3
 """The version of the index; files of another one are written anew."""
 INLINE_BYTES = 12 * 2**20
 """The most bytes of logged rollouts that are kept in the page itself instead of beside it."""
@@ -71,23 +68,25 @@ def chunks_of(
     for path in files.values():
         with suppress(OSError):
             size += path.stat().st_size
-    if size <= inline_bytes:
-        packer = _Packer(pieces)
-        for (kind, step), path in sorted(files.items()):
-            packer.add(kind, step, path)
-        return Chunks(packer.index(), packer.chunks)
-    folder.mkdir(parents=True, exist_ok=True)
-    packer = _Packer(pieces, _earlier(folder) if keep else None)
+    is_inlined = size <= inline_bytes
+    if not is_inlined:
+        folder.mkdir(parents=True, exist_ok=True)
+    packer = _Packer(pieces, _earlier(folder) if keep and not is_inlined else {})
     for (kind, step), path in sorted(files.items()):
         packer.add(kind, step, path)
-        for name, packed in packer.chunks.items():
-            write_chunk(folder, name, packed)
-        packer.chunks.clear()
-    index = packer.index()
-    kept = {name for entry in index["steps"] for name, _, _ in entry["chunks"]}
-    write_chunk(folder, INDEX, pack(index | {"stamps": packer.stamps}))
-    _remove_others(folder, kept)
-    return Chunks(index, folder=folder)
+        if not is_inlined:
+            for name, packed in packer.chunks.items():
+                write_chunk(folder, name, packed)
+            packer.chunks.clear()
+    if is_inlined:
+        return Chunks(packer.index, packer.chunks)
+    write_chunk(folder, INDEX, pack(packer.index | {"stamps": packer.stamps}))
+    kept = {name for entry in packer.index["steps"] for name, _, _ in entry["chunks"]}
+    for path in folder.glob("*.js"):  # of steps that are no longer there: a resumed run writes them anew
+        if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem) and path.stem not in kept:
+            with suppress(OSError):
+                path.unlink()
+    return Chunks(packer.index, folder=folder)
 
 
 def pack(value: Any) -> str:
@@ -117,15 +116,14 @@ def read_chunk(folder: Path, name: str) -> Any:
 class _Packer:
     """Turns logged rollouts into chunks and an index, and keeps the entries of an earlier index whose files are the same."""
 
-    def __init__(self, pieces: Pieces | None, earlier: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, pieces: Pieces | None, earlier: Mapping[str, Any]) -> None:
         self._pieces = pieces
-        self._earlier = {(entry["kind"], entry["step"]): entry for entry in (earlier or {}).get("steps", [])}
-        self._stamped = dict((earlier or {}).get("stamps", {}))
-        self._prompts: dict[str, int] = {key: place for place, (key, *_) in enumerate((earlier or {}).get("prompts", []))}
-        self._previews: list[list[str]] = list((earlier or {}).get("prompts", []))
-        self._sources = list((earlier or {}).get("sources", []))
-        self._failures = list((earlier or {}).get("failures", []))
-        self._steps: list[dict[str, Any]] = []
+        self._earlier = {(entry["kind"], entry["step"]): entry for entry in earlier.get("steps", [])}
+        self._stamped = earlier.get("stamps", {})
+        self.index: dict[str, Any] = {"format": FORMAT, "steps": []}
+        """All that the page needs to list, filter and find groups without their texts."""
+        self.index |= {name: list(earlier.get(name, [])) for name in ("prompts", "sources", "failures")}
+        self._prompts: dict[str, int] = {key: place for place, (key, *_) in enumerate(self.index["prompts"])}
         self.stamps: dict[str, list[int]] = {}
         self.chunks: dict[str, str] = {}
 
@@ -135,20 +133,10 @@ class _Packer:
             found = path.stat()
             stamp, key = [found.st_size, found.st_mtime_ns], f"{kind}/{step}"
             if self._stamped.get(key) == stamp and (kind, step) in self._earlier:
-                self._steps.append(self._earlier[kind, step])
+                self.index["steps"].append(self._earlier[kind, step])
             else:
-                self._steps.append(self._packed(kind, step, read_rollouts(path)))
+                self.index["steps"].append(self._packed(kind, step, read_rollouts(path)))
             self.stamps[key] = stamp
-
-    def index(self) -> dict[str, Any]:
-        """Return all that the page needs to list, filter and find groups without their texts."""
-        return {
-            "format": FORMAT,
-            "steps": self._steps,
-            "prompts": self._previews,
-            "sources": self._sources,
-            "failures": self._failures,
-        }
 
     def _packed(self, kind: str, step: int, records: Sequence[Record]) -> dict[str, Any]:
         groups: dict[Any, list[Record]] = {}
@@ -182,18 +170,20 @@ class _Packer:
         (row, prompt), source = prompt_key(group[0]), str(group[0].get("data_source", ""))
         key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
         if key not in self._prompts:
-            self._prompts[key] = len(self._previews)
+            self._prompts[key] = len(self._prompts)
             preview = prompt if len(prompt) <= PREVIEW else "…" + prompt[-PREVIEW:]
-            self._previews.append([key, preview, row if row.startswith("row ") else ""])
+            self.index["prompts"].append([key, preview, row if row.startswith("row ") else ""])
         failures = [
-            [place, _place(self._failures, str(one["failure"]))] for place, one in enumerate(group) if one.get("failure")
+            [place, _place(self.index["failures"], str(one["failure"]))]
+            for place, one in enumerate(group)
+            if one.get("failure")
         ]
         rewards, values = (
             [rounded(one) for one in each] for each in ([r.get("reward") for r in group], map(logged_value, group))
         )
         return [
             self._prompts[key],
-            _place(self._sources, source),
+            _place(self.index["sources"], source),
             rewards,
             [record.get("response_length") for record in group],
             [place for place, record in enumerate(group) if record.get("finish_reason") == "length"],
@@ -220,10 +210,6 @@ class _Packer:
         if pieces:
             kept["tokens"] = pieces
             kept["logprobs"] = [rounded(value, 3) for value in record["token_logprobs"]]
-            for name in ("ratios", "advantages"):
-                values = record.get(f"token_{name}") or ()
-                if len(values) == len(ids):
-                    kept[name] = [rounded(value, 4) for value in values]
         return kept
 
 
@@ -258,30 +244,22 @@ class _Tokenizer:
     def __call__(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token, which together are the response; nothing where the tokenizer does not take the ids.
 
-        A token is decoded behind the one before it, because some tokenizers (SentencePiece) strip the space of the first. Of
-        tokens that are a part of a character only, the first has the character and the others are empty. Where the whole reads
+        Of tokens that are a part of a character only, the last has the character and the others are empty. Where the whole reads
         otherwise than its parts, as at an end within a character, the rest is the text of one token.
         """
         with suppress(Exception):  # the file may be no tokenizer, and an id may be one that no vocabulary has
-            whole, texts, before, done = self._decoded(ids), [""] * len(ids), 0, 0
-            for end in range(1, len(ids) + 1):
-                text = self._decoded(ids[before:end])
-                if text.endswith(BROKEN) and end - done < LONGEST_CHARACTER and end < len(ids):
-                    continue
-                piece = text[len(self._decoded(ids[before:done])) :]
-                if end == len(ids) or not whole.startswith(piece):
-                    piece = whole
-                texts[done], whole = piece, whole[len(piece) :]
-                before, done = done, end
-            return texts
-        return []
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
             from tokenizers import Tokenizer
+            from tokenizers.decoders import DecodeStream
 
-            self._tokenizer = Tokenizer.from_file(str(self._file))
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+            self._tokenizer = self._tokenizer or Tokenizer.from_file(str(self._file))
+            stream = DecodeStream(skip_special_tokens=False)
+            texts = [stream.step(self._tokenizer, number) or "" for number in ids]
+            rest = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+            for place, text in enumerate(texts):
+                if place == len(texts) - 1 or not rest.startswith(text):
+                    return [*texts[:place], rest, *[""] * (len(texts) - place - 1)]
+                rest = rest[len(text) :]
+        return []
 
 
 def rounded(value: Any, digits: int = 6) -> Any:
@@ -298,18 +276,10 @@ def _place(table: list[str], name: str) -> int:
     return table.index(name)
 
 
-def _earlier(folder: Path) -> Any:
-    """Return the index that an earlier call left; None where there is none, or one of another version."""
+def _earlier(folder: Path) -> dict[str, Any]:
+    """Return the index that an earlier call left; empty where there is none, or one of another version."""
     with suppress(DataError, OSError, ValueError):
         index = read_chunk(folder, INDEX)
         if isinstance(index, dict) and index.get("format") == FORMAT:
             return index
-    return None
-
-
-def _remove_others(folder: Path, kept: set[str]) -> None:
-    """Remove the chunks of steps that are no longer there: a resumed run writes them anew."""
-    for path in folder.glob("*.js"):
-        if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem) and path.stem not in kept:
-            with suppress(OSError):
-                path.unlink()
+    return {}

@@ -8,8 +8,6 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,22 +31,6 @@ MOST_REWARD_PARTS = 1000
 _LATE = f"the rollouts of a step were not written to the log within {WRITE_S:.0f} s"
 
 
-@dataclass(frozen=True, slots=True)
-class TokenValues:
-    """Values of a rollout's trained tokens, as the update saw them. The arrays are equally long."""
-
-    places: np.ndarray
-    """Index of each trained token in the response, ascending."""
-    policy_logprobs: np.ndarray | None = None
-    """Its log-prob under the policy that was trained."""
-    advantages: np.ndarray | None = None
-    """Its advantage, where tokens of a response have different ones."""
-
-
-Seen = Mapping[tuple[str, int], TokenValues]
-"""The values of rollouts by the uid of their prompt and their sample index."""
-
-
 class RolloutLog:
     """Writes the rollouts of a step as one JSON line each.
 
@@ -69,49 +51,40 @@ class RolloutLog:
         """A function called with each file when it is whole, by the thread that writes."""
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
         self._token_groups = token_groups
-        self._jobs: queue.Queue[Callable[[], Path] | None] = queue.Queue(maxsize=1)
+        self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=1)
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name="rollout-log", daemon=True) if beside else None
         if self._thread is not None:
             self._thread.start()
 
-    def shown(self, rollouts: Sequence[Rollout]) -> set[str]:
-        """Return the uids of the prompts whose responses are written with their tokens: those of the first groups."""
-        return first_prompts(rollouts, self._token_groups)
-
     def write(
-        self,
-        kind: Kind,
-        step: int,
-        rollouts: Sequence[Rollout],
-        advantages: Sequence[float | None] | None = None,
-        seen: Seen | None = None,
+        self, kind: Kind, step: int, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None
     ) -> Path:
         """Write `<kind>/step_<step>.jsonl`, which is complete or not there at all, and return its path.
 
-        `advantages` has one entry per rollout, None for a rollout that is not trained; `seen` is what the update saw of the
-        tokens of rollouts that are shown. Raises OSError where it cannot be
+        `advantages` has one entry per rollout, None for a rollout that is not trained. Raises OSError where it cannot be
         written, or, with `beside`, where an earlier one could not.
         """
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
-        path = self._folders[kind] / f"step_{step}.jsonl"
+        path, kept = self._folders[kind] / f"step_{step}.jsonl", list(rollouts)
+
+        def job() -> None:
+            write_rollouts(path, kept, advantages, self._token_groups)
+            self._written(kind, step, path)
+
         if self._thread is None:
-            return self._write(kind, step, path, rollouts, advantages, seen)
-        self._raise_failure()
-        self._put(partial(self._write, kind, step, path, list(rollouts), advantages, seen))
+            job()
+        else:
+            self._raise_failure()
+            self._put(job)
         return path
 
     def flush(self) -> None:
         """Wait until everything is written. Raises OSError where that failed."""
         if self._thread is not None and self._thread.is_alive():
             done = threading.Event()
-
-            def mark() -> Path:
-                done.set()
-                return Path()
-
-            self._put(mark)
+            self._put(done.set)
             if not done.wait(WRITE_S):
                 raise OSError(_LATE)
         self._raise_failure()
@@ -130,20 +103,7 @@ class RolloutLog:
                 if other_step > step:
                     path.unlink()
 
-    def _write(
-        self,
-        kind: Kind,
-        step: int,
-        path: Path,
-        rollouts: Sequence[Rollout],
-        advantages: Sequence[float | None] | None,
-        seen: Seen | None,
-    ) -> Path:
-        write_rollouts(path, rollouts, advantages, self._token_groups, seen)
-        self._written(kind, step, path)
-        return path
-
-    def _put(self, job: Callable[[], Path]) -> None:
+    def _put(self, job: Callable[[], object]) -> None:
         try:
             self._jobs.put(job, timeout=WRITE_S)
         except queue.Full:
@@ -165,37 +125,24 @@ class RolloutLog:
 
 
 def write_rollouts(
-    path: Path,
-    rollouts: Sequence[Rollout],
-    advantages: Sequence[float | None] | None = None,
-    token_groups: int = 0,
-    seen: Seen | None = None,
+    path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None, token_groups: int = 0
 ) -> Path:
     """Write one line per rollout to `path`, which is complete or not there at all, and return it.
 
-    Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it, and what an update saw of them.
+    Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it.
     """
-    shown = first_prompts(rollouts, token_groups)
+    shown = set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:token_groups])
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
-        for index, rollout in enumerate(rollouts):
-            advantage = None if advantages is None else advantages[index]
+        for rollout, advantage in zip(rollouts, advantages or [None] * len(rollouts), strict=True):
             record = record_of(rollout, advantage)
-            tokens: dict[str, Any] = {}
-            if rollout.prompt.uid in shown:
-                tokens = token_record(rollout, (seen or {}).get((rollout.prompt.uid, rollout.sample_index)))
-            line = dump_line(record | tokens)
+            line = dump_line(record | (token_record(rollout) if rollout.prompt.uid in shown else {}))
             hidden = hide_known(line)
             if hidden != line:  # the tokens would give away what is hidden in the text
                 hidden = hide_known(dump_line(record))
             file.write(hidden.encode("ascii"))
     os.replace(temporary, path)
     return path
-
-
-def first_prompts(rollouts: Sequence[Rollout], num_groups: int) -> set[str]:
-    """Return the uids of the prompts of the first `num_groups` groups."""
-    return set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:num_groups])
 
 
 def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any]:
@@ -230,30 +177,10 @@ def record_of(rollout: Rollout, advantage: float | None = None) -> dict[str, Any
     } | {name: value for name, value in optional.items() if value is not None}
 
 
-def token_record(rollout: Rollout, seen: TokenValues | None) -> dict[str, Any]:
-    """Return the tokens of a rollout as a line of the log has them: ids, log-probs, and what the update saw.
-
-    `token_ratios` are those of the trained policy's probability of a token to the sampling one's. A token that was not
-    trained has no ratio and no advantage.
-    """
+def token_record(rollout: Rollout) -> dict[str, Any]:
+    """Return the tokens of a rollout as a line of the log has them: their ids, and their log-probs under the policy that sampled them."""
     logprobs = np.asarray(rollout.rollout_logprobs)
-    record: dict[str, Any] = {
-        "token_ids": np.asarray(rollout.response_ids),
-        "token_logprobs": [round(value, 4) for value in logprobs.tolist()],
-    }
-    if seen is not None and seen.policy_logprobs is not None:
-        ratios = np.exp(seen.policy_logprobs.astype("float64") - logprobs[seen.places])
-        record["token_ratios"] = _at_places(ratios, seen.places, len(logprobs))
-    if seen is not None and seen.advantages is not None:
-        record["token_advantages"] = _at_places(seen.advantages, seen.places, len(logprobs))
-    return record
-
-
-def _at_places(values: np.ndarray, places: np.ndarray, length: int) -> list[float | None]:
-    out: list[float | None] = [None] * length
-    for place, value in zip(places.tolist(), values.tolist(), strict=True):
-        out[place] = round(value, 4)
-    return out
+    return {"token_ids": np.asarray(rollout.response_ids), "token_logprobs": [round(value, 4) for value in logprobs.tolist()]}
 
 
 def episode_record(episode: Episode) -> dict[str, Any]:
@@ -318,7 +245,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("prompt", "response", "data_source", "uid", "finish_reason", "failure", "failure_cause", "ended"), _TEXT),
     **dict.fromkeys(("reward", "advantage", "baseline", "rollout_logprob_mean"), _NUMBER),
     **dict.fromkeys(("sample", "prompt_length", "response_length", "num_turns"), _COUNT),
-    **dict.fromkeys(("token_logprobs", "token_ratios", "token_advantages"), _NUMBERS),
+    "token_logprobs": _NUMBERS,
     "token_ids": ("a list of whole numbers from 0", _are(is_count)),
     "reward_parts": (
         f"an object of at most {MOST_REWARD_PARTS} names",

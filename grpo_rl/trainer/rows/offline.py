@@ -19,7 +19,7 @@ from grpo_rl.columns import values
 from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.row_set import TrainingRows, TrainingSet
 from grpo_rl.data.training_rows.conversations import Demonstration, supervised_batch
-from grpo_rl.errors import DataError, DivergedError
+from grpo_rl.errors import DivergedError
 from grpo_rl.protocols import Actor
 from grpo_rl.trainer.rows.reference_rows import ReferenceRows
 from grpo_rl.trainer.sampled.selection import resume_order
@@ -43,14 +43,10 @@ class RowSchedule:
 
     def draw(self) -> Batch:
         """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
-        position = self.sampler.place()
-        try:
+        with self.sampler.rewinding():
             rows = [row for row, _ in self.sampler.next_batch()]
             batch = self.train_data.batch(rows)
             return batch if self.reference is None else self.reference.fill("train", rows, batch)
-        except DataError:
-            self.sampler.seek(*position)
-            raise
 
     def ended(self) -> str | None:
         """Return None: there are always further rows."""

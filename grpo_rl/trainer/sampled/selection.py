@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-from grpo_rl.algos.shaping import PassRates, with_signal
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order import RowOrder, make_row_order
@@ -22,7 +19,6 @@ from grpo_rl.types import Metrics, Prompt, Rollout
 
 Sample = Callable[[list[Prompt]], list[Rollout]]
 """Scored rollouts of prompts."""
-Drawn = TypeVar("Drawn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +38,21 @@ class Selection:
 
     With `algorithm.filter_groups` groups without signal are replaced by those of further prompts, or left out (dynamic
     sampling: DAPO, arXiv 2503.14476, section 3.2; zero-variance filter: ScaleRL, arXiv 2510.13786, section 3). With
-    `data.retire_above` prompts that are learnt are not drawn again.
+    `data.retire_above` prompts that are learnt are not drawn again (No-Positive-Resampling: ScaleRL, section 3, with a bound of 0.9).
     """
 
     def __init__(self, config: Config, data: PromptDataset, factors: Mapping[str, float]) -> None:
         self.data = data
         self.factors = factors
         self.groups = config.algorithm.filter_groups
+        self.refills = self.groups.enable and self.groups.refill
         self.num_wanted = config.data.train_batch_size
         self.retire_metric, self.retire_score = config.data.retire_metric, config.data.retire_score
-        bound = config.data.retire_above
-        self.pass_rates = None if bound is None else PassRates(bound)
+        self.retire_above = config.data.retire_above
+        self.retired: set[int] = set()
+        """The rows of prompts that are learnt: their latest pass rate reached the bound. They stay retired."""
         self.allow_change = config.data.allow_change
-        self.sampler = make_row_order(config, data, *([] if self.pass_rates is None else [self.pass_rates.is_retired]))
+        self.sampler = make_row_order(config, data, self.retired.__contains__)
 
     def next(self, sample: Sample, spared: int = 0) -> Selected:
         """Return the rollouts of the next step; with refilling so many groups fewer as are `spared`.
@@ -62,80 +60,56 @@ class Selection:
         Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
         cannot be used; the next step then begins with the same row.
         """
-        return self._or_rewind(lambda: self._next(sample, self.num_wanted - spared))
+        with self.sampler.rewinding():
+            sampled = self._draw(sample)
+            if not self.refills:
+                return self._of_batch(sampled)
+            kept, num_batches, num_wanted = self._with_signal(sampled), 1, self.num_wanted - spared
+            while len(kept) < num_wanted:
+                if num_batches == self.groups.max_num_gen_batches or self.exhausted:
+                    retired = "; all other prompts are retired" if num_batches < self.groups.max_num_gen_batches else ""
+                    raise DataError(self.too_few(len(kept), len(by_uid(sampled)), num_batches) + retired)
+                rollouts = self._draw(sample)
+                sampled, kept, num_batches = sampled + rollouts, kept + self._with_signal(rollouts), num_batches + 1
+            return self._selected(kept, sampled, num_batches, num_wanted)
 
     def draw(self, sample: Sample) -> list[Rollout]:
         """Return all scored rollouts of the next batch of prompts, whatever their signal is. Raises DataError as `next`."""
-        return self._or_rewind(lambda: self._draw(sample))
+        with self.sampler.rewinding():
+            return self._draw(sample)
 
     def prompts(self) -> list[tuple[int, Prompt]]:
         """Return the next batch of prompts, each with its row, for a schedule that samples ahead. Raises DataError as `next`."""
-        return self._or_rewind(self._prompts)
+        with self.sampler.rewinding():
+            return [(row, self.data.prompt(row, uid)) for row, uid in self.sampler.next_batch()]
 
     def of_batch(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> Selected:
         """Return what is trained of the scored rollouts of one batch, of prompts of `rows` (by uid); nothing is drawn for them."""
         self._record(rows, rollouts)
-        return self._without_refill(rollouts)
+        return self._of_batch(rollouts)
 
     def judged(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> set[str]:
         """Note these scored rollouts of whole groups of prompts of `rows`, and return the uids of those that have a signal."""
         self._record(rows, rollouts)
-        return {group[0].prompt.uid for group in self._with_signal(rollouts)[0]}
+        return {group[0].prompt.uid for group in self._with_signal(rollouts)}
 
     def refilled(self, trained: list[Rollout], sampled: list[Rollout], num_batches: int) -> Selected:
         """Return what is trained of groups that were `judged`, all with a signal, beside those `sampled` that have none."""
-        num_groups = len(_by_uid(sampled))
-        return self._selected(list(_by_uid(with_reward(trained)).values()), sampled, num_groups, num_batches)
+        return self._selected(list(by_uid(with_reward(trained)).values()), sampled, num_batches, self.num_wanted)
 
-    def _or_rewind(self, draw: Callable[[], Drawn]) -> Drawn:
-        """Return what `draw` returns; after a row that cannot be used the next draw begins with that row again."""
-        position = self.sampler.place()
-        try:
-            return draw()
-        except DataError:
-            self.sampler.seek(*position)
-            raise
-
-    def _without_refill(self, rollouts: list[Rollout]) -> Selected:
+    def _of_batch(self, rollouts: list[Rollout]) -> Selected:
         if not self.groups.enable:
             return Selected(with_reward(rollouts), rollouts, self._data_metrics())
-        kept, num_groups = self._with_signal(rollouts)
-        return self._selected(kept, rollouts, num_groups, 1)
+        return self._selected(self._with_signal(rollouts), rollouts, 1, self.num_wanted)
 
-    def _selected(
-        self,
-        kept: list[list[Rollout]],
-        sampled: list[Rollout],
-        num_groups: int,
-        num_batches: int,
-        num_wanted: int | None = None,
-    ) -> Selected:
+    def _selected(self, kept: list[list[Rollout]], sampled: list[Rollout], num_batches: int, num_wanted: int) -> Selected:
         """Return as many of the groups with a signal as a step trains."""
         metrics = {
             "filter_groups/num_gen_batches": float(num_batches),
-            "filter_groups/kept_fraction": len(kept) / num_groups,
+            "filter_groups/kept_fraction": len(kept) / len(by_uid(sampled)),
         }
-        trained = [rollout for group in kept[: self.num_wanted if num_wanted is None else num_wanted] for rollout in group]
+        trained = [rollout for group in kept[:num_wanted] for rollout in group]
         return Selected(trained, sampled, metrics | self._data_metrics())
-
-    def _next(self, sample: Sample, num_wanted: int) -> Selected:
-        if not (self.groups.enable and self.groups.refill):
-            return self._without_refill(self._draw(sample))
-        sampled: list[Rollout] = []
-        kept: list[list[Rollout]] = []
-        num_groups = num_batches = 0
-        while len(kept) < num_wanted:
-            if num_batches == self.groups.max_num_gen_batches:
-                raise DataError(self.too_few(len(kept), num_groups, num_batches))
-            if num_batches and self.exhausted:
-                raise DataError(f"{self.too_few(len(kept), num_groups, num_batches)}; all other prompts are retired")
-            rollouts = self._draw(sample)
-            found, drawn = self._with_signal(rollouts)
-            sampled += rollouts
-            kept += found
-            num_groups += drawn
-            num_batches += 1
-        return self._selected(kept, sampled, num_groups, num_batches, num_wanted)
 
     @property
     def epoch(self) -> int:
@@ -145,13 +119,11 @@ class Selection:
     @property
     def exhausted(self) -> bool:
         """Return whether fewer prompts than a batch are left to draw, as the others are retired."""
-        num_retired = 0 if self.pass_rates is None else self.pass_rates.num_retired
-        return len(self.data) - num_retired < self.sampler.batch_size
+        return len(self.data) - len(self.retired) < self.sampler.batch_size
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, what is retired, and what the data were."""
-        retired = {} if self.pass_rates is None else {"pass_rates": self.pass_rates.state_dict()}
-        return self.sampler.state_dict() | retired | {"data": self.data.fingerprint}
+        return self.sampler.state_dict() | {"retired": sorted(self.retired), "data": self.data.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue where `state` was taken; a run that begins to retire prompts when it resumes begins with none.
@@ -161,42 +133,38 @@ class Selection:
         """
         if not resume_order(self.sampler, self.data, state, allow_change=self.allow_change):
             return False
-        if self.pass_rates is not None and "pass_rates" in state:
-            self.pass_rates.load_state_dict(state["pass_rates"])
+        self.retired.clear()  # what draws looks at this very set
+        self.retired |= set(() if self.retire_above is None else state.get("retired", ()))
         return True
-
-    def _prompts(self) -> list[tuple[int, Prompt]]:
-        return [(row, self.data.prompt(row, uid)) for row, uid in self.sampler.next_batch()]
 
     def _draw(self, sample: Sample) -> list[Rollout]:
         """Return scored rollouts of the next batch of prompts; their pass rates are noted."""
-        drawn = self._prompts()
+        drawn = self.prompts()
         rollouts = sample([prompt for _, prompt in drawn])
         self._record({prompt.uid: row for row, prompt in drawn}, rollouts)
         return rollouts
 
     def _record(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> None:
         """Note how many responses to each prompt passed, where what is drawn next depends on it; `rows` are by uid."""
-        if self.pass_rates is None:
+        if self.retire_above is None:
             return
-        for uid, group in _by_uid(with_reward(rollouts)).items():
+        for uid, group in by_uid(with_reward(rollouts)).items():
             values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
             passed = sum(value >= self.retire_score for value in values)
-            self.pass_rates.record(rows[uid], passed, len(values))
+            if passed >= self.retire_above * len(values):
+                self.retired.add(rows[uid])
 
-    def _with_signal(self, rollouts: Sequence[Rollout]) -> tuple[list[list[Rollout]], int]:
-        """Return the groups in which the metric differs, in their order, and the number of all groups.
+    def _with_signal(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+        """Return the groups in which the metric differs, in their order.
 
-        Members whose reward failed take no part; a group of them alone has no signal.
+        The metrics themselves are compared, not a standard deviation that rounding keeps from 0. Members whose reward failed
+        take no part; a group of one has no signal.
         """
-        groups = list(_by_uid(with_reward(rollouts)).values())
-        values = [metric_of(rollout, self.groups.metric, self.factors) for group in groups for rollout in group]
-        sizes_G = torch.tensor([len(group) for group in groups], dtype=torch.long)
-        group_N = torch.arange(len(groups)).repeat_interleave(sizes_G)
-        has_signal_N = with_signal(torch.tensor(values, dtype=torch.float64), group_N)
-        first_G = sizes_G.cumsum(0) - sizes_G
-        kept = [group for group, has_signal in zip(groups, has_signal_N[first_G].tolist(), strict=True) if has_signal]
-        return kept, len(_by_uid(rollouts))
+        return [
+            group
+            for group in by_uid(with_reward(rollouts)).values()
+            if len({metric_of(rollout, self.groups.metric, self.factors) for rollout in group}) > 1
+        ]
 
     def too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
         return (
@@ -209,7 +177,7 @@ class Selection:
 
     def _data_metrics(self) -> Metrics:
         """Return how many prompts are retired, where any can be."""
-        return {} if self.pass_rates is None else {"data/retired_fraction": self.pass_rates.num_retired / len(self.data)}
+        return {} if self.retire_above is None else {"data/retired_fraction": len(self.retired) / len(self.data)}
 
 
 def resume_order(
@@ -267,7 +235,8 @@ def check_metric(name: str, config: Config) -> None:
         raise ConfigError(f"={name}: no part of the reward is called so; one of {', '.join(possible)}")
 
 
-def _by_uid(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+def by_uid(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """Return the groups of rollouts, in the order in which they appear."""
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.prompt.uid, []).append(rollout)

@@ -1,25 +1,18 @@
-"""Overlong responses, groups without signal, adaptive entropy, prompts that are learnt, and the critic's loss."""
+"""Overlong responses, adaptive entropy, and the critic's loss."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 
 from grpo_rl.algos.losses.value import explained_variance, value_loss
-from grpo_rl.algos.shaping import AdaptiveEntropy, PassRates, overlong_penalty, with_signal
+from grpo_rl.algos.shaping import AdaptiveEntropy, overlong_penalty
 
 
 def test_the_overlong_penalty_falls_over_the_buffer_by_hand() -> None:
     lengths_N = torch.tensor([0, 60, 70, 80, 100, 130])
     assert overlong_penalty(lengths_N, max_length=100, buffer=40).tolist() == [0, 0, -0.25, -0.5, -1, -1]
     assert overlong_penalty(lengths_N, max_length=100, buffer=40, penalty_factor=2.0).tolist() == [0, 0, -0.5, -1, -2, -2]
-
-
-def test_only_groups_whose_scores_differ_have_a_signal() -> None:
-    scores_N = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 5.0])
-    assert with_signal(scores_N, torch.tensor([3, 4, 3, 4, 3, 9])).tolist() == [False, True, False, True, False, False]
 
 
 def test_the_entropy_coefficient_rises_below_its_target_and_acts_only_there() -> None:
@@ -30,17 +23,6 @@ def test_the_entropy_coefficient_rises_below_its_target_and_acts_only_there() ->
         values.append(controller.value)
     # +, unchanged at the target, - and off, - and off, +
     assert values == [0.5, 0.75, 0.75, 0.0, 0.0, 0.5]
-
-
-def test_a_prompt_retires_when_its_pass_rate_reaches_the_bound_and_stays_so() -> None:
-    rates = PassRates(bound=0.9)
-    rates.record(7, passed=7, sampled=8)
-    assert not rates.is_retired(7)
-    rates.record(7, passed=9, sampled=10)  # exactly at the bound
-    rates.record(7, passed=0, sampled=8)
-    resumed = PassRates(bound=0.9)
-    resumed.load_state_dict(json.loads(json.dumps(rates.state_dict())))
-    assert resumed.is_retired(7) and not resumed.is_retired(99) and resumed.num_retired == 1
 
 
 @pytest.mark.parametrize(

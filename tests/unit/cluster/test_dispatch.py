@@ -306,9 +306,11 @@ def test_the_weight_of_the_entropy_bonus_follows_the_entropy_and_is_saved(tmp_pa
     settings = AdaptiveEntropyConfig(enable=True, target=0.2, delta=0.01)
 
     class WithFiles(Ranks):
-        def call(self, method: str, folder: str) -> list[dict[str, tuple[int, str]]]:
-            """Saving and loading is the ranks' own affair; this one says that it wrote something."""
-            return [{"weights": (1, "digest")}]
+        def call(self, method: str, folder: str, *saved: Any) -> list[None]:
+            """Saving and loading is the ranks' own affair; the first one writes what the role hands over."""
+            for name, text in saved[-1].items() if saved else ():
+                (Path(folder) / name).write_text(text)
+            return [None]
 
     def answer(shard: Batch, update: Update) -> list[dict[str, float]]:
         sent.extend(step.entropy_coeff for step in update.steps)

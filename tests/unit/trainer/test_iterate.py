@@ -23,8 +23,8 @@ from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.iterate import Opinion, opinions
-from grpo_rl.trainer.replay import ReplayHistory
+from grpo_rl.trainer.iterate import agreement
+from grpo_rl.trainer.replay import PairReplay
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
@@ -37,11 +37,8 @@ class Part:
     name: str
     value: float = 0.0
 
-    def save(self, folder: Path) -> Files:
-        return {self.name: write_file(folder / self.name, [str(self.value).encode()])}
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        self.written = self.save(folder)
+    def save(self, folder: Path, check: bool, in_background: bool) -> None:
+        self.written = {self.name: write_file(folder / self.name, [str(self.value).encode()])}
 
     def saved(self, wait_s: float) -> Files:
         return self.written
@@ -123,9 +120,8 @@ class Saves(Policy):
         self.advantages.append([round(value, 6) for value in batch.token_advantages().tolist()])
         return super().update(batch)
 
-    def save(self, folder: Path) -> dict[str, tuple[int, str]]:
-        self.saved_version = self.version
-        return {"version": write_file(folder / "version", [str(self.version).encode()])}
+    def save(self, folder: Path, check: bool, in_background: bool) -> None:
+        write_file(folder / "version", [str(self.version).encode()])
 
 
 @dataclasses.dataclass
@@ -187,7 +183,7 @@ def test_the_policy_is_trained_on_the_score_alone_and_the_rules_reward_is_logged
     row = made.rows[3]
     assert row["reward/by-rule"] == 0.5 and row["reward/reward_model"] == pytest.approx(2.5625)
     assert row["reward/mean"] == pytest.approx(2 * 2.5625), "weight * score"
-    assert row["iterate/agreement"] == 0.0 and -1.0 < row["iterate/correlation"] < -0.9
+    assert row["iterate/agreement"] == 0.0
     record = read_rollouts(made.run.output.run_dir.rollouts / "step_3.jsonl")[0]
     assert record["reward"] == pytest.approx(4.5) and record["reward_parts"][RULE] == 1.0
 
@@ -198,12 +194,10 @@ def test_the_pairs_are_the_best_and_the_worst_by_the_rules_of_which_the_earlier_
     [batch] = made.model.batches
     assert batch.num_rollouts == 4 and batch.group_N.tolist() == [0, 0, 1, 1]
     rows = [
-        json.loads(line)
-        for line in (made.run.output.run_dir.checkpoints / "step_1" / ReplayHistory.file).read_text().splitlines()
+        json.loads(line) for line in (made.run.output.run_dir.checkpoints / "step_1" / PairReplay.file).read_text().splitlines()
     ]
     assert rows[0] == {"num_seen": 2, "num_beside": 0}
-    assert [row["rewards"] for row in rows[1:]] == [[1.0, 0.0]] * 2
-    assert [row["rejected"] for row in rows[1:]] == ["no idea"] * 2 and rows[1]["iteration"] == 1
+    assert [[one["reward"] for one in row["rollouts"]] for row in rows[1:]] == [[1.0, 0.0]] * 2 and rows[1]["since"] == 1
 
 
 def test_validation_measures_the_rules_and_shows_the_models_opinion(make):
@@ -228,7 +222,7 @@ def test_a_run_that_goes_on_after_any_step_does_what_it_would_have_done(make, st
     whole.run.fit()
     checkpoints = whole.run.output.run_dir.checkpoints
     last = saved(checkpoints / "step_10")
-    assert last.keys() == {"version", "reference", "reward_model", ReplayHistory.file, "trainer.json"}
+    assert last.keys() == {"version", "reference", "reward_model", PairReplay.file, "trainer.json"}
     again = make(total_steps=10, replay_share=0.4)
     again.run.resume(checkpoints / f"step_{step}")
     again.run.fit()
@@ -256,26 +250,8 @@ def rollouts(rules: Sequence[float], scores: Sequence[float], per_group: int = 2
     ]
 
 
-def test_agreement_and_correlation_compare_within_groups():
+def test_agreement_compares_within_groups():
     # Group 1 in the right order, group 2 in the wrong one, group 3 equal, group 4 without a difference of the rules.
-    found = opinions(rollouts([1, 0, 0, 1, 1, 0, 1, 1], [5.0, 4.0, 1.0, 0.0, 2.0, 2.0, 9.0, 1.0]))
+    found = agreement(rollouts([1, 0, 0, 1, 1, 0, 1, 1], [5.0, 4.0, 1.0, 0.0, 2.0, 2.0, 9.0, 1.0]))
     assert found["iterate/agreement"] == pytest.approx((1 + 0 + 0.5) / 3)
-    # Deviations of the rules: ±.5 -.5.5 .5-.5 0 0, of the scores: .5-.5 .5-.5 0 0 4-4.
-    by_hand = (0.5 - 0.5 + 0.0) / math.sqrt(6 * 0.25 * (4 * 0.25 + 2 * 16))
-    assert found["iterate/correlation"] == pytest.approx(by_hand, abs=1e-12)
-    assert opinions(rollouts([1, 0, 0, 1], [5.0, 4.0, 11.0, 12.0]))["iterate/correlation"] == pytest.approx(1.0)
-    assert opinions(rollouts([1, 1], [1.0, 2.0])) == {} == opinions([]), "nothing to compare"
-
-
-def test_the_gap_grows_where_the_score_rises_and_the_rules_do_not():
-    opinion = Opinion()
-    first = opinion(rollouts([0, 1, 0, 1], [0.0, 2.0, 0.0, 2.0]), begins=True)
-    assert first["iterate/gap"] == 0.0
-    # The score's mean rises by 1 of its spread 1, the rules' by 1/4 of theirs, 1/2: 1 - 1/2.
-    later = opinion(rollouts([1, 1, 0, 1], [1.0, 3.0, 1.0, 3.0]), begins=False)
-    assert later["iterate/gap"] == pytest.approx(0.5)
-    again = Opinion()
-    again.load_state_dict(json.loads(json.dumps(opinion.state_dict())))
-    assert again(rollouts([1, 1, 0, 1], [1.0, 3.0, 1.0, 3.0]), begins=False) == later
-    assert opinion(rollouts([1, 1, 0, 1], [1.0, 3.0, 1.0, 3.0]), begins=True)["iterate/gap"] == 0.0
-    assert "iterate/gap" not in Opinion()(rollouts([1, 1], [1.0, 2.0]), begins=True), "no spread, no unit"
+    assert agreement(rollouts([1, 1], [1.0, 2.0])) == {} == agreement([]), "nothing to compare"

@@ -58,8 +58,8 @@ class Learner:
         self.validations += 1
         return torch.full((batch.num_trained_tokens,), -loss)
 
-    def save(self, folder: Path) -> Files:
-        return {"learner.json": write_file(folder / "learner.json", [json.dumps(self.updates).encode()])}
+    def save(self, folder: Path, check: bool, in_background: bool) -> None:
+        self._written = {"learner.json": write_file(folder / "learner.json", [json.dumps(self.updates).encode()])}
 
     def load(self, folder: Path) -> None:
         self.updates = json.loads((folder / "learner.json").read_text())
@@ -70,9 +70,6 @@ class Learner:
     def export(self, folder: Path) -> None:
         folder.mkdir()
         (folder / "updates").write_text(str(self.updates))
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        self._written = self.save(folder)
 
     def saved(self, wait_s: float) -> Files | None:
         return self._written

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from test_sync_trainer import Policy, make, make_config  # noqa: F401
@@ -17,36 +17,40 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, FilterGroupsConfig, ReplayConfig
 from grpo_rl.errors import CheckpointError
-from grpo_rl.trainer.replay import GroupReplay, LabelledPair, ReplayHistory
+from grpo_rl.trainer.replay import GroupReplay, PairReplay
 from grpo_rl.types import Metrics, Prompt, Rollout
 
 
-def pairs(numbers: range, iteration: int) -> list[LabelledPair]:
+def pairs(numbers: range) -> list[tuple[Rollout, Rollout]]:
     def side(number: int, reward: float) -> Rollout:
-        prompt = Prompt(f"p{number}", (1, number + 2), "", "test")
+        prompt = Prompt(f"p{number}", (1, number + 2), "\u2713\ud800", "test")
         answer = (5, 6 + int(reward))
-        return Rollout(prompt, 0, answer, (0.0, 0.0), "stop", ((0, 2),), text="sums to 4: \u2713\ud800", reward=reward)
+        return Rollout(prompt, 0, answer, (0.0, 0.0), "stop", ((0, 2),), text="sums to 4", reward=reward)
 
-    return [LabelledPair.of(side(number, 1.0), side(number, 0.0), iteration, number) for number in numbers]
+    return [(side(number, 1.0), side(number, 0.0)) for number in numbers]
 
 
-def filled(capacity: int = 100, share: float = 0.1, seed: int = 1) -> ReplayHistory:
-    history = ReplayHistory(capacity, share, seed)
-    history.add(pairs(range(30), 1), 1)
-    history.add(pairs(range(30, 50), 2), 2)
+def filled(capacity: int = 100, share: float = 0.1, seed: int = 1) -> PairReplay:
+    history = PairReplay(capacity, share, seed)
+    history.add(pairs(range(30)), 1)
+    history.add(pairs(range(30, 50)), 2)
     return history
+
+
+def first_tokens(drawn: list[Sequence[Rollout]]) -> list[list[int]]:
+    return [[*pair[0].prompt.token_ids, *(token for one in pair for token in one.response_ids)] for pair in drawn]
 
 
 @pytest.mark.parametrize("num_new", [3, 8, 9, 90])
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
 def test_the_replayed_pairs_are_their_share_of_all_batches_together_however_small_one_is(num_new, share):
-    history = ReplayHistory(1000, share, seed=1)
-    history.add(pairs(range(900), 1), 1)
+    history = PairReplay(1000, share, seed=1)
+    history.add(pairs(range(900)), 1)
     new = replayed = 0
     for step in range(40):
         chosen = history.draw(num_new, 2, step)
-        assert all(pair.iteration == 1 for pair in chosen)
-        history.add(pairs(range(900, 900 + num_new), 2), 2)
+        assert all(pair[0].prompt.token_ids[1] < 902 for pair in chosen), "of the first iteration"
+        history.add(pairs(range(900, 900 + num_new)), 2)
         new, replayed = new + num_new, replayed + len(chosen)
         due = new * share / (1 - share)
         assert due - 1 < replayed <= due + 1e-9, "never a whole pair behind"
@@ -56,43 +60,39 @@ def test_the_replayed_pairs_are_their_share_of_all_batches_together_however_smal
 def test_a_full_history_is_an_even_sample_of_all_pairs_that_were_made():
     counts: Counter[int] = Counter()
     for seed in range(200):
-        history = ReplayHistory(20, 0.1, seed)
+        history = PairReplay(20, 0.1, seed)
         for iteration in range(1, 5):
-            history.add(pairs(range(25 * iteration - 25, 25 * iteration), iteration), iteration)
+            history.add(pairs(range(25 * iteration - 25, 25 * iteration)), iteration)
         assert len(history.kept) == 20 and history.num_seen == 100
         assert [pair.number for pair in history.kept] == sorted(pair.number for pair in history.kept)
-        counts.update(pair.iteration for pair in history.kept)
+        counts.update(pair.since for pair in history.kept)
     # 1,000 each are expected, with a standard deviation of about 25 (hypergeometric, 200 draws of 20 of 100).
     assert all(abs(counts[iteration] - 1000) < 120 for iteration in range(1, 5)), counts
 
 
 def test_a_history_that_was_saved_goes_on_as_if_nothing_had_been(tmp_path: Path):
-    history, again = filled(capacity=40, share=0.3), ReplayHistory(40, 0.3, seed=1)
-    history.draw(8, 3, 1)
-    history.add(pairs(range(50, 58), 3), 3)
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    assert set(history.save(tmp_path / "one")) == {ReplayHistory.file} == set(history.saved(0.0) or {})
-    again.load(tmp_path / "one")
+    history, again = filled(capacity=40, share=0.3), PairReplay(40, 0.3, seed=1)
+    history.add(pairs(range(50, 58)), 3)
+    history.save(tmp_path)
+    assert set(history.saved(0.0) or {}) == {PairReplay.file}
+    again.load(tmp_path)
     assert again.num_beside == history.num_beside == 28 and again.num_seen == history.num_seen == 58
     for step in range(2, 6):
         one, other = history.draw(8, 4, step), again.draw(8, 4, step)
-        assert [history.record(pair) for pair in one] == [history.record(pair) for pair in other]
+        assert first_tokens(one) == first_tokens(other) and len(one) > 0
         for each in (history, again):
-            each.add(pairs(range(step * 100, step * 100 + 8), 4), 4)
-    assert history.save(tmp_path / "two") == again.save(_folder(tmp_path / "three"))
-    assert again.kept[0].pair.chosen_ids.dtype == np.int32
-
-
-def _folder(path: Path) -> Path:
-    path.mkdir()
-    return path
+            each.add(pairs(range(step * 100, step * 100 + 8)), 4)
+    (tmp_path / PairReplay.file).unlink()
+    history.save(tmp_path)
+    (tmp_path / PairReplay.file).rename(tmp_path / "first")
+    again.save(tmp_path)
+    assert again.saved(0.0) == history.saved(0.0)
 
 
 def test_a_checkpoint_without_a_history_or_with_a_broken_one_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"has no replay\.jsonl"):
         filled().load(tmp_path)
-    (tmp_path / ReplayHistory.file).write_text('{"num_seen": 1, "num_beside": 0}\n{"number": 0}\n')
+    (tmp_path / PairReplay.file).write_text('{"num_seen": 1, "num_beside": 0}\n{"number": 0}\n')
     with pytest.raises(CheckpointError, match=r"replay\.jsonl cannot be used: KeyError"):
         filled().load(tmp_path)
 
@@ -166,7 +166,7 @@ def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_pro
         for name in ("token_ids_S", "rollout_logprobs_T", "advantages_N", "group_N"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
     [kept] = [path for path in (run.store.folder / "step_3").iterdir() if path.name == GroupReplay.file]
-    kept.write_text('{"max_age": 3}\n{"step": 1}\n')
+    kept.write_text('{"num_seen": 0, "num_beside": 0}\n{"since": 1}\n')
     with pytest.raises(CheckpointError, match="replayed_groups"):
         make(config, 8, with_val=False, rows=18)[0].resume(run.store.folder / "step_3")
 

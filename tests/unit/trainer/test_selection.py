@@ -68,7 +68,7 @@ def test_rollouts_whose_reward_failed_are_sampled_and_not_trained(data):
 def test_the_pass_rate_of_a_prompt_is_that_of_the_rewards_it_got(data):
     selection = Selection(config_of(retire_above=1.0), data, FACTORS)
     selection.next(answers({0: [1.0, None], 1: [None, None]}))
-    assert selection.pass_rates is not None and selection.pass_rates.is_retired(0) and not selection.pass_rates.is_retired(1)
+    assert selection.retired == {0}
 
 
 def test_groups_without_signal_are_replaced_by_those_of_further_prompts(data):

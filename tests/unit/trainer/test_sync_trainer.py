@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_rl.columns import Block, RemoteColumn, values
+from grpo_rl.columns import Block, RemoteColumn
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, RewardConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset
@@ -88,25 +87,12 @@ class Policy:
         assert batch.token_advantages() is not None
         self.calls.append("update")
         self.trained.append(batch)
-        self.seen: dict[int, torch.Tensor] = {}
-        if batch.shown_N is not None:
-            logprobs = values(batch.rollout_logprobs_T)
-            parts = (logprobs + math.log(1.5)).split(batch.trained_lengths_N.tolist())
-            self.seen = {number: part for number, part in enumerate(parts) if batch.shown_N[number] >= 0}
         self.version += 1
         return {"actor/loss": 0.0, "actor/version": float(self.version)}
 
-    def shown_logprobs(self) -> dict[int, torch.Tensor]:
-        return self.seen
-
-    def save(self, folder: Path) -> dict[str, tuple[int, str]]:
+    def save(self, folder: Path, check: bool, in_background: bool) -> None:
         self.calls.append("save")
-        self.saved_version = self.version
         (folder / "version").write_text(str(self.version))
-        return {}
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        self.save(folder)
 
     def saved(self, wait_s: float) -> dict[str, tuple[int, str]]:
         return {}
@@ -141,13 +127,9 @@ class Critic:
         self.returns.append(batch.returns_T.tolist())
         return {"critic/vf_loss": 1.0}
 
-    def save(self, folder: Path) -> dict[str, tuple[int, str]]:
+    def save(self, folder: Path, check: bool, in_background: bool) -> None:
         (folder / "critic").mkdir()
         (folder / "critic" / "calls").write_text(str(len(self.calls)))
-        return {}
-
-    def begin_save(self, folder: Path, check: bool) -> None:
-        self.save(folder)
 
     def saved(self, wait_s: float) -> dict[str, tuple[int, str]]:
         return {}
@@ -191,10 +173,9 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         critic: Critic | None = None,
         policy: Policy | None = None,
         pool: Any = None,
-        token_groups: int = 0,
     ) -> tuple[RunLoop, Policy]:
         policy = policy or Policy()
-        output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir, token_groups=token_groups))
+        output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
         reference_role = policy if reference else None
         roles = Roles(actor=policy, rollout=pool or policy, rewarder=rewarder, reference=reference_role, critic=critic)
         train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
@@ -205,18 +186,6 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
     yield trainer
     console.close()
     run_dir.release()
-
-
-@pytest.mark.parametrize("warmup", [0, 1])
-def test_the_log_has_the_ratios_of_the_first_groups_tokens_where_they_were_trained(make, warmup):
-    config = make_config()
-    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, critic_warmup=warmup))
-    trainer, _ = make(config, total_steps=1, with_val=False, token_groups=1)
-    trainer.fit()
-    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
-    assert ["token_ids" in record for record in records] == [True] * 4 + [False] * 4
-    assert [record.get("token_ratios") for record in records[:4]] == [None if warmup else [1.5, 1.5]] * 4
-    assert not any("token_advantages" in record for record in records), "every token has that of its response"
 
 
 class FarPolicy(Policy):

@@ -1,7 +1,7 @@
 // One group side by side: each response with its reward, parts, advantage and length, its tokens coloured where they are logged.
 
 const LONGEST_SHOWN = 6000;
-const COLOURS = { none: 'no colours', logprob: 'log-prob of each token', ratio: 'ratio of each token', advantage: 'advantage' };
+const COLOURS = { none: 'no colours', logprob: 'log-prob of each token', advantage: 'advantage' };
 
 function groupView(host, all, group, texts) {
   const history = all.history(group);
@@ -9,7 +9,7 @@ function groupView(host, all, group, texts) {
   if (chosen.order === 'reward') order.sort((a, b) => (texts.rollouts[b].reward ?? -Infinity) - (texts.rollouts[a].reward ?? -Infinity));
   if (chosen.order === 'length') order.sort((a, b) => texts.rollouts[b].response_length - texts.rollouts[a].response_length);
   const longest = Math.max(1, ...texts.rollouts.map((rollout) => rollout.response_length || 0));
-  const spread = texts.rollouts.reduce((most, rollout) => (rollout.advantages || [rollout.advantage]).reduce((high, value) => Math.max(high, Math.abs(value || 0)), most), 1e-9);
+  const spread = Math.max(1e-9, ...texts.rollouts.map((rollout) => Math.abs(rollout.advantage || 0)));
   const hasTokens = texts.rollouts.some((rollout) => rollout.tokens);
   const hasEpisodes = texts.rollouts.some((rollout) => rollout.episode);
   const again = () => { refill(host); groupView(host, all, group, texts); };
@@ -18,21 +18,17 @@ function groupView(host, all, group, texts) {
     el('div', { className: 'bar' }, el('b', {}, `${group.kind === 'val' ? 'validation at' : ''} step ${group.step}, ${texts.rollouts.length} ${hasEpisodes ? 'episode' : 'response'}${texts.rollouts.length > 1 ? 's' : ''}, mean reward ${number(group.mean)}`), el('span', { className: 'grow' }), labelled('order', select([['', 'as sampled'], ['reward', 'by reward'], ['length', 'by length']], chosen.order || '', (value) => { choose({ order: value }); again(); }, 'order of responses')), labelled('colour', select(Object.entries(COLOURS), chosen.colour || 'logprob', (value) => { choose({ colour: value }); again(); }, 'colour of tokens'))),
     promptBox(texts),
     historyBox(all, group, history),
-    legend(texts, hasTokens),
+    legend(hasTokens),
     hasEpisodes ? el('p', { className: 'muted' }, el('i', { className: 'bar-of-turns' }), ' turns that the policy sampled, which are trained; what stands between them is context.') : null,
     el('div', { className: hasEpisodes ? 'cards long' : 'cards' }, cards),
   ]);
 }
 
 // What the colours of the tokens mean, or why there are none.
-function legend(texts, hasTokens) {
-  const way = chosen.colour || 'logprob';
-  if (way === 'none' || (way === 'advantage' && !texts.rollouts.some((rollout) => rollout.advantages))) return null;
+function legend(hasTokens) {
+  if ((chosen.colour || 'logprob') !== 'logprob') return null;
   if (!hasTokens) return el('p', { className: 'muted' }, 'Single tokens are logged for the first groups of each step (trainer.log_token_groups).');
-  if (way === 'logprob') return el('p', { className: 'muted' }, 'Colour: how unlikely the policy found the token when it sampled it; ', el('span', { className: 'scale' }), ' likely to unlikely.');
-  if (way === 'advantage') return el('p', { className: 'muted' }, 'Colour: the advantage of each token; ', el('span', { className: 'scale two' }), ' negative to positive.');
-  if (!texts.rollouts.some((rollout) => rollout.ratios)) return el('p', { className: 'muted' }, 'These rollouts have no ratios: they were not trained.');
-  return el('p', { className: 'muted' }, 'Colour: the probability of the token under the policy that was trained, divided by that under the one that sampled it; ', el('span', { className: 'scale two' }), ' 0.8 and less to 1.25 and more.');
+  return el('p', { className: 'muted' }, 'Colour: how unlikely the policy found the token when it sampled it; ', el('span', { className: 'scale' }), ' likely to unlikely.');
 }
 
 function promptBox(texts) {
@@ -106,7 +102,7 @@ function shownParts(rollout) {
 function response(rollout, scale) {
   const way = chosen.colour || 'logprob';
   const text = (content, start, end) => {
-    if (rollout.tokens && rollout[VALUES[way]]) return colouredTokens(rollout, start, end, way, scale.spread);
+    if (rollout.tokens && way === 'logprob') return colouredTokens(rollout, start, end);
     const box = longText(content);
     if (way === 'advantage' && rollout.advantage) {
       const strength = 0.08 + (0.3 * Math.abs(rollout.advantage)) / scale.spread;
@@ -117,33 +113,16 @@ function response(rollout, scale) {
   return rollout.episode ? conversation(rollout.episode, text) : text(rollout.response ?? '', 0, rollout.tokens?.length);
 }
 
-// The field of a rollout that has one value for each token, by way of colouring.
-const VALUES = { logprob: 'logprobs', ratio: 'ratios', advantage: 'advantages' };
-const FULL_RATIO = Math.log(1.25);
-
-function colouredTokens(rollout, start, end, way, spread) {
+function colouredTokens(rollout, start, end) {
   const box = el('pre', { className: 'tokens' });
-  const fill = (stop) => rollout.tokens.slice(start, stop).map((text, place) => el('span', { title: tokenFacts(rollout, start + place), style: { background: tokenColour(rollout[VALUES[way]][start + place] ?? null, way, spread) } }, text));
+  const fill = (stop) => rollout.tokens.slice(start, stop).map((text, place) => {
+    const logprob = rollout.logprobs[start + place];
+    return el('span', { title: `log-prob ${number(logprob, 3)}, probability ${number(Math.exp(logprob), 3)}`, style: { background: `rgb(234 120 20 / ${(0.75 * Math.min(1, -logprob / 4)).toFixed(3)})` } }, text);
+  });
   const first = Math.min(end, start + 3000);
   put(box, [fill(first)]);
   if (end > first) box.append(el('button', { type: 'button', onclick: () => refill(box, fill(end)) }, `… ${number(end - first)} more tokens`));
   return box;
-}
-
-function tokenFacts(rollout, at) {
-  const facts = [`log-prob ${number(rollout.logprobs[at], 3)}`, `probability ${number(Math.exp(rollout.logprobs[at]), 3)}`];
-  if ((rollout.ratios?.[at] ?? null) !== null) facts.push(`ratio ${number(rollout.ratios[at], 4)}`);
-  if ((rollout.advantages?.[at] ?? null) !== null) facts.push(`advantage ${number(rollout.advantages[at], 3)}`);
-  return facts.join(', ');
-}
-
-// A token without a value, such as context between turns, has no colour.
-function tokenColour(value, way, spread) {
-  if (value === null) return '';
-  if (way === 'logprob') return `rgb(234 120 20 / ${(0.75 * Math.min(1, -value / 4)).toFixed(3)})`;
-  const part = way === 'ratio' ? Math.log(value) / FULL_RATIO : value / spread;
-  const strength = (0.75 * Math.min(1, Math.abs(part))).toFixed(3);
-  return part > 0 ? `rgb(34 160 90 / ${strength})` : `rgb(220 60 60 / ${strength})`;
 }
 
 // ---- episodes of several turns ----------------------------------------------------------------------------------------
