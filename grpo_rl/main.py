@@ -273,8 +273,6 @@ def run(composed: Composed, plan: Plan) -> int:
         stack.callback(console.close)
         changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
         run_dir.write_config(composed.yaml(), composed.overrides)
-        runs = Path(trainer.default_local_dir).expanduser()
-        predicted = calibration.predict(plan, runs)
         run_dir.plan_file.write_text(redact(plan.render()) + "\n", encoding="utf-8", errors="backslashreplace")
         console.info(plan.render())
         console.info(f"run folder: {run_dir.path}")
@@ -292,11 +290,9 @@ def run(composed: Composed, plan: Plan) -> int:
         page = PageBeside(run_dir.path, trainer.page_freq, console.warn)
         with run_session(plan, run_dir, console, page) as session:
             train(Course(composed, plan, session, page, checkpoint))
-            records = read_metrics(run_dir.metrics_file)
-            graded = calibration.grade(predicted, calibration.measure(records))
             with suppress(OSError, ArithmeticError):  # the run is done, whatever room there is for this
-                calibration.learn(plan, runs, records)
-            console.info(final_report(run_dir, seconds=time.perf_counter() - started, graded=graded))
+                calibration.learn(plan, Path(trainer.default_local_dir).expanduser(), read_metrics(run_dir.metrics_file))
+            console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
 
 
@@ -371,6 +367,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     """Start the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
     from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.run_instruments import RunInstruments
+    from grpo_rl.plan.calibration import expected
     from grpo_rl.rewards.audit import Audit
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.metrics.timeline import Timeline
@@ -393,7 +390,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
         audit = Audit(config.reward, inputs.train_data.data_sources, run_dir.logs, stack)
     cluster, roles = session.start(plan, inputs, stack, course.recoveries)
     roles.audit = audit
-    roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info)
+    roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info, expected(plan))
     for sight in trial.sights() if trial is not None else ():
         (console.warn if sight.advice else console.info)(sight.as_line())
     sinks = Sinks(run_dir, config.trainer, course.composed.resolved, console.warn, console.info)

@@ -40,12 +40,21 @@ Answer = tuple[str | None, dict[str, PhaseMeasure]]
 class RunInstruments:
     """The instruments of all workers of a run."""
 
-    def __init__(self, plan: Plan, worker_groups: Sequence[WorkerGroup], run_folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        worker_groups: Sequence[WorkerGroup],
+        run_folder: Path,
+        say: Callable[[str], None],
+        expected: Metrics,
+    ) -> None:
         self.config = plan.config
         self.worker_groups = worker_groups
         self.num_devices = sum(pool.nnodes * pool.devices_per_node for pool in plan.pools)
         self.run_folder = run_folder
         self.say = say
+        self.expected = expected
+        """What the plan predicts of each step, for its metrics."""
         self._profiled: dict[str, list[int]] = {}
         """The roles and ranks that are profiled in the step that is going on."""
         self._watch_memory()
@@ -73,12 +82,12 @@ class RunInstruments:
             self.say(f"step {step} is profiled into {self.folder}")
 
     def end(self, metrics: Metrics) -> Metrics:
-        """End what `begin` ordered; return memory, MFU and throughput of the step whose metrics are given."""
+        """End what `begin` ordered; return memory, MFU, throughput and what the plan predicted of the step with these metrics."""
         if self._profiled:
             self._order(self._profiled, None)
             self._profiled = {}
             self._watch_memory()
-        return self._throughput(metrics) | self._measured()
+        return self._throughput(metrics) | self._measured() | self.expected
 
     def _watch_memory(self) -> None:
         """Have the chosen ranks keep a history of their GPU's memory from now on, for the call in which it runs out."""

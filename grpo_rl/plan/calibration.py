@@ -11,19 +11,21 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.plan.cost import MEAN_SHARE, SPREAD, Fitted, step_time
 from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.memory import GIB
+from grpo_rl.telemetry.metrics.grades import PREDICTED, measured
+from grpo_rl.types import Metrics
 
 FILE = "calibration.json"
 PHASES = {
-    "gen": "sampling", "reward": "reward", "old_logprobs": "old log-probs", "ref": "reference", "values": "critic's values",
-    "update_actor": "update", "update_critic": "critic's update", "sync_weights": "weight transfer",
+    "sampling": "gen", "reward": "reward", "old log-probs": "old_logprobs", "reference": "ref", "critic's values": "values",
+    "update": "update_actor", "critic's update": "update_critic", "weight transfer": "sync_weights", "step": "step",
 }  # fmt: skip
-"""The phases of a step by their names in the metrics, `timing_s/gen`."""
+"""The metric `timing_s/...` of each phase of a step."""
 
 
 def predict(plan: Plan, runs: Path) -> dict[str, float]:
@@ -36,26 +38,40 @@ def predict(plan: Plan, runs: Path) -> dict[str, float]:
     return {} if time is None else time.phases | {"step": time.total}
 
 
+def expected(plan: Plan) -> Metrics:
+    """Return what the metrics of a step are to be by the plan, each under its name after `plan/`: `plan/timing_s/gen`.
+
+    Memory is that of GPUs, of roles whose tensors torch counts; the resident size of a process has more than its tensors.
+    """
+    seconds = predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
+    found = {f"{PREDICTED}timing_s/{PHASES[name]}": value for name, value in seconds.items() if name in PHASES}
+    for need in plan.memory if plan.machine.device == "cuda" else ():
+        if need.role != "rollout":
+            found[f"{PREDICTED}perf/memory/{'ref' if need.role == 'reference' else need.role}_gib"] = need.num_bytes / GIB
+    return found
+
+
 def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     """Write what a run's steps measured; nothing for runs of other kinds, or of fewer than three steps, whose first is not counted."""
-    measured, data = measure(records), plan.config.data
+    found, data = measured(records), plan.config.data
     here = Fitted(
         {},
         _share(records, "prompt", data.max_prompt_length),
         _share(records, "response", data.max_response_length),
         _spread(records, plan.sizes.rollouts_per_step),
     )
-    nominal = step_time(plan, plan.model, here) if plan.model is not None and measured else None
+    nominal = step_time(plan, plan.model, here) if plan.model is not None and found else None
     if nominal is None or plan.model is None:
         return
-    factors = {name: measured[name] / seconds for name, seconds in nominal.phases.items() if name in measured}
+    names = {name: f"timing_s/{PHASES[name]}" for name in nominal.phases if name in PHASES}
+    factors = {name: found[key] / nominal.phases[name] for name, key in names.items() if key in found}
     fitted = dataclasses.replace(here, factors=factors | {"other": 0.0})
     without = step_time(plan, plan.model, fitted)
     assert without is not None, "the same run"
     # Lengths that were forced say nothing of other runs.
     forced = plan.config.actor_rollout_ref.rollout.ignore_eos
     one = {
-        "factors": factors | {"other": max(0.0, measured["step"] - without.total)},
+        "factors": factors | {"other": max(0.0, found["timing_s/step"] - without.total)},
         "prompt": here.prompt,
         "response": MEAN_SHARE if forced else here.response,
         "spread": SPREAD if forced else here.spread,
@@ -63,38 +79,6 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     temporary = runs / f"{FILE}.{os.getpid()}"
     temporary.write_text(json.dumps(_read(runs) | {_machine(plan): one}, indent=1), encoding="utf-8")
     temporary.replace(runs / FILE)
-
-
-def measure(records: list[dict[str, float]]) -> dict[str, float]:
-    """Return the median seconds of each phase over the steps after the first, the whole without validation and saving as `step`."""
-    steps = [
-        record for record in records if record["step"] > 0 and "timing_s/step" in record and "response_length/mean" in record
-    ][1:]
-    if len(steps) < 2:
-        return {}
-
-    def median(*names: str) -> float:
-        return statistics.median(sum(record.get(f"timing_s/{name}", 0.0) for name in names) for record in steps)
-
-    found = {phase: median(name) for name, phase in PHASES.items()}
-    step = statistics.median(
-        record["timing_s/step"] - record.get("timing_s/testing", 0.0) - record.get("timing_s/save", 0.0) for record in steps
-    )
-    if any("timing_s/rollout_waits_for_trainer" in record for record in steps):
-        found["sampling"] = max(0.0, step - median("rollout_waits_for_trainer"))
-    return {name: seconds for name, seconds in found.items() if seconds > 0} | {"step": step}
-
-
-def grade(predicted: Mapping[str, float], measured: Mapping[str, float]) -> str:
-    """Return the table of predicted against measured seconds; empty where one of both is missing."""
-    names = [name for name in predicted if measured.get(name)]
-    if not names:
-        return ""
-    lines = [f"{'Seconds of a step by the plan':<46}{'predicted':>10}{'measured':>10}{'error':>10}"]
-    for name in names:
-        error = predicted[name] / measured[name] - 1
-        lines.append(f"  {name:<44}{predicted[name]:>10.3f}{measured[name]:>10.3f}{error:>+10.0%}")
-    return "\n".join(lines)
 
 
 def _share(records: list[dict[str, float]], part: str, longest: int) -> float:

@@ -144,7 +144,7 @@ class RewardPlan:
 class RoleMemory:
     """The memory that one role needs on one device (in one process on a CPU), in bytes."""
 
-    role: str
+    role: RoleName
     num_bytes: int
     parts: str
     """The parts of that memory, in words for people."""

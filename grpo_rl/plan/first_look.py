@@ -202,7 +202,7 @@ def of_memory(plan: Plan) -> list[Sight]:
         if not torch.cuda.is_available():
             return []
         free, place = float(torch.cuda.get_device_properties(0).total_memory), "one GPU"
-        needed, what = max((need.num_bytes, need.role) for need in plan.memory)
+        needed, what = max((need.num_bytes, need.role.replace("_", " ")) for need in plan.memory)
         advice = "use more GPUs, or lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu; param_offload and optimizer_offload help"
     else:
         has = machine_memory()

@@ -216,7 +216,7 @@ def host_bytes(plan: Plan) -> int:
     if plan.machine.device != "cpu" or plan.machine.cluster or plan.machine.name:
         return 0
     engine = VLLM_WORKER if plan.engine is not None and plan.engine.name == "vllm" else WORKER
-    tensors = {need.role.replace(" ", "_"): need.num_bytes for need in plan.memory}
+    tensors = {need.role: need.num_bytes for need in plan.memory}
     return BESIDE_WORKERS + sum(
         role.num_workers * (tensors.get(role.name, 0) + (engine if role.name == "rollout" else WORKER)) for role in plan.roles
     )
@@ -257,7 +257,7 @@ def _need(plan: Plan, name: RoleName, size: ModelSize) -> RoleMemory:
         base = frozen_bytes(size, load) // load.ranks
         what, state = f"base weights {gib(base)} + adapters with gradients and AdamW", state - base
     parts = f"{what} {gib(state)}{where} + activations {gib(passing)}"
-    return RoleMemory(name.replace("_", " "), peak(size, load), parts)
+    return RoleMemory(name, peak(size, load), parts)
 
 
 def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:

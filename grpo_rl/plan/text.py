@@ -459,7 +459,7 @@ def _memory(plan: Plan, judged: Fit | None) -> Rows:
     if plan.model is None or judged is not None:
         return
     for need in plan.memory:
-        yield need.role, f"{gib(need.num_bytes)}: {need.parts}"
+        yield need.role.replace("_", " "), f"{gib(need.num_bytes)}: {need.parts}"
     phases = gpu_phases(plan, plan.model)
     if phases:
         shown = [

@@ -14,6 +14,7 @@ import numpy as np
 
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
+from grpo_rl.telemetry.metrics.grades import grades
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import results, shown_keys, validation_name
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
@@ -29,18 +30,18 @@ _WIDTH = 100
 _TEXT_LIMIT = 400
 
 
-def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4, graded: str = "") -> str:
+def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
     """Return the report of a finished run, and write it to `report.txt`; see `report_text`."""
-    text = report_text(run_dir, seconds, num_samples, graded)
+    text = report_text(run_dir, seconds, num_samples)
     run_dir.report_file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return text
 
 
-def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4, graded: str = "") -> str:
+def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
     """Return the report of a run as far as it has come, plain text that is safe to print.
 
     The samples are drawn at random with a fixed seed from the validation prompts, good and bad alike.
-    `seconds` is the duration of the whole run, `graded` the table of what the plan predicted.
+    `seconds` is the duration of the whole run.
     """
     records = read_metrics(run_dir.metrics_file)
     health = ""
@@ -51,7 +52,7 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
         _before_after(records),
         rewards_section(records),
         health,
-        graded,
+        _graded(records),
         _samples(run_dir, num_samples),
         _written(run_dir),
     ]
@@ -96,6 +97,15 @@ def rewards_section(records: Sequence[dict[str, float]]) -> str:
     elif any(f"reward/{kind}" in record for record in training for kind in FAILURES):
         lines.append("  no score failed")
     return "\n".join(lines)
+
+
+def _graded(records: Sequence[dict[str, float]]) -> str:
+    """Return the table of what the plan predicted beside what was measured; empty without a prediction."""
+    rows = [
+        f"  {name:<44}{predicted:>10.3f}{measured:>10.3f}{predicted / measured - 1:>+10.0%}"
+        for name, predicted, measured in grades(records)
+    ]
+    return "\n".join([f"{'A step by the plan':<46}{'predicted':>10}{'measured':>10}{'error':>10}", *rows] if rows else [])
 
 
 def _samples(run_dir: RunDir, num_samples: int) -> str:

@@ -18,6 +18,7 @@ from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.diagnosis.diagnose import ALARM, RULES, diagnose
 from grpo_rl.telemetry.diagnosis.run_record import RunRecord
+from grpo_rl.telemetry.metrics.grades import grades
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.metrics.timeline import read_timeline
 from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys
@@ -73,6 +74,7 @@ def run_data(
         "num_steps": diagnosis.num_steps,
         "metrics": columns(record.records),
         "alarms": alarms(record.records),
+        "graded": grades(record.records),
         "rewards": bands(index, "rollouts"),
         "validation": measured,
         "results": results(record.records, index, measured),

@@ -46,7 +46,7 @@ def instruments(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch)
     sets = [make("rollout", 1), make("actor", 4), make("reference", 4)]
     pools = [SimpleNamespace(nnodes=2, devices_per_node=2)]
     plan: Any = SimpleNamespace(config=config, pools=pools)
-    return RunInstruments(plan, sets, tmp_path, lambda text: None), log
+    return RunInstruments(plan, sets, tmp_path, lambda text: None, {"plan/timing_s/step": 4.0}), log
 
 
 def config_with(tool: str | None, steps: list[int] | None, **profiler: Any) -> Config:
@@ -111,6 +111,7 @@ def test_throughput_is_per_device_and_an_absolute_folder_stays_one(tmp_path: Pat
     config = replace(Config(), global_profiler=replace(Config().global_profiler, save_path=str(tmp_path / "elsewhere")))
     own, _ = instruments(tmp_path / "run", config, monkeypatch)
     figures = own.end({"timing_s/step": 5.0, "perf/total_num_tokens": 1000.0})
+    assert figures["plan/timing_s/step"] == 4.0, "what the plan predicted stands beside what was measured"
     assert figures["perf/throughput"] == 1000 / 5 / 4 and figures["perf/time_per_step"] == 5.0
     assert figures["perf/tflops/actor"] == pytest.approx(4 * 4 / 2 / 4)
     assert figures["perf/memory/actor/update/resident_gib"] == 1.0
@@ -125,4 +126,4 @@ def test_processes_that_do_not_answer_leave_their_figures_out(tmp_path: Path, mo
         raise ClusterError("the process died")
 
     monkeypatch.setattr(run_instruments, "wait_all", gone)
-    assert own.end({"timing_s/step": 5.0}) == {"perf/time_per_step": 5.0}
+    assert own.end({"timing_s/step": 5.0}) == {"perf/time_per_step": 5.0, "plan/timing_s/step": 4.0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,10 @@ from grpo_rl.plan import calibration
 from grpo_rl.plan.cost import SPREAD
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
+from grpo_rl.telemetry.metrics.grades import grades, measured
+from grpo_rl.telemetry.page.run_data import run_data
+from grpo_rl.telemetry.report import report_text
+from grpo_rl.telemetry.rundir import RunDir
 
 HERE = Machine(num_gpus=0, num_cpus=2, device="cpu")
 
@@ -24,8 +29,8 @@ def planned(*words: str, machine: Machine = HERE) -> Plan:
 
 def records(**seconds: float) -> list[dict[str, float]]:
     phases = {f"timing_s/{name}": value for name, value in seconds.items()}
-    first = {"step": 1.0, "response_length/mean": 4.0, "timing_s/gen": 90.0, "timing_s/step": 99.0}
-    return [first, *({"step": step, "response_length/mean": 4.0, **phases} for step in (2.0, 3.0, 4.0))]
+    first = {"step": 1, "response_length/mean": 4.0, "timing_s/gen": 90.0, "timing_s/step": 99.0}
+    return [first, *({"step": step, "response_length/mean": 4.0, **phases} for step in (2, 3, 4))]
 
 
 MEASURED = records(gen=1.5, reward=0.1, ref=0.1, update_actor=0.6, sync_weights=0.1, testing=0.5, step=3.0)
@@ -39,9 +44,25 @@ def test_the_run_that_was_measured_is_predicted_as_it_was(tmp_path: Path) -> Non
     # The first step is not counted, validation is none of the step's own, and 0.1 s lie beside the phases.
     phases = {"sampling": 1.5, "reward": 0.1, "reference": 0.1, "update": 0.6, "weight transfer": 0.1}
     assert predicted == pytest.approx(phases | {"other": 0.1, "step": 2.5})
-    table = calibration.grade(predicted | {"sampling": 1.8}, calibration.measure(MEASURED))
-    assert "+20%" in table and len(table.splitlines()) == 7
-    assert calibration.grade({}, calibration.measure(MEASURED)) == "" and calibration.measure(MEASURED[:2]) == {}
+    assert measured(MEASURED[:2]) == {}, "fewer than three steps"
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
+    plan = planned(f"trainer.default_local_dir={tmp_path}")
+    calibration.learn(plan, tmp_path, MEASURED)
+    expected = calibration.expected(plan)
+    assert expected["plan/timing_s/gen"] == pytest.approx(1.5) and expected["plan/timing_s/step"] == pytest.approx(2.5)
+    on_a_gpu = calibration.expected(planned(machine=Machine(num_gpus=1, num_cpus=2, device="cuda", gpu_memory=80 * 2**30)))
+    assert set(on_a_gpu) == {"plan/perf/memory/actor_gib", "plan/perf/memory/ref_gib"}
+    foretold = {"plan/timing_s/gen": 1.8, "plan/timing_s/values": 1.0, "plan/perf/memory/actor_gib": 3.0}
+    took = {"perf/memory/actor/update/allocated_gib": 2.0, "perf/memory/actor/update/reserved_gib": 9.0}
+    took |= {"perf/memory/actor/logprobs/allocated_gib": 1.0}
+    found = grades([one | foretold | took for one in MEASURED])
+    assert found == [("timing_s/gen", 1.8, 1.5), ("perf/memory/actor_gib", 3.0, 2.0)]
+    run_dir = RunDir.create(str(tmp_path), "graded")
+    run_dir.metrics_file.write_text("".join(f"{json.dumps(one | foretold | took)}\n" for one in MEASURED))
+    assert re.search(r"timing_s/gen +1.800 +1.500 +\+20%\n", report_text(run_dir))
+    assert run_data(run_dir.path, tmp_path).data["graded"] == [list(row) for row in found]
 
 
 def test_a_larger_batch_takes_longer_and_another_machine_is_not_known(tmp_path: Path) -> None:

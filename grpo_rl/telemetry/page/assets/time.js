@@ -5,7 +5,7 @@ const OTHER_HUES = { old_logprobs: '#0f766e', testing: '#94a3b8', values: '#c084
 
 function time(host) {
   const one = run();
-  put(host, [phaseCard(one), busyCard(one), memoryCard(one)]);
+  put(host, [phaseCard(one), gradeCard(one), busyCard(one), memoryCard(one)]);
   if (!host.children.length) host.append(card('', el('p', {}, 'This run has measured no times.')));
 }
 
@@ -44,6 +44,12 @@ function phaseCard(one) {
     el('p', { className: 'muted' }, `Seconds per step, the mean of ${recent.length === 1 ? 'one step' : `the last ${recent.length} steps`} without the first; a step takes ${duration(whole)}. Phases that run at the same time add up to more than a step.`),
   );
   return box;
+}
+
+function gradeCard(one) {
+  if (!one.graded.length) return null;
+  const rows = one.graded.map(([name, predicted, measured]) => [name, number(predicted, 3), number(measured, 3), `${signed(100 * (predicted / measured - 1), 2)} %`]);
+  return card('A step by the plan', el('div', { className: 'scroll' }, el('table', {}, el('tr', {}, ['', 'predicted', 'measured', 'error'].map((name) => el('th', {}, name))), rows.map((row) => el('tr', {}, row.map((text) => el('td', {}, text)))))));
 }
 
 function busyCard(one) {
