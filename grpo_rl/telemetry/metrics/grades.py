@@ -6,13 +6,13 @@ Each record of the metrics has a prediction under the name of what it predicts, 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 PREDICTED = "plan/"
 _MEMORY = "perf/memory/"
 
 
-def measured(records: Sequence[dict[str, float]]) -> dict[str, float]:
+def measured(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the median seconds of each phase over the steps after the first, and of the step without validation and saving.
 
     `perf/memory/actor_gib` and so on are the most that torch gave out to a rank of this role in any phase. Empty for fewer than three
@@ -36,7 +36,7 @@ def measured(records: Sequence[dict[str, float]]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value > 0}
 
 
-def grades(records: Sequence[dict[str, float]]) -> list[tuple[str, float, float]]:
+def grades(records: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
     """Return name, prediction and measurement of whatever has both."""
     found = measured(records)
     names = [name.removeprefix(PREDICTED) for name in (records[-1] if found else ()) if name.startswith(PREDICTED)]
