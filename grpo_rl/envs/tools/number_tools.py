@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_rl.config.schema.kinds import Fraction as Share
 from grpo_rl.envs.contract import SimpleTool, Start, ToolResult, text_tool
-from grpo_rl.rewards.rules.expressions import NotAnExpression, value_of
+from grpo_rl.rewards.math.math_values import NoExpression, typed_value
 from grpo_rl.rewards.rules.number_rules import gsm8k_flexible
 
 LARGEST = 10**30
@@ -31,20 +31,22 @@ class Calculator(SimpleTool):
             return ToolResult("expression must be a string such as (12 + 7) * 3", failed=True)
         try:
             return ToolResult(calculated(expression))
-        except NotAnExpression as error:
-            return ToolResult(f"not an expression: {error}", failed=True)
+        except NoExpression:
+            return ToolResult(f"not an expression: {READ}", failed=True)
+
+
+READ = "numbers, + - * / ** and brackets are read, without a division by zero, and with a real value of at most 30 digits"
 
 
 def calculated(expression: str) -> str:
-    """Return the value of an expression as text. Raises NotAnExpression for other text, and for results of more than 30 digits."""
-    try:
-        value = Fraction(value_of(expression))
-    except (OverflowError, ValueError, ZeroDivisionError) as error:
-        raise NotAnExpression(str(error)) from error
-    except TypeError:  # a root of a negative number is complex
-        raise NotAnExpression("its value is no real number") from None
+    """Return the value of an expression as text. Raises NoExpression for other text, and for results of more than 30 digits."""
+    value, _ = typed_value(expression)
+    if isinstance(value, complex):
+        if value.imag:
+            raise NoExpression
+        value = Fraction(value.real)
     if abs(value) > LARGEST:
-        raise NotAnExpression("its value has more than 30 digits")
+        raise NoExpression
     return str(value.numerator) if value.denominator == 1 else f"{float(value):.{DIGITS}g}"
 
 

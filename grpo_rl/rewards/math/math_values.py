@@ -7,6 +7,7 @@ they agree at several points (for polynomials and fractions exactly). Nothing he
 from __future__ import annotations
 
 import cmath
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from fractions import Fraction
 
 MAX_DEPTH = 40
 MAX_TOKENS = 500
+MAX_TYPED = 1_000
+"""Characters of an expression that is typed."""
 MAX_BITS = 8_000
 """Bits of a numerator or denominator: about 2,400 digits."""
 MAX_DIGITS = 1_000
@@ -48,7 +51,7 @@ POINTS = 3
 
 
 class NoExpression(Exception):
-    """An error: the tokens are no expression that has a value here."""
+    """An error: the tokens, or the text, are no expression that has a value here."""
 
 
 class TwoNumbers(NoExpression):
@@ -254,6 +257,25 @@ def values(tokens: tuple[str, ...]) -> tuple[Number, ...]:
     if not any(piece.isalpha() or piece in GREEK for token in tokens for piece in _letters(token)):
         return (first,)
     return (first, *(Expression(tokens, point).value() for point in range(1, POINTS)))
+
+
+TYPED = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,2})?|\*\*|[-+*/()]")
+SIGNS = frozenset(("+", "-", "*", "/", "**"))
+
+
+def typed_value(text: str) -> tuple[Number, list[str]]:
+    """The value of an expression as it is typed, numbers with + - * / ** and brackets, and its numbers, in their order.
+
+    Nothing is run, and no product is implied. Raises NoExpression for other text, divisions by zero, too large numbers, and a
+    power of a power without brackets.
+    """
+    tokens = TYPED.findall(text)
+    sides = itertools.pairwise(tokens)
+    operands_meet = any(left not in SIGNS | {"("} and right not in SIGNS | {")"} for left, right in sides)
+    if len(text) > MAX_TYPED or operands_meet or "".join(tokens) != "".join(text.split()):
+        raise NoExpression
+    value = Expression(tuple("^" if token == "**" else token for token in tokens)).value()
+    return value, [token for token in tokens if token not in SIGNS | {"(", ")"}]
 
 
 def close(first: Number, second: Number, tolerance: float = 1e-9) -> bool:

@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Factor
+from grpo_rl.rewards.math.math_values import NoExpression, typed_value
 from grpo_rl.rewards.rules.answers import last_pair
-from grpo_rl.rewards.rules.expressions import NotAnExpression, arithmetic_value
 
 MAX_EXACT_DIGITS = 15
 """Integers of so many digits are exact as floats, which the parts of a reward are."""
@@ -152,9 +152,10 @@ def countdown(
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "answered": 0.0}
     try:
-        value, used = arithmetic_value(answer)
-        right = sorted(used) == sorted(numbers) and abs(value - target) < NEAR
-    except NotAnExpression:
+        value, used = typed_value(answer)
+        are_whole = "**" not in answer and all(map(str.isdigit, used))
+        right = are_whole and sorted(map(int, used)) == sorted(numbers) and abs(value - target) < NEAR
+    except NoExpression:
         right = False
     return {"score": score if right else format_score, "acc": float(right), "answered": 1.0}
 

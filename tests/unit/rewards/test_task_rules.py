@@ -1,10 +1,12 @@
 """Countdown, multiple choice, exact match and repetition."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from grpo_rl.rewards.math.math_values import NoExpression, typed_value
 from grpo_rl.rewards.rules.number_rules import countdown
 from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice, repetition
 
@@ -44,6 +46,44 @@ def test_countdown_wants_each_number_as_often_as_it_is_given():
     assert countdown("countdown", "<answer>2*2+3</answer>", task)["acc"] == 1
     assert countdown("countdown", "<answer>3+2*2+3-3</answer>", task)["acc"] == 0
     assert countdown("countdown", "<answer>2+2+3</answer>", {"numbers": [2, 3], "target": 7})["acc"] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "numbers"),
+    [
+        (" 8/(3-8/3)\n", 24, ["8", "3", "8", "3"]),
+        ("-(2-5)*\n+1", 3, ["2", "5", "1"]),
+        ("12/4/3 - 1/3", Fraction(2, 3), ["12", "4", "3", "1", "3"]),
+        ("2**10 - 3**-1*.5", 1024 - Fraction(1, 6), ["2", "10", "3", "1", ".5"]),
+        ("-2**2 + 4**(1/2)", -2, ["2", "2", "4", "1", "2"]),
+        ("1.5e2*2", 300, ["1.5e2", "2"]),
+    ],
+)
+def test_a_typed_expression_is_worked_out_exactly(text, value, numbers):
+    assert typed_value(text) == (value, numbers)
+
+
+NO_EXPRESSIONS = (
+    """
+1 +|1/0|7//2|y|1 2|2(3)|(1)(2)|(1)2|2 * * 3|1.real|abs(1)|__import__('os').system('true')|().__class__|[1]|1 = 1|1<2|0x10|2@2|1_0|9**9**9
+3**9999|(9**99)**99|(9e99)**64|1e10000|1e-10000|1e1_0|2e|1\x00|\uff11+\uff11|1 if 1 else 2
+""".strip()
+    .replace("\n", "|")
+    .split("|")
+)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "9" * 1001, "(" * 41 + "1" + ")" * 41, "-" * 900 + "1", "1+" * 600 + "1", *NO_EXPRESSIONS]
+)
+def test_an_expression_cannot_reach_anything_else_nor_grow_without_bound(text):
+    with pytest.raises(NoExpression):
+        typed_value(text)
+
+
+@pytest.mark.parametrize("answer", ["1**4+3", "4.0", "3e0+1", "1+3.0", "1(3)+0*4"])
+def test_countdown_reads_whole_numbers_and_four_operations_only(answer):
+    assert countdown("countdown", f"<answer>{answer}</answer>", {"numbers": [1, 3], "target": 4})["acc"] == 0
 
 
 def test_countdown_has_options_for_what_it_pays_and_where_it_looks():
