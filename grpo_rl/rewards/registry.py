@@ -26,7 +26,6 @@ from grpo_rl.rewards.rules.number_rules import (
 from grpo_rl.rewards.rules.text_rules import (
     exact_match,
     multiple_choice,
-    repetition,
     think_answer,
 )
 
@@ -93,7 +92,7 @@ REWARDS: Registry[RewardFn] = Registry("reward function")
 REWARDS.register("format")(think_answer)
 for _function in (
     *(auto, arithmetic, arithmetic_process, written_sum, countdown, gsm8k, gsm8k_flexible, math),
-    *(multiple_choice, exact_match, repetition, code),
+    *(multiple_choice, exact_match, code),
 ):
     REWARDS.register(_function.__name__)(_function)
 

@@ -265,8 +265,8 @@ FAULTS: list[Fault] = [
     _F(
         "each number once",
         "rewards/rules/number_rules.py",
-        "sorted(used) == sorted(numbers)",
-        "set(used) == set(numbers)",
+        "sorted(map(int, used)) == sorted(numbers)",
+        "set(map(int, used)) == set(numbers)",
         "unit/rewards",
     ),
     _F(

@@ -154,7 +154,8 @@ def countdown(
     try:
         value, used = typed_value(answer)
         are_whole = "**" not in answer and all(map(str.isdigit, used))
-        right = are_whole and sorted(map(int, used)) == sorted(numbers) and abs(value - target) < NEAR
+        each_once = are_whole and sorted(map(int, used)) == sorted(numbers)
+        right = each_once and isinstance(value, Fraction) and abs(value - target) < NEAR
     except NoExpression:
         right = False
     return {"score": score if right else format_score, "acc": float(right), "answered": 1.0}

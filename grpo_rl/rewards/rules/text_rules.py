@@ -1,4 +1,4 @@
-"""Rules for answers that are a short text or the letter of a choice, and for a response's form: thought and answer, repetition."""
+"""Rules for answers that are a short text or the letter of a choice, and for a response's form, thought and answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import string
 import unicodedata
 from typing import Any
 
-from grpo_rl.config.schema.kinds import Count, Factor
 from grpo_rl.rewards.rules.answers import CLOSE_ANSWER, CLOSE_THINK, OPEN_ANSWER, OPEN_THINK, after_thought, final_answer
 
 MAX_ANSWER = 10_000
@@ -126,37 +125,3 @@ def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
 
 def _says_something(text: str) -> bool:
     return any(character.isalnum() or unicodedata.category(character) == "Sm" for character in text)
-
-
-MAX_WORDS = 100_000
-"""The last words of a response that are looked at, or characters where they are counted."""
-UNITS = ("characters", "words")
-
-
-def repetition(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any] | None = None,
-    ngram: Count = 3,
-    max_penalty: Factor = -1.0,
-    unit: str = "words",
-) -> dict[str, float]:
-    """`max_penalty` times the share of n-grams that repeat an earlier one: `1 - different n-grams / all n-grams`.
-
-    0 for a response with fewer words than `ngram`. `unit` is `words` between white space, or `characters`, for languages
-    without. Only the last 100,000 are looked at. The penalty of arXiv 2502.03373, in the smooth form of
-    Hugging Face's open-r1. `repeated` is the share. Raises ValueError for an `ngram` below 1 and a positive `max_penalty`.
-    """
-    if ngram < 1 or max_penalty > 0 or unit not in UNITS:
-        raise ValueError(
-            f"ngram={ngram}, max_penalty={max_penalty}, unit={unit!r}: ngram is at least 1, max_penalty at most 0, "
-            f"and unit one of {', '.join(UNITS)}"
-        )
-    words = solution_str.split()[-MAX_WORDS:] if unit == "words" else solution_str[-MAX_WORDS:]
-    total = len(words) - ngram + 1
-    if total < 1:
-        return {"score": 0.0, "repeated": 0.0}
-    different = len(set(zip(*(words[start:] for start in range(ngram)), strict=False)))
-    repeated = 1 - different / total
-    return {"score": max_penalty * repeated if repeated else 0.0, "repeated": repeated}

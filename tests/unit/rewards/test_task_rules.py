@@ -1,4 +1,4 @@
-"""Countdown, multiple choice, exact match and repetition."""
+"""Countdown, multiple choice and exact match."""
 
 from fractions import Fraction
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from grpo_rl.rewards.math.math_values import NoExpression, typed_value
 from grpo_rl.rewards.rules.number_rules import countdown
-from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice, repetition
+from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice
 
 COUNTDOWN = Path(__file__).resolve().parents[3] / ".." / "shared" / "data" / "countdown" / "test.parquet"
 TASK = {"numbers": [44, 19, 35], "target": 98}
@@ -159,17 +159,3 @@ def test_a_choice_votes_by_its_place():
 )
 def test_an_exact_match_is_one_after_the_chosen_normalisation(response, gold, options, expected):
     assert exact_match("nq", response, gold, **options)["score"] == expected
-
-
-# ---- form -----------------------------------------------------------------------------------------------
-
-
-def test_repetition_costs_the_share_of_ngrams_that_are_not_new():
-    # aba, bab, aba, bab: two of four are new.
-    assert repetition("any", "a b a b a b", None)["score"] == -0.5
-    assert repetition("any", "a b c d e", None)["score"] == 0
-    assert repetition("any", "a b", None)["score"] == 0
-    # 天天, 天天, 天地: two of three are new.
-    assert repetition("any", "天天天地", None, ngram=2, unit="characters", max_penalty=-3)["score"] == pytest.approx(-1)
-    with pytest.raises(ValueError, match="max_penalty"):
-        repetition("any", "", None, max_penalty=1)
