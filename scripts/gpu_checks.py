@@ -489,7 +489,7 @@ def check_ipc(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     if device != "cuda":
         yield Row(name, "not possible", "needs a GPU")
         return
-    from grpo_rl.rollout.engines import make_sender
+    from grpo_rl.rollout.senders import make_sender
     from grpo_rl.rollout.weights import merge_ranks
 
     context = multiprocessing.get_context("spawn")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, did_you_mean
 from grpo_rl.registry import fits, load_function, out_of_bounds
 
 _GAMES, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.tools"
@@ -56,10 +55,10 @@ def class_of(name: str, table: Mapping[str, str], kind: str) -> Any:
         module, _, last = name.rpartition(".")
         place = f"{module}:{last}"
     if place is None:
-        near = difflib.get_close_matches(name, table, n=2, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        known = ", ".join(sorted(table)) or "none"
-        raise ConfigError(f"unknown {kind} {name!r}.{hint} Known: {known}; or your own as path/to/file.py:Class")
+        known = ", ".join(sorted(table))
+        raise ConfigError(
+            f"unknown {kind} {name!r}.{did_you_mean(name, table)} Known: {known}; or your own as path/to/file.py:Class"
+        )
     return load_function(place, kind)
 
 
@@ -106,34 +105,24 @@ def schema_of(named: Named, tool: Any) -> dict[str, Any]:
 
 # A tool file has `tools:`, a list of class_name, config, tool_schema; an interaction file has `interaction:`, a list of name,
 # class_name, config (verl's documentation, "Multi-turn Rollout Support" and "Interaction System"). Class paths are registered names,
-# or classes of the user's; classes of verl's own are answered with what does their work here. The options that verl's files give
-# to such a class are taken, so that the class path is all that has to change.
+# or classes of the user's; classes of verl's own are answered with what does their work here, and its options.
 
-_SANDBOX = "python, which runs code in a sandbox of this program, one interpreter per episode; its config may stay as it is"
+_SANDBOX = (
+    "python, which runs code in a sandbox of this program, one interpreter per episode: config: {time_s: 5, memory_mb: 512}"
+)
 _OF_A_SERVER = "a tool of your own (path/to/file.py:Class, docs/agents.md) that asks the server, with the package mcp"
 CLASSES: dict[str, str] = {
     "Gsm8kTool": "check_answer; its config and schema may stay as they are",
     "SandboxFusionTool": _SANDBOX,
     "CustomSandboxFusionTool": _SANDBOX,
     "SandboxTool": _SANDBOX,
-    "SearchTool": "search, which ranks the texts of a local folder: config: {folder: FOLDER, topk: 3}; there is no retrieval service",
+    "SearchTool": "search, which ranks the texts of a local folder: config: {folder: FOLDER, top_k: 3}; there is no retrieval service",
     "MCPBaseTool": _OF_A_SERVER,
     "MCPSearchTool": _OF_A_SERVER,
     "Gsm8kInteraction": "gsm8k; its config may stay as it is",
 }
 """The class names to write in place of verl's classes, by the last part of their paths."""
 _OWN_OF_VERL = ("verl.", "recipe.")
-RENAMED: dict[str, dict[str, str]] = {
-    "python": {"default_timeout": "time_s", "memory_limit_mb": "memory_mb"},
-    "search": {"topk": "top_k"},
-}
-"""Options of verl's tools that have another name here, by the tool that stands in their place."""
-WITHOUT_MEANING: dict[str, tuple[str, ...]] = {
-    # Limits and the place of a remote service. The calls of a run are limited by max_parallel_calls and by its processes.
-    "python": ("sandbox_fusion_url", "num_workers", "enable_global_rate_limit", "rate_limit", "default_language"),
-    "search": ("num_workers", "rate_limit", "timeout"),
-}
-"""Options of verl's tools that say how a service is reached, and of which nothing is left where there is no service."""
 
 
 def tools_of(path: str | None, given: Mapping[str, Any]) -> list[Named]:
@@ -194,9 +183,5 @@ def _named(entry: Mapping[str, Any], where: str, kind: str, problems: list[str])
         problems.append(f"{where}.tool_schema is {schema!r:.60}; expected type and function, or null")
         schema = None
     # `type: native` says in verl that the tool is a class of its own, as every one is here.
-    dropped = ("type", *WITHOUT_MEANING.get(name, ()))
-    renamed = RENAMED.get(name, {})
-    if (language := (given or {}).get("default_language", "python")) != "python" and name == "python":
-        problems.append(f"{where}.config.default_language={language!r}: the tool python runs python only")
-    options = {renamed.get(str(key), str(key)): value for key, value in (given or {}).items() if key not in dropped}
+    options = {str(key): value for key, value in (given or {}).items() if key != "type"}
     return Named(name, options, None if schema is None else dict(schema))

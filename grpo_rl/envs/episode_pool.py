@@ -7,10 +7,12 @@ environment, all others go on; engines and environments never wait for each othe
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,19 +73,18 @@ class EpisodePool:
         self.turns, self.environments, self.deltas, self.rules = turns, environments, deltas, rules
         self._playing: dict[str, Playing] = {}
         """The episodes that have not ended, by id."""
-        self._rows: dict[str, Prompt] = {}
-        """The row's prompt of every episode that is wanted."""
         self._of_name: dict[str, Playing] = {}
         """The episodes by the name of their attempt, as environments call them."""
         self._of_turn: dict[str, Playing] = {}
         """The episodes whose turn is being sampled, by the turn's id in the pool below."""
         self._ended: dict[str, Rollout] = {}
-        self._due: list[tuple[Prompt, Sampling, Playing]] = []
-        """Turns to ask for."""
+        """Those that have ended and were not handed over yet."""
+        self._due: dict[str, tuple[Prompt, Sampling]] = {}
+        """Turns to ask for, by the episode's id."""
         self._shown: dict[tuple[str, str], Prompt] = {}
         """Prompts with what environments add to them, so that equal ones are one object."""
-        self._of_tools: dict[str, ChatDeltas] = {}
-        """The renderers of conversations whose environments show tools of their own, by these."""
+        self._deltas_with = lru_cache(MOST_TOOL_LISTS)(lambda tools: self.deltas.with_tools(json.loads(tools)))
+        """The renderers of conversations whose environments show tools of their own, by these; most episodes show the same."""
         self._last_news = time.monotonic()
         self._wave = 0
         """The number of calls of `forget` for episodes on their way."""
@@ -112,13 +113,12 @@ class EpisodePool:
         """
         asked = [(prompt, sample) for prompt in prompts for sample in [*range(n), *([GREEDY] if greedy else [])]]
         ids = [rollout_id(prompt, sample) for prompt, sample in asked]
-        if taken := [one for one in ids if one in self._rows]:
+        if taken := [one for one in ids if one in self._playing or one in self._ended]:
             raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5])}")
         if len(set(ids)) < len(ids):
             raise ValueError("rollouts are being sampled already: a prompt comes twice")
         self._last_news = time.monotonic()
         for name, (prompt, sample) in zip(ids, asked, strict=True):
-            self._rows[name] = prompt
             seed = sample_seed(sampling.seed, prompt.uid, sample) or 0
             self._begin(Playing(name, prompt, sample, sampling_of(sampling, prompt.uid, sample), seed, wave=self._wave))
         return ids
@@ -130,31 +130,24 @@ class EpisodePool:
             found = [one for one in self._ended if only is None or one in only]
             for one in found:
                 if one in self._ended:  # the caller may forget some between two of them
-                    del self._rows[one]
                     yield self._ended.pop(one)
             if found:
                 continue
-            missing = self._rows if only is None else [one for one in only if one in self._rows]
+            is_missing = bool(self._playing) if only is None else any(one in self._playing for one in only)
             left_s = QUIET_S if deadline is None else min(QUIET_S, deadline - time.monotonic())
-            if not missing or left_s < 0:
+            if not is_missing or left_s < 0:
                 return
             self._go_on(left_s)
 
     def forget(self, ids: Collection[str]) -> None:
         """Hand these episodes over no more; their turns and environments end."""
-        turns: list[str] = []
-        self._wave += any(one in self._playing for one in ids)
+        forgotten = [self._playing.pop(one) for one in ids if one in self._playing]
+        self._wave += bool(forgotten)
+        self._withdraw(*forgotten)
+        for playing in forgotten:
+            self._end_environment(playing)
         for one in ids:
-            self._rows.pop(one, None)
             self._ended.pop(one, None)
-            playing = self._playing.pop(one, None)
-            if playing is not None:
-                turns += [turn for turn, owner in self._of_turn.items() if owner is playing]
-                self._end_environment(playing)
-        self._due = [due for due in self._due if due[2].id in self._playing]
-        for turn in turns:
-            del self._of_turn[turn]
-        self.turns.forget(turns)
 
     def generate(
         self,
@@ -168,7 +161,7 @@ class EpisodePool:
         """Return the episodes of `submit`, in its order; each is given to `on_finish` as it ends."""
         ids = self.submit(prompts, n, sampling, greedy=greedy)
         rollouts = all_of(self, ids, on_finish)
-        if not self._rows:
+        if not self._playing and not self._ended:
             self.turns.rest()
         return rollouts
 
@@ -219,10 +212,12 @@ class EpisodePool:
         return number
 
     def _ask_due(self) -> None:
-        due, self._due = self._due, []
+        due, self._due = self._due, {}
         if due:
-            ids = self.turns.ask([(prompt, sampling, playing.name) for prompt, sampling, playing in due])
-            self._of_turn.update(zip(ids, (playing for _, _, playing in due), strict=True))
+            episodes = [self._playing[one] for one in due]
+            ids = self.turns.ask([(*due[one.id], one.name) for one in episodes])
+            for turn, playing in zip(ids, episodes, strict=True):
+                playing.asked, self._of_turn[turn] = turn, playing
 
     def _past_deadlines(self) -> None:
         """End the episodes whose time is over."""
@@ -237,7 +232,7 @@ class EpisodePool:
     # ---- an episode's course ---------------------------------------------------------------------------------------
 
     def _begin(self, playing: Playing) -> None:
-        row = playing.prompt
+        row = playing.row
         self._playing[playing.id] = playing
         self._of_name[playing.name] = playing
         messages: Sequence[Mapping[str, Any]] = row.messages or ({"role": "user", "content": row.text},)
@@ -281,7 +276,7 @@ class EpisodePool:
                     self._fail(playing, "environment_error", "the environment was done before the first turn")
                     return
                 if answer["tools"]:
-                    playing.deltas = self._deltas_with(answer["tools"])
+                    playing.deltas = self._deltas_with(json.dumps(answer["tools"]))
                 self._shown_first(playing, messages, replaces=bool(answer["replaces_prompt"]))
             elif self._goes_on(playing, messages, answer):
                 delta = (playing.deltas or self.deltas).between(
@@ -298,15 +293,6 @@ class EpisodePool:
             return
         playing.comes_to(answer["state"], messages)
         self._next_turn(playing)
-
-    def _deltas_with(self, tools: list[Any]) -> ChatDeltas:
-        """Return what renders conversations that show these tools; most episodes show the same. Raises ConfigError."""
-        key = repr(tools)
-        if key not in self._of_tools:
-            if len(self._of_tools) >= MOST_TOOL_LISTS:
-                del self._of_tools[next(iter(self._of_tools))]
-            self._of_tools[key] = self.deltas.with_tools(tools)
-        return self._of_tools[key]
 
     def _goes_on(self, playing: Playing, messages: list[Any], answer: Mapping[str, Any]) -> bool:
         """Note a turn's reward; return whether another turn follows. Where none does, the episode is finished."""
@@ -330,7 +316,7 @@ class EpisodePool:
         """Render the prompt anew where the environment adds messages to it, or `replaces` it by them."""
         if not messages:
             return
-        row = playing.prompt
+        row = playing.row
         deltas = playing.deltas or self.deltas
         key = (row.uid, deltas.shown_tools + repr(messages))
         if key not in self._shown:
@@ -344,7 +330,7 @@ class EpisodePool:
                 shown = deltas.prompt(kept, messages)
                 text, ids = shown.text, shown.token_ids.tolist()
             self._shown[key] = dataclasses.replace(row, token_ids=np.asarray(ids, dtype=np.int32), text=text, messages=whole)
-            if len(self._shown) > 4 * len(self._rows) + 16:
+            if len(self._shown) > 4 * len(self._playing) + 16:
                 del self._shown[next(iter(self._shown))]
         playing.prompt = self._shown[key]
 
@@ -362,22 +348,23 @@ class EpisodePool:
             playing.began = time.monotonic()
         sampling = turn_sampling(playing.sampling, len(playing.turns), room)
         prompt = Prompt(playing.turn_id, playing.context(), "", playing.prompt.data_source)
-        self._due.append((prompt, sampling, playing))
+        self._due[playing.id] = prompt, sampling
 
     def _turned(self, turn: Rollout) -> None:
         """Take in a turn that was sampled, and give it to the environment."""
         playing = self._of_turn.pop(rollout_id(turn.prompt, turn.sample_index), None)
-        if playing is None or self._playing.get(playing.id) is not playing:
+        if playing is None:
             return
-        playing.add_turn(turn)
-        ids = playing.pieces[-1]
-        playing.said(self.deltas.turn_text(ids, special=False))
+        playing.asked = None
+        ids = np.asarray(turn.response_ids)
+        text = self.deltas.turn_text(ids, special=False)
+        playing.add_turn(turn, text)
         limit = self.rules.max_turns
         self.environments.step(
             playing.name,
             {
                 "index": len(playing.turns) - 1,
-                "text": playing.texts[-1],
+                "text": text,
                 "raw_text": self.deltas.turn_text(ids, special=True),
                 "finish_reason": turn.finish_reason,
                 "token_ids": ids.tolist(),
@@ -393,25 +380,24 @@ class EpisodePool:
             self._fail(playing, "environment_error", f"{cause} ({playing.attempt + 1} attempts)")
             return
         del self._of_name[playing.name]
-        self._begin(playing.again(self._rows[playing.id]))
+        self._begin(playing.again())
 
-    def _withdraw(self, playing: Playing) -> None:
-        """Take back the turn that an episode has asked for."""
-        self._due = [due for due in self._due if due[2] is not playing]
-        asked = [turn for turn, owner in self._of_turn.items() if owner is playing]
-        for turn in asked:
-            del self._of_turn[turn]
-        if asked:
+    def _withdraw(self, *episodes: Playing) -> None:
+        """Take back the turns that episodes have asked for."""
+        for playing in episodes:
+            self._due.pop(playing.id, None)
+        if asked := [playing.asked for playing in episodes if playing.asked is not None]:
+            for turn in asked:
+                del self._of_turn[turn]
             self.turns.forget(asked)
 
     def _fail(self, playing: Playing, kind: str, cause: str) -> None:
         self._finish(playing, "failed", (kind, cause))
 
     def _finish(self, playing: Playing, ended: Ending, failure: tuple[str, str] | None = None) -> None:
-        row = self._rows[playing.id]
         self._end_environment(playing)
-        self._playing.pop(playing.id, None)
-        self._ended[playing.id] = playing.rollout(ended, row, failure)
+        del self._playing[playing.id]
+        self._ended[playing.id] = playing.rollout(ended, failure)
 
     def _end_environment(self, playing: Playing) -> None:
         if self._of_name.pop(playing.name, None) is not None:

@@ -21,8 +21,8 @@ class Playing:
     """An episode that was asked for and has not ended."""
 
     id: str
-    prompt: Prompt
-    """The row's prompt; with what the environment adds to it, once it has answered `reset`."""
+    row: Prompt
+    """The row's own prompt."""
     sample: int
     sampling: Sampling
     """The way in which its first turn is sampled; `max_tokens` is the room for all turns and what comes between."""
@@ -31,6 +31,10 @@ class Playing:
     attempt: int = 0
     wave: int = 0
     """The number of times that episodes were forgotten before this one was asked for: engines may still answer requests of those."""
+    prompt: Prompt = field(init=False)
+    """The row's prompt with what the environment adds to it, once it has answered `reset`."""
+    asked: str | None = None
+    """The id of the turn that is being sampled, in the pool of turns."""
     began: float | None = None
     """The moment, by time.monotonic, at which the first turn was asked for."""
     pieces: list[np.ndarray] = field(default_factory=list)
@@ -41,7 +45,6 @@ class Playing:
     length: int = 0
     versions: Versions = ()
     turns: list[PlayedTurn] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
@@ -53,6 +56,9 @@ class Playing:
     state: int = 0
     """The number of the state that the next turn is taken in."""
 
+    def __post_init__(self) -> None:
+        self.prompt = self.row
+
     @property
     def name(self) -> str:
         """The name of this attempt, for the environment processes."""
@@ -63,9 +69,9 @@ class Playing:
         """The uid of the prompt with which the next turn is asked for."""
         return f"{self.name}/turn-{len(self.turns)}"
 
-    def again(self, row_prompt: Prompt) -> Playing:
+    def again(self) -> Playing:
         """Return a new attempt at the same episode, with the same seed."""
-        retried = Playing(self.id, row_prompt, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
+        retried = Playing(self.id, self.row, self.sample, self.sampling, self.seed, self.attempt + 1, self.wave)
         retried.counts["retries"] = self.attempt + 1
         return retried
 
@@ -77,8 +83,8 @@ class Playing:
         """Return all tokens so far, the prompt's first: what the next turn is sampled behind."""
         return np.concatenate([self.prompt.token_ids, *self.pieces]).astype(np.int32, copy=False)
 
-    def add_turn(self, turn: Rollout) -> None:
-        """Take in a turn as the engine sampled it: its tokens, with the log-probs and versions of their own sampling."""
+    def add_turn(self, turn: Rollout, text: str) -> None:
+        """Take in a turn as the engine sampled it: its tokens, with the log-probs and versions of their own sampling; and its text."""
         ids = np.array(turn.response_ids, dtype=np.int32)
         before = len(self.prompt.token_ids) + self.length
         self.turns.append(PlayedTurn(self.length, len(ids), None, turn.cached_tokens, before, self.state))
@@ -93,6 +99,7 @@ class Playing:
             self.versions = extended(self.versions, version, number)
         self.length += len(ids)
         self.finish_reason = turn.finish_reason
+        self.messages.append({"role": "assistant", "content": text})
 
     def add_context(self, token_ids: np.ndarray) -> None:
         """Append tokens that were not sampled: they have no log-prob, and nothing trains them."""
@@ -114,12 +121,7 @@ class Playing:
         if reward is not None:
             self.turns[-1] = replace(self.turns[-1], reward=reward)
 
-    def said(self, text: str) -> None:
-        """Note the last turn's text in the conversation."""
-        self.texts.append(text)
-        self.messages.append({"role": "assistant", "content": text})
-
-    def rollout(self, ended: Ending, row_prompt: Prompt, failure: tuple[str, str] | None = None) -> Rollout:
+    def rollout(self, ended: Ending, failure: tuple[str, str] | None = None) -> Rollout:
         """Return the whole episode as a rollout; `failure` is the kind and the cause where its environment failed.
 
         What stands behind the last turn is left out: nothing follows from it. The tokens are a block of their own.
@@ -129,7 +131,7 @@ class Playing:
             self.logprobs.pop()
             if self.supports:
                 self.supports.pop()
-        text = encode_text("\n\n".join(self.texts))
+        text = encode_text("\n\n".join(one["content"] for one in self.messages if one["role"] == "assistant"))
         block = {
             "token_ids": _joined(self.pieces, np.int32),
             "logprobs": _joined(self.logprobs, np.float32),
@@ -144,7 +146,7 @@ class Playing:
         finite = bool(np.isfinite(block["logprobs"]).all())
         kind, cause = failure if failure is not None else (None, None)
         return Rollout(
-            prompt=self.prompt if len(self.turns) else row_prompt,
+            prompt=self.prompt if self.turns else self.row,
             sample_index=self.sample,
             response_ids=View(block, "token_ids", 0, self.length),
             rollout_logprobs=View(block, "logprobs", 0, self.length, finite=finite),

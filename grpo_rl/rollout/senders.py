@@ -12,15 +12,18 @@ only when every replica has taken this one over, for its memory is used again. A
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from grpo_rl.rollout.engine import NcclRendezvous
+from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.weights import (
     NamedTensor,
     WeightBucket,
+    WeightTransferError,
     describe,
     digest,
     group_by_bytes,
@@ -29,45 +32,34 @@ from grpo_rl.rollout.weights import (
 )
 
 
-class WeightSender(Protocol):
-    def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Meet the engines, while the controller has them connect too; does something with NCCL only."""
+@dataclass(eq=False)
+class WeightSender:
+    """The sender of one actor rank. Tensors are cast to the type on the wire, and cut into groups."""
+
+    bucket_bytes: int
+    dtype: torch.dtype | None = None
+    """The engines' type, to which floating tensors are cast; None: they are sent as they are."""
+    verify: bool = False
+    is_source: bool = True
+    """True on the rank that provides the bytes where one is enough; the others keep step, because gathering a full tensor is a
+    collective operation."""
+    timeout_s: float = 600.0
+    """Longest wait for the engines to receive a broadcast."""
+    _digests: dict[str, str] = field(default_factory=dict, init=False)
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
         """Yield the tensors in buckets; each is valid until the next one is asked for."""
+        raise NotImplementedError
 
-    def sent_digests(self) -> dict[str, str]:
-        """Return the digest of every tensor as it was sent in the last update; empty unless verifying."""
+    def connect(self, rendezvous: NcclRendezvous) -> None:
+        """Meet the engines, while the controller has them connect too; does something with NCCL only."""
 
     def close(self) -> None:
         """Leave the group and free buffers."""
 
-
-class BaseSender:
-    """The part that all senders share: cast to the type on the wire, note digests, cut into groups.
-
-    `dtype` is the engines' (None: send as is); only floating tensors are cast. The rank that
-    `is_source` provides the bytes where one is enough; the others keep step, because gathering a full
-    tensor is a collective operation.
-    """
-
-    def __init__(
-        self, bucket_bytes: int, dtype: torch.dtype | None = None, verify: bool = False, is_source: bool = True
-    ) -> None:
-        self.bucket_bytes = bucket_bytes
-        self.dtype = dtype
-        self.verify = verify
-        self.is_source = is_source
-        self._digests: dict[str, str] = {}
-
-    def connect(self, rendezvous: NcclRendezvous) -> None:
-        """Do nothing: only NCCL needs a connection."""
-
     def sent_digests(self) -> dict[str, str]:
+        """Return the digest of every tensor as it was sent in the last update; empty unless verifying."""
         return dict(self._digests)
-
-    def close(self) -> None:
-        """Do nothing: no memory is held between updates."""
 
     def groups(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
         """Yield the tensors as they will travel, cut into groups of bucket_bytes."""
@@ -84,7 +76,7 @@ class BaseSender:
             yield name, tensor
 
 
-class ObjectStoreSender(BaseSender):
+class ObjectStoreSender(WeightSender):
     """Buckets in host memory, for Ray's object store; ranks that are not the source send descriptions only."""
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
@@ -92,7 +84,7 @@ class ObjectStoreSender(BaseSender):
             yield pack(group) if self.is_source else describe(group)
 
 
-class IpcSender(BaseSender):
+class IpcSender(WeightSender):
     """Buckets in device memory that the engine process on the same GPU opens.
 
     Each rank copies each group into one buffer of its GPU and sends the handle; the engine copies it
@@ -117,3 +109,74 @@ class IpcSender(BaseSender):
             # The other process reads without any ordering between the two streams.
             torch.cuda.current_stream().synchronize()
             yield replace(bucket, ipc_handles={uuid: handle})
+
+
+@dataclass(eq=False)
+class NcclSender(WeightSender):
+    """A sender whose source rank broadcasts each bucket to all engine processes; it yields descriptions only.
+
+    A broadcast meets the engines in their `load_bucket`, so it starts before the description is yielded,
+    in a thread of its own: the first one sets connections up and blocks until the others come. vLLM cuts
+    what it receives by `bucket_bytes` as the groups are cut here: one bucket is one broadcast.
+    """
+
+    def __post_init__(self) -> None:
+        self._communicator: Any = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-nccl")
+
+    def connect(self, rendezvous: NcclRendezvous) -> None:
+        if not self.is_source:
+            return
+        from grpo_rl.rollout.vllm.vllm_patches import join_as_trainer
+
+        if self._communicator is not None:
+            self._communicator.destroy()
+            self._communicator = None
+        self._communicator = join_as_trainer(rendezvous)
+
+    def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
+        for group in self.groups(named_full_tensors):
+            bucket = describe(group)
+            if not self.is_source:
+                yield bucket
+                continue
+            flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=torch.cuda.current_device())
+            write_flat(group, flat)
+            torch.cuda.current_stream().synchronize()
+            sent = self._thread.submit(self._broadcast, flat)
+            yield bucket
+            try:
+                sent.result(timeout=self.timeout_s)
+            except TimeoutError as error:
+                raise WeightTransferError(
+                    f"the engines did not receive the bucket with {bucket.names[0]} within {self.timeout_s:g} s"
+                ) from error
+
+    def close(self) -> None:
+        # Without waiting: a broadcast whose receiver died never returns.
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._communicator is not None:
+            self._communicator.destroy()
+            self._communicator = None
+
+    def _broadcast(self, flat: Tensor) -> None:
+        """Send the bytes, and return when they have left."""
+        if self._communicator is None:
+            raise WeightTransferError("the sender is not connected to the engines: call connect first")
+        with torch.cuda.device(flat.device):
+            stream = torch.cuda.Stream()
+            self._communicator.broadcast(flat, src=0, stream=stream)
+            stream.synchronize()
+
+
+def make_sender(
+    backend: WeightBackend,
+    bucket_bytes: int,
+    dtype: torch.dtype | None = None,
+    verify: bool = False,
+    rank: int = 0,
+    timeout_s: float = 600.0,
+) -> WeightSender:
+    """Return the sender of one actor rank. `timeout_s`: longest wait for the engines to receive a broadcast."""
+    kinds: dict[WeightBackend, type[WeightSender]] = {"object_store": ObjectStoreSender, "ipc": IpcSender, "nccl": NcclSender}
+    return kinds[backend](bucket_bytes, dtype, verify, rank == 0, timeout_s)

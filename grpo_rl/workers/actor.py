@@ -20,7 +20,7 @@ from grpo_rl.models.forward import PolicyModel, TokenOutputs
 from grpo_rl.models.optim import averaged, keep_average
 from grpo_rl.models.packing import Sequences
 from grpo_rl.rollout.engine import NcclRendezvous
-from grpo_rl.rollout.engines import make_sender
+from grpo_rl.rollout.senders import make_sender
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.router_watch import RouterWatch

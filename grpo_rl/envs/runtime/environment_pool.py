@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import itertools
 import queue
 import threading
@@ -25,6 +24,7 @@ CANCEL_S = 1.0
 """Seconds within which work that is cancelled ends, and a process notices that it is."""
 
 What = Literal["answered", "failed", "timeout", "lost"]
+Op = Literal["start", "reset", "step", "close"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,8 @@ class EnvironmentProcess:
         self.number = number
         self.episodes: set[str] = set()
         """The episodes that it has."""
-        self.is_ready = self.is_retired = False
-        """`is_retired` is true once it gets no further episodes, because some work in it cannot be ended."""
-        self.child = Child("grpo_rl.envs.runtime.environment_process_main", setup, log)
+        self.is_ready = False
+        self.child = Child("grpo_rl.envs.runtime.episode_host", setup, log)
         threading.Thread(target=self._read, args=(inbox,), daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
@@ -83,7 +82,7 @@ class _Asked:
     episode: str
     process: EnvironmentProcess
     began: float
-    op: Literal["start", "reset", "step", "close"]
+    op: Op
     deadline: float
     cancelled: bool = False
     """Nobody waits for it any more, but its end."""
@@ -123,7 +122,6 @@ class EnvironmentPool:
         """The work that has not ended, by serial number."""
         self._serial_of: dict[str, int] = {}
         """The work that each episode waits for, closing left out."""
-        self._deadlines: list[tuple[float, int]] = []
         self._place: dict[str, EnvironmentProcess] = {}
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
         """Episodes for which there is no room yet."""
@@ -134,6 +132,7 @@ class EnvironmentPool:
         """Numbers of the processes whose first start ended before they were ready."""
         self._processes = [self._start(number) for number in range(setup.num_workers)]
         self._retired: list[EnvironmentProcess] = []
+        """Those that get no further episodes, because some work in them cannot be ended."""
 
     @property
     def pids(self) -> list[int]:
@@ -175,16 +174,17 @@ class EnvironmentPool:
         found: list[Event] = []
         while True:
             found += self._past_deadlines()
-            left = 0.0 if found else max(0.0, until - time.monotonic())
-            if self._deadlines:
-                left = min(left, max(0.0, self._deadlines[0][0] - time.monotonic()))
-            try:
-                process, message = self._inbox.get(timeout=left) if left else self._inbox.get_nowait()
-            except queue.Empty:
-                if found or time.monotonic() >= until:
-                    return found
-                continue
-            found += self._ended(process) if message is None else self._read(process, message)
+            now = time.monotonic()
+            deadline = min((asked.deadline for asked in self._asked.values()), default=until)
+            left = max(0.0, min(until, deadline) - now)
+            with contextlib.suppress(queue.Empty):
+                arrived = self._inbox.get(timeout=left) if left and not found else self._inbox.get_nowait()
+                while True:
+                    process, message = arrived
+                    found += self._ended(process) if message is None else self._read(process, message)
+                    arrived = self._inbox.get_nowait()
+            if found or now >= until:
+                return found
 
     def close(self) -> None:
         """Kill the processes; what is pending is given up."""
@@ -201,13 +201,10 @@ class EnvironmentPool:
         self._note(process, "", "start", START_S)
         return process
 
-    def _note(
-        self, process: EnvironmentProcess, episode: str, op: Literal["start", "reset", "step", "close"], limit_s: float
-    ) -> int:
+    def _note(self, process: EnvironmentProcess, episode: str, op: Op, limit_s: float) -> int:
         """Take note of a piece of work and its deadline; return its serial number."""
         serial, now = next(self._serials), time.monotonic()
         self._asked[serial] = _Asked(episode, process, now, op, now + limit_s)
-        heapq.heappush(self._deadlines, (now + limit_s, serial))
         return serial
 
     def _admit(self) -> None:
@@ -225,7 +222,7 @@ class EnvironmentPool:
             self._place[episode] = process
             self._ask(process, episode, "reset", start)
 
-    def _ask(self, process: EnvironmentProcess, episode: str, op: Literal["reset", "step", "close"], values: Any) -> None:
+    def _ask(self, process: EnvironmentProcess, episode: str, op: Op, values: Any) -> None:
         serial = self._note(process, episode, op, self.setup.step_timeout_s)
         if op != "close":
             self._serial_of[episode] = serial
@@ -236,7 +233,6 @@ class EnvironmentPool:
         asked = self._asked[serial]
         asked.cancelled, asked.deadline = True, time.monotonic() + CANCEL_S
         self._serial_of.pop(asked.episode, None)
-        heapq.heappush(self._deadlines, (asked.deadline, serial))
         asked.process.send({"id": asked.episode, "op": "cancel", "serial": serial})
 
     def _read(self, process: EnvironmentProcess, message: dict[str, Any]) -> list[Event]:
@@ -277,33 +273,27 @@ class EnvironmentPool:
         """Return the events of answers that are late, and end what does not react to being cancelled."""
         found: list[Event] = []
         now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            due, serial = heapq.heappop(self._deadlines)
-            late = self._asked.get(serial)
-            if late is None or late.deadline != due:
-                continue
+        for serial, late in [(serial, asked) for serial, asked in self._asked.items() if asked.deadline <= now]:
             if late.op == "start":
                 late.process.child.kill()
                 raise ClusterError(f"an environment process did not start within {START_S:g} s; {late.process.obituary()}")
-            if not late.cancelled:
-                self._cancel(serial)
-                if late.op != "close":
-                    cause = f"no answer within step_timeout_s={self.setup.step_timeout_s:g}"
-                    found.append(Event(late.episode, "timeout", cause=cause, seconds=now - late.began))
+            if late.cancelled:
+                del self._asked[serial]
+                if not late.heard:
+                    late.process.child.kill()
+                elif late.process in self._processes:
+                    self._retire(late.process)
                 continue
-            del self._asked[serial]
-            if not late.heard:
-                late.process.child.kill()
-            elif not late.process.is_retired:
-                self._retire(late.process)
+            self._cancel(serial)
+            if late.op != "close":
+                cause = f"no answer within step_timeout_s={self.setup.step_timeout_s:g}"
+                found.append(Event(late.episode, "timeout", cause=cause, seconds=now - late.began))
         return found
 
     def _retire(self, process: EnvironmentProcess) -> None:
         """Give a process no further episodes, and start another in its place."""
-        process.is_retired = True
-        if process in self._processes:
-            self._processes[self._processes.index(process)] = self._start(process.number)
-            self._retired.append(process)
+        self._processes[self._processes.index(process)] = self._start(process.number)
+        self._retired.append(process)
         self._end_empty()
 
     def _end_empty(self) -> None:

@@ -1,12 +1,20 @@
-"""One episode inside of an environment process: its tools and its environment, and the answer to each assistant turn."""
+"""An environment process and the episodes in it: each has its tools and its environment, and answers assistant turns.
+
+`environment_pool.py` starts it as `python -m grpo_rl.envs.runtime.episode_host CHANNEL PARENT`. It loads no torch. Every
+episode has an event loop of its own, and each answer is worked out in a thread: an environment that blocks holds up itself
+and no other episode. What it prints goes to the log that its parent keeps.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import sys
+import threading
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +22,8 @@ import numpy as np
 from grpo_rl.envs.contract import Environment, Message, Observation, Start, Tool, ToolCall, ToolResult, Turn
 from grpo_rl.envs.environments import ENVIRONMENTS, TOOLS, Named, made, schema_of
 from grpo_rl.envs.tool_formats import argument_problem, parse
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, raised_in
+from grpo_rl.processes.inside import LONGEST_CAUSE, Parent, serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +46,8 @@ class HostSetup:
         return HostSetup(**{**values, "environment": None if environment is None else Named(**environment), "tools": tools})
 
 
-@dataclass(slots=True)
-class TurnAnswer:
-    """The answer to a turn, as it is sent back."""
-
-    messages: list[Message]
-    reward: float | None = None
-    done: bool = False
-    info: dict[str, float] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    replaces_prompt: bool = False
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    state: str | None = None
-
-
 class EpisodeHost:
-    """The environment and the tools of one episode."""
+    """The environment and the tools of one episode. Answers are observations as plain values, with `counts` of what happened."""
 
     def __init__(self, setup: HostSetup) -> None:
         self.setup = setup
@@ -68,74 +63,69 @@ class EpisodeHost:
                 raise ConfigError(f"two tools are called {schema['name']}")
             self.tools[schema["name"]], self.schemas[schema["name"]] = tool, schema
 
-    async def reset(self, values: Mapping[str, Any]) -> TurnAnswer:
+    async def reset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Begin the episode of a row."""
         start = Start(**{**values, "messages": tuple(values["messages"])})
         for tool in self.tools.values():
             await tool.begin(start)
-        if self.environment is None:
-            return TurnAnswer([])
-        return self._answer(await self.environment.reset(start))
+        return _plain(Observation() if self.environment is None else await self.environment.reset(start))
 
-    async def step(self, values: Mapping[str, Any]) -> TurnAnswer:
+    async def step(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Answer an assistant turn: by its tool calls where it has some, else by the environment; without one it was the last.
 
         A turn that was cut off, or that is the last one allowed, calls no tools.
         """
-        found = parse(self.setup.format, values["raw_text"]) if self.tools else None
-        turn = Turn(
-            index=values["index"],
-            text=values["text"],
-            tool_calls=() if found is None else found.calls,
-            malformed=() if found is None else found.malformed,
-            finish_reason=values["finish_reason"],
-            token_ids=np.asarray(values["token_ids"], dtype=np.int32),
-            raw_text=values["raw_text"],
-            context_tokens=values["context_tokens"],
-        )
+        own = dict(values)
+        is_last, token_ids = own.pop("is_last"), np.asarray(own.pop("token_ids"), dtype=np.int32)
+        turn = Turn(**own, token_ids=token_ids)
+        if self.tools:
+            found = parse(self.setup.format, turn.raw_text)
+            turn = replace(turn, tool_calls=found.calls, malformed=found.malformed)
         counts: Counter[str] = Counter(malformed_calls=len(turn.malformed))
-        may_call = turn.finish_reason == "stop" and not values["is_last"]
-        if may_call and (turn.tool_calls or turn.malformed):
-            return await self._with_calls(turn, counts)
-        if self.environment is None:
-            return TurnAnswer([], done=turn.finish_reason == "stop" and not turn.tool_calls, counts=dict(counts))
-        answer = self._answer(await self.environment.step(turn))
-        answer.counts = dict(counts)
-        return answer
+        if turn.finish_reason == "stop" and not is_last and (turn.tool_calls or turn.malformed):
+            answer = await self._with_calls(turn, counts)
+        elif self.environment is not None:
+            answer = await self.environment.step(turn)
+        else:
+            answer = Observation(done=turn.finish_reason == "stop" and not turn.tool_calls)
+        return _plain(answer, counts)
 
     async def close(self) -> None:
         """Release the environment and every tool, whichever of them fail at it."""
-        holders: list[Tool | Environment] = [
-            *self.tools.values(),
-            *([self.environment] if self.environment is not None else []),
-        ]
+        holders: list[Any] = [*self.tools.values(), *([] if self.environment is None else [self.environment])]
         results = await asyncio.gather(*(one.close() for one in holders), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 raise result
 
-    # ---- tools -------------------------------------------------------------------------------------------
-
-    async def _with_calls(self, turn: Turn, counts: Counter[str]) -> TurnAnswer:
+    async def _with_calls(self, turn: Turn, counts: Counter[str]) -> Observation:
         """Run the turn's calls side by side; what could not be read goes back to the policy like a failed call."""
         calls = turn.tool_calls[: self.setup.max_parallel_calls]
         counts["left_out_calls"] += len(turn.tool_calls) - len(calls)
         counts["tool_calls"] += len(calls)
         results = await asyncio.gather(*(self._call(call, counts) for call in calls))
-        messages = [self._message(call, result) for call, result in zip(calls, results, strict=True)]
+        answered = [*zip(calls, results, strict=True)]
         for number, problem in enumerate(turn.malformed):
-            call = ToolCall("error", {}, f"error{number:04d}")
-            messages.append(self._message(call, ToolResult(f"Error: {problem}", failed=True)))
+            answered.append((ToolCall("error", {}, f"error{number:04d}"), _failed(problem)))
+        messages = tuple(
+            {
+                "role": "tool",
+                "name": call.name,
+                "tool_call_id": call.call_id,
+                "content": cut(str(result.text), self.setup.max_tool_response_length, self.setup.truncate_side),
+            }
+            for call, result in answered
+        )
         rewards = [result.reward for result in results if result.reward is not None]
-        return TurnAnswer(messages, _finite(sum(rewards)) if rewards else None, counts=dict(counts))
+        return Observation(messages, sum(rewards) if rewards else None)
 
     async def _call(self, call: ToolCall, counts: Counter[str]) -> ToolResult:
         """Return a call's result; whatever goes wrong with it is a result that says so."""
         tool = self.tools.get(call.name)
         if tool is None:
-            result = ToolResult(f"Error: there is no tool {call.name!r}; there is {', '.join(sorted(self.tools))}", failed=True)
+            result = _failed(f"there is no tool {call.name!r}; there is {', '.join(sorted(self.tools))}")
         elif problem := argument_problem(self.schemas[call.name], call.arguments):
-            result = ToolResult(f"Error: {problem}", failed=True)
+            result = _failed(problem)
         else:
             result = await self._run(tool, call, counts)
         counts["failed_calls"] += result.failed
@@ -147,34 +137,35 @@ class EpisodeHost:
             result = await asyncio.wait_for(tool.call(call.arguments), timeout_s)
         except TimeoutError:
             counts["tool_timeouts"] += 1
-            return ToolResult(f"Error: {call.name} took longer than {timeout_s:g} s", failed=True)
+            return _failed(f"{call.name} took longer than {timeout_s:g} s")
         except Exception as error:  # a user's code: the policy reads what went wrong
-            lines = f"{type(error).__name__}: {error}".strip().splitlines()
             counts["tool_errors"] += 1
-            return ToolResult(f"Error: {lines[-1]}", failed=True)
+            return _failed(f"{type(error).__name__}: {error}".strip().splitlines()[-1])
         if isinstance(result, str):
             return ToolResult(result)
         if not isinstance(result, ToolResult):
             raise TypeError(f"tool {call.name!r} returned a {type(result).__name__}, not a ToolResult")
         return result
 
-    def _message(self, call: ToolCall, result: ToolResult) -> Message:
-        text = cut(str(result.text), self.setup.max_tool_response_length, self.setup.truncate_side)
-        return {"role": "tool", "name": call.name, "tool_call_id": call.call_id, "content": text}
 
-    # ---- the environment -----------------------------------------------------------------------------------
+def _failed(reason: str) -> ToolResult:
+    return ToolResult(f"Error: {reason}", failed=True)
 
-    def _answer(self, found: Observation) -> TurnAnswer:
-        """Return an observation as it is sent. Raises for one that is no observation, or that no episode can go on with."""
-        if not isinstance(found, Observation):
-            raise TypeError(f"the environment returned a {type(found).__name__}, not an Observation")
-        reward = None if found.reward is None else _finite(found.reward)
-        info = {str(name): _finite(value) for name, value in found.info.items()}
-        messages = [checked(message) for message in found.messages]
-        tools = [dict(tool) for tool in found.tools]
-        state = None if found.state is None else str(found.state)
-        replaces = bool(found.replaces_prompt)
-        return TurnAnswer(messages, reward, bool(found.done), info, replaces_prompt=replaces, tools=tools, state=state)
+
+def _plain(found: Observation, counts: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Return an observation as it is sent. Raises for one that is no observation, or that no episode can go on with."""
+    if not isinstance(found, Observation):
+        raise TypeError(f"the environment returned a {type(found).__name__}, not an Observation")
+    return {
+        "messages": [checked(message) for message in found.messages],
+        "reward": None if found.reward is None else _finite(found.reward),
+        "done": bool(found.done),
+        "info": {str(name): _finite(value) for name, value in found.info.items()},
+        "counts": dict(counts or {}),
+        "replaces_prompt": bool(found.replaces_prompt),
+        "tools": [dict(tool) for tool in found.tools],
+        "state": None if found.state is None else str(found.state),
+    }
 
 
 def checked(message: Any) -> Message:
@@ -214,3 +205,80 @@ def with_schemas(setup: HostSetup) -> tuple[HostSetup, list[dict[str, Any]]]:
     schemas = EpisodeHost(setup).schemas.values()
     tools = tuple(replace(named, schema=schema) for named, schema in zip(setup.tools, schemas, strict=True))
     return replace(setup, tools=tools), [{"type": "function", "function": schema} for schema in schemas]
+
+
+# ---- the process -----------------------------------------------------------------------------------------
+
+
+class Episodes:
+    """The episodes of this process, by the names that the parent gives them: the host of each, and the loop that runs it."""
+
+    def __init__(self, setup: HostSetup, parent: Parent) -> None:
+        self._parent, self._setup = parent, setup
+        self._hosts: dict[str, tuple[EpisodeHost, asyncio.AbstractEventLoop]] = {}
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        """The work on each that has not ended."""
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """Begin what a message asks for; the reply follows from another thread."""
+        if message["op"] == "cancel":
+            task = self._tasks.get(message["id"])
+            if task is not None:
+                with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+                    task.get_loop().call_soon_threadsafe(task.cancel)
+            self._send(message, heard=True)
+        else:
+            threading.Thread(target=self._answer, args=(message,), daemon=True).start()
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        try:
+            answer = self._work(message["op"], message["id"], message["values"])
+        except asyncio.CancelledError:
+            self._send(message, failed="it was cancelled")
+        except BaseException as error:  # a user's code may raise anything, and even exit
+            self._send(message, failed=f"{type(error).__name__}: {error}{raised_in(error)}"[:LONGEST_CAUSE])
+        else:
+            self._send(message, answer=answer)
+
+    def _work(self, op: str, name: str, values: Any) -> dict[str, Any] | None:
+        if op == "reset":
+            self._hosts[name] = EpisodeHost(self._setup), asyncio.new_event_loop()
+        if op != "close":
+            host, loop = self._hosts[name]
+            answer: dict[str, Any] = self._run(name, loop, host.reset(values) if op == "reset" else host.step(values))
+            return answer
+        if name in self._hosts:
+            host, loop = self._hosts.pop(name)
+            try:
+                self._run(name, loop, host.close())
+            finally:
+                loop.close()
+        return None
+
+    def _run(self, name: str, loop: asyncio.AbstractEventLoop, work: Any) -> Any:
+        """Run the work to its end in this thread."""
+        asyncio.set_event_loop(loop)
+        task = self._tasks[name] = loop.create_task(work)
+        try:
+            return loop.run_until_complete(task)
+        finally:
+            self._tasks.pop(name, None)
+
+    def _send(self, message: Mapping[str, Any], **reply: Any) -> None:
+        place = {"id": message["id"], "serial": message["serial"]}
+        try:
+            self._parent.send(place | reply)
+        except (TypeError, ValueError) as error:
+            self._parent.send(place | {"failed": f"the environment returned what cannot be sent: {error}"})
+
+
+def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
+    """Import the user's files, and show now what would fail in every episode."""
+    threading.stack_size(2**20)  # the stack of a thread is address space, 8 MiB each by default
+    host = HostSetup.read(setup["host"])
+    EpisodeHost(host)
+    return Episodes(host, parent).handle
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:], begin)

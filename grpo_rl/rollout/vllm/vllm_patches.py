@@ -27,9 +27,10 @@ from torch import Tensor
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.rollout.counter_noise import row_keys
-from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous
 
 if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.v1.engine import EngineCoreOutput
 
 TRIED = "0.32.0"
@@ -182,3 +183,13 @@ def store_waits(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         StatelessProcessGroup.create = staticmethod(create)  # type: ignore[method-assign]
+
+
+def join_as_trainer(rendezvous: NcclRendezvous) -> PyNcclCommunicator:
+    """Return the trainer's place, rank 0, in the group that weights are broadcast in, once all members have come."""
+    check_version()
+    from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+    place = {"master_address": rendezvous.master_address, "master_port": rendezvous.master_port}
+    with store_waits(rendezvous.timeout_s):
+        return trainer_init(place | {"world_size": rendezvous.world_size})

@@ -156,22 +156,7 @@ class NcclEngine(NCCLWeightTransferEngine):
             super().init_transfer_engine(init_info)
 
 
-class VerifiedObjectStoreEngine(_Verified, ObjectStoreEngine):
-    pass
-
-
-class VerifiedIpcEngine(_Verified, IPCWeightTransferEngine):
-    pass
-
-
-class VerifiedNcclEngine(_Verified, NcclEngine):
-    pass
-
-
-for _name, _engine, _verified in (
-    ("object_store", ObjectStoreEngine, VerifiedObjectStoreEngine),
-    ("ipc", IPCWeightTransferEngine, VerifiedIpcEngine),
-    ("nccl", NcclEngine, VerifiedNcclEngine),
-):
+for _name, _engine in (("object_store", ObjectStoreEngine), ("ipc", IPCWeightTransferEngine), ("nccl", NcclEngine)):
     WeightTransferEngineFactory.register_engine(f"{ENGINE_PREFIX}{_name}", _engine)
+    _verified = type(f"Verified{_engine.__name__}", (_Verified, _engine), {})
     WeightTransferEngineFactory.register_engine(f"{ENGINE_PREFIX}{_name}{VERIFY_SUFFIX}", _verified)

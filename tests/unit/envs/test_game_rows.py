@@ -100,10 +100,10 @@ async def again(setup: HostSetup, row: dict[str, Any], turns: list[str]) -> tupl
             "is_last": False,
         }
         answer = await host.step(values)
-        answers += [message["content"] for message in answer.messages]
+        answers += [message["content"] for message in answer["messages"]]
     await host.close()
-    assert answer.done
-    return answers, answer.reward
+    assert answer["done"]
+    return answers, answer["reward"]
 
 
 @pytest.mark.parametrize(

@@ -31,25 +31,6 @@ tools:
             answer: {{type: "string", description: "the answer in digits"}}
           required: ["answer"]
 """
-SANDBOX = """
-tools:
-  - class_name: "{python}"
-    config:
-      sandbox_fusion_url: "http://localhost:8080/run_code"
-      num_workers: 128
-      enable_global_rate_limit: true
-      rate_limit: 128
-      default_timeout: 30
-      default_language: "python"
-      memory_limit_mb: 1024
-      type: native
-    tool_schema:
-      type: "function"
-      function:
-        name: "code_interpreter"
-        description: "Runs code."
-        parameters: {{type: "object", properties: {{code: {{type: "string"}}}}, required: ["code"]}}
-"""
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -62,9 +43,6 @@ def test_verls_tool_files_are_read_with_their_options_and_schemas_once_the_class
     (checker,) = tools_of(str(written(tmp_path, GSM8K.format(gsm8k="check_answer"))), {})
     tool = made(checker, TOOLS, "tool")
     assert isinstance(tool, CheckAnswer) and schema_of(checker, tool)["name"] == "calc_gsm8k_reward"
-    (python,) = tools_of(str(written(tmp_path, SANDBOX.format(python="python"))), {})
-    assert python.options == {"time_s": 30, "memory_mb": 1024}
-    assert schema_of(python, made(python, TOOLS, "tool"))["name"] == "code_interpreter"
 
 
 @pytest.mark.parametrize("path", [f"verl.tools.some_module.{name}" for name in CLASSES] + ["recipe.mine.Tool"])

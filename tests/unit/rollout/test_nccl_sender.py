@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from grpo_rl.rollout.engine import NcclRendezvous
-from grpo_rl.rollout.vllm.nccl_sender import NcclSender
+from grpo_rl.rollout.senders import NcclSender
 from grpo_rl.rollout.weights import WeightTransferError
 
 pytest.importorskip("vllm", reason="needs vLLM, by whose function the sender connects")

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_rl.rollout.engines import make_sender
-from grpo_rl.rollout.senders import ObjectStoreSender
+from grpo_rl.rollout.senders import ObjectStoreSender, make_sender
 from grpo_rl.rollout.weights import (
     WeightTransferError,
     WeightUpdate,
