@@ -82,13 +82,9 @@ class GroupsInFlight:
         *,
         greedy: bool = False,
         timeline: Timeline | None = None,
-        are_judged: bool = False,
     ) -> None:
-        """`sampling` returns the parameters of a batch of prompts, by its number; `timeline` records when there are requests.
-
-        `are_judged`: a group that is complete is not ready yet, but `unjudged`.
-        """
-        self.pool, self.n, self.greedy, self.sampling, self.are_judged = pool, n, greedy, sampling, are_judged
+        """`sampling` returns the parameters of a batch of prompts, by its number; `timeline` records when there are requests."""
+        self.pool, self.n, self.greedy, self.sampling = pool, n, greedy, sampling
         self.timeline = timeline or Timeline()
         self._busy_since: float | None = None
         self.waiting: list[Group] = []
@@ -168,10 +164,7 @@ class GroupsInFlight:
         group.missing -= 1
         self.unfinished -= 1
         if group.missing == 0:
-            if self.are_judged:
-                self.unjudged.append(group)
-            else:
-                self.make_ready([group])
+            self.unjudged.append(group)
         if self.unfinished == 0:
             self.record()
             self._idle_since = time.monotonic()
@@ -257,7 +250,6 @@ class OverlappingSchedule(SyncSchedule):
             lambda batch: training_sampling(self.config, batch),
             greedy=greedy,
             timeline=timeline,
-            are_judged=self.refills,
         )
         self.batch_size, self.draw_size = self.config.data.train_batch_size, gen_batch_size(self.config)
         self.max_staleness, self.in_batches = 1, True
@@ -313,7 +305,9 @@ class OverlappingSchedule(SyncSchedule):
 
     def look(self, wait_s: float) -> bool:
         """Take in the rewards of groups that have ended, and replace those without a signal; return whether others are being scored."""
-        if not self.refills:
+        if not self.refills:  # all are trained
+            self.groups.make_ready(self.groups.unjudged)
+            self.groups.unjudged = []
             return False
         if self._judging is not None and self._judging[1].ended(wait_s):
             (groups, scoring), self._judging = self._judging, None

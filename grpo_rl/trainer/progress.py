@@ -13,37 +13,23 @@ from grpo_rl.telemetry.metrics.timeline import Role, Timeline
 from grpo_rl.telemetry.terminal.text import Bar
 from grpo_rl.types import Metrics, Rollout
 
-PHASES = {
-    "sync_weights": "sending weights",
-    "gen": "sampling",
-    "wait_for_rollouts": "waiting for responses",
-    "reward": "scoring",
-    "old_logprobs": "old log-probs",
-    "ref": "reference",
-    "values": "values",
-    "adv": "advantages",
-    "update_critic": "updating the critic",
-    "update_actor": "updating the actor",
-    "refresh_reference": "reference <- policy",
-    "update_reward_model": "updating the reward model",
-    "testing": "validating",
-    "save": "saving",
+PHASES: dict[str, tuple[str, Role]] = {
+    "sync_weights": ("sending weights", "weights"),
+    "gen": ("sampling", "rollout"),
+    "wait_for_rollouts": ("waiting for responses", "wait"),
+    "reward": ("scoring", "reward"),
+    "old_logprobs": ("old log-probs", "actor"),
+    "ref": ("reference", "reference"),
+    "values": ("values", "critic"),
+    "adv": ("advantages", "controller"),
+    "update_critic": ("updating the critic", "critic"),
+    "update_actor": ("updating the actor", "actor"),
+    "refresh_reference": ("reference <- policy", "weights"),
+    "update_reward_model": ("updating the reward model", "reward"),
+    "testing": ("validating", "rollout"),
+    "save": ("saving", "controller"),
 }
-PHASE_ROLES: dict[str, Role] = {
-    "sync_weights": "weights",
-    "gen": "rollout",
-    "wait_for_rollouts": "wait",
-    "reward": "reward",
-    "old_logprobs": "actor",
-    "ref": "reference",
-    "values": "critic",
-    "update_critic": "critic",
-    "update_actor": "actor",
-    "refresh_reference": "weights",
-    "update_reward_model": "reward",
-    "testing": "rollout",
-}
-"""The role that is busy in a phase, for the timeline; in other phases it is the controller."""
+"""A phase of a step in words, and the role that is busy in it; in others it is the controller."""
 RECENT_STEPS = 20
 """The number of steps from which the time left is estimated."""
 
@@ -63,13 +49,13 @@ class StepProgress:
         return Timer(self.phase, self._ended)
 
     def _ended(self, phase: str, seconds: float) -> None:
-        self.timeline.ended(PHASE_ROLES.get(phase, "controller"), phase, seconds)
+        self.timeline.ended(PHASES[phase][1] if phase in PHASES else "controller", phase, seconds)
 
     def phase(self, name: str) -> None:
         """Show that this phase of the step has begun."""
         self.on_phase(name)
         fault_point("driver.phase", phase=name)
-        self.bar.advance(0, PHASES.get(name, name))
+        self.bar.advance(0, PHASES[name][0] if name in PHASES else name)
 
     def done(self, steps: int = 1) -> None:
         """Move on by so many steps."""
@@ -85,7 +71,7 @@ class StepProgress:
             count += 1
             fault_point("driver.response", count=count)
             if total is not None and (count % every == 0 or count == total):
-                self.bar.advance(0, f"{PHASES['gen']} {count} of {total}")
+                self.bar.advance(0, f"{PHASES['gen'][0]} {count} of {total}")
 
         return submit_and_count
 

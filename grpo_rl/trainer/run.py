@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.checkpoint.manifest import STATE, Checkpoint, verify
-from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted, StoppedByAlarm
 from grpo_rl.faults import fault_point, tell
 from grpo_rl.machine_memory import machine_memory
@@ -18,11 +17,10 @@ from grpo_rl.telemetry.diagnosis.diagnose import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
-from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.trainer.progress import TimeLeft
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.schedule import Context, Schedule, is_due
-from grpo_rl.types import Metrics, Rollout
+from grpo_rl.types import Metrics
 
 NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """The exceptions of a state of another form, where it is read."""
@@ -40,7 +38,8 @@ class RunLoop:
         self.total_steps = context.total_steps
         self.saving = Saving(context.config, context.roles, context.output)
         self.store = self.saving.store
-        self.nonfinite = NonFiniteUpdates(context.config.trainer, context.output.run_dir)
+        self._nonfinite_in_a_row = 0
+        """The last steps, without a break, in which a role left out an update, as its loss or gradient was not finite."""
         self.time_left = TimeLeft()
         self.alarms = Alarms(dataclasses.asdict(context.config))
         self._begun: Sequence[Finding] = ()
@@ -114,11 +113,33 @@ class RunLoop:
         except DataError:
             self._keep_finished()
             raise
-        self.nonfinite.check(self.step, metrics, self.schedule.trained)
+        self._check_finite(metrics)
         self.schedule.trained = ()
         metrics["timing_s/step"] = time.perf_counter() - started
         self._unlogged = metrics
         self._end_step()
+
+    def _check_finite(self, metrics: Metrics) -> None:
+        """Save what the step trained on to `nonfinite_step_N.jsonl` where a role left out an update, on all of its ranks.
+
+        Raises DivergedError when that happened in more steps in a row than `trainer.max_nonfinite_steps`.
+        """
+        left_out = [key.removesuffix("/nonfinite") for key, share in metrics.items() if key.endswith("/nonfinite") and share]
+        if not left_out:
+            self._nonfinite_in_a_row = 0
+            return
+        self._nonfinite_in_a_row += 1
+        log = ""
+        if self.schedule.trained:
+            path = self.output.run_dir.path / f"nonfinite_step_{self.step}.jsonl"
+            log = f"\n  log: {write_rollouts(path, self.schedule.trained)}"
+        skips = self.config.trainer.on_nonfinite == "skip"
+        if self._nonfinite_in_a_row > (self.config.trainer.max_nonfinite_steps if skips else 0):
+            raise DivergedError(
+                f"loss or gradient of the {' and the '.join(left_out)} not finite in {self._nonfinite_in_a_row} steps in a row "
+                f"(trainer.{'max_nonfinite_steps' if skips else 'on_nonfinite'}), no weight was changed by them; look at the rollouts, "
+                f"lower the learning rate or clip_grad, and go on from the last checkpoint{log}"
+            )
 
     def _end_step(self) -> None:
         """Do what is due after the training of a step: validate, save, log."""
@@ -256,7 +277,7 @@ class RunLoop:
             "step": self.step,
             "schedule": self.config.trainer.schedule,
             "code": self.context.code,
-            "nonfinite": self.nonfinite.state_dict(),
+            "nonfinite": self._nonfinite_in_a_row,
             "unlogged": self._unlogged,
         }
         of_schedule = self.schedule.state_dict()
@@ -273,45 +294,5 @@ class RunLoop:
             )
         self.schedule.load_state_dict(state)
         self.context.step = int(state["step"])
-        self.nonfinite.load_state_dict(state.get("nonfinite", {}))
+        self._nonfinite_in_a_row = int(state["nonfinite"])
         self._unlogged = state.get("unlogged")
-
-
-class NonFiniteUpdates:
-    """Lets `trainer.max_nonfinite_steps` training steps in a row pass in which a role left out an update.
-
-    A role leaves it out, on all of its ranks, when its loss or gradient is not finite; no weight is changed by it.
-    """
-
-    def __init__(self, config: TrainerConfig, run_dir: RunDir) -> None:
-        self.allowed = config.max_nonfinite_steps if config.on_nonfinite == "skip" else 0
-        self.key = "trainer.max_nonfinite_steps" if config.on_nonfinite == "skip" else "trainer.on_nonfinite"
-        self.run_dir = run_dir
-        self.in_a_row = 0
-
-    def check(self, step: int, metrics: Metrics, trained: Sequence[Rollout]) -> None:
-        """Save what the step trained on to `nonfinite_step_N.jsonl` where one of its updates was left out.
-
-        Raises DivergedError when that happened in more steps in a row than are allowed.
-        """
-        left_out = [key.removesuffix("/nonfinite") for key, share in metrics.items() if key.endswith("/nonfinite") and share]
-        if not left_out:
-            self.in_a_row = 0
-            return
-        self.in_a_row += 1
-        look, log = "", ""
-        if trained:
-            path = write_rollouts(self.run_dir.path / f"nonfinite_step_{step}.jsonl", trained)
-            look, log = "look at the rollouts, ", f"\n  log: {path}"
-        if self.in_a_row > self.allowed:
-            raise DivergedError(
-                f"loss or gradient of the {' and the '.join(left_out)} not finite in {self.in_a_row} steps in a row "
-                f"({self.key}), no weight was changed by them; {look}lower the learning rate or clip_grad, and go on from the "
-                f"last checkpoint{log}"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.in_a_row = int(state.get("in_a_row", 0))

@@ -370,7 +370,7 @@ FAULTS: list[Fault] = [
         "pass",
         "unit/trainer",
     ),
-    _F("swallowed error", "trainer/run.py", "if self.in_a_row > self.allowed:", "if False:", "unit/trainer"),
+    _F("swallowed error", "trainer/run.py", "if self._nonfinite_in_a_row > (", "if False and (", "unit/trainer"),
     _F(
         "late save",
         "trainer/run.py",

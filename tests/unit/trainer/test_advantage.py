@@ -61,12 +61,6 @@ def test_log_probs_that_are_not_finite_are_named_with_their_rollout(column, name
         Advantage(AlgorithmConfig())(batch)
 
 
-def test_remax_subtracts_each_rollouts_baseline():
-    batch = make_batch([1.0, 0.0, 0.5], [2, 1, 1], [0, 0, 1], baselines_N=torch.tensor([0.25, 0.25, 1.0]))
-    out, _ = Advantage(AlgorithmConfig(adv_estimator="remax"))(batch)
-    assert out.token_advantages().tolist() == [0.75, 0.75, -0.25, -0.5]
-
-
 def test_steps_are_counted_from_their_own_responses_beginning():
     steps = {"num_steps_N": [2, 0, 1], "step_ends_K": [0, 2, 1], "step_rewards_K": [1.0, 0.0, 0.5]}
     columns = {name: torch.tensor(values) for name, values in steps.items()}

@@ -1,40 +1,26 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from test_sync_trainer import make, make_config  # noqa: F401
 
-from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import DivergedError
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
-from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.run import NonFiniteUpdates
-from grpo_rl.types import Counts, Prompt, Rollout
+from grpo_rl.types import Counts
 from grpo_rl.workers.trained_rank import step_optimizer
 
-BAD, GOOD = {"actor/nonfinite": 0.5}, {"actor/nonfinite": 0.0}
 
-
-def rollouts() -> list[Rollout]:
-    prompt = Prompt("u1", (1,), "1+1=", "arithmetic", "2")
-    return [Rollout(prompt, sample, (2, 3), (-0.5, -0.5), "stop", ((0, 2),), text="2") for sample in range(2)]
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> RunDir:
-    return RunDir.create(tmp_path, "run")
-
-
-def test_so_many_bad_steps_in_a_row_pass_and_the_next_one_stops_the_run(run_dir: RunDir) -> None:
-    updates = NonFiniteUpdates(TrainerConfig(max_nonfinite_steps=2), run_dir)
-    for step, metrics in enumerate([BAD, BAD, GOOD, BAD, BAD], start=1):
-        updates.check(step, metrics, rollouts())
+def test_so_many_bad_steps_in_a_row_pass_and_the_next_one_stops_the_run(make) -> None:  # noqa: F811
+    run, policy = make(make_config(max_nonfinite_steps=2), total_steps=9, with_val=False)
+    bad, update = (1, 2, 4, 5, 6), policy.update
+    policy.update = lambda batch: update(batch) | {"actor/nonfinite": 0.5 * (policy.version in bad)}
     with pytest.raises(DivergedError, match=r"actor not finite in 3 steps in a row \(trainer.max_nonfinite_steps\)"):
-        updates.check(6, BAD, rollouts())
-    assert not (run_dir.path / "nonfinite_step_3.jsonl").exists()
-    assert [row["sample"] for row in read_rollouts(run_dir.path / "nonfinite_step_6.jsonl")] == [0, 1]
+        run.fit()
+    folder = run.output.run_dir.path
+    assert run.step == 6 and not (folder / "nonfinite_step_3.jsonl").exists()
+    assert [row["sample"] for row in read_rollouts(folder / "nonfinite_step_6.jsonl")] == [0, 1, 2, 3] * 2
 
 
 @pytest.mark.parametrize(

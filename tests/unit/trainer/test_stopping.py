@@ -66,14 +66,6 @@ def ending(program: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_a_second_interrupt_ends_the_process_at_once() -> None:
-    code, err = ending(
-        "stop = Stop(60.0); stop.listen(); stop.phase('save')\n"
-        "signal.raise_signal(signal.SIGINT); time.sleep(ONE_PRESS_S + 0.1); signal.raise_signal(signal.SIGINT); time.sleep(60)"
-    )
-    assert code == 130 and "ended at once" in err
-
-
 def test_one_press_that_timeout_or_srun_passes_on_once_more_is_one(stop: Stop) -> None:
     stop.phase("save")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Penalties for long responses, and which tokens are trained with what weight."""
+"""Which tokens are trained with what weight."""
 
 from __future__ import annotations
 
@@ -7,16 +7,9 @@ import math
 import pytest
 import torch
 
-from grpo_rl.config.schema.tree import AlgorithmConfig, OverlongBufferConfig, RolloutCorrectionConfig
-from grpo_rl.trainer.sampled.trained import TrainedTokens, penalize_overlong
-from grpo_rl.types import Batch, Prompt, Rollout
-
-
-def rollout(length: int, reward: float) -> Rollout:
-    prompt = Prompt("a", (1,), "a", "test")
-    return Rollout(
-        prompt, 0, (2,) * length, (-1.0,) * length, "stop", ((0, length),), reward=reward, reward_parts={"mine": reward}
-    )
+from grpo_rl.config.schema.tree import AlgorithmConfig, RolloutCorrectionConfig
+from grpo_rl.trainer.sampled.trained import TrainedTokens
+from grpo_rl.types import Batch
 
 
 def make_batch(d: list[float], lengths: list[int], truncated: list[bool] | None = None, old: bool = True) -> Batch:
@@ -37,18 +30,6 @@ def make_batch(d: list[float], lengths: list[int], truncated: list[bool] | None 
 def trained(batch: Batch, mask_truncated: bool = False, **correction: object) -> tuple[Batch, dict[str, float]]:
     config = AlgorithmConfig(mask_truncated=mask_truncated, rollout_correction=RolloutCorrectionConfig(**correction))
     return TrainedTokens(config)(batch)
-
-
-def test_the_penalty_is_in_the_reward_and_a_part_of_its_own() -> None:
-    out = penalize_overlong(
-        [rollout(6, 1.0), rollout(8, 1.0), rollout(10, 0.0)], OverlongBufferConfig(len=4, penalty_factor=0.5), max_length=10
-    )
-    assert [each.reward for each in out] == [1.0, 0.75, -0.5]
-    assert [each.reward_parts for each in out] == [
-        {"mine": 1.0, "overlong": 0.0},
-        {"mine": 1.0, "overlong": -0.25},
-        {"mine": 0.0, "overlong": -0.5},
-    ]
 
 
 def test_without_correction_nothing_is_weighed_and_the_distance_is_left_to_the_actor() -> None:
