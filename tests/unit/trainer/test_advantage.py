@@ -33,15 +33,6 @@ def test_group_advantages_stand_on_every_token_and_are_summed_up():
     assert batch.advantages_T is None
 
 
-def test_values_go_in_and_returns_come_out_by_hand():
-    batch = make_batch([1.0, 0.0], [2, 1], [0, 1], values_T=torch.tensor([0.5, 0.25, 0.125]))
-    out, _ = Advantage(AlgorithmConfig(adv_estimator="gae", gamma=0.5, lam=0.5, adv_options={"whiten": False}))(batch)
-    # Differences 0 + 0.5 * 0.25 - 0.5, 1 - 0.25 and 0 - 0.125; the first sums 0.25 times the second.
-    assert out.token_advantages().tolist() == [-0.1875, 0.75, -0.125]
-    assert out.returns_T.tolist() == [0.3125, 1.0, 0.0]
-    assert Advantage(AlgorithmConfig(adv_estimator="reinforce_plus_plus"))(make_batch([1.0], [2], [0]))[0].returns_T is None
-
-
 def test_an_estimator_with_a_critic_and_without_returns_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(

@@ -12,48 +12,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_sync_trainer import Policy, dataset, make_config
+from test_sync_trainer import Part, Policy, dataset, make_config, run_of
 
-from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.config.schema.trainer import IterateConfig
 from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.sinks import Sinks
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
+from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.iterate import agreement
 from grpo_rl.trainer.replay import PairReplay
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.schedule import Context, Output, Roles
-from grpo_rl.trainer.schedules import schedule_of
+from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
-
-
-class Part:
-    """A part of a checkpoint that is one number."""
-
-    name: str
-    value: float = 0.0
-
-    def save(self, folder: Path, check: bool, in_background: bool) -> None:
-        self.written = {self.name: write_file(folder / self.name, [str(self.value).encode()])}
-
-    def saved(self, wait_s: float) -> Files:
-        return self.written
-
-    def save_bytes(self) -> int:
-        return 1
-
-    def load(self, folder: Path) -> None:
-        self.value = float((folder / self.name).read_text())
 
 
 class MovingReference(Part):
     """The version of the policy that it became last; its log-probs are that number."""
 
-    name = "reference"
+    file, number, value = "reference", "value", 0.0
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -71,6 +48,7 @@ class Model(Part):
     """The trained reward model and the one that scores: of opposite opinion to the rules, more so with every update."""
 
     name, weight = "reward_model", 2.0
+    file, number, value = "reward_model", "value", 0.0
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
@@ -120,9 +98,6 @@ class Saves(Policy):
         self.advantages.append([round(value, 6) for value in batch.token_advantages().tolist()])
         return super().update(batch)
 
-    def save(self, folder: Path, check: bool, in_background: bool) -> None:
-        write_file(folder / "version", [str(self.version).encode()])
-
 
 @dataclasses.dataclass
 class Made:
@@ -139,7 +114,7 @@ class Made:
 @pytest.fixture
 def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., Made]]:
     """A run in its folder, the same one every time."""
-    run_dir, console = RunDir.create(tmp_path, "run"), Console()
+    run_dir = RunDir.create(tmp_path, "run")
 
     def made(total_steps: int, with_val: bool = False, **iterate: Any) -> Made:
         iterate = {"steps_per_iteration": 3, "reward_model_steps": 2, "replay_share": 0.5} | iterate
@@ -148,13 +123,11 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., Made]
         model, reference = Model(policy.calls), MovingReference(policy.calls)
         both = CombinedRewarder(rewarder, [model], config.reward, models_alone=True)
         roles = Roles(policy, policy, both, reference=reference, reward_model=model if iterate["reward_model_steps"] else None)
-        output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
         val = dataset("task:arithmetic?split=val&num_rows=3") if with_val else None
-        context = Context(config, roles, dataset("task:arithmetic?num_rows=40"), val, output, total_steps)
-        return Made(RunLoop(context, schedule_of(config)), policy, model, reference)
+        run = run_of(config, run_dir, roles, total_steps, dataset("task:arithmetic?num_rows=40"), val)
+        return Made(run, policy, model, reference)
 
     yield made
-    console.close()
     run_dir.release()
 
 

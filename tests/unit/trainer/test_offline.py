@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -11,26 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_sync_trainer import make_config
+from test_sync_trainer import Part, make_config, run_of
 from torch import Tensor
 
-from grpo_rl.algos.objective import Objective
-from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.config.derived import settled
-from grpo_rl.config.schema.tree import PolicyLossConfig
+from grpo_rl.config.schema.tree import Config, DataConfig, PolicyLossConfig
 from grpo_rl.data.row_set import TrainingRows
 from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet
 from grpo_rl.data.training_rows.pairs import LabelledSet, PairSet
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.sinks import Sinks
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.schedule import Context, Output, Roles
-from grpo_rl.trainer.schedules import schedule_of
+from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Batch, Metrics
 
 
@@ -39,8 +32,10 @@ def shown(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Demonstration:
     return Demonstration(ids, np.arange(len(prompt), len(ids)))
 
 
-class Learner:
+class Learner(Part):
     """An actor whose only parameter is how well it knows the data: its loss is 1/(1 + updates), or as `losses` says."""
+
+    file, number = "learner.json", "updates"
 
     def __init__(self, losses: list[float] | None = None) -> None:
         self.batches: list[Batch] = []
@@ -58,75 +53,50 @@ class Learner:
         self.validations += 1
         return torch.full((batch.num_trained_tokens,), -loss)
 
-    def save(self, folder: Path, check: bool, in_background: bool) -> None:
-        self._written = {"learner.json": write_file(folder / "learner.json", [json.dumps(self.updates).encode()])}
-
-    def load(self, folder: Path) -> None:
-        self.updates = json.loads((folder / "learner.json").read_text())
-
-    def save_bytes(self) -> int:
-        return 10
-
     def export(self, folder: Path) -> None:
         folder.mkdir()
         (folder / "updates").write_text(str(self.updates))
-
-    def saved(self, wait_s: float) -> Files | None:
-        return self._written
 
 
 # ---- the schedule in a run -------------------------------------------------------------------------------
 
 
-def run_of(folder: Path, actor: Learner, total_steps: int, *, rows: int = 6, val: bool = True, **trainer: Any) -> RunLoop:
-    """A supervised run on `rows` sums; a folder's second run follows the first."""
-    base = make_config(**trainer)
-    data = {"responses": "rows", "train_batch_size": 2, "response_key": "reward_model.ground_truth"}
-    parts = base.actor_rollout_ref
-    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode="sft")))
-    config = settled(replace(base, data=type(base.data)(**data), actor_rollout_ref=parts))
-    tokenizer = build_tokenizer(128)
-    task = f"task:arithmetic?num_rows={rows}"
-    train = DemonstrationSet([task], config, tokenizer).checked()
-    held_out = DemonstrationSet(["task:arithmetic?num_rows=3&split=val"], config, tokenizer).checked() if val else None
+def run_on(folder: Path, actor: Learner, total_steps: int, config: Config, train: Any, val: Any) -> RunLoop:
+    """A run on rows; a folder's second run follows the first."""
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
-    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    given = TrainingRows(train, held_out)
-    context = Context(
-        config, Roles(actor=actor), None, None, output, total_steps, objective=Objective(loss_mode="sft"), rows=given
+    rows = TrainingRows(train.checked(), val.checked())
+    return run_of(config, run_dir, Roles(actor), total_steps, objective=objective_of(config), rows=rows)
+
+
+def with_loss(config: Config, loss: str, **data: Any) -> Config:
+    parts = config.actor_rollout_ref
+    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode=loss)))
+    data = DataConfig(responses="rows", train_batch_size=2, **data)
+    return settled(replace(config, data=data, actor_rollout_ref=parts))
+
+
+def run_on_sums(folder: Path, actor: Learner, total_steps: int, **trainer: Any) -> RunLoop:
+    """A supervised run on six sums, and three to validate on."""
+    config = with_loss(make_config(**trainer), "sft", response_key="reward_model.ground_truth")
+    train, val = (
+        DemonstrationSet([f"task:arithmetic?{more}"], config, build_tokenizer(128))
+        for more in ("num_rows=6", "num_rows=3&split=val")
     )
-    return RunLoop(context, schedule_of(config))
+    return run_on(folder, actor, total_steps, config, train, val)
 
 
 PAIRED = "task:arithmetic?carrying=1&forgotten_carries=1"
 
 
 def run_on_pairs(folder: Path, actor: Learner, total_steps: int, *, loss: str = "dpo", **trainer: Any) -> RunLoop:
-    """Six pairs of a right and a wrong sum, and three to validate on; a folder's second run follows the first."""
-    base, tokenizer = make_config(**trainer), build_tokenizer(128)
+    """Six pairs of a right and a wrong sum, and three to validate on."""
     keys = {"chosen_key": "reward_model.ground_truth", "rejected_key": "extra_info.demonstration"}
-    parts = base.actor_rollout_ref
-    parts = replace(parts, actor=replace(parts.actor, policy_loss=PolicyLossConfig(loss_mode=loss)))
-    data = replace(base.data, responses="rows", train_batch_size=2, **keys)
-    config = settled(replace(base, data=data, actor_rollout_ref=parts))
+    config = with_loss(make_config(**trainer), loss, max_prompt_length=32, **keys)
     kind = PairSet if loss == "dpo" else LabelledSet
     task = PAIRED.replace("forgotten_carries=1", "forgotten_carries=0.5") if loss == "kto" else PAIRED
-    train, val = (kind([f"{task}&{more}"], config, tokenizer).checked() for more in ("num_rows=6", "num_rows=3&split=val"))
-    run_dir = RunDir.create(folder, "run")
-    run_dir.release()
-    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    context = Context(
-        config,
-        Roles(actor=actor),
-        None,
-        None,
-        output,
-        total_steps,
-        objective=objective_of(config),
-        rows=TrainingRows(train, val),
-    )
-    return RunLoop(context, schedule_of(config))
+    train, val = (kind([f"{task}&{more}"], config, build_tokenizer(128)) for more in ("num_rows=6", "num_rows=3&split=val"))
+    return run_on(folder, actor, total_steps, config, train, val)
 
 
 def test_pairs_are_compared_with_the_policy_as_it_was_at_first_also_in_a_resumed_run(tmp_path: Path) -> None:
@@ -164,7 +134,7 @@ def trained(actor: Learner) -> list[list[int]]:
 
 def test_every_epoch_trains_every_row_once_and_validation_measures_the_loss_of_all_its_tokens(tmp_path: Path) -> None:
     actor = Learner()
-    run = run_of(tmp_path, actor, 6, test_freq=3)
+    run = run_on_sums(tmp_path, actor, 6, test_freq=3)
     run.fit()
     first, second = ([tuple(ids) for ids in trained(actor)[start : start + 3]] for start in (0, 3))
     assert first != second and sorted(sum(first, ())) == sorted(sum(second, ()))
@@ -181,13 +151,10 @@ def test_every_epoch_trains_every_row_once_and_validation_measures_the_loss_of_a
 
 def test_a_resumed_run_goes_on_with_the_exact_next_rows(tmp_path: Path) -> None:
     whole = Learner()
-    run_of(tmp_path / "whole", whole, 7, save_freq=2).fit()
+    run_on_sums(tmp_path / "whole", whole, 7, save_freq=2).fit()
     first, second = Learner(), Learner()
-    run_of(tmp_path / "cut", first, 4, save_freq=2).fit()
-    again = run_of(tmp_path / "cut", second, 7, save_freq=2)
+    run_on_sums(tmp_path / "cut", first, 4, save_freq=2).fit()
+    again = run_on_sums(tmp_path / "cut", second, 7, save_freq=2)
     again.resume(again.store.folder / "step_4")
     again.fit()
     assert trained(first) + trained(second) == trained(whole)
-
-
-# ---- the short fit -----------------------------------------------------------------------------------------

@@ -81,25 +81,6 @@ def test_async_trains_every_prompt_once_and_no_token_beyond_the_bound(make, max_
     assert sum(version == 0 for _, version in pool.asked) == (max_staleness + 1) * BATCH
 
 
-def test_async_without_staleness_is_the_synchronous_schedule(make):  # noqa: F811
-    trained, samplings = [], []
-    for schedule in ("sync", "async"):
-        pool = Pool(long_tailed(3), slots=3)
-        actor = Actor(pool)
-        config = config_of(schedule, max_staleness=0 if schedule == "async" else 1)
-        run, _ = make(config, 5, with_val=False, rows=12, policy=actor, pool=pool, reference=True)
-        run.fit()
-        trained.append(actor.trained)
-        samplings.append(pool.samplings)
-        if schedule == "async":
-            assert all(row["staleness/max"] == 0 for row in rows_of(run))
-    assert samplings[0] == samplings[1] and len(trained[0]) == 5
-    for ours, theirs in zip(*trained, strict=True):
-        columns = [field.name for field in dataclasses.fields(ours) if isinstance(getattr(ours, field.name), torch.Tensor)]
-        assert "token_ids_S" in columns and any(name.startswith("advantages_") for name in columns)
-        assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in columns)
-
-
 def test_one_step_off_trains_each_batch_one_version_after_the_one_that_sampled_it(make):  # noqa: F811
     pool = Pool(long_tailed(0), slots=6)
     actor = Actor(pool, ticks=1000)
@@ -250,23 +231,26 @@ def trained_groups(run: RunLoop) -> dict[int, list[str]]:
     return {step: list(dict.fromkeys(uid for uid, _ in rollouts)) for step, rollouts in ledger(run).items()}
 
 
-@pytest.mark.parametrize("gen_batch_size", [None, 1, 3])
-def test_refilling_without_staleness_trains_the_groups_of_the_synchronous_schedule(make, gen_batch_size):  # noqa: F811
-    trained, asked = [], []
+@pytest.mark.parametrize(("refills", "gen_batch_size"), [(False, None), (True, None), (True, 1), (True, 3)])
+def test_async_without_staleness_is_the_synchronous_schedule(make, refills, gen_batch_size):  # noqa: F811
+    trained, samplings, asked = [], [], []
     for schedule in ("sync", "async"):
-        pool = PartlySolved(long_tailed(3), slots=5)
+        pool = PartlySolved(long_tailed(3), slots=5) if refills else Pool(long_tailed(3), slots=3)
         actor = Actor(pool)
         own = {"max_staleness": 0} if schedule == "async" else {}
-        config = refilling(schedule, gen_batch_size=gen_batch_size, **own)
+        config = refilling(schedule, gen_batch_size=gen_batch_size, **own) if refills else config_of(schedule, **own)
         run, _ = make(config, 6, with_val=False, rows=40, policy=actor, pool=pool, reference=True)
         run.fit()
         trained.append(actor.trained)
+        samplings.append([] if refills else pool.samplings)  # which are asked for one by one where groups are replaced
         asked.append([uid for uid, _ in pool.asked])
         rows = rows_of(run)
-        assert max(row["filter_groups/num_gen_batches"] for row in rows) > 1
-    assert asked[0] == asked[1] and len(trained[0]) == 6
+        assert not refills or max(row["filter_groups/num_gen_batches"] for row in rows) > 1
+    assert all(row["staleness/max"] == 0 for row in rows)
+    assert asked[0] == asked[1] and samplings[0] == samplings[1] and len(trained[0]) == 6
     for ours, theirs in zip(*trained, strict=True):
         columns = [field.name for field in dataclasses.fields(ours) if isinstance(getattr(ours, field.name), torch.Tensor)]
+        assert "token_ids_S" in columns and any(name.startswith("advantages_") for name in columns)
         assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in columns)
 
 

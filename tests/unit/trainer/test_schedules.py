@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_sync_trainer import Policy, dataset, make, make_config  # noqa: F401
+from test_sync_trainer import Policy, dataset, make, make_config, run_of  # noqa: F401
 
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.config.schema.tree import Config
@@ -14,12 +14,9 @@ from grpo_rl.errors import CheckpointError, ConfigError, FunctionError
 from grpo_rl.main import main
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.sinks import Sinks
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.schedule import Context, Output, Roles
+from grpo_rl.trainer.schedule import Roles
 from grpo_rl.trainer.schedules import schedule_of
 
 OWN = '''
@@ -42,8 +39,7 @@ class Phases:
             self.seen.append(f"{self.phase} {self.context.step}")
         if self.context.step == 2:
             self.phase = "second"
-        nonfinite = float("bad" in self.context.config.trainer.project_name)
-        return {"own/loss": 1.0 / self.context.step, "actor/nonfinite": nonfinite} | timer.metrics()
+        return {"own/loss": 1.0 / self.context.step} | timer.metrics()
 
     def evaluate(self):
         return {"own/quality": float(len(self.seen))}
@@ -66,20 +62,17 @@ def own(tmp_path: Path) -> str:
     return f"{tmp_path / 'own_schedule.py'}:Phases"
 
 
-def run_of(config: Config, folder: Path, total_steps: int, **roles: Any) -> RunLoop:
+def own_run(config: Config, folder: Path, total_steps: int, **roles: Any) -> RunLoop:
     """A run with nothing but these roles, and no training data; a folder's second run follows the first."""
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
-    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    return RunLoop(
-        Context(config, Roles(**roles), None, dataset("task:arithmetic?num_rows=3"), output, total_steps), schedule_of(config)
-    )
+    return run_of(config, run_dir, Roles(**roles), total_steps, val=dataset("task:arithmetic?num_rows=3"))
 
 
 def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_training_data(own: str, tmp_path: Path) -> None:
     config = make_config(schedule=own, save_freq=2, test_freq=2, val_before_train=False)
     policy = Policy()
-    run = run_of(config, tmp_path, total_steps=9, actor=policy)
+    run = own_run(config, tmp_path, total_steps=9, actor=policy)
     run.fit()
     assert run.schedule.seen == ["first 1", "first 2", "second 3", "second 4", "second 5"]  # type: ignore[attr-defined]
     assert policy.calls == ["save", "save", "save"] and run.store.steps() == [2, 4, 5]
@@ -91,7 +84,7 @@ def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_train
 def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make: Any, tmp_path: Path) -> None:  # noqa: F811
     trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
     trainer.fit()
-    other = run_of(make_config(schedule=own), tmp_path / "other", total_steps=3, actor=Policy())
+    other = own_run(make_config(schedule=own), tmp_path / "other", total_steps=3, actor=Policy())
     with pytest.raises(
         CheckpointError, match=r"trainer.schedule=sync, and this run has trainer.schedule=.*own_schedule.py:Phases"
     ):
@@ -132,13 +125,13 @@ def test_a_failure_of_a_users_schedule_names_its_method_file_line_and_interface(
     own: str, tmp_path: Path, method: str, line: str, interface: str
 ) -> None:
     config = make_config(schedule=own, save_freq=1, test_freq=1, val_before_train=False)
-    run_of(config, tmp_path, total_steps=1, actor=Policy()).fit()
+    own_run(config, tmp_path, total_steps=1, actor=Policy()).fit()
     folder = max(tmp_path.rglob("step_1"))
     (tmp_path / "broken.py").write_text(OWN.replace(line, f"self.no_such_thing; {line}").replace("class Phases", "class Own"))
     config = make_config(schedule=f"{tmp_path / 'broken.py'}:Own", save_freq=1, test_freq=1, val_before_train=False)
     expected = rf"schedule .*broken.py:Own, {method} failed: AttributeError(?s:.*)in .*broken.py, line \d+, in {method}: "
     with pytest.raises(FunctionError, match=rf"{expected}(?s:.*)it is called as {interface}"):
-        run = run_of(config, tmp_path / "broken", total_steps=2, actor=Policy())
+        run = own_run(config, tmp_path / "broken", total_steps=2, actor=Policy())
         if method == "load_state_dict":
             run.load_state_dict(verify(folder).state | {"schedule": config.trainer.schedule})
         run.fit()
@@ -146,7 +139,7 @@ def test_a_failure_of_a_users_schedule_names_its_method_file_line_and_interface(
 
 def test_validation_alone_takes_the_engines_own_weights_and_saves_nothing(rewarder: RewardRunner, tmp_path: Path) -> None:
     policy = Policy()
-    run = run_of(make_config(val_only=True, save_freq=1), tmp_path, total_steps=0, rollout=policy, rewarder=rewarder)
+    run = own_run(make_config(val_only=True, save_freq=1), tmp_path, total_steps=0, rollout=policy, rewarder=rewarder)
     run.fit()
     assert policy.calls == ["generate 3x1"] and run.store.steps() == []
     [row] = read_metrics(run.output.run_dir.metrics_file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import random
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.columns import Block, RemoteColumn
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, RewardConfig, TrainerConfig
@@ -34,7 +36,25 @@ from grpo_rl.trainer.schedules import schedule_of
 from grpo_rl.types import GREEDY, Batch, Completion, Metrics, Prompt, Rollout, Sampling
 
 
-class Policy:
+class Part:
+    """A part of a checkpoint: one of its attributes, in a file of its own."""
+
+    file = number = "version"
+
+    def save(self, folder: Path, check: bool, in_background: bool) -> None:
+        self.written = {self.file: write_file(folder / self.file, [repr(getattr(self, self.number)).encode()])}
+
+    def saved(self, wait_s: float) -> Files:
+        return self.written
+
+    def save_bytes(self) -> int:
+        return 1
+
+    def load(self, folder: Path) -> None:
+        setattr(self, self.number, ast.literal_eval((folder / self.file).read_text()))
+
+
+class Policy(Part):
     """Actor, reference and rollout pool in one: the policy answers the right number with probability 1/2."""
 
     def __init__(self) -> None:
@@ -92,17 +112,11 @@ class Policy:
 
     def save(self, folder: Path, check: bool, in_background: bool) -> None:
         self.calls.append("save")
-        (folder / "version").write_text(str(self.version))
-
-    def saved(self, wait_s: float) -> dict[str, tuple[int, str]]:
-        return {}
-
-    def save_bytes(self) -> int:
-        return 1
+        super().save(folder, check, in_background)
 
     def load(self, folder: Path) -> None:
         self.calls.append("load")
-        self.version = int((folder / "version").read_text())
+        super().load(folder)
 
     def export(self, folder: Path) -> None:
         self.calls.append("export")
@@ -110,8 +124,10 @@ class Policy:
         (folder / "config.json").write_text("{}")
 
 
-class Critic:
+class Critic(Part):
     """Notes its calls beside the policy's, and finds every state worth 1/4."""
+
+    file, number = "critic", "returns"
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -126,19 +142,6 @@ class Critic:
         self.calls.append("update")
         self.returns.append(batch.returns_T.tolist())
         return {"critic/vf_loss": 1.0}
-
-    def save(self, folder: Path, check: bool, in_background: bool) -> None:
-        (folder / "critic").mkdir()
-        (folder / "critic" / "calls").write_text(str(len(self.calls)))
-
-    def saved(self, wait_s: float) -> dict[str, tuple[int, str]]:
-        return {}
-
-    def save_bytes(self) -> int:
-        return 1
-
-    def load(self, folder: Path) -> None:
-        self.calls = ["loaded"] * int((folder / "critic" / "calls").read_text())
 
 
 def make_config(algorithm: AlgorithmConfig | None = None, save_contents: list[str] | None = None, **trainer: Any) -> Config:
@@ -159,10 +162,18 @@ def dataset(name: str) -> PromptDataset:
     return PromptDataset([name], DataConfig(max_prompt_length=32), build_tokenizer(128)).checked()
 
 
+def run_of(
+    config: Config, run_dir: RunDir, roles: Roles, total_steps: int, train: Any = None, val: Any = None, **more: Any
+) -> RunLoop:
+    """Return a run in this folder; `more` are other fields of its context."""
+    output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
+    return RunLoop(Context(config, roles, train, val, output, total_steps, **more), schedule_of(config))
+
+
 @pytest.fixture
 def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple[RunLoop, Policy]]]:
     """A trainer with its policy, in the same run folder every time."""
-    run_dir, console = RunDir.create(tmp_path, "run"), Console()
+    run_dir = RunDir.create(tmp_path, "run")
 
     def trainer(
         config: Config,
@@ -175,16 +186,12 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
         pool: Any = None,
     ) -> tuple[RunLoop, Policy]:
         policy = policy or Policy()
-        output = Output(run_dir, console, Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-        reference_role = policy if reference else None
-        roles = Roles(actor=policy, rollout=pool or policy, rewarder=rewarder, reference=reference_role, critic=critic)
-        train, val = dataset(f"task:arithmetic?num_rows={rows}"), dataset("task:arithmetic?split=val&num_rows=3")
-        objective = objective_of(config)
-        context = Context(config, roles, train, val if with_val else None, output, total_steps, objective=objective)
-        return RunLoop(context, schedule_of(config)), policy
+        roles = Roles(policy, pool or policy, rewarder, reference=policy if reference else None, critic=critic)
+        val = dataset("task:arithmetic?split=val&num_rows=3") if with_val else None
+        train = dataset(f"task:arithmetic?num_rows={rows}")
+        return run_of(config, run_dir, roles, total_steps, train, val, objective=objective_of(config)), policy
 
     yield trainer
-    console.close()
     run_dir.release()
 
 
@@ -270,15 +277,6 @@ def test_an_audit_is_logged_and_changes_nothing_that_is_trained(make, tmp_path):
         if "audit/exact_match" in one["reward_parts"]
     ]
     assert len(found) == 4 and all(audit == reward for audit, reward in found)
-
-
-def test_the_kl_in_the_reward_reads_old_and_reference_logprobs_before_the_advantages(make):
-    algorithm = AlgorithmConfig(use_kl_in_reward=True)
-    trainer, policy = make(make_config(algorithm), total_steps=1, with_val=False, reference=True)
-    trainer.fit()
-    assert policy.calls == ["sync", "generate 2x4", "old", "ref", "update"]
-    [row] = read_metrics(trainer.output.run_dir.metrics_file)
-    assert row["actor/reward_kl_penalty"] == pytest.approx(0.1, rel=1e-5)
 
 
 def test_remax_samples_a_greedy_response_to_each_prompt_and_trains_on_the_others_alone(make):
@@ -397,26 +395,6 @@ def test_the_critic_is_asked_before_the_advantages_and_learns_their_returns(make
     assert [record["advantage"] for record in records[:2]] == [0.75, -0.25]
     [row] = read_metrics(trainer.output.run_dir.metrics_file)
     assert row["critic/vf_loss"] == 1.0 and {"timing_s/values", "timing_s/update_critic"} <= row.keys()
-
-
-def filtering(data: dict[str, Any], groups: dict[str, Any], **trainer: Any) -> Config:
-    algorithm = AlgorithmConfig(filter_groups=dataclasses.replace(AlgorithmConfig().filter_groups, enable=True, **groups))
-    config = make_config(algorithm, **trainer)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **data))
-
-
-def test_further_prompts_are_sampled_until_enough_groups_have_a_signal(make):
-    trainer, policy = make(filtering({"shuffle": False}, {}), total_steps=1, with_val=False)
-    policy.is_solved = lambda uid: uid in ("e0-r0", "e0-r3")
-    trainer.fit()
-    assert policy.calls == ["sync", "generate 2x4", "generate 2x4", "old", "update"]
-    [row] = read_metrics(trainer.output.run_dir.metrics_file)
-    # Two of four prompts are solved: 3/4 of all responses are right, of the trained ones 1/2.
-    assert row["reward/mean"] == 0.75
-    assert (row["filter_groups/num_gen_batches"], row["filter_groups/kept_fraction"]) == (2.0, 0.5)
-    records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
-    trained = {record["uid"] for record in records if record["advantage"] is not None}
-    assert len(records) == 16 and trained == {"e0-r1", "e0-r2"}
 
 
 def test_training_ends_in_good_order_when_all_prompts_are_learnt(make, capsys):
