@@ -19,8 +19,7 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import results, shown_keys, validation_name
 from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.step_line import FAILURES, component_keys
-from grpo_rl.telemetry.terminal.text import duration, number, safe_text
+from grpo_rl.telemetry.terminal.text import duration, safe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,7 +49,6 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
         health = f"Health\n{found}\n  more: python -m grpo_rl doctor {run_dir.path}"
     sections = [
         _before_after(records),
-        rewards_section(records),
         health,
         _graded(records),
         _samples(run_dir, num_samples),
@@ -73,29 +71,6 @@ def _before_after(records: Sequence[dict[str, float]]) -> str:
     lines += [f"  {name:<54}{before:>10.3f}{after:>10.3f}{after - before:>+10.3f}" for name, before, after in changed]
     lines += [f"{'Result':<56}{'value':>10}"] if measured and not changed else []
     lines += [f"  {name:<54}{value:>10.3f}" for name, value in measured]
-    return "\n".join(lines)
-
-
-def rewards_section(records: Sequence[dict[str, float]]) -> str:
-    """Return the table of components and failures over the training steps; empty without a training step."""
-    training = [record for record in records if "reward/mean" in record]
-    if not training:
-        return ""
-    lines = [f"{'Rewards':<46}{'first':>10}{'last':>10}{'best':>10}{'at step':>10}"]
-    for key in ("reward/mean", *component_keys(training)):
-        points = [(record[key], int(record["step"])) for record in training if key in record]
-        if not points:
-            continue
-        best, step = max(points, key=lambda point: point[0])
-        name = "reward" if key == "reward/mean" else f"  {safe_text(key.removeprefix('reward/'), limit=40)}"
-        values = "".join(number(value, 10) for value in (points[0][0], points[-1][0], best))
-        lines.append(f"  {name:<44}{values}{step:>10}")
-    failures = {kind: sum(record.get(f"reward/{kind}", 0.0) for record in training) for kind in FAILURES}
-    failed = [f"{count:g} {FAILURES[kind]}" for kind, count in failures.items() if count > 0]
-    if failed:
-        lines.append(f"  scores that failed: {', '.join(failed)}")
-    elif any(f"reward/{kind}" in record for record in training for kind in FAILURES):
-        lines.append("  no score failed")
     return "\n".join(lines)
 
 

@@ -203,9 +203,8 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
     entropy, rewards, equal = run.entropy(), run.series("reward/mean"), run.series("advantage/zero_group_fraction")
     if len(entropy) < 5 or not rewards or run.solved_share >= 0.9 or (equal and equal.last < 0.5):
         return None
-    low, high = run.reward_range
     # Most groups have lost their signal since the beginning, and not by solving the task.
-    is_stuck = equal and equal.last >= max(0.7, equal.first + 0.3) and rewards.last < rewards.first + 0.2 * (high - low)
+    is_stuck = equal and equal.last >= max(0.7, equal.first + 0.3) and run.gain < 0.2
     bound = max(LITTLE, COLLAPSED * entropy.first, FALLEN * entropy.first if is_stuck else 0.0)
     if entropy.last > bound or entropy.first <= bound:
         return None
@@ -214,7 +213,7 @@ def entropy_collapse(run: RunRecord) -> Finding | None:
         weight=Weight.ILL,
         title="The policy's entropy has collapsed before the task is solved.",
         since=entropy.since(lambda value: value <= bound),
-        evidence=f"nats per token {entropy.ends()}; reward {rewards.last:.3f} of {high:g}"
+        evidence=f"nats per token {entropy.ends()}; reward {rewards.last:.3f} of {run.reward_range[1]:g}"
         + (f"; groups of equal rewards {equal.ends(2)}" if equal else ""),
         meaning="All responses to a prompt are nearly the same, so groups have no signal and nothing better is found.",
         advice=(
@@ -366,8 +365,7 @@ def truncation_grows(run: RunRecord) -> Finding | None:
     cut, lengths, rewards = map(run.series, ("response_length/clip_ratio", "response_length/mean", "reward/mean"))
     if min(map(len, (cut, lengths, rewards))) < 5 or run.setting("actor_rollout_ref.rollout.ignore_eos"):
         return None
-    low, high = run.reward_range
-    if cut.last < cut.first + 0.2 or lengths.last < 1.3 * lengths.first or rewards.last < rewards.first + 0.1 * (high - low):
+    if cut.last < cut.first + 0.2 or lengths.last < 1.3 * lengths.first or run.gain < 0.1:
         return None
     return Finding(
         name="truncation_grows",
@@ -377,7 +375,7 @@ def truncation_grows(run: RunRecord) -> Finding | None:
         evidence=f"share that is cut off {cut.ends(2)}; tokens {lengths.ends(0)}; reward {rewards.ends()}",
         meaning="The reward pays for length, or the limit is too short for the answers that are being learnt.",
         advice=(
-            "look at which part of the reward rises (the table Rewards of the report): one that grows with length is to be mended",
+            "look at which part of the reward rises (the page's tab Curves): one that grows with length is to be mended",
             "raise data.max_response_length where the answers themselves rise",
             "reward.overlong_buffer punishes length softly before data.max_response_length",
         ),
@@ -390,9 +388,8 @@ def length_without_reward(run: RunRecord) -> Finding | None:
     lengths, rewards = run.series("response_length/mean"), run.series("reward/mean")
     if len(lengths) < 10 or len(rewards) < 10:
         return None
-    low, high = run.reward_range
     bound = 1.5 * lengths.first
-    if lengths.last < max(bound, lengths.first + 4) or rewards.last > rewards.first + 0.05 * (high - low):
+    if lengths.last < max(bound, lengths.first + 4) or run.gain > 0.05:
         return None
     return Finding(
         name="length_without_reward",

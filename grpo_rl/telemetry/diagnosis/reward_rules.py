@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from statistics import NormalDist
 
 import numpy as np
@@ -75,31 +74,30 @@ def reward_constant(run: RunRecord) -> Finding | None:
     sampled = f"{_rollouts_per_step(run) * run.num_steps:.0f} responses of {run.num_steps} steps"
     one = next((one for one in run.last_rollouts() if one.get("response")), None)
     example = f"; for instance {one['response'][:60]!r} where {str(one.get('ground_truth'))[:60]!r} is right" if one else ""
-    found = Finding(
-        name="reward_constant",
-        weight=Weight.ILL,
-        title="Every response gets the same reward: there is nothing to compare.",
-        since=run.series("reward/min").points[0][0],
-        evidence=f"the reward of all {sampled} is {constant:g}{example}",
-        meaning="The reward does not read the response, or every prompt is solved by every response.",
-        advice=(
+    if constant > 0:
+        name, title = "reward_constant", "Every response gets the same reward: there is nothing to compare."
+        meaning = "The reward does not read the response, or every prompt is solved by every response."
+        advice: tuple[str, ...] = (
             "check what the reward function compares: python -m grpo_rl check-reward",
             "train on harder prompts, where validation says that all of these are solved",
-        ),
-        source="DAPO (Yu et al. 2025), section 3.2: groups of equal rewards have no gradient",
-    )
-    if constant > 0:
-        return found
-    return replace(
-        found,
-        name="reward_never_seen",
-        title="No response was ever rewarded: there is nothing to learn from.",
-        meaning="The task is beyond the model, the reward wants another form of answer, or it cannot be met at all.",
-        advice=(
+        )
+    else:
+        name, title = "reward_never_seen", "No response was ever rewarded: there is nothing to learn from."
+        meaning = "The task is beyond the model, the reward wants another form of answer, or it cannot be met at all."
+        advice = (
             "give the reward the right answer of some rows by hand: python -m grpo_rl check-reward",
             "read some responses: the page's tab Rollouts",
             "begin with easier prompts, a warm start (recipe=paradigm/sft), or more responses per prompt",
-        ),
+        )
+    return Finding(
+        name=name,
+        weight=Weight.ILL,
+        title=title,
+        since=run.series("reward/min").points[0][0],
+        evidence=f"the reward of all {sampled} is {constant:g}{example}",
+        meaning=meaning,
+        advice=advice,
+        source="DAPO (Yu et al. 2025), section 3.2: groups of equal rewards have no gradient",
     )
 
 
@@ -108,8 +106,7 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
     equal, rewards = run.series("advantage/zero_group_fraction"), run.series("reward/mean")
     if len(equal) < FEW_STEPS or not rewards or equal.last < 0.7 or _constant_reward(run) is not None:
         return None
-    low, high = run.reward_range
-    if rewards.last > rewards.first + 0.1 * (high - low):
+    if run.gain > 0.1:
         return None  # a run that has learnt its task has groups without signal
     solved, mixed = run.solved_share >= 0.8, 0.2 < run.solved_share < 0.8
     which = (

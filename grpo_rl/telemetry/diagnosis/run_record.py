@@ -145,6 +145,12 @@ class RunRecord:
         (low, high), rewards = self.reward_range, self.series("reward/mean")
         return (rewards.last - low) / (high - low) if rewards and high > low else 0.0
 
+    @property
+    def gain(self) -> float:
+        """The rise of the mean reward since the beginning, as a share of the distance of the lowest from the highest."""
+        (low, high), rewards = self.reward_range, self.series("reward/mean")
+        return (rewards.last - rewards.first) / (high - low) if rewards and high > low else 0.0
+
     def entropy(self) -> Series:
         """Return the entropy in nats per token by step: the exact one, which is measured on demand, or else its estimate.
 

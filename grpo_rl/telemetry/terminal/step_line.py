@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -131,16 +131,6 @@ def line(step: int, total: int, metrics: Metrics, left_s: float | None = None) -
     return [*cells, _phases(metrics), *_rewards(metrics), *([_validation(metrics)] if has_reward else [])]
 
 
-def component_keys(records: Sequence[Metrics]) -> list[str]:
-    """Return the keys `reward/<part>` of the records that are means of a component, those of a component's own dict after it."""
-    known = {f"reward/{key}" for key in (*OVERALL, *FAILURES)}
-    keys = dict.fromkeys(key for record in records for key in record if key.startswith("reward/") and key not in known)
-    # `acc` and `answer` stand there twice: by themselves, for validation, and under the component that gave them.
-    doubled = {key for key in keys if any(other != key and other.endswith(f"/{key.removeprefix('reward/')}") for other in keys)}
-    spreads = {key for key in keys if key.endswith("/std") and key.removesuffix("/std") in keys}
-    return [key for key in keys if key not in doubled | spreads]
-
-
 def _columns(metrics: Metrics) -> tuple[Column, ...]:
     if "train/accuracy" in metrics or "val/accuracy" in metrics:
         return _PAIRS
@@ -169,19 +159,23 @@ def _phases(metrics: Metrics) -> Cell:
 
 def _rewards(metrics: Metrics) -> list[Cell]:
     """Return the components of a reward that has several, and how many scores failed, where some did."""
-    names = [key for key in component_keys([metrics]) if "/" not in key.removeprefix("reward/")]
+    parts = {key.removeprefix("reward/"): value for key, value in metrics.items() if key.startswith("reward/")}
+    # `acc` and `answer` stand there twice: by themselves, for validation, and under the component that gave them.
+    names = [
+        name
+        for name in parts
+        if name not in (*OVERALL, *FAILURES) and "/" not in name and not any(other.endswith(f"/{name}") for other in parts)
+    ]
     cells = []
     if len(names) > 1:
-        shown = "".join(
-            f"  {safe_text(key.removeprefix('reward/'), limit=16)}{number(metrics[key], 7)}" for key in names[:MOST_COMPONENTS]
-        )
+        shown = "".join(f"  {safe_text(name, limit=16)}{number(parts[name], 7)}" for name in names[:MOST_COMPONENTS])
         more = f"  and {len(names) - MOST_COMPONENTS} more" if len(names) > MOST_COMPONENTS else ""
         cells.append(Cell(f"  |{shown}{more}", "dim"))
-    kinds_of = {"timed out": "timeouts", "in error": "errors", "invalid": "invalid"}
-    failures = {text: metrics.get(f"reward/{kind}", 0.0) for text, kind in kinds_of.items()}
-    if failed := sum(failures.values()):
-        kinds = ", ".join(f"{count:g} {text}" for text, count in failures.items() if count)
-        cells.append(Cell(f"  {failed:g} scores failed ({kinds})", "bold red"))
+    failures = {"timed out": "timeouts", "in error": "errors", "invalid": "invalid"}
+    counts = {text: parts[name] for text, name in failures.items() if parts.get(name)}
+    if counts:
+        kinds = ", ".join(f"{count:g} {text}" for text, count in counts.items())
+        cells.append(Cell(f"  {sum(counts.values()):g} scores failed ({kinds})", "bold red"))
     return cells
 
 

@@ -202,8 +202,7 @@ def test_hostile_responses_are_shown_and_do_nothing(
                 and tab.evaluate("document.querySelectorAll('iframe, svg, img').length") == 0
             )
     assert HOSTILE[0] in seen and HOSTILE[1] in seen and "\\u202egnp.exe\\u200b" in seen and "\\ud800 lone" in seen
-    tab.open(address(page, tab="rollouts", mode="two"), wait_for="document.querySelectorAll('.pair').length")
-    assert tab.evaluate("window.__owned === undefined") and tab.problems == [] and outside(tab) == []
+    assert tab.problems == [] and outside(tab) == []
 
 
 def test_the_name_of_a_run_and_of_a_metric_are_hostile_too(tab: Tab, tmp_path: Path) -> None:

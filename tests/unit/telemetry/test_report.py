@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.report import final_report, rewards_section
+from grpo_rl.telemetry.report import final_report
 from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
@@ -64,19 +64,3 @@ def test_a_run_that_only_validates_has_values_and_no_before_and_after(tmp_path: 
     assert "Some prompts, drawn at random" in report and "answer  [reward 1] 8" in report
     for word in ("before", "after", "change"):
         assert word not in report
-
-
-def test_the_table_has_first_last_and_best_of_every_component_and_the_failures_by_kind():
-    names = ["reward/mean", "reward/auto", "reward/auto/acc", "reward/acc"]
-    values = [(0.2, 0.1, 0.0, 0.0), (0.9, 0.8, 0.5, 0.5), (0.5, 0.4, 0.5, 0.5)]
-    failed = [{"reward/timeouts": 2.0}, {"reward/timeouts": 1.0}, {"reward/errors": 4.0}]
-    records = [{"step": 0.0, "val/a/mean@1": 0.1}]
-    records += [{"step": n + 1.0, **dict(zip(names, values[n], strict=True)), **failed[n]} for n in range(3)]
-    rows = [line.split() for line in rewards_section(records).splitlines()]
-    assert rows == [
-        ["Rewards", "first", "last", "best", "at", "step"],
-        ["reward", "0.200", "0.500", "0.900", "2"],
-        ["auto", "0.100", "0.400", "0.800", "2"],
-        ["auto/acc", "0.000", "0.500", "0.500", "2"],
-        ["scores", "that", "failed:", "3", "past", "the", "deadline,", "4", "raised", "an", "error"],
-    ]

@@ -1,4 +1,4 @@
-// The tab of rollouts: groups by step, filtered, one of them side by side; and the same prompts at two steps.
+// The tab of rollouts: groups by step, filtered, one of them side by side.
 
 const ROWS = 60;
 const OUTCOMES = [['', 'any outcome'], ['mixed', 'rewards differ'], ['equal', 'all rewards equal'], ['best', 'all at the best reward'], ['none', 'none above the lowest'], ['failed', 'a reward failed'], ['cut', 'a response was cut']];
@@ -23,11 +23,9 @@ async function rollouts(host) {
   const kinds = [['rollouts', 'training'], ['val', 'validation']].filter(([name]) => all.steps[name].length);
   const list = el('div', { className: 'list' });
   const detail = el('div', { className: 'detail' });
-  const modes = el('span', { className: 'modes' }, [['', 'one step'], ['two', 'two steps']].map(([name, text]) => el('button', { type: 'button', className: (chosen.mode || '') === name ? 'on' : '', onclick: () => { choose({ mode: name, group: null }); show('rollouts'); } }, text)));
-  const bar = el('div', { className: 'bar' }, select(kinds, kind, (value) => { choose({ kind: value, step: null, group: null, from: null, to: null }); show('rollouts'); }, 'training or validation'), all.steps[kind].length > 1 ? modes : null);
+  const bar = el('div', { className: 'bar' }, select(kinds, kind, (value) => { choose({ kind: value, step: null, group: null }); show('rollouts'); }, 'training or validation'));
   refill(host, bar, el('div', { className: 'browser' }, list, detail));
-  if (chosen.mode === 'two' && all.steps[kind].length > 1) twoSteps(bar, list, detail, all, kind);
-  else oneStep(bar, list, detail, all, kind);
+  oneStep(bar, list, detail, all, kind);
 }
 
 function oneStep(bar, list, detail, all, kind) {
@@ -119,36 +117,4 @@ function groupList(list, all, groups, withSteps) {
     }
   }
   add();
-}
-
-function twoSteps(bar, list, detail, all, kind) {
-  const steps = all.steps[kind];
-  const options = steps.map((step) => [step, `step ${step}`]);
-  const pick = (name, otherwise) => (steps.includes(Number(chosen[name])) && chosen[name] !== undefined ? Number(chosen[name]) : otherwise);
-  const from = pick('from', steps[0]);
-  const to = pick('to', steps[steps.length - 1]);
-  const before = new Map(all.groups.filter((group) => group.kind === kind && group.step === from).map((group) => [group.prompt, group]));
-  const pairs = all.groups.filter((group) => group.kind === kind && group.step === to && before.has(group.prompt)).map((after) => ({ before: before.get(after.prompt), after, change: (after.mean ?? 0) - (before.get(after.prompt).mean ?? 0) }));
-  pairs.sort((a, b) => Math.abs(b.change) - Math.abs(a.change) || a.change - b.change);
-  const better = pairs.filter((pair) => pair.change > 0).length;
-  const worse = pairs.filter((pair) => pair.change < 0).length;
-  put(bar, [select(options, from, (value) => { choose({ from: value }); show('rollouts'); }, 'first step'), el('span', {}, '→'), select(options, to, (value) => { choose({ to: value }); show('rollouts'); }, 'second step'), el('span', { className: 'muted' }, `${number(pairs.length)} prompts at both: ${number(better)} better, ${number(worse)} worse, ${number(pairs.length - better - worse)} the same`)]);
-  if (!pairs.length) {
-    list.append(el('p', { className: 'muted' }, 'No prompt was answered at both steps.'));
-    return;
-  }
-  const rows = pairs.slice(0, 500).map((pair) => el('button', { type: 'button', className: 'row', 'data-group': `${pair.after.place}`, onclick: () => open(pair) }, el('span', { className: 'preview' }, promptName(all, pair.after)), el('span', { className: 'squares' }, squares(all, pair.before), el('span', { className: 'arrow' }, '→'), squares(all, pair.after)), el('span', { className: `mean ${pair.change > 0 ? 'up' : pair.change < 0 ? 'down' : ''}` }, signed(pair.change, 3))));
-  put(list, [rows, pairs.length > 500 ? el('p', { className: 'muted' }, 'the 500 that changed most') : null]);
-  async function open(pair) {
-    for (const row of list.querySelectorAll('.row')) row.classList.toggle('here', row.dataset.group === String(pair.after.place));
-    const [first, second] = await Promise.all([all.texts(pair.before), all.texts(pair.after)]);
-    forgetCharts();
-    refill(detail, promptBox(second));
-    const count = Math.min(first.rollouts.length, second.rollouts.length);
-    for (let place = 0; place < count; place += 1) {
-      const sides = [first.rollouts[place], second.rollouts[place]];
-      detail.append(el('div', { className: 'pair' }, sides.map((rollout, at) => el('article', { className: 'rollout' }, el('header', {}, el('span', { className: 'muted' }, `step ${at ? to : from} #${rollout.sample ?? place}`), el('span', { className: 'reward', style: { background: all.hue(rollout.reward ?? null) } }, number(rollout.reward)), el('span', { className: 'muted' }, `${number(rollout.response_length)} tokens`)), longText(rollout.response ?? '')))));
-    }
-  }
-  open(pairs[0]);
 }
