@@ -4,8 +4,8 @@ import pytest
 
 from grpo_rl.config.schema.tree import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.compose import RewardFunction, place, sample_of
-from grpo_rl.rewards.contract import Component, RewardFailure, call, call_batch
+from grpo_rl.rewards.compose import RewardFunction, sample_of
+from grpo_rl.rewards.contract import Component, RewardFailure, call
 from grpo_rl.types import Prompt, Rollout
 
 
@@ -17,12 +17,11 @@ def rollout(text="55", ground_truth="55", data_source="arithmetic", **extra_info
 def score(function, item):
     """What a reward process and its parent make of one rollout."""
     outcomes = []
-    for component in sorted(function.components, key=lambda component: component.batched):
+    for component in function.components:
         try:
-            sample = sample_of(item)
-            outcomes += call_batch(component, [sample]) if component.batched else [call(component, sample)]
+            outcomes.append(call(component, sample_of(item)))
         except RewardFailure as failure:
-            raise failure.at(place(component.name, item)) from failure.__cause__
+            return function.assemble(item, [*outcomes, failure])
     return function.assemble(item, outcomes)
 
 
@@ -42,14 +41,6 @@ def my_file(tmp_path):
         "    return {'score': len(solution_str) + bonus, 'level': extra_info['level'], 'note': 'text'}\n"
         "def half(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return 0.5\n"
-        "async def later(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    return 1.0\n"
-        "def lengths(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):\n"
-        "    return [{'score': scale * len(text), 'truth': float(truth)} for text, truth in zip(solution_strs, ground_truths)]\n"
-        "def three(data_sources, solution_strs, ground_truths, extra_infos):\n"
-        "    return [1.0] * 3\n"
-        "def no_list(data_sources, solution_strs, ground_truths, extra_infos):\n"
-        "    return 1.0\n"
     )
     return path
 
@@ -102,16 +93,6 @@ def test_what_is_no_finite_number_is_refused_with_function_rollout_and_value(val
     assert "reward 'mine' for prompt e0-r3, sample 2" in str(error.value)
 
 
-@pytest.mark.parametrize("failure", [KeyError("level"), ZeroDivisionError("by zero"), SystemExit(3)])
-def test_a_function_that_raises_is_named_with_its_rollout_and_cause(failure):
-    def broken(**_):
-        raise failure
-
-    with pytest.raises(RewardError, match=rf"'mine' for prompt e0-r3, sample 2: {type(failure).__name__}") as error:
-        score(RewardFunction([Component("mine", 1.0, broken)]), rollout())
-    assert error.value.__cause__ is failure
-
-
 @pytest.mark.parametrize(
     ("functions", "message"),
     [
@@ -151,24 +132,6 @@ def test_options_reach_the_function_that_they_are_named_for(my_file):
     for name in ("compute_score", f"{my_file}:compute_score"):
         config = RewardConfig(functions=functions, function_kwargs={name: {"bonus": 10}})
         assert score(RewardFunction.from_config(config), rollout("abc", level=1)).reward == 13.5
-
-
-def test_a_batched_function_takes_and_returns_lists(my_file):
-    functions = [f"2*{my_file}:lengths", f"{my_file}:half"]
-    config = RewardConfig(functions=functions, batched=["lengths"], function_kwargs={"lengths": {"scale": 3}})
-    scored = score(RewardFunction.from_config(config), rollout("abcd", "7"))
-    assert scored.parts == {"lengths": 12.0, "lengths/truth": 7.0, "half": 0.5} and scored.reward == 24.5
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("three", "3 results for 1 responses"), ("no_list", "returns a list of 1, and this is a float")],
-)
-def test_a_batched_function_that_returns_no_list_of_that_length_is_invalid(my_file, name, message):
-    function = RewardFunction.from_config(RewardConfig(functions=[f"{my_file}:{name}"], batched=[name]))
-    with pytest.raises(RewardFailure, match=message) as error:
-        score(function, rollout())
-    assert error.value.kind == "reward_invalid"
 
 
 @pytest.mark.parametrize(

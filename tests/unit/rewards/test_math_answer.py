@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_rl.rewards.math.compare import compare
 from grpo_rl.rewards.math.math_rule import equivalent, math, may_reach_algebra
 from grpo_rl.rewards.registry import auto
-from grpo_rl.rewards.rules.answers import after_phrase, final_answer, last_boxed, last_pair
+from grpo_rl.rewards.rules.answers import after_phrase, final_answer
 
 ROOT = Path(__file__).resolve().parents[3]
 MATH = ROOT / ".." / "shared" / "data" / "math" / "train.parquet"
@@ -47,6 +47,9 @@ def test_an_answer_of_another_value_or_kind_is_wrong(gold, answer):
         (r"\boxed{17} no, \boxed{18}", 1),
         (r"\boxed{18} no, \boxed{17}", 0),
         (r"\boxed{18} no, \boxed{17", 0),
+        (r"\boxed {{18}}", 1),
+        (r"18 \boxed{}", 0),
+        (r"18 \boxed", 0),
         (r"\boxed 18", 1),
         (r"\fbox{18}", 1),
         (r"$\boxed{\text{18}}$", 1),
@@ -147,29 +150,6 @@ def test_a_refused_answer_says_so():
 )
 def test_the_gate_lets_plain_formulas_pass(formula):
     assert may_reach_algebra(formula)
-
-
-@pytest.mark.parametrize(
-    ("text", "boxed"),
-    [
-        (r"\boxed{a{b}c}", "a{b}c"),
-        (r"\boxed{\{1\}}", r"\{1\}"),
-        (r"\boxed {7}", "7"),
-        (r"\boxed{", None),
-        (r"\boxed", None),
-        ("no box", None),
-        (r"\boxed{}", ""),
-    ],
-)
-def test_a_box_ends_where_its_braces_balance(text, boxed):
-    assert last_boxed(text) == boxed
-
-
-def test_pairs_of_tags_are_read_from_the_left_as_a_pattern_would():
-    assert last_pair("<answer>1</answer> <answer>2</answer>") == "2"
-    assert last_pair("<answer>1<answer>2</answer></answer>") == "1<answer>2"
-    assert last_pair("<answer>1</answer><answer>2") == "1"
-    assert last_pair("</answer><answer>") is None
 
 
 def test_a_phrase_counts_in_the_last_thousand_characters_only():

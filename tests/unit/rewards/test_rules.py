@@ -131,12 +131,6 @@ def test_the_format_is_one_thought_and_then_one_answer(response, expected):
 # ---- auto -----------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_the_rule_of_the_data_source():
-    assert score(auto("arithmetic", "55", "55")) == 1
-    assert score(auto("openai/gsm8k", "55", "55")) == 0
-    assert score(auto("openai/gsm8k", "#### 55", "55")) == 1
-
-
 def test_an_unknown_data_source_is_refused_with_the_known_ones_and_the_way_out():
     with pytest.raises(
         RewardError, match=r"data_source 'maths'; there is one for arithmetic, .*gsm8k, openai/gsm8k.*custom_reward"

@@ -83,7 +83,8 @@ def lists():
 @pytest.mark.parametrize(
     ("deed", "kind", "cause"),
     [("exit-list", "reward_error", "exited with code 4"), ("hang-list", "reward_timeout", "took longer"),
-     ("raise-list", "reward_error", "ValueError: no"), ("short-list", "reward_invalid", "returned 0 results for 1")],
+     ("raise-list", "reward_error", "ValueError: no"), ("short-list", "reward_invalid", "returned 0 results for 1"),
+     ("no-list", "reward_invalid", "returns a list of 1, and this is a float")],
 )  # fmt: skip
 def test_a_response_that_a_list_function_fails_for_takes_the_score_of_no_other(lists, deed, kind, cause):
     texts = ["score 1", f"score 2 {deed}", "score 3"]

@@ -30,6 +30,8 @@ def act_on_all(data_sources, solution_strs, ground_truths, extra_infos, plus=0.0
         raise ValueError("no")
     if "short-list" in said:
         return []
+    if "no-list" in said:
+        return 1.0
     if "short" in said:
         return [1.0]
     return [None if text == "none" else plus + place for place, text in enumerate(solution_strs)]
