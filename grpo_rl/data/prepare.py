@@ -1,6 +1,6 @@
-"""`grpo-rl prepare gsm8k|math|countdown --from FILE --to FOLDER`: original files in verl's row format.
+"""`grpo-rl prepare gsm8k|math --from FILE --to FOLDER`: original files in verl's row format.
 
-Prompts are worded as verl's and TinyZero's own preparation words them.
+Prompts are worded as verl's own preparation words them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ Row = dict[str, Any]
 
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 MATH_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
-COUNTDOWN_PROMPT = (
-    "Using the numbers {numbers}, create an equation that equals {target}. You can use basic arithmetic operations (+, -, *, /) "
-    "and each number can only be used once. Show your work in <think> </think> tags. And return the final answer in "
-    "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
-)
 
 VERL_KEYS = {"data_source", "prompt", "reward_model"}
 
@@ -64,22 +59,7 @@ def math(record: Record, split: str, index: int) -> Row:
     return row | {key: _text(record, key) for key in ("level", "type", "subject") if key in record and key not in more} | more
 
 
-def countdown(record: Record, split: str, index: int) -> Row:
-    """A row of countdown from {target, nums}, TinyZero's columns; the ground truth is {target, numbers}.
-
-    Raises ValueError for a record without them, or where they are no whole numbers.
-    """
-    numbers = record.get("nums", record.get("numbers"))
-    target = record.get("target")
-    if not isinstance(numbers, list) or len(numbers) < 2 or not all(type(number) is int for number in numbers):
-        raise ValueError(f"nums must be a list of whole numbers, two at least; found {_shown(numbers)}")
-    if type(target) is not int:
-        raise ValueError(f"target must be a whole number; found {_shown(target)}")
-    content = COUNTDOWN_PROMPT.format(numbers=numbers, target=target)
-    return _row("countdown", content, {"target": target, "numbers": numbers}, {"split": split, "index": index})
-
-
-FORMATS: dict[str, Callable[[Record, str, int], Row]] = {"gsm8k": gsm8k, "math": math, "countdown": countdown}
+FORMATS: dict[str, Callable[[Record, str, int], Row]] = {"gsm8k": gsm8k, "math": math}
 
 
 def _row(data_source: str, content: str, truth: Any, extra_info: dict[str, Any]) -> Row:

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 import numpy as np
 import torch
 
-from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.config.derived import longest_sequence
+from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow
 from grpo_rl.data.sources.locate import open_source
@@ -305,6 +306,11 @@ class RowSet(ABC, Generic[Row]):
 
 class TrainingSet(RowSet[Row]):
     """The rows of a training that samples nothing, of any kind."""
+
+    def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
+        """Open the sources with the options of a RowSet."""
+        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
+        self.run = config
 
     def _sizes(self, row: Any) -> tuple[int, int, int]:
         return len(row.token_ids), len(row.token_ids), len(row.positions)

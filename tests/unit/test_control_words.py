@@ -10,7 +10,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords, unmarked
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.training_rows.conversations import Chat, Tokenizing
-from grpo_rl.data.training_rows.pairs import PairTexts, tokenized_pair
+from grpo_rl.data.training_rows.pairs import tokenized_pair
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.models.builtin import build_tokenizer
 
@@ -69,7 +69,7 @@ def test_messages_pairs_and_answers_of_tools_cannot_write_control_tokens(tokeniz
         return by_growth.token_ids
 
     def pair(texts):
-        return lambda text: tokenized_pair(PairTexts(texts(text), text, "no"), renderer, "here").chosen_ids
+        return lambda text: tokenized_pair((texts(text), text, "no", None), renderer, "here").chosen_ids
 
     def observed(text):
         return deltas.between([{"role": "user", "content": text}], ended=True).token_ids

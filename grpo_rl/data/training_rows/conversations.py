@@ -10,12 +10,12 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from grpo_rl.config.derived import longest_sequence
-from grpo_rl.config.schema.tree import Config, DataConfig
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.prompts import Renderer, truncate
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
@@ -275,10 +275,9 @@ class DemonstrationSet(TrainingSet[Demonstration]):
         "data.truncation=left, right or middle"
     )
 
-    def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
-        """Open the sources with the options of a RowSet."""
-        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
-        self._tokenizing = Tokenizing(self.renderer)
+    @cached_property
+    def _tokenizing(self) -> Tokenizing:
+        return Tokenizing(self.renderer)
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `supervised_batch`."""

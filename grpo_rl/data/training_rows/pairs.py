@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.config.derived import longest_sequence, trains_only_reward_model
-from grpo_rl.config.schema.tree import Config, DataConfig
+from grpo_rl.config.derived import trains_only_reward_model
+from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.data.rows import Asked, BadRow, check_messages, check_values, column, expect, finite, prompt_of, wrong
@@ -29,14 +29,8 @@ from grpo_rl.types import Batch, Rollout
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class PairTexts:
-    """A row before it is rendered."""
-
-    prompt: Asked
-    chosen: str
-    rejected: str
-    margin: float | None = None
+PairTexts = tuple[Asked, str, str, float | None]
+"""A row before it is rendered: prompt, chosen and rejected answer, and the margin where it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +74,7 @@ def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_marg
     margin = row.get("margin") if with_margin else None
     if margin is not None and math.isnan(finite(margin)):
         raise wrong(where, "margin", margin, "a finite number or nothing")
-    return PairTexts(*texts, None if margin is None else finite(margin))
+    return *texts, None if margin is None else finite(margin)
 
 
 def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
@@ -151,12 +145,6 @@ class PairSet(TrainingSet[Pair]):
         "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true: a cut answer would be another one"
     )
 
-    def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
-        """Open the sources with the options of a RowSet."""
-        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
-        # Margins are for reward models, whose loss reads them.
-        self._with_margin = trains_only_reward_model(config)
-
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `pair_batch`."""
         return pair_batch([self.row(row) for row in rows])
@@ -166,24 +154,28 @@ class PairSet(TrainingSet[Pair]):
         return row.longest, 2 * len(row.prompt_ids) + trained, trained
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Pair:
-        texts = pair_texts(row, where, self.config, with_margin=self._with_margin)
+        # Margins are for reward models, whose loss reads them.
+        texts = pair_texts(row, where, self.config, with_margin=trains_only_reward_model(self.run))
         return tokenized_pair(texts, self.renderer, where)
 
 
 def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str) -> Pair:
     """Return a pair as the chat template makes it, in tokens. Raises BadRow for a prompt without any, and for two equal answers."""
-    prompt = renderer.render(texts.prompt, where)
-    answers = [renderer.answer(texts.prompt, prompt, answer, where) for answer in (texts.chosen, texts.rejected)]
-    (prompt_ids,) = renderer.tokenize([texts.prompt], [prompt])
-    chosen_ids, rejected_ids = renderer.tokenize_answers(answers)
-    if chosen_ids == rejected_ids or not prompt_ids:
-        what = "prompt has no tokens" if not prompt_ids else "two answers have the same tokens"
-        raise BadRow(f"{where}: the {what}")
-    return Pair(_int32(prompt_ids), _int32(chosen_ids), _int32(rejected_ids), texts.margin)
+    asked, *answers, margin = texts
+    prompt_ids, (chosen_ids, rejected_ids) = _tokens(asked, answers, renderer, where)
+    if np.array_equal(chosen_ids, rejected_ids):
+        raise BadRow(f"{where}: the two answers have the same tokens")
+    return Pair(prompt_ids, chosen_ids, rejected_ids, margin)
 
 
-def _int32(ids: Sequence[int]) -> np.ndarray:
-    return np.asarray(ids, dtype=np.int32)
+def _tokens(asked: Asked, answers: Sequence[str], renderer: Renderer, where: str) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Return a prompt and its answers as the chat template makes them, in tokens (int32). Raises BadRow for a prompt without any."""
+    prompt = renderer.render(asked, where)
+    texts = [renderer.answer(asked, prompt, answer, where) for answer in answers]
+    (prompt_ids,) = renderer.tokenize([asked], [prompt])
+    if not prompt_ids:
+        raise BadRow(f"{where}: the prompt has no tokens")
+    return np.asarray(prompt_ids, np.int32), [np.asarray(ids, np.int32) for ids in renderer.tokenize_answers(texts)]
 
 
 # ---- labelled answers ------------------------------------------------------------------------------------
@@ -220,10 +212,6 @@ class LabelledSet(TrainingSet[Labelled]):
 
     ways_out = PairSet.ways_out
 
-    def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
-        """Open the sources with the options of a RowSet."""
-        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
-
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch of two rollouts each: the answer, and the mismatched one, cut where it would be too long."""
         found = [self.row(row) for row in rows]
@@ -245,12 +233,8 @@ class LabelledSet(TrainingSet[Labelled]):
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Labelled:
         asked, text, label = labelled_texts(row, where, self.config)
-        prompt = self.renderer.render(asked, where)
-        (prompt_ids,) = self.renderer.tokenize([asked], [prompt])
-        (answer_ids,) = self.renderer.tokenize_answers([self.renderer.answer(asked, prompt, text, where)])
-        if not prompt_ids:
-            raise BadRow(f"{where}: the prompt has no tokens")
-        return Labelled(_int32(prompt_ids), _int32(answer_ids), label)
+        prompt_ids, (answer_ids,) = _tokens(asked, [text], self.renderer, where)
+        return Labelled(prompt_ids, answer_ids, label)
 
 
 # ---- batches -----------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_rl.config.derived import longest_sequence
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
@@ -23,15 +22,8 @@ from grpo_rl.data.rows import Asked, BadRow, check_values, column, expect, finit
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
-
-@dataclass(frozen=True, slots=True)
-class RatedTexts:
-    """A row before it is rendered."""
-
-    prompt: Asked
-    steps: list[str]
-    labels: list[float | None]
-    """The label of each step, from 0 to 1; None: it has none."""
+RatedTexts = tuple[Asked, list[str], list[float | None]]
+"""A row before it is rendered: the prompt, its steps, and the label of each from 0 to 1; None: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,7 @@ def rated_row(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts
             raise BadRow(f"{where}: step {number + 1} of {len(steps)} has no text")
     if all(label is None for label in labels):
         raise BadRow(f"{where}: none of its {len(steps)} steps has a label; expected one at least")
-    return RatedTexts(prompt, steps, [_label(label, where, number) for number, label in enumerate(labels)])
+    return prompt, steps, [_label(label, where, number) for number, label in enumerate(labels)]
 
 
 def _label(label: Any, where: str, number: int) -> float | None:
@@ -91,17 +83,16 @@ class RatedStepSet(TrainingSet[RatedSteps]):
         """Open the sources with the options of a RowSet. Raises ConfigError for a tokenizer that does not say where its tokens begin."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError("reward.reward_model.step_separator: needs a fast tokenizer, which says where each token begins")
-        super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
-        separator = config.reward.reward_model.step_separator
-        assert separator is not None
-        self._separator = separator.replace("\\n", "\n")
+        super().__init__(files, config, tokenizer, **options)
 
     def batch(self, rows: Sequence[int]) -> Batch:
         """Return these rows as a batch: see `rated_batch`."""
         return rated_batch([self.row(row) for row in rows])
 
     def _tokenized(self, row: dict[str, Any], where: str) -> RatedSteps:
-        return tokenized_steps(rated_row(row, where, self.config), self.renderer, self._separator, where)
+        separator = self.run.reward.reward_model.step_separator
+        assert separator is not None
+        return tokenized_steps(rated_row(row, where, self.config), self.renderer, separator.replace("\\n", "\n"), where)
 
 
 def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where: str) -> RatedSteps:
@@ -110,10 +101,11 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
     A step ends with the token of its last character, the separator's after it included, as a reward model reads the steps of
     a response (`rewards/models/rendering.py`). Raises BadRow for two steps that end in one token.
     """
-    (prompt_ids,) = renderer.tokenize([texts.prompt], [renderer.render(texts.prompt, where)])
+    asked, steps, labels = texts
+    (prompt_ids,) = renderer.tokenize([asked], [renderer.render(asked, where)])
     words = renderer.words
     text, ends = "", []
-    for step in texts.steps:
+    for step in steps:
         # A separator inside of a step would cut it in two.
         text += words.marked(" ".join(piece for piece in step.split(separator) if piece.strip()).strip()) + separator
         ends.append(len(text))
@@ -124,9 +116,7 @@ def tokenized_steps(texts: RatedTexts, renderer: Renderer, separator: str, where
         raise BadRow(f"{where}: two of its {len(places)} steps end in the same token")
     if not prompt_ids:
         raise BadRow(f"{where}: the prompt has no tokens")
-    labelled = [
-        (len(prompt_ids) + place, label) for place, label in zip(places, texts.labels, strict=True) if label is not None
-    ]
+    labelled = [(len(prompt_ids) + place, label) for place, label in zip(places, labels, strict=True) if label is not None]
     return RatedSteps(
         np.asarray([*prompt_ids, *encoded["input_ids"]], dtype=np.int32),
         len(prompt_ids),

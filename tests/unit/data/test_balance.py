@@ -20,19 +20,12 @@ def flat(plan: list[list[list[int]]]) -> list[int]:
     return [index for rank in plan for rows in rank for index in rows]
 
 
-@given(lengths, ranks, st.integers(0, 300))
-def test_a_token_budget_is_kept_and_nothing_is_lost(lengths_N, num_ranks, extra):
-    budget = max(lengths_N, default=1) + extra
-    plan = plan_micro_batches(lengths_N, num_ranks, max_tokens=budget)
+@given(lengths, ranks, st.integers(0, 300), st.booleans())
+def test_a_budget_is_kept_and_nothing_is_lost(lengths_N, num_ranks, extra, by_tokens):
+    budget = max(lengths_N, default=1) + extra if by_tokens else 1 + extra % 10
+    plan = plan_micro_batches(lengths_N, num_ranks, **{"max_tokens" if by_tokens else "max_rollouts": budget})
     assert sorted(flat(plan)) == list(range(len(lengths_N)))
-    assert all(sum(lengths_N[i] for i in rows) <= budget for rank in plan for rows in rank)
-
-
-@given(lengths, ranks, st.integers(1, 10))
-def test_a_rollout_budget_is_kept_and_nothing_is_lost(lengths_N, num_ranks, budget):
-    plan = plan_micro_batches(lengths_N, num_ranks, max_rollouts=budget)
-    assert sorted(flat(plan)) == list(range(len(lengths_N)))
-    assert all(len(rows) <= budget for rank in plan for rows in rank)
+    assert all((sum(lengths_N[i] for i in rows) if by_tokens else len(rows)) <= budget for rank in plan for rows in rank)
 
 
 @given(lengths, ranks, st.integers(1, 8))
@@ -50,11 +43,6 @@ def test_evening_out_costs_no_extra_pass(lengths_N, num_ranks, times):
                 fewest, filled = fewest + 1, 0
             filled += lengths_N[i]
         assert len(passes) == fewest
-
-
-def test_a_sequence_over_the_budget_is_refused():
-    with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit into a micro-batch of 8"):
-        plan_micro_batches([3, 9], 2, max_tokens=8)
 
 
 # ---- units, and mini-batches ----------------------------------------------------------------------------
@@ -77,11 +65,21 @@ def test_rollouts_of_a_unit_land_in_one_micro_batch_on_one_rank(pairs, num_ranks
     assert len({len(rank) for rank in plan}) == 1
 
 
-def test_a_unit_over_the_budget_is_refused():
-    with pytest.raises(ValueError, match="12 tokens that stay together do not fit into a micro-batch of 10"):
-        plan_micro_batches([6, 6, 3], 1, max_tokens=10, units=[0, 0, 1])
-    with pytest.raises(ValueError, match="2 rollouts that stay together do not fit into a micro-batch of 1"):
-        plan_micro_batches([6, 6, 3], 1, max_rollouts=1, units=[0, 0, 1])
+@pytest.mark.parametrize(
+    ("lengths_N", "options", "message"),
+    [
+        ([3, 9], {"max_tokens": 8}, "a sequence of 9 tokens does not fit into a micro-batch of 8"),
+        ([6, 6, 3], {"max_tokens": 10, "units": [0, 0, 1]}, "12 tokens that stay together do not fit into a micro-batch of 10"),
+        (
+            [6, 6, 3],
+            {"max_rollouts": 1, "units": [0, 0, 1]},
+            "2 rollouts that stay together do not fit into a micro-batch of 1",
+        ),
+    ],
+)
+def test_what_alone_is_over_the_budget_is_refused(lengths_N, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan_micro_batches(lengths_N, 1, **options)
 
 
 @given(st.lists(st.integers(0, 40), max_size=40), ranks, st.integers(1, 3), st.booleans())

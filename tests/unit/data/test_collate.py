@@ -62,14 +62,12 @@ def test_a_support_that_does_not_fit_the_tokens_is_refused(sets, message):
         collate([one, other])
 
 
-def test_a_rollout_without_reward_is_refused():
-    with pytest.raises(ValueError, match=r"a, sample 0, has no reward"):
-        collate([rollout("a", [1], [2], None)])
-
-
-def test_a_rollout_with_fewer_logprobs_than_tokens_is_refused():
-    with pytest.raises(ValueError, match="2 tokens and 1 log-probs"):
-        collate([rollout("a", [1], [2, 3], 0.0, logprobs=[-0.1])])
+@pytest.mark.parametrize(
+    ("reward", "logprobs", "message"), [(None, None, "a, sample 0, has no reward"), (0.0, [-0.1], "2 tokens and 1 log-probs")]
+)
+def test_a_rollout_without_reward_or_logprobs_is_refused(reward, logprobs, message):
+    with pytest.raises(ValueError, match=message):
+        collate([rollout("a", [1], [2, 3], reward, logprobs)])
 
 
 def test_parts_of_the_reward_become_columns_where_they_are_asked_for():

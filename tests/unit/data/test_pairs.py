@@ -80,8 +80,7 @@ HH = "\n\nHuman: 1+1?\n\nAssistant: It"
     ],
 )
 def test_every_format_gives_the_same_pair(row: dict[str, Any], prompt: Any, chosen: str, rejected: str) -> None:
-    texts = pair_texts(row, "a.jsonl, line 1", DataConfig(), with_margin=True)
-    assert (texts.prompt, texts.chosen, texts.rejected, texts.margin) == (prompt, chosen, rejected, None)
+    assert pair_texts(row, "a.jsonl, line 1", DataConfig(), with_margin=True) == (prompt, chosen, rejected, None)
 
 
 @pytest.mark.parametrize(

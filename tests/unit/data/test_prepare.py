@@ -11,8 +11,7 @@ DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 
 
 def run(kind, source, folder, *words):
-    sources = map(str, source if isinstance(source, list) else [source])
-    return main(["prepare", kind, "--from", *sources, "--to", str(folder), *words])
+    return main(["prepare", kind, "--from", str(source), "--to", str(folder), *words])
 
 
 def read(path):
@@ -43,15 +42,6 @@ def test_a_math_row_has_the_columns_and_words_of_verls_file():
     assert math(record, "train", 0) == expected
 
 
-def test_countdown_keeps_target_and_numbers(tmp_path):
-    (tmp_path / "a.json").write_text('[{"target": 98, "nums": [44, 19, 35]}, {"target": 5, "nums": [2, 3]}]')
-    assert run("countdown", tmp_path / "a.json", tmp_path, "--limit", "1") == 0
-    (row,) = read(tmp_path / "train.parquet")
-    assert row["data_source"] == "countdown"
-    assert row["reward_model"]["ground_truth"] == {"numbers": [44, 19, 35], "target": 98}
-    assert "numbers [44, 19, 35], create an equation that equals 98" in row["prompt"][0]["content"]
-
-
 @pytest.mark.parametrize(
     ("kind", "content", "message"),
     [
@@ -60,7 +50,6 @@ def test_countdown_keeps_target_and_numbers(tmp_path):
         ("gsm8k", '{"question": "q",\n', "a.jsonl, line 1, column 18: broken JSON"),
         ("gsm8k", "[1]\n", "line 1: expected an object with the row's columns, found list"),
         ("math", '{"problem": "p", "solution": "s"}', "line 1: the solution has no complete \\boxed{...}"),
-        ("countdown", '{"target": 1, "nums": [1, 2.5]}', "nums must be a list of whole numbers"),
         ("gsm8k", "\n\n", "the file has no rows"),
         (
             "math",

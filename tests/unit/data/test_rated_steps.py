@@ -24,10 +24,8 @@ def tokenizer():
 
 
 def test_rows_as_trl_has_them():
-    found = rated_row(LISTS, "here", DATA)
-    assert (found.prompt, found.steps, found.labels) == ("What is 2+3+4?", ["2+3=5", "5+4=10"], [1.0, 0.0])
-    soft = rated_row({**LISTS, "labels": [0.75, None]}, "here", DATA)
-    assert soft.labels == [0.75, None]
+    assert rated_row(LISTS, "here", DATA) == ("What is 2+3+4?", ["2+3=5", "5+4=10"], [1.0, 0.0])
+    assert rated_row({**LISTS, "labels": [0.75, None]}, "here", DATA)[2] == [0.75, None]
 
 
 @pytest.mark.parametrize(

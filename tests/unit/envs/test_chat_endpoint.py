@@ -74,14 +74,6 @@ def note(start, *lines):
     with open(start.extra_info["path"], "a") as file:
         file.write("".join(json.dumps(line) + chr(10) for line in lines))
 
-def plain(url, start):
-    client = client_of(url)
-    answer = client.chat.completions.create(model="mine", messages=[{"role": "user", "content": "hello"}])
-    choice, usage = answer.choices[0], answer.usage
-    note(start, [client.models.list().data[0].id, answer.object, answer.model, choice.message.content, choice.finish_reason],
-         [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens])
-    return 1
-
 def streamed(url, start):
     messages = [{"role": "user", "content": "hello"}]
     events = list(client_of(url).chat.completions.create(
@@ -101,7 +93,10 @@ def uses_tools(url, start, stream=False):
                     pass
                 choice = events.get_final_completion().choices[0]
         else:
-            choice = client.chat.completions.create(model="m", messages=messages, tools=[ADD]).choices[0]
+            answer = client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+            choice, usage = answer.choices[0], answer.usage
+            assert [client.models.list().data[0].id, answer.object, answer.model] == ["policy", "chat.completion", "m"]
+            assert [usage.prompt_tokens, usage.completion_tokens, usage.total_tokens] == [10, 3, 13]
         message = choice.message
         calls = message.tool_calls or []
         note(start, [choice.finish_reason, message.content, [[c.id, c.function.name, json.loads(c.function.arguments)] for c in calls]])
@@ -192,11 +187,6 @@ CALLS = (
 
 def noted(tmp_path: Path) -> list[Any]:
     return [json.loads(line) for line in (tmp_path / "answer").read_text().splitlines()]
-
-
-def test_openais_client_gets_an_answer_with_its_usage(played, tmp_path: Path) -> None:
-    last = played("plain", "hello you")[-1]
-    assert noted(tmp_path) == [["policy", "chat.completion", "mine", "hello you", "stop"], [10, 3, 13]] and last.reward == 1.0
 
 
 def test_openais_client_reads_a_stream_word_by_word(played, tmp_path: Path) -> None:

@@ -55,8 +55,6 @@ def test_the_tensors_are_the_merged_ones_bit_for_bit(tmp_path: Path, family: str
     wanted = dict(stored_tensors(fsdp.named_full_tensors(policy)))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    model_bytes = sum(tensor.nbytes for tensor in wanted.values())
-    assert sum(tensor.nbytes for tensor in sent.values()) < model_bytes
 
 
 def test_an_engine_samples_with_the_adapters_of_the_last_update(tmp_path: Path) -> None:

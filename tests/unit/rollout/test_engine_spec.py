@@ -25,28 +25,19 @@ def config(backend: str = "auto", **rollout: Any) -> Config:
     )
 
 
-def test_on_cpu_a_replica_is_eager_float32_and_fed_through_the_object_store() -> None:
-    spec = EngineSpec.from_config(config(), "cpu")
-    assert (spec.dtype, spec.enforce_eager, spec.weight_backend, spec.sleep_mode) == (
-        "float32", True, "object_store", False,
-    )  # fmt: skip
-    assert spec.max_model_len == 128
-    assert spec.override_config == {"rope_theta": 2.0}
-    assert pickle.loads(pickle.dumps(spec)) == spec
+def test_the_device_decides_what_is_left_open_and_explicit_settings_win() -> None:
+    def chosen(cfg: Config, device: Any, **more: Any) -> tuple[Any, ...]:
+        spec = EngineSpec.from_config(cfg, device, **more)
+        assert pickle.loads(pickle.dumps(spec)) == spec and spec.override_config == {"rope_theta": 2.0}
+        return spec.dtype, spec.enforce_eager, spec.weight_backend, spec.sleep_mode, spec.max_model_len
 
-
-def test_on_gpu_a_colocated_replica_sleeps_and_takes_weights_by_ipc_and_one_apart_by_nccl() -> None:
-    together, apart = EngineSpec.from_config(config(), "cuda"), EngineSpec.from_config(config(nnodes=1), "cuda")
-    assert (together.dtype, together.enforce_eager) == ("bfloat16", False)
-    assert (together.weight_backend, together.sleep_mode) == ("ipc", True)
-    assert (apart.weight_backend, apart.sleep_mode) == ("nccl", False)
-
-
-def test_explicit_settings_win_over_what_the_device_suggests() -> None:
+    assert chosen(config(), "cpu") == ("float32", True, "object_store", False, 128)
+    assert chosen(config(), "cuda") == ("bfloat16", False, "ipc", True, 128)
+    assert chosen(config(nnodes=1), "cuda") == ("bfloat16", False, "nccl", False, 128)
     cfg = config("object_store", dtype="float16", enforce_eager=True, max_model_len=300, cpu_threads=3)
+    assert chosen(cfg, "cuda") == ("float16", True, "object_store", True, 300)
     spec = EngineSpec.from_config(cfg, "cuda", model_path="resolved", cores=8)
-    assert (spec.dtype, spec.enforce_eager, spec.max_model_len) == ("float16", True, 300)
-    assert (spec.threads, spec.model_path, spec.weight_backend) == (3, "resolved", "object_store")
+    assert (spec.threads, spec.model_path) == (3, "resolved")
 
 
 def test_engine_arguments_are_those_of_the_chosen_engine() -> None:
@@ -71,11 +62,7 @@ def test_no_engine_takes_pickled_functions(device: str) -> None:
 
 def test_a_pass_is_as_large_as_configured_and_longer_prompts_are_read_in_parts(tmp_path: Path) -> None:
     model = str(build("builtin:arithmetic", tmp_path / "model"))
-    spec = dataclasses.replace(
-        EngineSpec.from_config(config(max_num_batched_tokens=40, max_num_seqs=4), "cpu"), model_path=model
-    )
-    spec = dataclasses.replace(spec, override_config={})
-    arguments = engine_arguments(spec)
-    assert "enable_chunked_prefill" not in arguments and arguments["max_num_batched_tokens"] == 40
-    on_gpu = engine_arguments(dataclasses.replace(spec, device="cuda"))
-    assert "enable_chunked_prefill" not in on_gpu and on_gpu["max_num_batched_tokens"] == 40
+    spec = EngineSpec.from_config(config(max_num_batched_tokens=40, max_num_seqs=4), "cpu")
+    for device in ("cpu", "cuda"):
+        arguments = engine_arguments(dataclasses.replace(spec, model_path=model, override_config={}, device=device))
+        assert "enable_chunked_prefill" not in arguments and arguments["max_num_batched_tokens"] == 40

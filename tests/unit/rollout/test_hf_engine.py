@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_rl.models import builtin
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.hf.hf_engine import HfEngine, RowCache
+from grpo_rl.rollout.hf.hf_engine import HfEngine
 from grpo_rl.rollout.weights import pack_buckets
 from grpo_rl.types import Completion, Request, Sampling
 
@@ -81,26 +81,6 @@ def test_a_batch_runs_the_model_once_per_token_and_once_per_length_of_prompt(mak
         engine.step()
     # The prompt that comes twice is read once.
     assert shapes == [(1, 2), (2, 3), (4, 1), (4, 1)]
-
-
-def test_rows_of_a_cache_may_come_and_go(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    cpu = torch.device("cpu")
-    ids = torch.randint(5, 40, (3, 12), generator=torch.Generator().manual_seed(0)).tolist()
-    with torch.no_grad():
-        cache, first = RowCache.read(model, [ids[0][:7], ids[1][:7]], cpu)
-        short, second = RowCache.read(model, [ids[2][:2]], cpu)
-        cache.append(short)
-        found = [torch.cat([first, second]), cache.extend(model, [ids[0][7], ids[1][7], ids[2][2]], cpu)]
-        cache.keep([2])
-        found.append(cache.extend(model, [ids[2][3]], cpu))
-        expected = [
-            torch.stack([model(torch.tensor([row[:n]])).logits[0, -1] for row, n in zip(ids, lengths, strict=True)])
-            for lengths in ([7, 7, 2], [8, 8, 3])
-        ]
-        expected.append(model(torch.tensor([ids[2][:4]])).logits[:, -1])
-    for logits, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(logits, right, atol=1e-5, rtol=0)
 
 
 def logprobs_of(model, before, completion: Completion, prompt: Sequence[int], keep_cache: bool) -> torch.Tensor:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from grpo_rl.rollout.senders import ObjectStoreSender, make_sender
 from grpo_rl.rollout.weights import (
     WeightTransferError,
-    WeightUpdate,
     check_digests,
     describe,
     digest,
@@ -28,7 +27,7 @@ SCALAR = torch.tensor(4, dtype=torch.int64)
 
 def test_tensors_come_out_of_a_bucket_bit_by_bit_as_views_of_its_buffer() -> None:
     source = {"f": FLOATS, "h": HALVES, "s": SCALAR, "none": torch.empty(0, 4)}
-    [bucket] = pack_buckets(source.items(), 1000)
+    [bucket] = pickle.loads(pickle.dumps(list(pack_buckets(source.items(), 1000))))
     out = dict(bucket.tensors())
     for name, tensor in source.items():
         assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor)
@@ -36,12 +35,8 @@ def test_tensors_come_out_of_a_bucket_bit_by_bit_as_views_of_its_buffer() -> Non
     start = bucket.offsets[bucket.names.index("f")]
     bucket.data[start : start + 4] = np.frombuffer(np.float32(99).tobytes(), dtype=np.uint8)
     assert out["f"][0, 0] == 99
-
-
-def test_a_bucket_can_be_read_when_its_buffer_is_read_only_and_after_pickling() -> None:
-    bucket = pickle.loads(pickle.dumps(pack([("f", FLOATS)])))
     bucket.data.flags.writeable = False
-    assert torch.equal(dict(bucket.tensors())["f"], FLOATS)
+    assert torch.equal(dict(bucket.tensors())["h"], HALVES)
 
 
 def test_buckets_are_filled_up_to_their_size_and_larger_tensors_get_their_own() -> None:
@@ -98,8 +93,9 @@ def test_ranks_that_sent_different_tensors_are_refused() -> None:
         merge_ranks([None])
 
 
-def test_a_sender_casts_floats_to_the_type_on_the_wire_and_leaves_integers() -> None:
+def test_a_sender_casts_floats_to_the_type_on_the_wire_and_has_the_digests_of_its_last_update() -> None:
     sender = make_sender("object_store", 1 << 10, dtype=torch.bfloat16, verify=True)
+    list(sender.buckets([("h", HALVES)]))
     out = {name: t for b in sender.buckets([("f", FLOATS), ("s", SCALAR)]) for name, t in b.tensors()}
     assert out["f"].dtype == torch.bfloat16 and out["s"].dtype == torch.int64
     assert sender.sent_digests() == {"f": digest(FLOATS.bfloat16()), "s": digest(SCALAR)}
@@ -111,28 +107,3 @@ def test_a_rank_that_is_not_the_source_cuts_the_same_buckets_without_bytes() -> 
     other = list(ObjectStoreSender(90, is_source=False).buckets(named))
     assert [bucket.names for bucket in source] == [bucket.names for bucket in other] == [("0", "1"), ("2", "3"), ("4",)]
     assert all(bucket.data is None for bucket in other)
-
-
-def test_digests_are_those_of_the_last_update_and_none_without_verifying() -> None:
-    sender = ObjectStoreSender(100, verify=True)
-    list(sender.buckets([("f", FLOATS)]))
-    list(sender.buckets([("h", HALVES)]))
-    assert sender.sent_digests().keys() == {"h"}
-    quiet = ObjectStoreSender(100)
-    list(quiet.buckets([("f", FLOATS)]))
-    assert quiet.sent_digests() == {}
-
-
-def test_an_update_that_lacks_a_tensor_or_has_one_twice_does_not_go_live() -> None:
-    update = WeightUpdate({"a": (2,), "b": (1,)})
-    first = describe([("a", torch.zeros(2))])
-    update.start(1, num_unfinished=0)
-    update.receive(first)
-    with pytest.raises(WeightTransferError, match="arrived twice in one update: a"):
-        update.receive(first)
-    with pytest.raises(WeightTransferError, match="1 of 2 tensors are missing: b"):
-        update.finish()
-    assert update.version == 0 and update.active
-    update.receive(describe([("b", torch.zeros(1))]))
-    update.finish()
-    assert update.version == 1 and not update.active
