@@ -122,19 +122,6 @@ def _pieces(group: Sequence[int], lengths: Sequence[int], parts: int) -> list[li
     return [in_order[part::parts] for part in range(min(parts, len(in_order)))]
 
 
-def plan_micro_batches(
-    lengths: Sequence[int],
-    num_ranks: int,
-    *,
-    max_tokens: int | None = None,
-    max_rollouts: int | None = None,
-    units: Sequence[int] | None = None,
-) -> list[list[list[int]]]:
-    """Return indices per rank and micro-batch: `split_over_ranks`, and each shard cut by `cut_shards`."""
-    shards = split_over_ranks(lengths, num_ranks, units=units)
-    return cut_shards(shards, lengths, max_tokens=max_tokens, max_rollouts=max_rollouts, units=units)
-
-
 def cut_shards(
     shards: Sequence[Sequence[int]],
     lengths: Sequence[int],
@@ -190,7 +177,7 @@ def _longest_first(lengths: Sequence[int], units: Sequence[int] | None, shard: S
         return [[index] for index in sorted(sorted(indices), key=lambda index: -lengths[index])]
     members: dict[int, list[int]] = {}
     for index in sorted(indices):
-        members.setdefault(index if units is None else units[index], []).append(index)
+        members.setdefault(units[index], []).append(index)
     # The longest sequence before the sum: neighbours are padded to it.
     return sorted(members.values(), key=lambda unit: (-max(lengths[i] for i in unit), -sum(lengths[i] for i in unit), unit[0]))
 

@@ -102,71 +102,50 @@ class ChatDeltas:
         `roles` are those of the messages that come between turns. A template that leaves out the thoughts of earlier turns,
         or empty ones, is used all the same: what was sampled stays in the context. Any other difference is refused.
         """
-        notes: list[str] = []
+        keeps = True
         for role in roles:
             for thinks in (False, True):
                 try:
-                    expected, actual = self._both(role, thinks, tools[0] if tools else "look_up")
+                    keeps &= self._appends(role, thinks, tools[0] if tools else "look_up")
                 except (BadRow, DataError) as error:
                     what = "answers of tools" if role == "tool" else f"messages of the role {role!r} behind an assistant's turn"
                     raise ConfigError(
                         f"data.chat_template: the chat template cannot render {what}: {error}; give another one as data.chat_template"
                     ) from None
-                if expected == actual:
-                    continue
-                if _without_thoughts(expected) != _without_thoughts(actual):
-                    raise ConfigError(f"data.chat_template: {_rewritten(expected, actual, role)}")
-                notes.append(
-                    "the chat template leaves thoughts of earlier turns out of a conversation; in training they stay in the "
-                    "context, as they were sampled"
-                )
-        return list(dict.fromkeys(notes))
+        note = (
+            "the chat template leaves thoughts of earlier turns out of a conversation; in training they stay in the context, as "
+            "they were sampled"
+        )
+        return [] if keeps else [note]
 
-    def _both(self, role: str, thinks: bool, tool: str) -> tuple[str, str]:
-        """Return a conversation of three turns as this class puts it together, and as the template renders it at once."""
-        messages: list[Message] = [{"role": "user", "content": "What is it?"}]
-        expected = self._rendered(messages)
-        for number in range(3):
-            turn = f"turn {number}"
-            content = f"<think>\nthought {number}\n</think>\n\n{turn}" if thinks else turn
-            said: Message = {"role": "assistant", "content": content}
-            answer = self._sample(role, number, tool)
-            if role == "tool":
-                call = {"name": tool, "arguments": {"question": turn}}
-                said |= {"tool_calls": [{"id": f"call{number:05d}", "type": "function", "function": call}]}
-                if self._ignores_content(said, answer):
-                    said["content"] = ""
-            tail = self._tail([answer])
-            expected += self._own_text(messages, said, None if thinks else answer, tail, role) + tail
-            messages += [said, answer]
-        return expected, self._rendered(messages)
+    def _appends(self, role: str, thinks: bool, tool: str) -> bool:
+        """Return whether a conversation of three turns only grows, by each turn and the context that follows it here.
 
-    def _own_text(self, before: list[Message], said: Message, answer: Message | None, tail: str, role: str) -> str:
-        """Return what the template makes of an assistant message, which stands for the sampled turn, without its end.
-
-        It is the last message where `answer` is None: then the template writes its thoughts. Else it is the one that `answer`
-        follows, so that nothing is written beside it.
+        False where it does but for thoughts. Raises ConfigError where it does not.
         """
-        begun = self._rendered(before)
-        whole = self._rendered([*before, said], begins=False) if answer is None else self._rendered([*before, said, answer])
-        end = self._end() if answer is None else tail
-        if not whole.startswith(begun):
-            # The template writes something else where a turn begins than where it has been written, such as empty thoughts.
-            plain = _without_thoughts(begun)
-            if not _without_thoughts(whole).startswith(plain):
-                raise ConfigError(f"data.chat_template: {_rewritten(begun, whole, role)}")
-            begun, whole, end = plain, _without_thoughts(whole), _without_thoughts(end)
-        own = whole[len(begun) :]
-        return own[: own.rindex(end)] if end and end in own else own
-
-    def _ignores_content(self, said: Message, answer: Message) -> bool:
-        """Return whether the template leaves out the text of a turn that calls tools."""
-        content = {**said, "content": _ANSWER}
-        return _ANSWER not in self._rendered([{"role": "user", "content": "?"}, content, answer])
-
-    def _sample(self, role: str, number: int, tool: str) -> Message:
-        message: Message = {"role": role, "content": f"answer {number}"}
-        return message | ({"name": tool, "tool_call_id": f"call{number:05d}"} if role == "tool" else {})
+        messages: list[Message] = [{"role": "user", "content": "What is it?"}]
+        before, keeps = self._rendered(messages), True
+        for number in range(3):
+            thought, turn = f"thought {number}", f"turn {number}"
+            said: Message = {"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{turn}" if thinks else turn}
+            answer: Message = {"role": role, "content": f"answer {number}"}
+            if role == "tool":
+                call = {"name": tool, "arguments": {"question": "?"}}
+                said |= {"tool_calls": [{"id": f"call{number:05d}", "type": "function", "function": call}]}
+                answer |= {"name": tool, "tool_call_id": f"call{number:05d}"}
+            messages += [said, answer]
+            after, tail = self._rendered(messages), self._tail([answer])
+            if not (after.startswith(before) and after.endswith(tail)):
+                keeps = False
+                plain, grown = _without_thoughts(before), _without_thoughts(after)
+                if not grown.startswith(plain):
+                    raise ConfigError(f"data.chat_template: {_rewritten(before, after, role)}")
+                if not grown.endswith(_without_thoughts(tail)):
+                    raise ConfigError(f"data.chat_template: {_rewritten(after[: -len(tail)] + tail, after, role)}")
+            if thinks and turn in after and thought not in after:
+                keeps = False
+            before = after
+        return keeps
 
     # ---- rendering -------------------------------------------------------------------------------------------------
 

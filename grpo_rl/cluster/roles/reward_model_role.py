@@ -19,7 +19,7 @@ from grpo_rl.cluster.roles.dispatch import computed, dispatch, update
 from grpo_rl.cluster.roles.saved_role import SavedRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import Config, RewardModelConfig
-from grpo_rl.data.balance import plan_micro_batches
+from grpo_rl.data.balance import cut_shards, split_over_ranks
 from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
@@ -124,7 +124,8 @@ class RewardModelRole:
         rows = [index for index, result in enumerate(results) if result is None]
         lengths = [len(rendered[row].token_ids) for row in rows]
         if rows:
-            planned = plan_micro_batches(lengths, len(self.worker_group), max_tokens=self.pass_tokens)
+            shards = split_over_ranks(lengths, len(self.worker_group))
+            planned = cut_shards(shards, lengths, max_tokens=self.pass_tokens)
             batches = [[[rows[i] for i in micro_batch] for micro_batch in rank] for rank in planned]
             arguments = [
                 ([score_batch([rendered[row] for row in part]) if part else None for part in rank],) for rank in batches

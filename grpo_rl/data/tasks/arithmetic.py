@@ -1,4 +1,4 @@
-"""Procedural arithmetic: problems such as `437+8=`, graded by the work they cost on paper, and written sums with a rating of every step."""
+"""Procedural arithmetic: problems such as `437+8=`, and written sums with a rating of every step."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def arithmetic(
         problem = _draw_new(rng, parsed, split, seen, must_carry=carrying > 0 and rng.random() < carrying)
         if split == "val":
             seen.add(problem)
-        row = to_row(problem, split, index)
+        row = row_of("arithmetic", problem.text, str(problem.answer), {"split": split, "index": index})
         if forgotten_carries > 0:
             forgets = rng.random() < forgotten_carries
             demonstration = str(without_carries(problem) if forgets else problem.answer)
@@ -89,12 +89,6 @@ def arithmetic(
             row["messages"] = _conversation(row, problem, calls=rng.random() < calculator_calls)
         rows.append(row)
     return rows
-
-
-def to_row(problem: Problem, split: str, index: int) -> Row:
-    """The problem in verl's row format, its level in `extra_info`."""
-    extra_info = {"split": split, "index": index, "level": level(problem)}
-    return row_of("arithmetic", problem.text, str(problem.answer), extra_info)
 
 
 def _conversation(row: Row, problem: Problem, *, calls: bool) -> list[dict[str, str]]:
@@ -109,25 +103,6 @@ def _conversation(row: Row, problem: Problem, *, calls: bool) -> list[dict[str, 
         {"role": "tool", "content": str(problem.answer)},
         {"role": "assistant", "content": str(problem.answer)},
     ]
-
-
-def level(problem: Problem) -> int:
-    """Steps of the written method: columns plus carries (or borrows); for `*` the products of digits.
-
-    3+4 is 1, 7+8 is 2, 47+8 is 3, 47+58 is 4; 12*34 is 4.
-    """
-    left, operation, right = problem
-    if operation == "*":
-        return len(str(left)) * len(str(right))
-    columns = max(len(str(left)), len(str(right)))
-    sign = 1 if operation == "+" else -1
-    carries = carry = 0
-    for _ in range(columns):
-        total = left % 10 + sign * (right % 10 + carry)
-        carry = int(not 0 <= total <= 9)
-        carries += carry
-        left, right = left // 10, right // 10
-    return columns + carries
 
 
 def without_carries(problem: Problem) -> int:

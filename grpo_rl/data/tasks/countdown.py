@@ -105,7 +105,7 @@ def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
     content = PROMPTS[template].format(numbers=separator.join(map(str, problem.numbers)), target=problem.target)
     thoughts = "" if template == "short" else "<think></think>\n"
     demonstration = f"{thoughts}<answer>{problem.solution}</answer>"
-    extra_info = {"split": split, "index": index, "level": len(problem.numbers), "demonstration": demonstration}
+    extra_info = {"split": split, "index": index, "demonstration": demonstration}
     return row_of("countdown", content, {"target": problem.target, "numbers": list(problem.numbers)}, extra_info)
 
 

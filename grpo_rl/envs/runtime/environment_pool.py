@@ -125,8 +125,6 @@ class EnvironmentPool:
         self._place: dict[str, EnvironmentProcess] = {}
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
         """Episodes for which there is no room yet."""
-        self._has_started = False
-        """True once all processes were ready: before, the first one would get all episodes."""
         self._closed = False
         self._tried_again: set[int] = set()
         """Numbers of the processes whose first start ended before they were ready."""
@@ -208,15 +206,11 @@ class EnvironmentPool:
         return serial
 
     def _admit(self) -> None:
-        """Give waiting episodes to the processes with the fewest."""
-        self._has_started = self._has_started or all(process.is_ready for process in self._processes)
-        if not self._has_started:
-            return
-        while self._waiting:
-            open_ones = [one for one in self._processes if one.is_ready and len(one.episodes) < self.setup.max_episodes]
-            if not open_ones:
+        """Give waiting episodes to the processes with the fewest, once all are ready: the first one would get all of them."""
+        while self._waiting and all(process.is_ready for process in self._processes):
+            process = min(self._processes, key=lambda one: len(one.episodes))
+            if len(process.episodes) >= self.setup.max_episodes:
                 return
-            process = min(open_ones, key=lambda one: len(one.episodes))
             episode, start = self._waiting.popleft()
             process.episodes.add(episode)
             self._place[episode] = process

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grpo_rl.data.balance import LINEAR_COST, UNEVEN, Prompts, cut_shards, plan_micro_batches, split_over_ranks
+from grpo_rl.data.balance import LINEAR_COST, UNEVEN, Prompts, cut_shards, split_over_ranks
 
 lengths = st.lists(st.integers(1, 300), max_size=60)
 ranks = st.integers(1, 5)
@@ -14,6 +14,10 @@ ranks = st.integers(1, 5)
 
 def cost(length: int) -> int:
     return LINEAR_COST * length + length * length
+
+
+def plan_micro_batches(lengths_N, num_ranks, *, units=None, **limit):
+    return cut_shards(split_over_ranks(lengths_N, num_ranks, units=units), lengths_N, units=units, **limit)
 
 
 def flat(plan: list[list[list[int]]]) -> list[int]:

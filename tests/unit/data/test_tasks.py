@@ -1,29 +1,13 @@
 import pytest
 
 from grpo_rl.data.sources.locate import open_source
-from grpo_rl.data.tasks.arithmetic import Problem, arithmetic, level, split_of, without_carries
+from grpo_rl.data.tasks.arithmetic import Problem, arithmetic, split_of, without_carries
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.errors import ConfigError, DataError
 
 
 def contents(rows):
     return [row["prompt"][0]["content"] for row in rows]
-
-
-@pytest.mark.parametrize(
-    ("problem", "expected"),
-    [
-        (Problem(3, "+", 4), 1),
-        (Problem(7, "+", 8), 2),
-        (Problem(47, "+", 8), 3),
-        (Problem(47, "+", 58), 4),
-        (Problem(52, "-", 8), 3),
-        (Problem(100, "-", 1), 5),
-        (Problem(12, "*", 34), 4),
-    ],
-)
-def test_the_level_counts_columns_and_carries_of_the_written_method(problem, expected):
-    assert level(problem) == expected
 
 
 def test_train_and_validation_share_no_problem_not_even_with_its_operands_swapped():
