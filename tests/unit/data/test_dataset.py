@@ -74,18 +74,14 @@ def test_template_options_reach_the_template_and_ours_are_refused(tmp_path):
 # ---- length ---------------------------------------------------------------------------------------------
 
 
-def test_overlong_prompts_are_dropped_and_counted(tmp_path, tokenizer):
-    name = write_jsonl(tmp_path / "a.jsonl", [row("1", "short"), row("1" * 20, "long"), row("2", "short too")])
-    data = load(name, tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
-    assert [data.prompt(i, "u").ground_truth for i in range(len(data))] == ["short", "short too"]
-    assert (data.report.num_rows, data.report.num_dropped, data.report.longest) == (3, 1, 22)
-    assert "1 of 3 rows dropped as too long" in str(data.report)
-
-
-def test_truncation_error_names_the_file_the_row_and_the_ways_out(tmp_path, tokenizer):
-    name = write_jsonl(tmp_path / "a.jsonl", [row("1"), row("1" * 20), row("1" * 30)])
+def test_overlong_prompts_are_refused_with_the_ways_out_or_dropped_and_counted(tmp_path, tokenizer):
+    name = write_jsonl(tmp_path / "a.jsonl", [row("1", "short"), row("1" * 20), row("1" * 30)])
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: the prompt has 22 tokens.*=3; 2 rows are too long .*longest: 32"):
         load(name, tokenizer, max_prompt_length=3)
+    data = load(name, tokenizer, max_prompt_length=3, filter_overlong_prompts=True)
+    assert [data.prompt(i, "u").ground_truth for i in range(len(data))] == ["short"]
+    assert (data.report.num_rows, data.report.num_dropped, data.report.longest) == (3, 2, 32)
+    assert "2 of 3 rows dropped as too long" in str(data.report)
 
 
 @pytest.mark.parametrize(("side", "expected"), [("left", [3, 4, 5]), ("right", [1, 2, 3]), ("middle", [1, 4, 5])])

@@ -151,14 +151,11 @@ def test_a_chat_template_makes_prompt_and_answer_together_the_rendered_conversat
     assert pair.chosen_ids[-1] == TOKENIZER.eos_token_id and pair.chosen_ids.tolist().count(TOKENIZER.eos_token_id) == 1
 
 
-def test_long_rows_are_an_error_or_dropped(tmp_path: Path) -> None:
+def test_a_long_pair_is_never_cut(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD, {**GOOD, "prompt": "1+" * 30 + "1="}, {**GOOD, "chosen": "1" * 40})
     with pytest.raises(DataError, match=r"line 2: has 64 tokens, more than the longest sequence of 32; 2 rows are too long"):
-        load(file, max_length=32)
-    data = load(file, max_length=32, filter_overlong_prompts=True)
-    assert (len(data), data.report.num_dropped) == (1, 2)
-    with pytest.raises(DataError, match="no rows are left: of 1 checked, 0 are bad and 1 have more than 16 tokens"):
-        load(write(tmp_path, {**GOOD, "chosen": "1" * 40}), max_length=16, filter_overlong_prompts=True)
+        load(file, max_length=32, truncation="left")
+    assert len(load(file, max_length=32, filter_overlong_prompts=True)) == 1
 
 
 def test_a_batch_has_both_sides_of_every_pair(tmp_path: Path) -> None:

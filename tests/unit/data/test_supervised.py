@@ -41,6 +41,8 @@ def test_rows_that_are_too_long_are_refused_dropped_or_cut(tokenizer: Any, tmp_p
         load(path, rows, tokenizer, max_length=8)
     dropped = load(path, rows, tokenizer, max_length=8, filter_overlong_prompts=True)
     assert len(dropped) == 1 and dropped.report.num_dropped == 2
+    with pytest.raises(DataError, match="no rows are left: of 2 checked, 0 are bad and 2 have more than 8 tokens"):
+        load(path, rows[1:], tokenizer, max_length=8, filter_overlong_prompts=True)
     cut = load(path, rows[:2], tokenizer, max_length=8, truncation="right")
     assert tokenizer.decode(cut.row(1).token_ids) == "<|user|>1<|assistant|>23456"
     with pytest.raises(DataError, match=r"line 3: has 13 tokens, and no trained one is left"):
