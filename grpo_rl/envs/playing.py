@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from grpo_rl.columns import TextView, View, encode_text
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.contract import Message
 from grpo_rl.episode import Ending, Episode, PlayedTurn
-from grpo_rl.types import FinishReason, Prompt, Rollout, Sampling, Support, Versions, extended
+from grpo_rl.rollout.reports import joined, pack, unpack
+from grpo_rl.types import Completion, FinishReason, Prompt, Rollout, Sampling, Support, Versions, extended
 
 
 @dataclass(slots=True, eq=False)
@@ -131,29 +131,24 @@ class Playing:
             self.logprobs.pop()
             if self.supports:
                 self.supports.pop()
-        text = encode_text("\n\n".join(one["content"] for one in self.messages if one["role"] == "assistant"))
-        block = {
-            "token_ids": _joined(self.pieces, np.int32),
-            "logprobs": _joined(self.logprobs, np.float32),
-            "support_counts": _joined([counts for counts, _ in self.supports], np.int32),
-            "support_ids": _joined([ids for _, ids in self.supports], np.int32),
-            "text": np.frombuffer(text, dtype=np.uint8),
-        }
+        text = "\n\n".join(one["content"] for one in self.messages if one["role"] == "assistant")
         support = None
         if self.supports:
-            counts = View(block, "support_counts", 0, self.length)
-            support = Support(counts, View(block, "support_ids", 0, len(block["support_ids"])))
-        finite = bool(np.isfinite(block["logprobs"]).all())
+            counts, ids = zip(*self.supports, strict=True)
+            support = Support(joined(counts, np.int32), joined(ids, np.int32))
+        finish_reason: FinishReason = "length" if ended == "tokens" else "stop"
+        tokens, logprobs = joined(self.pieces, np.int32), joined(self.logprobs, np.float32)
+        (whole,) = unpack(*pack([Completion(self.id, tokens, logprobs, finish_reason, self.versions, support, text)]))
         kind, cause = failure if failure is not None else (None, None)
         return Rollout(
             prompt=self.prompt if self.turns else self.row,
             sample_index=self.sample,
-            response_ids=View(block, "token_ids", 0, self.length),
-            rollout_logprobs=View(block, "logprobs", 0, self.length, finite=finite),
-            finish_reason="length" if ended == "tokens" else "stop",
+            response_ids=whole.response_ids,
+            rollout_logprobs=whole.logprobs,
+            finish_reason=finish_reason,
             versions=self.versions,
-            support=support,
-            text=TextView(block, "text", 0, len(text)),
+            support=whole.support,
+            text=whole.text,
             episode=Episode(
                 turns=tuple(self.turns),
                 messages=tuple(self.messages),
@@ -165,7 +160,3 @@ class Playing:
                 failure_cause=cause,
             ),
         )
-
-
-def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
-    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty(0, dtype=dtype)

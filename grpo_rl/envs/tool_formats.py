@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,9 @@ class Parsed:
     malformed: tuple[str, ...] = ()
 
 
-Parser = Callable[[str], Sequence[Mapping[str, Any]]]
-"""(turn, special tokens included) -> calls as {"name": ..., "arguments": {...}}; ValueError says what cannot be read."""
-
-FORMATS: Registry[Callable[[str], Iterator[Any]]] = Registry("tool-call format")
-"""A format yields each call that a turn contains: the parsed value, or the ValueError that says what is wrong with it."""
+FORMATS: Registry[Callable[[str], Iterable[Any]]] = Registry("tool-call format")
+"""A format returns each call that a turn contains, whose special tokens are in the text: {"name": ..., "arguments": {...}}, the same as
+JSON, or the ValueError that says what is wrong with it. A user's own parser may raise ValueError for the whole turn."""
 
 _THOUGHTS = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 _HERMES = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
@@ -57,14 +55,17 @@ def parse(name: str, text: str) -> Parsed:
 
     `name` is a registered format, or a user's own parser as `file.py:function`.
     """
-    text = _THOUGHTS.sub("", text)
-    if name in FORMATS:
-        return _collected(FORMATS.get(name)(text))
-    parser: Parser = FORMATS.get(name)  # type: ignore[assignment]
+    calls: list[ToolCall] = []
+    malformed: list[str] = []
     try:
-        return _collected(iter(parser(text)))
+        for value in FORMATS.get(name)(_THOUGHTS.sub("", text)):
+            try:
+                calls.append(_call(value, len(calls)))
+            except (ValueError, RecursionError) as error:
+                malformed.append(_cause(error))
     except ValueError as error:
-        return Parsed(malformed=(str(error) or "the tool call cannot be read",))
+        malformed.append(str(error) or "the tool call cannot be read")
+    return Parsed(tuple(calls), tuple(malformed))
 
 
 def spoken(name: str, text: str) -> str:
@@ -72,21 +73,12 @@ def spoken(name: str, text: str) -> str:
     return _HERMES.sub("", text).strip() if name in ("hermes", "qwen", "qwen25") else ""
 
 
-def _collected(found: Iterator[Any]) -> Parsed:
-    calls: list[ToolCall] = []
-    malformed: list[str] = []
-    for value in found:
-        try:
-            calls.append(_call(value, len(calls)))
-        except (ValueError, RecursionError) as error:
-            malformed.append(_cause(error))
-    return Parsed(tuple(calls), tuple(malformed))
-
-
 def _call(value: Any, number: int) -> ToolCall:
     """Return one parsed value as a call. Raises ValueError for another shape."""
     if isinstance(value, ValueError):
         raise value
+    if isinstance(value, str):
+        value = _json(value)
     if not isinstance(value, Mapping):
         raise ValueError(f"a tool call is a JSON object with name and arguments, not {_short(value)}")
     name = value.get("name")
@@ -107,10 +99,7 @@ def hermes(text: str) -> Iterator[Any]:
     `qwen` and `qwen25` are the names of this format in SGLang, which verl's examples for it use.
     """
     for body, end in _HERMES.findall(text):
-        if not end:
-            yield ValueError("a <tool_call> is not closed by </tool_call>")
-        else:
-            yield _json_or_error(body)
+        yield body if end else ValueError("a <tool_call> is not closed by </tool_call>")
 
 
 @FORMATS.register("llama3_json")
@@ -126,8 +115,7 @@ def llama3_json(text: str) -> Iterator[Any]:
         try:
             value, place = decoder.raw_decode(text, place)
         except (ValueError, RecursionError) as error:
-            yield ValueError(f"the tool call is no JSON: {_cause(error)}")
-            return
+            raise ValueError(f"the tool call is no JSON: {_cause(error)}") from None
         yield value
         while place < len(text) and text[place] in "; \n\t":
             place += 1
@@ -139,13 +127,6 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the tool call is no JSON: {_cause(error)}") from None
-
-
-def _json_or_error(text: str) -> Any:
-    try:
-        return _json(text)
-    except ValueError as error:
-        return error
 
 
 def _cause(error: Exception) -> str:

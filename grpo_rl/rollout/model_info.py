@@ -37,10 +37,12 @@ def expected_tensors(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
 
 def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
     """Return the tokens that end a response: those of generation_config.json and the tokenizer's end of sequence."""
+    has_generation = has_file(spec.model_path, "generation_config.json")
+    sources: list[Any] = [GenerationConfig.from_pretrained(spec.model_path)] if has_generation else []
     found: set[int] = set()
-    for source in (_generation_config(spec), load_config(spec)):
-        found.update(_as_ids(getattr(source, "eos_token_id", None)))
-    found.update(_as_ids(_tokenizer_eos(spec)))
+    for source in (*sources, load_config(spec), _tokenizer(spec)):
+        ids = getattr(source, "eos_token_id", None)
+        found.update(map(int, ids if isinstance(ids, list | tuple) else () if ids is None else (ids,)))
     return tuple(sorted(found))
 
 
@@ -69,17 +71,6 @@ def has_file(model: str, name: str) -> bool:
     return found is not None
 
 
-def _generation_config(spec: EngineSpec) -> GenerationConfig | None:
-    if not has_file(spec.model_path, "generation_config.json"):
-        return None
-    return GenerationConfig.from_pretrained(spec.model_path)
-
-
-def _tokenizer_eos(spec: EngineSpec) -> int | None:
-    tokenizer = _tokenizer(spec)
-    return None if tokenizer is None else tokenizer.eos_token_id
-
-
 def _tokenizer(spec: EngineSpec) -> Any:
     """The model's tokenizer; None where it comes without one."""
     source = spec.tokenizer_path or spec.model_path
@@ -93,9 +84,3 @@ def _tokenizer(spec: EngineSpec) -> Any:
 def _load_tokenizer(source: str, trust_remote_code: bool) -> Any:
     """Load a tokenizer once per process: the stop tokens and the decoding of responses need the same one."""
     return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-
-
-def _as_ids(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(token) for token in value] if isinstance(value, list | tuple) else [int(value)]

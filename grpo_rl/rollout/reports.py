@@ -53,10 +53,10 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
     ]
     supports = [one.support for one in completions if one.support is not None]
     return reports, {
-        "token_ids": _joined([one.response_ids for one in completions], np.int32),
-        "logprobs": _joined([one.logprobs for one in completions], np.float32),
-        "support_counts": _joined([np.asarray(support.counts) for support in supports], np.int32),
-        "support_ids": _joined([np.asarray(support.token_ids) for support in supports], np.int32),
+        "token_ids": joined([one.response_ids for one in completions], np.int32),
+        "logprobs": joined([one.logprobs for one in completions], np.float32),
+        "support_counts": joined([np.asarray(support.counts) for support in supports], np.int32),
+        "support_ids": joined([np.asarray(support.token_ids) for support in supports], np.int32),
         "text": np.frombuffer(b"".join(texts), dtype=np.uint8),
     }
 
@@ -93,5 +93,6 @@ def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Re
         start, text = start + report.num_tokens, text + report.text_bytes
 
 
-def _joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
+def joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:
+    """Return the arrays back to back in one, also where there are none."""
     return np.concatenate(arrays, dtype=dtype) if arrays else np.empty(0, dtype=dtype)
