@@ -92,8 +92,9 @@ class SyncSchedule:
             audit.submit(selected.sampled)
         sampled = rollout_metrics(selected.sampled) | selected.metrics | {"trainer/epoch": float(self.selection.epoch)}
         if self.compares:
-            selected, pair_metrics = self._paired(selected)
-            sampled |= pair_metrics
+            pairs = pairs_of_groups(selected.trained)
+            sampled |= pair_metrics(pairs, len({rollout.prompt.uid for rollout in selected.sampled}))
+            selected = replace(selected, trained=[rollout for pair in pairs for rollout in pair])
         elif self.replay is not None:
             filled, replayed = self.replay.fill(selected.trained, self.context.step)
             selected, sampled = replace(selected, trained=filled), sampled | replayed
@@ -114,16 +115,15 @@ class SyncSchedule:
                 batch = self.critic.values(batch)
         with timer("adv"):
             batch, trained, measured = self._weighed(batch)
-        update_metrics = self._update(trained, timer)
+        if self.critic is not None:
+            with timer("update_critic"):
+                measured |= self.critic.update(trained)
+        if self.context.step > self.config.trainer.critic_warmup:
+            with timer("update_actor"):
+                measured |= self.actor.update(trained)
         sampled |= self._keep_rollouts(selected, batch)
         self.trained = selected.trained
-        return sampled | batch_metrics(batch, timer) | measured | update_metrics
-
-    def _paired(self, selected: Selected) -> tuple[Selected, Metrics]:
-        """Return the best and the worst rollout of each group in place of the group, and how many groups make a pair."""
-        pairs = pairs_of_groups(selected.trained)
-        chosen = replace(selected, trained=[rollout for pair in pairs for rollout in pair])
-        return chosen, pair_metrics(pairs, len({rollout.prompt.uid for rollout in selected.sampled}))
+        return sampled | batch_metrics(batch, timer) | measured
 
     def _weighed(self, batch: Batch) -> tuple[Batch, Batch, Metrics]:
         """Return the batch with its advantages, what is trained of it, and metrics of both; pairs are trained whole."""
@@ -137,17 +137,6 @@ class SyncSchedule:
             batch, advantage_metrics = self.advantage(batch)
         trained, trained_metrics = self.trained_tokens(batch)
         return batch, trained, advantage_metrics | trained_metrics
-
-    def _update(self, batch: Batch, timer: Timer) -> Metrics:
-        """Train the critic, and the actor once the critic's warm-up is over."""
-        metrics: Metrics = {}
-        if self.critic is not None:
-            with timer("update_critic"):
-                metrics |= self.critic.update(batch)
-        if self.context.step > self.config.trainer.critic_warmup:
-            with timer("update_actor"):
-                metrics |= self.actor.update(batch)
-        return metrics
 
     def _keep_rollouts(self, selected: Selected, batch: Batch | None = None) -> Metrics:
         """Write all that was sampled, with its audit and the advantages of what was trained, the rollouts of `batch`.

@@ -56,12 +56,8 @@ def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None 
         for number, run in enumerate(runs):
             folder = files if len(runs) == 1 else files / str(number)
             found = run_data(run, folder, state, INLINE_BYTES, keep=keep)
-            chunks = {
-                "index": found.chunks.index if found.chunks.folder is None else None,
-                "inlined": found.chunks.inlined,
-                "folder": None if found.chunks.folder is None else found.chunks.folder.relative_to(out.parent).as_posix(),
-            }
-            parts.append(found.data | {"chunks": chunks})
+            found["chunks"]["folder"] = folder.relative_to(out.parent).as_posix()
+            parts.append(found)
         is_live = any(part["status"].get("state") not in (*ENDED, None) for part in parts)
         version = round(time.time(), 3)
         data = {"version": version, "written": version, "live": f"{files.name}/{LIVE}.js" if is_live else None, "runs": parts}

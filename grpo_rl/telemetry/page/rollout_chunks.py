@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +42,10 @@ PREVIEW = 160
 _CALL = re.compile(r'__chunk\("[^"]*","([^"]*)"\)')
 
 
-@dataclass(slots=True)
-class Chunks:
-    """The packed rollouts of one run."""
-
-    index: dict[str, Any]
-    inlined: dict[str, str] = field(default_factory=dict)
-    """Chunks by name where they go into the page; empty where they are files."""
-    folder: Path | None = None
-    """The folder with the chunks; None where they are in the page."""
-
-
 def chunks_of(
     run: Path, folder: Path, pieces: Pieces | None = None, inline_bytes: int = INLINE_BYTES, *, keep: bool = False
-) -> Chunks:
-    """Return the packed rollouts of the run; those of a large one are files in `folder`.
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Return the index of the run's rollouts and their chunks by name; None for a large run, whose chunks are files in `folder`.
 
     With `keep` only new steps are written. The files are scripts that the page runs, so this is for a folder in which this
     program has written them since it began to look at the run, and not for one that somebody sent. Steps whose files cannot
@@ -79,14 +67,14 @@ def chunks_of(
                 write_chunk(folder, name, packed)
             packer.chunks.clear()
     if is_inlined:
-        return Chunks(packer.index, packer.chunks)
+        return packer.index, packer.chunks
     write_chunk(folder, INDEX, pack(packer.index | {"stamps": packer.stamps}))
     kept = {name for entry in packer.index["steps"] for name, _, _ in entry["chunks"]}
     for path in folder.glob("*.js"):  # of steps that are no longer there: a resumed run writes them anew
         if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem) and path.stem not in kept:
             with suppress(OSError):
                 path.unlink()
-    return Chunks(packer.index, folder=folder)
+    return packer.index, None
 
 
 def pack(value: Any) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from grpo_rl.telemetry.metrics.grades import grades
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.metrics.timeline import read_timeline
 from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys
-from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, Chunks, chunks_of, pieces_of, rounded
+from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, chunks_of, pieces_of, rounded
 from grpo_rl.telemetry.rundir import RunDir, shown_value
 from grpo_rl.telemetry.status import current_status
 
@@ -41,17 +41,9 @@ Series = dict[str, Any]
 """Lists over steps, by name: steps, mean, and where responses were logged low, high, prompts."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunData:
-    """The page's part about one run."""
-
-    data: dict[str, Any]
-    chunks: Chunks
-
-
 def run_data(
     run: Path, chunk_folder: Path, state: str | None = None, inline_bytes: int = INLINE_BYTES, *, keep: bool = False
-) -> RunData:
+) -> dict[str, Any]:
     """Return what the page shows of the run; `state` is put in place of the one in status.json, `keep` is that of `chunks_of`.
 
     Raises DataError where there is no run.
@@ -59,8 +51,7 @@ def run_data(
     run = run.resolve()
     record = RunRecord.of_folder(run)
     status = current_status(run, state)
-    chunks = chunks_of(run, chunk_folder, pieces_of(run, status), inline_bytes, keep=keep)
-    index = chunks.index
+    index, inlined = chunks_of(run, chunk_folder, pieces_of(run, status), inline_bytes, keep=keep)
     diagnosis = diagnose(record)
     measured = validations(index, record.records)
     data = {
@@ -83,7 +74,7 @@ def run_data(
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
         "written": _written(run, diagnosis.num_steps if state == "done" else None),
     }
-    return RunData(jsonable(data), chunks)
+    return dict(jsonable(data)) | {"chunks": {"index": None if inlined is None else index, "inlined": inlined or {}}}
 
 
 def plan_sections(run: Path) -> list[dict[str, Any]]:
@@ -144,12 +135,10 @@ def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     Seconds are those that steps took: a pause between two parts of a resumed run is not in them.
     """
     every = max(1, math.ceil(len(records) / MOST_POINTS))
-    tokens = seconds = 0.0
-    progress = []
-    for record in records:
-        tokens += _finite(record.get("perf/total_num_tokens"))
-        seconds += _finite(record.get("timing_s/step"))
-        progress.append((tokens, seconds))
+    tokens, seconds = (
+        list(itertools.accumulate(_finite(record.get(name)) for record in records))
+        for name in ("perf/total_num_tokens", "timing_s/step")
+    )
     # Steps with a validation are kept: there are few of them.
     chosen = [
         place
@@ -160,8 +149,8 @@ def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     return {
         "every": every,
         "steps": [int(records[place]["step"]) for place in chosen],
-        "tokens": [round(progress[place][0]) for place in chosen],
-        "seconds": [round(progress[place][1], 2) for place in chosen],
+        "tokens": [round(tokens[place]) for place in chosen],
+        "seconds": [round(seconds[place], 2) for place in chosen],
         "columns": {
             name: [rounded(records[place].get(name)) for place in chosen] for name in names if not name.startswith(ALARM)
         },
@@ -297,35 +286,24 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         words = read_text(run / "overrides.txt").splitlines()
     with suppress(DataError):
         whole = read_text(run / "config.yaml")
-    return {"different": differences(config, words), "whole": whole, "words": words} | commands(run, config, words)
-
-
-def differences(config: Mapping[str, Any], words: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return key, value, default and whether the command line named it, for each key that differs from its default."""
     named = {word.partition("=")[0].lstrip("+~") for word in words}
-    return [
+    values = flat(config)
+    different = [
         {
             "key": key,
             "value": shown_value(value),
             "default": shown_value(default) if key in leaves() else "",
             "named": any(key == name or key.startswith(f"{name}.") for name in named),
         }
-        for key, (value, default) in changed(flat(config)).items()
+        for key, (value, default) in changed(values).items()
     ]
-
-
-def commands(run: Path, config: Mapping[str, Any], words: Sequence[str]) -> dict[str, str]:
-    """Return the command that repeats the run under another name, and the one that resumes it."""
-    values = flat(config)
     name, folder = values.get(_NAME), values.get(_FOLDER)
     unnamed = [word for word in words if word.partition("=")[0] != _NAME]
-    repeat = [*unnamed, f"{_NAME}={(name or run.name)}_again"]
-    resume = list(words)
+    resume = words
     if name is None:  # it was named by its date
         resume = [word for word in unnamed if word.partition("=")[0] != _FOLDER]
         resume += [f"{_NAME}={run.name}", f"{_FOLDER}={folder or run.parent}"]
-    return {"repeat": _command(repeat), "resume": _command(resume)}
-
-
-def _command(words: Sequence[str]) -> str:
-    return " ".join(["python -m grpo_rl.main", *map(shlex.quote, words)])
+    commands = {"repeat": [*unnamed, f"{_NAME}={(name or run.name)}_again"], "resume": resume}
+    return {"different": different, "whole": whole, "words": words} | {
+        name: shlex.join(["python", "-m", "grpo_rl.main", *line]) for name, line in commands.items()
+    }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -57,42 +58,31 @@ class RewardModelSchedule(RowSchedule):
         return quality(scored, self.settings) | timer.metrics()
 
 
-class RowScores(NamedTuple):
-    """The scores of pairs, or those of rated steps."""
-
-    chosen_P: Tensor | None = None
-    rejected_P: Tensor | None = None
-    margin_P: Tensor | None = None
-    scores_K: Tensor | None = None
-    labels_K: Tensor | None = None
-
-
-def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> RowScores:
-    """Return the present scores of all rows, read `batch_size` at a time."""
-    parts: list[RowScores] = []
+def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> dict[str, Tensor]:
+    """Return the present scores of all rows, read `batch_size` at a time: those of pairs, or those of rated steps with their labels."""
+    parts: list[dict[str, Tensor]] = []
     for start in range(0, len(data), batch_size):
         batch = data.batch(range(start, min(start + batch_size, len(data))))
         scores = model.scores(batch)
         if batch.labels_T is not None:
-            parts.append(RowScores(scores_K=scores, labels_K=batch.labels_T))
+            parts.append({"scores_K": scores, "labels_K": batch.labels_T})
             continue
         assert batch.chosen_N is not None
         pairs = Pairs.of(batch.group_N, batch.chosen_N)
         margin_P = torch.zeros(len(pairs.chosen_P)) if batch.margins_N is None else batch.margins_N[pairs.chosen_P]
-        parts.append(RowScores(scores[pairs.chosen_P], scores[pairs.rejected_P], margin_P))
-    columns = zip(*parts, strict=True)
-    return RowScores(*(None if column[0] is None else torch.cat(column) for column in columns))
+        parts.append({"chosen_P": scores[pairs.chosen_P], "rejected_P": scores[pairs.rejected_P], "margin_P": margin_P})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def quality(scored: RowScores, settings: RewardModelTrainConfig) -> Metrics:
+def quality(scored: Mapping[str, Tensor], settings: RewardModelTrainConfig) -> Metrics:
     """Return the metrics `val/...` of these scores.
 
     A pair is right where the chosen response has the larger score, `auc` compares every chosen response with every rejected
     one, and the probability whose calibration is measured is sigmoid(|r_w - r_l|). A step is good where its label is above one half, its
     probability is sigmoid(s), and neutral steps (label 0.5) count in the loss only.
     """
-    if scored.scores_K is not None and scored.labels_K is not None:
-        scores_K, labels_K = scored.scores_K, scored.labels_K
+    if "scores_K" in scored:
+        scores_K, labels_K = scored["scores_K"], scored["labels_K"]
         loss = step_classification(scores_K, labels_K)[0].mean()
         decided_K = labels_K != 0.5
         scores_K, good_K = scores_K[decided_K], labels_K[decided_K] > 0.5
@@ -100,10 +90,8 @@ def quality(scored: RowScores, settings: RewardModelTrainConfig) -> Metrics:
         ranking, reliability = auc(scores_K, good_K), calibration(scores_K.double().sigmoid(), good_K)
         more = {"val/good": float(good_K.double().mean())}
     else:
-        assert scored.chosen_P is not None and scored.rejected_P is not None
-        chosen_P, rejected_P = scored.chosen_P, scored.rejected_P
-        center_coef = settings.center_coef
-        loss = bradley_terry(chosen_P, rejected_P, margin_P=scored.margin_P, center_coef=center_coef)[0].mean()
+        chosen_P, rejected_P = scored["chosen_P"], scored["rejected_P"]
+        loss = bradley_terry(chosen_P, rejected_P, margin_P=scored["margin_P"], center_coef=settings.center_coef)[0].mean()
         accuracy, reliability = pair_accuracy(chosen_P, rejected_P), pair_calibration(chosen_P, rejected_P)
         sides = torch.arange(2).repeat_interleave(len(chosen_P)) == 0
         ranking = auc(torch.cat([chosen_P, rejected_P]), sides)

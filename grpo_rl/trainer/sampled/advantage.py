@@ -154,15 +154,16 @@ def _inputs(batch: Batch, kl_T: Tensor | None, kl_coef: float, *, places_turns: 
         "values_T": None if batch.values_T is None else values(batch.values_T),
     }
     ends_K = columns["step_ends_K"]
-    if places_turns and ends_K is not None and batch.step_rewards_K is not None:
-        check_rewards(batch.rewards_N)
-        nothing_N = torch.zeros_like(batch.rewards_N)
-        rewards_T = token_rewards(nothing_N, batch.trained_lengths_N, kl_T, kl_coef)
-        return AdvantageInput(rewards_T.index_add_(0, ends_K, batch.step_rewards_K), **columns)
-    if kl_T is None:
-        check_rewards(batch.rewards_N)
+    at_turns = places_turns and ends_K is not None and batch.step_rewards_K is not None
+    check_rewards(batch.rewards_N)
+    if kl_T is None and not at_turns:
         return AdvantageInput(None, **columns)
-    return AdvantageInput(token_rewards(batch.rewards_N, batch.trained_lengths_N, kl_T, kl_coef), **columns)
+    rewards_N = torch.zeros_like(batch.rewards_N) if at_turns else batch.rewards_N
+    rewards_T = token_rewards(rewards_N, batch.trained_lengths_N, kl_T, kl_coef)
+    if at_turns:
+        assert batch.step_rewards_K is not None
+        rewards_T.index_add_(0, ends_K, batch.step_rewards_K)
+    return AdvantageInput(rewards_T, **columns)
 
 
 def _shared_states(batch: Batch) -> float:

@@ -62,7 +62,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     run_dir = RunDir.create(str(tmp_path), "graded")
     run_dir.metrics_file.write_text("".join(f"{json.dumps(one | foretold | took)}\n" for one in MEASURED))
     assert re.search(r"timing_s/gen +1.800 +1.500 +\+20%\n", report_text(run_dir))
-    assert run_data(run_dir.path, tmp_path).data["graded"] == [list(row) for row in found]
+    assert run_data(run_dir.path, tmp_path)["graded"] == [list(row) for row in found]
 
 
 def test_a_larger_batch_takes_longer_and_another_machine_is_not_known(tmp_path: Path) -> None:

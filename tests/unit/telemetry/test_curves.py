@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.report import curves_figure, plot_curves, smooth
+from grpo_rl.telemetry.report import plot_curves, smooth
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -41,16 +41,6 @@ def test_every_kind_of_run_gets_its_picture_without_a_warning(tmp_path: Path, re
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plot_curves(run_dir).read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_was_measured_is_drawn() -> None:
-    def titles(records: list[dict[str, float]]) -> list[str]:
-        return [axes.get_title(loc="left") for axes in curves_figure("r", records).axes]
-
-    lower = ["KL to the reference", "Clip fraction", "Response length (tokens)", "Seconds per step"]
-    assert titles([sampled(step) | {"step": float(step)} for step in range(3)]) == ["Reward and validation", *lower]
-    lower = ["Answers to validation prompts", "Pairs in the right order", "Norm of the gradient", "Seconds per step"]
-    assert titles([pairs(step) | {"step": float(step), "val/sums/mean@1": 0.5} for step in range(3)]) == ["Loss", *lower]
 
 
 def test_smoothing_follows_the_gaussian_worked_out_by_hand() -> None:

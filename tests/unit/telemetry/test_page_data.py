@@ -101,14 +101,12 @@ def test_the_plan_is_read_back_as_sections(tmp_path: Path) -> None:
 
 def test_small_runs_have_their_rollouts_in_the_page_and_large_ones_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    inlined = chunks_of(run, tmp_path / "files")
-    assert inlined.folder is None and not (tmp_path / "files").exists()
-    outside = chunks_of(run, tmp_path / "files", inline_bytes=0)
-    assert outside.folder == tmp_path / "files" and outside.inlined == {}
-    assert outside.index == inlined.index
-    for name, packed in inlined.inlined.items():
+    index, inlined = chunks_of(run, tmp_path / "files")
+    assert inlined is not None and not (tmp_path / "files").exists()
+    assert chunks_of(run, tmp_path / "files", inline_bytes=0) == (index, None)
+    for name, packed in inlined.items():
         assert read_chunk(tmp_path / "files", name) == unpack(packed)
-    groups = unpack(inlined.inlined["rollouts_8_0"])
+    groups = unpack(inlined["rollouts_8_0"])
     logged = read_rollouts(run / "rollouts/step_8.jsonl")
     assert [one["response"] for entry in groups for one in entry["rollouts"]] == [record["response"] for record in logged]
 
@@ -117,15 +115,15 @@ def test_only_new_steps_are_packed_again_and_steps_that_went_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, folder = make_run(tmp_path), tmp_path / "files"
-    first = chunks_of(run, folder, inline_bytes=0, keep=True).index
+    first, _ = chunks_of(run, folder, inline_bytes=0, keep=True)
     read: list[str] = []
     monkeypatch.setattr(rollout_chunks, "read_rollouts", lambda path: read.append(path.name) or read_rollouts(path))
-    assert chunks_of(run, folder, inline_bytes=0, keep=True).index["steps"] == first["steps"] and read == []
+    assert chunks_of(run, folder, inline_bytes=0, keep=True)[0]["steps"] == first["steps"] and read == []
     # A resumed run writes its last step anew, without the one after it.
     (run / "rollouts/step_8.jsonl").unlink()
     records = (run / "rollouts/step_7.jsonl").read_text().splitlines()
     (run / "rollouts/step_7.jsonl").write_text("\n".join(records[:4]) + "\n")
-    index = chunks_of(run, folder, inline_bytes=0, keep=True).index
+    index, _ = chunks_of(run, folder, inline_bytes=0, keep=True)
     assert read == ["step_7.jsonl"] and not (folder / "rollouts_8_0.js").exists()
     assert [one["num"] for one in index["steps"] if one["kind"] == "rollouts"] == [24] * 6 + [4]
 
@@ -135,7 +133,7 @@ def test_a_damaged_step_and_a_damaged_index_cost_nothing_else(tmp_path: Path) ->
     (run / "rollouts/step_3.jsonl").write_text('{"prompt": "a"')
     chunks_of(run, folder, inline_bytes=0)
     (folder / "index.js").write_text("__chunk(")
-    index = chunks_of(run, folder, inline_bytes=0, keep=True).index
+    index, _ = chunks_of(run, folder, inline_bytes=0, keep=True)
     assert [one["step"] for one in index["steps"] if one["kind"] == "rollouts"] == [1, 2, 4, 5, 6, 7, 8]
 
 
@@ -169,8 +167,9 @@ def test_tokens_are_logged_for_the_first_groups_and_shown_with_their_texts(tmp_p
     rollouts = [one for row in (1, 2, 3) for one in group(1, row, 2)]
     write_rollouts(run / "rollouts/step_1.jsonl", rollouts, token_groups=2)
     assert ["token_ids" in one for one in read_rollouts(run / "rollouts/step_1.jsonl")] == [True] * 4 + [False] * 2
-    name = "rollouts_1_0"
-    first, _, last = unpack(chunks_of(run, tmp_path / "files", pieces).inlined[name])
+    _, inlined = chunks_of(run, tmp_path / "files", pieces)
+    assert inlined is not None
+    first, _, last = unpack(inlined["rollouts_1_0"])
     assert len(first["rollouts"][0]["tokens"]) == 3 and first["rollouts"][0]["logprobs"] == [-0.1, -2.0, -0.01]
     assert "tokens" not in last["rollouts"][0]
 
@@ -254,7 +253,7 @@ def test_rows_with_one_text_are_different_prompts_on_every_screen(tmp_path: Path
             write_rollouts(run_dir.rollouts / f"step_{step}.jsonl", games(step, f"e{step}-r", [0.0, 1.0]))
         file.log(step, ({"reward/mean": 0.5} if step else {}) | ({"val/game/mean@1": 0.25} if step in validations else {}))
     file.close()
-    index = chunks_of(run_dir.path, tmp_path / "files").index
+    index, _ = chunks_of(run_dir.path, tmp_path / "files")
     change = run_data.change(index, "game")
     assert change is not None and (change["mean"], change["prompts"]) == (0.0, 8)
     trained = [{group[0] for group in entry["groups"]} for entry in index["steps"] if entry["kind"] == "rollouts"]
@@ -286,7 +285,7 @@ def test_the_validation_is_the_same_named_number_on_every_screen(tmp_path: Path)
     before, after = (values[step][f"{sources['game']}/mean@1"] for step in (0, 9))
     reward = values[9][f"{sources['game']}/reward"]
     assert (before, after, reward) == (0.125, 0.5, (4 + 3 * 0.5) / 8)
-    found = {one["name"]: one for one in run_data.run_data(run_dir.path, tmp_path / "files").data["results"]}
+    found = {one["name"]: one for one in run_data.run_data(run_dir.path, tmp_path / "files")["results"]}
     shown = found["validation my/game/mean@1"]
     assert (shown["before"]["value"], shown["after"]["value"], shown["change"]["mean"]) == (before, after, after - before)
     assert found["validation my/game/reward"]["after"]["value"] == reward

@@ -7,13 +7,7 @@ from grpo_rl.telemetry.metrics.timeline import Interval, Timeline, read_timeline
 
 TWO_STEPS = [
     Interval(1, "step", "step", 0.0, 10.0),
-    Interval(1, "weights", "sync_weights", 0.0, 1.0),
     Interval(1, "rollout", "gen", 1.0, 6.0),
-    Interval(1, "actor", "update_actor", 6.0, 10.0),
-    Interval(2, "step", "step", 12.0, 20.0),
-    Interval(2, "rollout", "gen", 12.0, 16.0),
-    Interval(2, "rollout", "testing", 15.0, 17.0),
-    Interval(2, "actor", "update_actor", 17.0, 20.0),
     Interval(2, "wait", "trainer", 12.0, 17.0),
 ]
 

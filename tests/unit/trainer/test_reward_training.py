@@ -10,7 +10,7 @@ import torch
 
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
-from grpo_rl.trainer.rows.reward_training import RowScores, quality, scored_rows
+from grpo_rl.trainer.rows.reward_training import quality, scored_rows
 from grpo_rl.types import Batch
 
 PAIRS = RewardModelTrainConfig(center_coef=0.1)
@@ -28,7 +28,7 @@ def column(*values: float) -> torch.Tensor:
 
 
 def test_the_quality_of_pairs_by_hand():
-    found = quality(RowScores(column(1.0, 0.0), column(0.0, 2.0), column(0.0, 0.5)), PAIRS)
+    found = quality({"chosen_P": column(1.0, 0.0), "rejected_P": column(0.0, 2.0), "margin_P": column(0.0, 0.5)}, PAIRS)
     losses = [math.log1p(math.exp(-1.0)) + 0.1 * 1.0, math.log1p(math.exp(2.5)) + 0.1 * 4.0]
     assert found["val/loss"] == pytest.approx(sum(losses) / 2)
     assert found["val/accuracy"] == 0.5 and found["val/margin"] == -0.5
@@ -47,4 +47,5 @@ def test_all_rows_are_scored_in_their_order_whatever_the_batch():
     model = SimpleNamespace(scores=lambda batch: batch.response_lengths_N.float())
     for size in (1, 2, 5):
         scored = scored_rows(model, data, size)
-        assert scored.chosen_P.tolist() == [1, 2, 3] and scored.rejected_P.tolist() == [2, 3, 4] and not scored.margin_P.any()
+        assert scored["chosen_P"].tolist() == [1, 2, 3] and scored["rejected_P"].tolist() == [2, 3, 4]
+        assert not scored["margin_P"].any()
