@@ -19,7 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -94,58 +94,16 @@ class _Entry:
     conditions: dict[str, str]
     nth: int | None = None
     once: bool = False
-    hits: int = field(default=0)
-
-
-class _Armed:
-    def __init__(self, entries: list[_Entry], state: Path | None) -> None:
-        self.entries = entries
-        self.state = state
-        self.context: dict[str, Any] = {}
-        self._lock = threading.Lock()
-
-    def hit(self, point: str, told: dict[str, Any]) -> str | None:
-        context = self.context | told
-        for entry in self.entries:
-            if entry.point == point and self._due(entry, context):
-                self._note(entry, context)
-                if entry.action == "nan":
-                    return entry.action
-                _act(entry)
-        return None
-
-    def _due(self, entry: _Entry, context: dict[str, Any]) -> bool:
-        if any(str(context.get(key)) != value for key, value in entry.conditions.items()):
-            return False
-        with self._lock:
-            entry.hits += 1
-            if entry.nth is not None and entry.hits != entry.nth:
-                return False
-        return not entry.once or self._is_first(entry)
-
-    def _is_first(self, entry: _Entry) -> bool:
-        """Return whether no process has done this before; noted before it is done, as this process may end by it."""
-        assert self.state is not None
-        try:
-            os.close(os.open(self.state / sha256(entry.text.encode()).hexdigest()[:16], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            return False
-        return True
-
-    def _note(self, entry: _Entry, context: dict[str, Any]) -> None:
-        if self.state is None:
-            return
-        told = {key: str(value) for key, value in context.items()}
-        line = json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **told}) + "\n"
-        descriptor = os.open(self.state / "fired.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
-        os.write(descriptor, line.encode())
-        os.close(descriptor)
+    hits: int = 0
 
 
 VARIABLES = ("GRPO_FAULT", "GRPO_FAULT_STATE")
 """The variables that arm fault points: the faults, and the folder in which processes note what has fired."""
 
-_armed: _Armed | None = None
+_armed: list[_Entry] = []
+_state: Path | None = None
+_context: dict[str, Any] = {}
+_lock = threading.Lock()
 _unread = bool(os.environ.get("GRPO_FAULT"))
 
 
@@ -156,22 +114,57 @@ def fault_point(name: str, **told: Any) -> str | None:
     """
     if _unread:
         arm()
-    return None if _armed is None else _armed.hit(name, told)
+    for entry in _armed:
+        context = _context | told
+        if entry.point == name and _is_due(entry, context):
+            _note(entry, context)
+            if entry.action == "nan":
+                return entry.action
+            _act(entry)
+    return None
+
+
+def _is_due(entry: _Entry, context: dict[str, Any]) -> bool:
+    if any(str(context.get(key)) != value for key, value in entry.conditions.items()):
+        return False
+    with _lock:
+        entry.hits += 1
+        if entry.nth is not None and entry.hits != entry.nth:
+            return False
+    if not entry.once:
+        return True
+    # Noted before it is done, as this process may end by it.
+    assert _state is not None
+    try:
+        os.close(os.open(_state / sha256(entry.text.encode()).hexdigest()[:16], os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _note(entry: _Entry, context: dict[str, Any]) -> None:
+    if _state is None:
+        return
+    told = {key: str(value) for key, value in context.items()}
+    line = json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **told}) + "\n"
+    descriptor = os.open(_state / "fired.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+    os.write(descriptor, line.encode())
+    os.close(descriptor)
 
 
 def tell(**context: Any) -> None:
     """Set facts that conditions can name at every point of this process from now on, such as the step."""
     if _unread:
         arm()
-    if _armed is not None:
-        _armed.context.update(context)
+    if _armed:
+        _context.update(context)
 
 
 def told() -> dict[str, Any] | None:
     """Return the facts that this process was given (step, worker), to be passed on with a call; None where nothing is armed."""
     if _unread:
         arm()
-    return None if _armed is None else dict(_armed.context)
+    return dict(_context) if _armed else None
 
 
 def environment() -> dict[str, str]:
@@ -184,16 +177,15 @@ def arm(spec: str | None = None, state: str | None = None) -> None:
 
     Raises ConfigError for what cannot be armed.
     """
-    global _armed, _unread
+    global _armed, _state, _unread
     if spec is None:
         spec, state = os.environ.get("GRPO_FAULT", ""), os.environ.get("GRPO_FAULT_STATE")
-    _unread = False
-    _armed = None
+    _unread, _armed, _state = False, [], Path(state) if state else None
+    _context.clear()
     entries = [_parse(text.strip(), state) for text in spec.split(";") if text.strip()]
-    if state and not Path(state).is_dir():
+    if _state is not None and not _state.is_dir():
         raise ConfigError(f"GRPO_FAULT_STATE={state}: not a folder; make it")
-    if entries:
-        _armed = _Armed(entries, Path(state) if state else None)
+    _armed = entries
 
 
 def _parse(text: str, state: str | None) -> _Entry:

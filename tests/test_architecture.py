@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -323,6 +324,14 @@ def test_the_wall_clock_is_read_only_to_be_written_down() -> None:
     }
     readers = {path for path in PACKAGE.rglob("*.py") if "time.time()" in path.read_text(encoding="utf-8")}
     assert {str(path.relative_to(PACKAGE)) for path in readers} == stamps
+
+
+def test_no_pattern_repeats_a_group_possessively_which_python_before_3_11_5_gets_wrong() -> None:
+    def broken(file: str) -> Iterator[str]:
+        lines = enumerate((PACKAGE / file).read_text().splitlines(), 1)
+        return (f"{number}: {line.strip()}" for number, line in lines if re.search(r"\)[+*?]\+|\(\?>", line))
+
+    every_file(broken)
 
 
 def test_no_except_is_bare() -> None:

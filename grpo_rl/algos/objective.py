@@ -80,10 +80,7 @@ class Objective:
 
         `max_response_length` is the constant of the averages that divide by one, where `loss_scale_factor` is not set.
         """
-        loss, aggregate = POLICY_LOSSES.get(actor.policy_loss.loss_mode), AGGREGATIONS.get(actor.loss_agg_mode)
-        agg_options = chosen_options(AVERAGE, actor, options_of(aggregate))
-        if "loss_scale_factor" in options_of(aggregate) and max_response_length is not None:
-            agg_options.setdefault("loss_scale_factor", float(max_response_length))
+        loss, agg_options = POLICY_LOSSES.get(actor.policy_loss.loss_mode), average_options(actor, max_response_length)
         # A term with weight 0 is no term: nothing then asks for the reference.
         has_kl = actor.use_kl_loss and actor.kl_loss_coef > 0
         loss_options = chosen_options(LOSS, actor, options_of(loss))
@@ -266,3 +263,12 @@ def _combine(token_stats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             combined[f"sum/{name}"] = value_T.double().sum()
     return combined
+
+
+def average_options(actor: ActorConfig, max_response_length: int | None = None) -> dict[str, Any]:
+    """Return the options of the average that `loss_agg_mode` names, with the constant of one that divides by it."""
+    known = options_of(AGGREGATIONS.get(actor.loss_agg_mode))
+    options = chosen_options(AVERAGE, actor, known)
+    if "loss_scale_factor" in known and max_response_length is not None:
+        options.setdefault("loss_scale_factor", float(max_response_length))
+    return options

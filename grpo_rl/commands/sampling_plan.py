@@ -48,7 +48,7 @@ EPISODES = f"{_R}.multi_turn."
 """The beginning of the keys of episodes of several turns."""
 SAMPLED_WITH = frozenset(f"{_R}.{key}" for key in ("name", "seed", "dtype", "fp32_lm_head"))
 """Keys of the engine that responses depend on; the others are about speed and memory."""
-_PROCESSES = frozenset(f"{EPISODES}environment.{key}" for key in ("num_workers", "max_episodes", "memory_limit_gb", "retries"))
+_PROCESSES = frozenset(f"{EPISODES}environment.{key}" for key in ("num_workers", "memory_limit_gb", "retries"))
 """Keys of episodes that are about the processes of environments."""
 NO_DATA = "task:arithmetic?num_rows=1"
 """The data of a plan whose prompts come from elsewhere: it is checked, and never read."""

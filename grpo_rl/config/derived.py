@@ -6,14 +6,13 @@ The decisions of a run are made in plan/decisions.py, and only from these functi
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from grpo_rl.config.convert import section
 from grpo_rl.config.schema.algorithm import TeacherConfig
-from grpo_rl.config.schema.fields import leaves
-from grpo_rl.config.schema.tree import ActorRolloutRefConfig, Config, ModelConfig, ProfilerConfig
+from grpo_rl.config.schema.fields import leaves, replaced
+from grpo_rl.config.schema.tree import Config, ModelConfig, ProfilerConfig
 from grpo_rl.errors import ConfigError
 
 LABEL_LOSSES = ("kto",)
@@ -181,15 +180,17 @@ def collection(config: Config) -> Config:
 
     For engines and rewards it is that of a validation whose data are the training prompts.
     """
-    data = dataclasses.replace(
-        config.data,
-        responses="policy",
-        val_files=config.data.train_files,
-        val_max_samples=config.data.train_max_samples,
-        train_files=[],
-        val_prompt_files=[],
-    )
-    return dataclasses.replace(config, data=data, trainer=dataclasses.replace(config.trainer, val_only=True))
+    data = config.data
+    values = {
+        "data.responses": "policy",
+        "data.val_files": data.train_files,
+        "data.val_max_samples": data.train_max_samples,
+        "data.train_files": [],
+        "data.val_prompt_files": [],
+        "trainer.val_only": True,
+    }
+    sampling: Config = replaced(config, values)
+    return sampling
 
 
 def settled(config: Config) -> Config:
@@ -200,44 +201,29 @@ def settled(config: Config) -> Config:
     another correction is configured. Training on rows takes one optimizer step on each batch, on the distribution that the model itself has, without a KL
     term. Keys that say otherwise are refused before (`effects.py`).
     """
-    if trains_pairs(config):
-        config = _with_pairs(config)
-    if not is_offline(config):
-        return _against_the_sampler(config) if oldest_sampler(config) and not trains_pairs(config) else config
-    only_scores = trains_only_reward_model(config)
-    trainer = config.trainer if only_scores else dataclasses.replace(config.trainer, schedule=OFFLINE)
-    parts = _reward_model_parts(config) if only_scores else config.actor_rollout_ref
-    actor = dataclasses.replace(
-        parts.actor, ppo_mini_batch_size=config.data.train_batch_size, ppo_epochs=1, shuffle=False, use_kl_loss=False
-    )
-    rollout = dataclasses.replace(parts.rollout, n=2 if trains_pairs(config) else 1, temperature=1.0)
-    parts = dataclasses.replace(parts, actor=actor, rollout=rollout)
-    data = dataclasses.replace(config.data, gen_batch_size=None)
-    return dataclasses.replace(config, data=data, trainer=trainer, actor_rollout_ref=parts)
-
-
-def _against_the_sampler(config: Config) -> Config:
-    """Return the configuration with the engine's log-probs as the old ones, where nothing else corrects for stale weights."""
-    correction = config.algorithm.rollout_correction
-    if correction.bypass_mode is not None or correction.rollout_is or correction.rollout_rs:
-        return config
-    algorithm = dataclasses.replace(config.algorithm, rollout_correction=dataclasses.replace(correction, bypass_mode=True))
-    return dataclasses.replace(config, algorithm=algorithm)
-
-
-def _reward_model_parts(config: Config) -> ActorRolloutRefConfig:
-    """Return the policy's settings with the reward model in its place: its folder is what tokenizer and sizes are read from."""
-    own, parts = config.reward.reward_model, config.actor_rollout_ref
-    model = ModelConfig(own.model_path or "", own.tokenizer_path, own.trust_remote_code)
-    # transformers' engine refuses no model: nothing samples with this one.
-    return dataclasses.replace(parts, model=model, rollout=dataclasses.replace(parts.rollout, name="hf"))
-
-
-def _with_pairs(config: Config) -> Config:
-    actor = dataclasses.replace(config.actor_rollout_ref.actor, use_kl_loss=False)
-    if actor.loss_agg_mode == leaves()["actor_rollout_ref.actor.loss_agg_mode"].default:
-        actor = dataclasses.replace(actor, loss_agg_mode=PAIR_AVERAGE)
-    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(config.actor_rollout_ref, actor=actor))
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    values: dict[str, Any] = {}
+    pairs, correction, scorer = trains_pairs(config), config.algorithm.rollout_correction, config.reward.reward_model
+    if pairs:
+        values[f"{actor}.use_kl_loss"] = False
+        if config.actor_rollout_ref.actor.loss_agg_mode == leaves()[f"{actor}.loss_agg_mode"].default:
+            values[f"{actor}.loss_agg_mode"] = PAIR_AVERAGE
+    is_corrected = correction.bypass_mode is not None or correction.rollout_is or correction.rollout_rs
+    if not is_offline(config) and oldest_sampler(config) and not pairs and not is_corrected:
+        values["algorithm.rollout_correction.bypass_mode"] = True
+    if is_offline(config):
+        values |= {f"{actor}.ppo_mini_batch_size": config.data.train_batch_size, f"{actor}.ppo_epochs": 1}
+        values |= {f"{actor}.shuffle": False, f"{actor}.use_kl_loss": False, "data.gen_batch_size": None}
+        values |= {f"{rollout}.n": 2 if pairs else 1, f"{rollout}.temperature": 1.0}
+        if trains_only_reward_model(config):
+            # It takes the policy's place: its folder is what tokenizer and sizes are read from. Nothing samples with it, and
+            # transformers' engine refuses no model.
+            model = ModelConfig(scorer.model_path or "", scorer.tokenizer_path, scorer.trust_remote_code)
+            values |= {"actor_rollout_ref.model": model, f"{rollout}.name": "hf"}
+        else:
+            values["trainer.schedule"] = OFFLINE
+    run: Config = replaced(config, values)
+    return run
 
 
 def longest_sequence(config: Config) -> int:

@@ -8,16 +8,14 @@ is noted in the plan, for people set these by habit (verl's commands give sizes 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any
 
 from grpo_rl.config import derived
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import REWARD_MODEL, Machine
 from grpo_rl.config.function_options import WITHOUT_DUAL_CLIP
-from grpo_rl.config.schema.fields import leaves, value_of
+from grpo_rl.config.schema.fields import leaves, replaced, value_of
 from grpo_rl.config.schema.tree import Config
 
 A, R, REF, M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
@@ -98,6 +96,7 @@ distillation: n_gpus_per_node            | distillation.nnodes above 0
 {DISTANCE}: jsd_beta                     | {DISTANCE}.loss_mode=jsd
 {R}: gpu_memory_utilization free_cache_engine kv_cache_memory_bytes kv_cache_gib enforce_eager enable_prefix_caching | {R}.name=vllm
 {R}: fp32_lm_head quantization           | {R}.name=vllm
+{R}: quantization                        | trainer.device=cuda | it needs a GPU of compute capability 8.9 or newer
 {R}: hf.*                                | {R}.name=hf
 {R}: gpu_memory_utilization free_cache_engine kv_cache_memory_bytes | trainer.device=cuda | it is for GPUs
 {R}: kv_cache_gib cpu_threads            | trainer.device=cpu | it is for CPUs
@@ -132,7 +131,7 @@ trainer: iterate.replay_pairs            | trainer.iterate.replay_share above 0
 trainer: asynchronous.*                  | trainer.schedule=async
 trainer: asynchronous.partial_rollout asynchronous.keep_cache | trainer.asynchronous.max_staleness above 0
 trainer: asynchronous.keep_cache         | trainer.asynchronous.partial_rollout=true
-trainer: val_before_train                | data.val_files or data.val_prompt_files | there is nothing to validate on
+trainer: val_before_train test_freq      | data.val_files or data.val_prompt_files | there is nothing to validate on, such as data.val_files
 trainer: metrics_host                    | trainer.metrics_port
 trainer: resume_from_path                | trainer.resume_mode=resume_path
 trainer: max_restarts restart_window_s   | trainer.recover=auto
@@ -185,9 +184,9 @@ def notes(config: Config, machine: Machine, *, reference: str, old_logprobs: boo
 
 def as_read(config: Config, machine: Machine) -> Config:
     """Return the configuration as the run reads it: every key without an effect has its default."""
-    for key in _set_and_unread(config, unread(config, machine)):
-        config = _replaced(config, key, leaves()[key].default)
-    return config
+    unread_keys = _set_and_unread(config, unread(config, machine))
+    run: Config = replaced(config, {key: leaves()[key].default for key in unread_keys})
+    return run
 
 
 def of_keys(config: Config, keys: str, why: str) -> list[str]:
@@ -200,7 +199,7 @@ def unread(config: Config, machine: Machine) -> list[Rule]:
     """Return the rules for keys that nothing in this run reads. The first one that holds for a key is the one that is told."""
     own = _of_reward_model(config) if derived.trains_only_reward_model(config) else _of_schedule(config)
     rules = [*own, *_of_learning(config), *_of_sampling_and_rewards(config, machine), *_of_sizes(config, machine)]
-    facts = _replaced(config, "trainer.device", machine.device)
+    facts = replaced(config, {"trainer.device": machine.device})
     for row in NEEDS.strip().splitlines():
         keys, needed, *why = (part.strip() for part in row.split("|"))
         rules.append((not _is_met(facts, needed), keys, why[0] if why else f"needs {needed}"))
@@ -245,7 +244,7 @@ def _all_but_reward_models() -> str:
     scorer = "train.* model_path tokenizer_path trust_remote_code step_separator max_token_len_per_gpu dtype param_offload"
     read = _keys(f"{SCORER}: {scorer}; {A}: checkpoint.*; data: *; trainer: *; ray_kwargs: *")
     unread_data = f"{_ANSWERS}; {_SOURCE}; {_OF_RUNS}; data: truncation gen_batch_size val_prompt_files"
-    unread_here = _keys(f"{unread_data}; trainer: iterate.* asynchronous.* critic_warmup")
+    unread_here = _keys(f"{unread_data}; trainer: iterate.* asynchronous.* critic_warmup val_only; data: responses")
     names = (key.partition(".") for key in leaves() if key not in read or key in unread_here)
     return "; ".join(f"{group}: {name}" for group, _, name in names)
 
@@ -261,8 +260,9 @@ def _of_schedule(config: Config) -> list[Rule]:
     fixed = "samples before training" if collects else "trains on the answers in the data"
     fixed = f"data.responses={data.responses} {fixed}"
     of_updates = f"{A}: kl_loss_* ppo_epochs shuffle data_loader_seed; {R}: log_prob_*"
-    of_policy = f"{_CRITIC}; {REF}: *; {of_updates}; {_OF_RUNS}; {_ADVANTAGES}; algorithm: filter_groups.* replay.*"
+    of_policy = f"{_CRITIC}; {REF}: *; {of_updates}; {_OF_RUNS}; {_ADVANTAGES}; algorithm: filter_groups.* replay.*; trainer: schedule val_only"
     of_samples = f"{R}: n temperature top_p top_k min_p ignore_eos; data: gen_batch_size"
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     registered, silent = offline and ":" not in loss, offline and not collects and not derived.samples_answers(config)
     return [
         of_training,
@@ -274,6 +274,7 @@ def _of_schedule(config: Config) -> list[Rule]:
         ),
         (offline, of_policy, fixed),
         (offline and not collects, of_samples, fixed),
+        (offline and mini != data.train_batch_size, f"{A}: ppo_mini_batch_size", f"{fixed}, one optimizer step on each batch"),
         (loss in derived.LABEL_LOSSES, _PAIRS, f"loss_mode={loss} reads the columns completion and label"),
         (registered and pairs, _ANSWERS, f"loss_mode={loss} reads rows with pairs"),
         (registered and not pairs, _PAIRS, f"loss_mode={loss} reads rows with answers to learn"),
@@ -337,9 +338,11 @@ def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
     audits = "judge" in reward.audit or not (config.trainer.val_only or derived.is_offline(config))
     scores = reward.reward_model.enable or derived.trains_only_reward_model(config)
     by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
+    on_gpus = config.actor_rollout_ref.model.lm_head_precision in ("tf32", "bfloat16")
     is_local = config.ray_kwargs.ray_init.address is None and not machine.cluster
     of_cluster = f"needs {RAY}.address; a local cluster has one node, and asks for a token"
     return [
+        (on_gpus and machine.device == "cpu", f"{M}: lm_head_precision", "it is faster on GPUs only, and this run has none"),
         (is_float32, f"{R}: fp32_lm_head", "everything in the engine is float32"),
         (engine not in rollout.engine_kwargs, f"{R}: engine_kwargs", f"it names engines other than {R}.name={engine}"),
         (not getattr(config.data, prompts), f"{R}: val_kwargs.*", f"needs data.{prompts}: only validation reads it"),
@@ -401,8 +404,3 @@ def _set_and_unread(config: Config, rules: Iterable[Rule]) -> dict[str, str]:
 
 def _given(config: Config, key: str) -> str:
     return f"{key}={show(value_of(config, key))}"
-
-
-def _replaced(root: Any, key: str, value: Any) -> Any:
-    head, _, rest = key.partition(".")
-    return dataclasses.replace(root, **{head: _replaced(getattr(root, head), rest, value) if rest else value})

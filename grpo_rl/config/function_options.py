@@ -74,7 +74,7 @@ def _settings(choice: Choice, section: Any) -> Iterator[tuple[str, str, Any]]:
         if value is not None:
             yield from ((option, key, value) for option in fixed.options)
     for option, value in value_of(section, choice.options_key).items():
-        yield option, choice.options_key, value
+        yield option, f"{choice.options_key}.{option}", value
 
 
 ESTIMATOR = Choice(
@@ -86,8 +86,6 @@ ESTIMATOR = Choice(
         "gamma": FixedKey(("gamma",), 1.0),
         "lam": FixedKey(("lam",), 1.0),
         "norm_adv_by_std_in_grpo": FixedKey(("std",), True),
-        "gigpo.step_advantage_w": FixedKey(("step_advantage_w",), 1.0),
-        "gigpo.mode": FixedKey(("mode",), "mean_norm"),
     },
 )
 LOSS = Choice(
@@ -100,15 +98,6 @@ LOSS = Choice(
         "clip_ratio_low": FixedKey(("clip_low",), 0.2),
         "clip_ratio_high": FixedKey(("clip_high",), 0.2),
         "clip_ratio_c": FixedKey(("clip_c",), 3.0),
-        "policy_loss.tau_pos": FixedKey(("tau_pos",), 1.0),
-        "policy_loss.tau_neg": FixedKey(("tau_neg",), 1.05),
-        "policy_loss.clip_cov_ratio": FixedKey(("clip_cov_ratio",), 0.0002),
-        "policy_loss.clip_cov_lb": FixedKey(("clip_cov_lb",), 1.0),
-        "policy_loss.clip_cov_ub": FixedKey(("clip_cov_ub",), 5.0),
-        "policy_loss.kl_cov_ratio": FixedKey(("kl_cov_ratio",), 0.0002),
-        "policy_loss.ppo_kl_coef": FixedKey(("ppo_kl_coef",), 0.1),
-        "policy_loss.dro_beta": FixedKey(("dro_beta",), None),
-        "policy_loss.max_ratio": FixedKey(("max_ratio",), None),
     },
 )
 AVERAGE = Choice(

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from grpo_rl.config.checks.inputs import irregular
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords
-from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message
+from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message, irregular
 from grpo_rl.errors import ConfigError, DataError
 
 SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.schema.tree import DataConfig
@@ -198,3 +199,16 @@ def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, e
     """Raise BadRow, with place and column, for a value of another type."""
     if not isinstance(value, kind):
         raise wrong(where, column, value, expected)
+
+
+def irregular(path: Path) -> str | None:
+    """Return what a path is that is neither a regular file nor a folder; None for these, and for what is not there.
+
+    To open a FIFO waits for a writer, and a device may have no end: neither is ever opened.
+    """
+    kinds = {
+        "a FIFO": path.is_fifo(),
+        "a socket": path.is_socket(),
+        "a device": path.is_block_device() or path.is_char_device(),
+    }
+    return next((kind for kind, found in kinds.items() if found), None)

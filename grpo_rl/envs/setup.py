@@ -86,7 +86,7 @@ class EpisodeSetup:
         """Start the environment processes."""
         own = self.config.actor_rollout_ref.rollout.multi_turn.environment
         limit = None if own.memory_limit_gb is None else int(own.memory_limit_gb * 2**30)
-        setup = PoolSetup(self.host, own.num_workers, own.max_episodes, own.step_timeout_s, limit)
+        setup = PoolSetup(self.host, own.num_workers, step_timeout_s=own.step_timeout_s, memory_limit=limit)
         return EnvironmentPool(setup, log_folder)
 
     def pool(

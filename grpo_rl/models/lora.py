@@ -79,6 +79,8 @@ def add_adapters(lm: Any, model: ModelConfig) -> None:
 
     refuse_quantized(getattr(lm.config, "quantization_config", None), model)
     targets: Any = list(model.target_modules)
+    if ALL_LINEAR in targets[1:] or targets[:1] == [ALL_LINEAR] != targets:
+        raise ConfigError(f"{_KEY}.target_modules={targets}: all-linear stands alone; exclude_modules takes layers out of it")
     if targets == [ALL_LINEAR]:
         targets = ALL_LINEAR
         if lm.config.model_type in FAMILIES:  # of these peft takes the tensors of all experts for linear layers

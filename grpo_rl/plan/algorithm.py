@@ -14,7 +14,7 @@ from grpo_rl.algos.advantages.registered import ADVANTAGES, reads_token_rewards
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.losses.distillation import Distillation
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, selection_of
-from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.objective import Objective, average_options
 from grpo_rl.config import derived, effects
 from grpo_rl.config.convert import show
 from grpo_rl.config.function_options import (
@@ -222,7 +222,7 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
         except ConfigError:
             return estimator_options(config.algorithm, {"": 1.0})  # the reward's own problem is reported by itself
     if choice is AVERAGE:
-        return dict(objective_of(config).agg_options)
+        return average_options(config.actor_rollout_ref.actor, config.data.max_response_length)
     function = trial.KINDS[choice.kind].registry.get(choice.name(config))
     section = config.actor_rollout_ref.actor if choice.section == ACTOR else config.algorithm
     return chosen_options(choice, section, options_of(function))

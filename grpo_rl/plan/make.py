@@ -63,16 +63,24 @@ def _finds_checkpoint(config: Config) -> bool:
     return bool(CheckpointStore(folder).steps())
 
 
+Checks = Iterator[tuple[str, Callable[[], Any]]]
+"""What the messages of a check begin with, and the check, which raises ConfigError."""
+
+
 def refusals(config: Config, machine: Machine) -> list[str]:
     """Return everything that is wrong between the keys, and with the functions and the model that they name."""
     problems = [*check(config, machine), *machines.problems(config, machine)]
     run = settled(config)
-    for key, action in (*_functions(run), *([] if problems else _fitting(run, machine))):
+    problems += _failures(_functions(run))
+    return list(dict.fromkeys(problems or _failures(_fitting(run, machine))))
+
+
+def _failures(checks: Checks) -> Iterator[str]:
+    for key, action in checks:
         try:
             action()
         except ConfigError as error:
-            problems += [f"{key}{problem}" for problem in error.problems]
-    return list(dict.fromkeys(problems))
+            yield from (f"{key}{problem}" for problem in error.problems)
 
 
 def _look_at_data(config: Config) -> int | None:
@@ -100,14 +108,11 @@ def _look_at_data(config: Config) -> int | None:
     return rows
 
 
-Checks = Iterator[tuple[str, Callable[[], Any]]]
-"""What the messages of a check begin with, and the check, which raises ConfigError."""
-
-
 def _functions(config: Config) -> Checks:
-    """Yield each look-up of a function with its options, and of a task, by their names."""
+    """Yield each look-up of a function with its options, of a task, and of what the judge and episodes need, by their names."""
     from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
     from grpo_rl.data.tasks.registry import task_rows
+    from grpo_rl.envs.setup import EpisodeSetup
     from grpo_rl.models.builtin import PREFIX, get_builtin
     from grpo_rl.plan import algorithm
     from grpo_rl.rewards.combined import factors_of
@@ -121,6 +126,12 @@ def _functions(config: Config) -> Checks:
     yield "", lambda: factors_of(config)
     if set(config.reward.audit) - {"judge"}:
         yield "", lambda: RewardFunction.from_config(audit_of(config.reward), key="audit")
+    if config.reward.judge.base_url is not None:
+        from grpo_rl.rewards.models.judge import Judge  # the HTTP client, only where an endpoint is asked
+
+        yield "", lambda: Judge(config.reward.judge)
+    if plays_episodes(config):
+        yield "", lambda: EpisodeSetup.of(config)
     custom = config.data.custom_cls
     if custom.path is not None and custom.name is not None:
         yield "data.custom_cls.path: ", lambda: load_function(f"{custom.path}:{custom.name}", "data set class")
@@ -137,15 +148,10 @@ def _functions(config: Config) -> Checks:
 
 
 def _fitting(config: Config, machine: Machine) -> Checks:
-    """Yield the checks of what the engine, episodes and the model's folder rule out, for keys that are sound by themselves."""
-    from grpo_rl.envs.setup import EpisodeSetup
+    """Yield the checks of what the engine and the model's folder rule out, for keys that are sound by themselves."""
     from grpo_rl.plan import model_folder
-    from grpo_rl.rollout.engine import weight_backend
 
     yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
-    yield "", lambda: weight_backend(config, machine.device)
-    if plays_episodes(config):
-        yield "", lambda: EpisodeSetup.of(config)
     yield "", lambda: model_folder.check_policy(config, machine)
     if config.actor_rollout_ref.model.lora_rank:
         yield "", lambda: model_folder.check_adapters(config)

@@ -188,12 +188,11 @@ def _specs(config: RewardConfig) -> list[str]:
     """The list of functions, the custom one in its place."""
     custom = config.custom_reward_function
     if custom.path is None:
-        if custom.reward_kwargs:
-            raise ConfigError("custom_reward_function.reward_kwargs has no effect without custom_reward_function.path")
         return config.functions
     if config.functions != RewardConfig().functions:
         raise ConfigError(
-            f"custom_reward_function.path and functions are both given; put {_custom_spec(custom)} into reward.functions"
+            f"reward.custom_reward_function.path={custom.path}: would replace reward.functions; "
+            f"add {_custom_spec(custom)} to reward.functions instead"
         )
     return [_custom_spec(custom)]
 

@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol
 
 from grpo_rl.config.derived import max_num_seqs, updates_in_flight
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import ConfigError
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Completion, Request
 
@@ -117,22 +116,10 @@ def sends_adapters(cfg: Config) -> bool:
 
 
 def weight_backend(cfg: Config, device: Device) -> WeightBackend:
-    """Return how weights travel under this configuration.
-
-    Raises ConfigError for `ipc` or `nccl` where the engine or the device has no such thing.
-    """
+    """Return how weights travel under this configuration."""
     rollout = cfg.actor_rollout_ref.rollout
     wanted = rollout.checkpoint_engine.backend
-    key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
-    if wanted in ("ipc", "nccl") and device == "cpu":
-        raise ConfigError(f"{key}={wanted} needs GPUs; on CPU use auto or object_store")
-    if wanted in ("ipc", "nccl") and sends_adapters(cfg):
-        raise ConfigError(f"{key}={wanted}: adapters alone (rollout.lora_sync=adapter) go through the object store; use auto")
-    if wanted in ("ipc", "nccl") and rollout.name == "hf":
-        raise ConfigError(f"{key}={wanted} is not for rollout.name=hf; use auto or object_store")
-    if wanted != "auto":
-        return wanted
-    if device == "cpu" or rollout.name == "hf" or sends_adapters(cfg):
+    if wanted == "object_store" or device == "cpu" or rollout.name == "hf" or sends_adapters(cfg):
         return "object_store"
     return "ipc" if rollout.nnodes == 0 else "nccl"
 

@@ -1,6 +1,5 @@
 """The recipes that come with the package: they can be run, and they say only what differs from the defaults."""
 
-import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -50,19 +49,6 @@ def test_every_recipe_has_a_readme_and_is_in_the_list() -> None:
         place = Path(recipe)
         assert re.search(rf"`(?:{place.parent}/)?{re.escape(place.name)}`", table) and f"({place.parent}/" in table
         assert (root / Path(recipe).parent / "README.md").is_file()
-
-
-def test_the_configuration_that_a_run_saves_is_itself_a_recipe(tmp_path: Path) -> None:
-    first = compose(["recipe=gsm8k/qwen2.5-7b", "data.seed=5"])
-    (tmp_path / "config.yaml").write_text(first.yaml())
-    again = compose([f"recipe={tmp_path}/config.yaml"])
-    # Relative paths are saved as absolute ones, so that the file means the same in its new folder.
-    assert again.yaml() == first.yaml()
-    files = {
-        key: [str(Path(file).absolute()) for file in getattr(first.config.data, key)] for key in ("train_files", "val_files")
-    }
-    data = dataclasses.replace(first.config.data, **files)
-    assert again.config == dataclasses.replace(first.config, data=data)
 
 
 def test_keys_in_conf_are_the_defaults_of_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from grpo_rl.config import derived, effects
 from grpo_rl.config.checks import engine_arguments, inputs, sizes
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import ASYNC, ITERATE, OFFLINE, REWARD_MODEL, Machine, settled
-from grpo_rl.config.schema.fields import leaves, nearest, value_of
+from grpo_rl.config.derived import ASYNC, ITERATE, OFFLINE, Machine, settled
+from grpo_rl.config.schema.fields import nearest, value_of
 from grpo_rl.config.schema.tree import Config
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -58,21 +58,11 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
 
 def contradictions(config: Config) -> Iterator[str]:
     """Yield contradictions between settings, and what does not go with the schedule."""
-    yield from _data(settled(config))
     yield from _training(config)
     yield from _sampling(config)
     yield from _rewards(settled(config))
     yield from _episodes(config)
     yield from _schedule(config)
-
-
-def _data(config: Config) -> Iterator[str]:
-    data = config.data
-    if 0 <= data.train_max_samples < data.train_batch_size:
-        yield (
-            f"data.train_max_samples={data.train_max_samples}: fewer rows than one batch; at least "
-            f"data.train_batch_size={data.train_batch_size}, or -1 for all"
-        )
 
 
 def _training(config: Config) -> Iterator[str]:
@@ -90,12 +80,6 @@ def _training(config: Config) -> Iterator[str]:
         yield f"algorithm.filter_groups.enable=true: a group of one response never has a signal, and {_R}.n=1; usual is 5 to 16"
     if model.lora_rank and derived.is_iterated(config):
         yield f"{_M}.lora_rank={model.lora_rank}: trainer.schedule=iterate moves the reference, which under adapters is the base model"
-    if model.lora_rank and not model.target_modules:
-        yield f"{_M}.target_modules=[]: no layer would have an adapter; all-linear, or names such as [q_proj,v_proj]"
-    if model.lora_rank and "all-linear" in model.target_modules and len(model.target_modules) > 1:
-        yield f"{_M}.target_modules={show(model.target_modules)}: all-linear stands alone; exclude_modules takes layers out of it"
-    if model.lora_rank and "quantization_config" in model.override_config:
-        yield f"{_M}.override_config.quantization_config: LoRA over quantized weights (QLoRA) is not here; leave it out"
     contents = actor.checkpoint.save_contents
     missing = [name for name in _RESUMABLE if name not in contents]
     if missing and config.trainer.save_freq > 0:
@@ -122,8 +106,6 @@ def _sampling(config: Config) -> Iterator[str]:
         )
     if rollout.quantization is not None and rollout.dtype == "float32":
         yield f"{_R}.quantization={rollout.quantization}: quantizes weights of 16 bits; set {_R}.dtype=bfloat16, or leave it out"
-    if not validates and trainer.test_freq > 0:
-        yield f"trainer.test_freq={trainer.test_freq}: there is nothing to validate on; give data.val_files, or test_freq=-1"
     if not validates and trainer.val_only:
         yield "trainer.val_only=true: there is nothing to validate on; give data.val_files"
     if validates and values.n > 1 and not (values.do_sample and values.temperature):
@@ -167,59 +149,40 @@ def _episodes(config: Config) -> Iterator[str]:
         yield f"{_TURNS}.interaction_config_path: names an environment, as environment.name={own.environment.name} does; keep one"
     if derived.collects(config):
         yield f"{_TURNS}.enable=true: data.responses=initial_policy keeps single responses; data.responses=policy"
-    elif not derived.samples_answers(config):
-        yield f"{_TURNS}.enable=true: nothing is sampled in this run; leave it out"
     if config.actor_rollout_ref.rollout.ignore_eos:
         yield f"{_TURNS}.enable=true: with {_R}.ignore_eos=true no turn would ever end; leave that out"
 
 
 def _schedule(config: Config) -> Iterator[str]:
     """Yield what does not go with the schedule."""
-    loss, trainer = config.actor_rollout_ref.actor.policy_loss.loss_mode, config.trainer
-    if loss in derived.LABEL_LOSSES and derived.trains_pairs(config) and config.data.responses != "rows":
+    loss, schedule, data, n = (
+        config.actor_rollout_ref.actor.policy_loss.loss_mode,
+        config.trainer.schedule,
+        config.data,
+        config.actor_rollout_ref.rollout.n,
+    )
+    offline, pairs = derived.is_offline(config), derived.trains_pairs(config)
+    if pairs and loss in derived.LABEL_LOSSES and data.responses != "rows":
         yield f"{_A}.policy_loss.loss_mode={loss}: learns labelled answers; data.responses=rows, with columns completion and label"
-    if derived.trains_only_reward_model(config):
-        yield from _reward_model(config)
-    elif derived.is_offline(config):
-        yield from _fixed_responses(config)
-    elif trainer.schedule == OFFLINE:
+    if pairs and offline and data.truncation != "error":
+        yield (
+            f"data.truncation={data.truncation}: a loss over pairs compares whole answers, and a cut one would be another; "
+            "drop long rows with data.filter_overlong_prompts=true"
+        )
+    if pairs and derived.collects(config) and n < 2:
+        yield f"{_R}.n={n}: data.responses={data.responses} compares the best and the worst of a group; 2 or more"
+    if schedule == OFFLINE and not offline:
         yield f"trainer.schedule={OFFLINE}: is chosen by data.responses=rows, which trains on the answers in data.train_files"
-    elif loss == SUPERVISED_LOSS and ":" not in trainer.schedule:
+    elif loss == SUPERVISED_LOSS and not offline and ":" not in schedule:
         yield (
             f"{_A}.policy_loss.loss_mode={loss}: reads no advantages, so the reward would have no effect with "
-            f"trainer.schedule={trainer.schedule}; data.responses=rows learns the answers in the data, loss_mode=reinforce weighs "
-            "sampled ones"
+            f"trainer.schedule={schedule}; data.responses=rows learns the answers in the data, loss_mode=reinforce weighs sampled ones"
         )
     if derived.is_iterated(config):
         yield from _iterated(config)
     if derived.overlaps(config):
         yield from _overlapping(config)
     yield from _old_samples(config)
-
-
-def _fixed_responses(config: Config) -> Iterator[str]:
-    """Yield what cannot be where the trained responses are fixed before training."""
-    trainer, chosen, pairs = config.trainer, f"data.responses={config.data.responses}", derived.trains_pairs(config)
-    if trainer.schedule != leaves()["trainer.schedule"].default:
-        yield (
-            f"trainer.schedule={show(trainer.schedule)}: says when responses are sampled, and with {chosen} they are fixed before "
-            "training; leave it out"
-        )
-    if pairs and config.data.truncation != "error":
-        yield (
-            f"data.truncation={config.data.truncation}: a loss over pairs compares whole answers, and a cut one would be another; "
-            "drop long rows with data.filter_overlong_prompts=true"
-        )
-    if derived.collects(config) and pairs and config.actor_rollout_ref.rollout.n < 2:
-        yield f"{_R}.n={config.actor_rollout_ref.rollout.n}: {chosen} compares the best and the worst of a group; 2 or more"
-    mini, batch = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.data.train_batch_size
-    if mini not in (batch, leaves()[f"{_A}.ppo_mini_batch_size"].default):
-        yield (
-            f"{_A}.ppo_mini_batch_size={mini}: {chosen} takes one optimizer step on each batch, "
-            f"data.train_batch_size={batch}; leave it out"
-        )
-    if trainer.val_only:
-        yield f"trainer.val_only=true: {chosen} only trains; data.responses=policy samples and scores answers to data.val_files"
 
 
 def _old_samples(config: Config) -> Iterator[str]:
@@ -258,15 +221,6 @@ def _overlapping(config: Config) -> Iterator[str]:
             f"trainer.asynchronous.sync_every={own.sync_every}: the weights would be older than max_staleness={own.max_staleness} "
             "before they are sent; at most max_staleness + 1"
         )
-
-
-def _reward_model(config: Config) -> Iterator[str]:
-    """Yield what contradicts the schedule that trains a reward model alone."""
-    key = f"trainer.schedule={REWARD_MODEL}"
-    if config.data.responses != "policy":
-        yield f"data.responses={config.data.responses}: says what a policy learns from, and {key} trains none; leave it out"
-    if config.trainer.val_only:
-        yield f"trainer.val_only=true: {key} validates while it trains; leave it out"
 
 
 def _iterated(config: Config) -> Iterator[str]:

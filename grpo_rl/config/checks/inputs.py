@@ -16,16 +16,12 @@ from grpo_rl.config.convert import show
 from grpo_rl.config.schema.tree import Config
 
 _MODEL, _SCORER, _JUDGE = "actor_rollout_ref.model", "reward.reward_model", "reward.judge"
-_TURNS = "actor_rollout_ref.rollout.multi_turn"
-DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".arrow", ".feather")
 INSTALL = {
     "wandb": "python -m pip install wandb==0.31.0",
     "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2'",
 }
 """The command that installs each tracker which is no part of the plain installation, as pyproject.toml pins it."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-_PARSER = re.compile(r"score|json:.+|.+:\w+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 OWN_CODE, SCORER_CODE = f"{_MODEL}.trust_remote_code", f"{_SCORER}.trust_remote_code"
 
@@ -37,7 +33,6 @@ def problems(config: Config) -> Iterator[str]:
     yield from _code_in_models(config)
     yield from _rewards(config)
     yield from _judge(config)
-    yield from _episodes(config)
     yield from _run(config)
 
 
@@ -66,7 +61,10 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _data_file(file: str, *, elsewhere: bool) -> str | None:
-    """Return what is wrong with one entry; a file that is not here is no problem where the run is `elsewhere`."""
+    """Return what is wrong with the name of one entry; a file that is not here is no problem where the run is `elsewhere`.
+
+    What is in the files is looked at for the plan.
+    """
     if file.startswith("task:"):
         return None
     if file.startswith("hf:"):
@@ -81,28 +79,7 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
         near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if path.parent.is_dir() else []
         hint = f"; there is {' and '.join(str(path.parent / name) for name in near)}" if near else ""
         return None if elsewhere else f"there is no file {path.absolute()}{hint}"
-    if path.is_dir():
-        saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        folder = path / "data" if (path / "data").is_dir() else path
-        has_files = saved or any(name.endswith(DATA_SUFFIXES) for name in os.listdir(folder))
-        return None if has_files else f"is a folder without data files ({', '.join('*' + suffix for suffix in DATA_SUFFIXES)})"
-    if not path.name.endswith(DATA_SUFFIXES):
-        return f"cannot be read: data files end in {', '.join(DATA_SUFFIXES)}"
-    kind = irregular(path)
-    return f"is {kind}; give a regular file" if kind else None
-
-
-def irregular(path: Path) -> str | None:
-    """Return what a path is that is neither a regular file nor a folder; None for these, and for what is not there.
-
-    To open a FIFO waits for a writer, and a device may have no end: neither is ever opened.
-    """
-    kinds = {
-        "a FIFO": path.is_fifo(),
-        "a socket": path.is_socket(),
-        "a device": path.is_block_device() or path.is_char_device(),
-    }
-    return next((kind for kind, found in kinds.items() if found), None)
+    return None
 
 
 # ---- models ------------------------------------------------------------------------------------------
@@ -199,18 +176,17 @@ def brings_code(file: Path) -> bool:
     return isinstance(content, dict) and "auto_map" in content
 
 
-# ---- rewards and episodes ----------------------------------------------------------------------------
+# ---- rewards ------------------------------------------------------------------------------
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    reward, custom = config.reward, config.reward.custom_reward_function
+    reward = config.reward
     scores = derived.samples_answers(config) or derived.collects(config)
     by_model = derived.has_reward_model(config) or derived.has_judge(config) or derived.plays_episodes(config)
-    shown = ",".join(reward.functions)
     if scores and not reward.functions and not by_model:
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):
-        yield f"reward.functions=[{shown}]: a function is named twice; give it a factor instead (2*name)"
+        yield f"reward.functions={show(reward.functions)}: a function is named twice; give it a factor instead (2*name)"
     for name in reward.audit:
         if name in reward.functions:
             yield f"reward.audit={name}: is in reward.functions too, and an audit is by what the policy is not trained on"
@@ -220,18 +196,10 @@ def _rewards(config: Config) -> Iterator[str]:
         yield "reward.audit=judge: needs reward.judge.base_url"
     if reward.on_failure == "value" and reward.failure_value is None:
         yield "reward.on_failure=value: gives every failed reward reward.failure_value, which is not set; give it, e.g. 0"
-    if custom.path is None:
-        return
-    if Path(custom.path).suffix != ".py" or not Path(custom.path).is_file():
-        yield f"reward.custom_reward_function.path={custom.path}: there is no Python file {Path(custom.path).absolute()}"
-    if reward.functions != ["auto"]:
-        yield (
-            f"reward.custom_reward_function.path={custom.path}: would replace reward.functions=[{shown}]; "
-            f"add {custom.path}:{custom.name} to reward.functions instead"
-        )
 
 
 def _judge(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the address; key, parser, template and rubric are read by `rewards/models/judge.py` for the plan."""
     judge = config.reward.judge
     if judge.base_url is None:
         return
@@ -243,48 +211,6 @@ def _judge(config: Config) -> Iterator[str]:
         yield f"{_JUDGE}.base_url: has a user, password or query in it; give a key by {_JUDGE}.api_key_env"
     if judge.model is None:
         yield f"{_JUDGE}.model is not set: the name of the model at {_JUDGE}.base_url"
-    if not _PARSER.fullmatch(judge.parser):
-        yield f"{_JUDGE}.parser={judge.parser}: one of score, json:KEY, or path.py:function"
-    if judge.api_key_env is not None and not _VARIABLE.fullmatch(judge.api_key_env):
-        yield f"{_JUDGE}.api_key_env: is no name of an environment variable; put the key into one, and its name here"
-    elif judge.api_key_env is not None and not os.environ.get(judge.api_key_env):
-        yield f"{_JUDGE}.api_key_env={judge.api_key_env}: the environment has no such variable, or it is empty"
-    rubric = judge.rubric
-    if rubric is not None and rubric != "row" and "\n" not in rubric and not Path(rubric).expanduser().is_file():
-        yield f"{_JUDGE}.rubric={rubric}: neither a file that is there, nor `row`, nor a list of criteria with a line for each"
-    if (text := judge.template) is None:
-        return
-    if text.endswith((".txt", ".md")) and "\n" not in text:
-        path = Path(text).expanduser()
-        if not path.is_file():
-            yield f"{_JUDGE}.template={text}: there is no file {path.absolute()}"
-            return
-        text = path.read_text(errors="replace")
-    if "{response}" not in text:
-        yield (
-            f"{_JUDGE}.template: has no {{response}}, so every response would be judged alike; it may have {{prompt}}, "
-            "{response}, {ground_truth}"
-        )
-    if rubric is not None and "{criteria}" not in text:
-        yield f"{_JUDGE}.template: has no {{criteria}}, so the judge would not know what {_JUDGE}.rubric asks for"
-
-
-def _episodes(config: Config) -> Iterator[str]:
-    own = config.actor_rollout_ref.rollout.multi_turn
-    if not own.enable:
-        return
-    paths = {key: getattr(own, key) for key in ("tool_config_path", "interaction_config_path")}
-    for key, name in (
-        ("environment.name", own.environment.name),
-        ("format", own.format),
-        *(("tools", one) for one in own.tools),
-    ):
-        source = (name or "").rpartition(":")[0]
-        paths |= {f"{key}={name}": source} if source.endswith(".py") else {}
-    for key, path in paths.items():
-        if path is not None and not Path(path).expanduser().is_file():
-            shown = key if "=" in key else f"{key}={path}"
-            yield f"{_TURNS}.{shown}: there is no file {Path(path).expanduser().absolute()}"
 
 
 # ---- the run -----------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
 
 _NEAR = 100_000
-_MOST_ROLLOUTS = 2**24
-"""The most rollouts of a step: above it the responses of one step alone (a few kB each) fill the memory of any machine."""
 _A, _R, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _SCORER = "reward.reward_model"
 
@@ -19,7 +17,8 @@ _SCORER = "reward.reward_model"
 def problems(config: Config, machine: Machine) -> Iterator[str]:
     """Yield sizes that do not fit the machine, each with the nearest that do."""
     if machine.device == "cpu":
-        yield from _without_gpus(config)
+        if config.global_profiler.tool == "torch_memory":
+            yield "global_profiler.tool=torch_memory: is for GPUs, whose allocator keeps the history; on CPUs take torch"
     elif machine.cluster or not machine.num_gpus:
         if machine.cluster and config.trainer.n_gpus_per_node is None and not machine.num_gpus:
             yield "trainer.n_gpus_per_node is not set: this machine has no GPU to count, so say how many each node of the cluster has"
@@ -39,13 +38,8 @@ def problems_without_machine(config: Config) -> Iterator[str]:
 
 
 def _batches(config: Config) -> Iterator[str]:
-    batch, n, critic = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, config.critic
+    batch, critic = config.data.train_batch_size, config.critic
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if batch * n > _MOST_ROLLOUTS:
-        yield (
-            f"data.train_batch_size={batch}: with {_R}.n={n} a step has {batch * n} responses, which the controller holds at once; "
-            f"at most {_MOST_ROLLOUTS}"
-        )
     if mini > batch:
         yield f"{_A}.ppo_mini_batch_size={mini}: larger than the batch it is taken from, data.train_batch_size={batch}; at most {batch}"
     elif batch % mini:
@@ -130,25 +124,6 @@ def _lengths(config: Config) -> Iterator[str]:
         )
 
 
-def _without_gpus(config: Config) -> Iterator[str]:
-    """Yield what was asked of GPUs, and bears on numbers or would stop the run."""
-    precision = config.actor_rollout_ref.model.lm_head_precision
-    if precision in ("tf32", "bfloat16"):
-        yield (
-            f"actor_rollout_ref.model.lm_head_precision={precision}: is faster on GPUs only, and this run has none; auto or float32"
-        )
-    rollout = config.actor_rollout_ref.rollout
-    if (backend := rollout.checkpoint_engine.backend) in ("ipc", "nccl"):
-        yield f"{_R}.checkpoint_engine.backend={backend}: moves weights between GPUs, and this run has none; auto or object_store"
-    if rollout.quantization is not None:
-        yield (
-            f"{_R}.quantization={rollout.quantization}: needs a GPU of compute capability 8.9 or newer, whose kernels multiply "
-            "numbers of 8 bits; on CPUs leave it out"
-        )
-    if config.global_profiler.tool == "torch_memory":
-        yield "global_profiler.tool=torch_memory: is for GPUs, whose allocator keeps the history; on CPUs take torch"
-
-
 def _gpus(config: Config, machine: Machine) -> Iterator[str]:
     """Yield more GPUs than this machine has, and weights on a way that its GPUs do not have."""
     trainer, rollout, scorer = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
@@ -168,10 +143,6 @@ def _gpus(config: Config, machine: Machine) -> Iterator[str]:
 
 def _engines(config: Config, machine: Machine) -> Iterator[str]:
     rollout, colocated = config.actor_rollout_ref.rollout, derived.is_colocated(config)
-    backend = rollout.checkpoint_engine.backend
-    if machine.device == "cuda" and backend == ("nccl" if colocated else "ipc"):
-        where = "share the actor's GPUs, which NCCL cannot connect" if colocated else "have own GPUs, which IPC cannot reach"
-        yield f"{_R}.checkpoint_engine.backend={backend}: the engines {where}; auto or {'ipc' if colocated else 'nccl'}"
     per_node, parallel = derived.rollout_devices_per_node(config, machine), rollout.tensor_model_parallel_size
     nodes, spans = config.trainer.nnodes if colocated else rollout.nnodes, derived.nodes_per_engine(config, machine)
     across = rollout.name == "vllm" and machine.device == "cuda" and parallel == spans * per_node and nodes % spans == 0

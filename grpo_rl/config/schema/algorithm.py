@@ -1,26 +1,13 @@
 """Options of advantages, corrections and what is selected, and of distillation: `algorithm.*`, `distillation.*`."""
 
+# ruff: noqa: F403, F405
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import (
-    Coefficient,
-    Count,
-    Devices,
-    Factor,
-    Fraction,
-    MinorShare,
-    NodesOrNone,
-    OpenFraction,
-    Positive,
-    Ratio,
-    RatioAboveOne,
-    RejectionMode,
-    Staleness,
-    TopK,
-)
+from grpo_rl.config.schema.kinds import *
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +74,6 @@ class RejectionConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class GigpoConfig:
-    step_advantage_w: Coefficient | None = None
-    """Weight of the turns' advantages beside the episodes' with adv_estimator=gigpo; null: 1."""
-    mode: Literal["mean_norm", "mean_std_norm"] | None = None
-    """With adv_estimator=gigpo: leave deviations as they are, or divide them by their group's standard deviation; null: mean_norm."""
-
-
-@dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
     adv_estimator: str = "grpo"
     """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
@@ -106,7 +85,6 @@ class AlgorithmConfig:
     """Decay of GAE, for estimators that have it; null: the estimator's own default, 1."""
     adv_options: dict[str, Any] = field(default_factory=dict)
     """Further options of the estimator, e.g. {std: batch}; their defaults are in docs/algorithms.md."""
-    gigpo: GigpoConfig = field(default_factory=GigpoConfig)
     reward_parts: list[str] = field(default_factory=list)
     """Parts of the reward that adv_estimator=gdpo reads, by the keys of what a reward function returns; empty: each function's score."""
     use_kl_in_reward: bool = False

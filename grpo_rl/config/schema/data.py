@@ -1,11 +1,13 @@
 """Options of the data: `data.*`."""
 
+# ruff: noqa: F403, F405
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import CountOrOff, CountOrZero, Factor, Length, PositiveFraction, Prompts, Seed
+from grpo_rl.config.schema.kinds import *
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,14 @@ def value_of(config: Any, key: str) -> Any:
     return config
 
 
+def replaced(config: Any, values: Mapping[str, Any]) -> Any:
+    """Return a configuration, or a section of it, with the values of these dotted keys."""
+    for key, value in values.items():
+        head, _, rest = key.partition(".")
+        config = dataclasses.replace(config, **{head: replaced(getattr(config, head), {rest: value}) if rest else value})
+    return config
+
+
 @lru_cache(maxsize=1024)
 def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
     """Return the keys that may have been meant by `key`, the likeliest first."""

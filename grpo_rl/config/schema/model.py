@@ -1,53 +1,13 @@
 """Options of actor, reference, rollout, episodes and critic: `actor_rollout_ref.*`, `critic.*`."""
 
+# ruff: noqa: F403, F405
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import (
-    AdapterAlpha,
-    AdapterRankOrOff,
-    CacheBytes,
-    Coefficient,
-    Count,
-    CountOrOff,
-    Decay,
-    Devices,
-    Epsilon,
-    Factor,
-    Fraction,
-    Gib,
-    GradientNorm,
-    LearningRate,
-    Length,
-    Megabytes,
-    MemoryShare,
-    Nats,
-    NodesOrNone,
-    NonNegative,
-    Positive,
-    PositiveFraction,
-    Processes,
-    ProcessGib,
-    Prompts,
-    Ranks,
-    Ratio,
-    RatioAboveOne,
-    Requests,
-    Responses,
-    Rollouts,
-    Seconds,
-    Seed,
-    Temperature,
-    TemperatureOrGreedy,
-    ThreadsOrAuto,
-    Tokens,
-    TopK,
-    Tries,
-    Turns,
-    WeightDecay,
-)
+from grpo_rl.config.schema.kinds import *
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,25 +127,7 @@ class PolicyLossConfig:
     loss_mode: str = "vanilla"
     """Registered policy loss, or your own as file.py:function; docs/algorithms.md has all of them and their options."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the loss that have no key of their own, e.g. {size: 2.0}; for your own loss all of its options."""
-    tau_pos: Positive | None = None
-    """sapo: temperature of the gate where the advantage is positive; null, as for the options below: the loss's own default."""
-    tau_neg: Positive | None = None
-    """sapo: temperature of the gate elsewhere."""
-    clip_cov_ratio: Fraction | None = None
-    """clip_cov: share of the tokens that are left out."""
-    clip_cov_lb: Factor | None = None
-    """clip_cov: lower bound of the covariance of the tokens that are left out."""
-    clip_cov_ub: Factor | None = None
-    """clip_cov: upper bound of that covariance."""
-    kl_cov_ratio: Fraction | None = None
-    """kl_cov: share of the tokens that are held back."""
-    ppo_kl_coef: Coefficient | None = None
-    """kl_cov: weight of the penalty on the tokens that are held back."""
-    dro_beta: Coefficient | None = None
-    """dro: weight of the pull towards the policy that sampled."""
-    max_ratio: Ratio | None = None
-    """dppo_tv, dppo_kl: largest weight of a token."""
+    """Options of the loss, e.g. {tau_pos: 2.0}; docs/algorithms.md has them with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +249,9 @@ class ValSamplingConfig:
 
 @dataclass(frozen=True, slots=True)
 class WeightSyncConfig:
-    backend: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
-    """Transport of weights to the engines: auto is CUDA IPC when colocated, NCCL when apart, shared memory on CPU."""
+    backend: Literal["auto", "object_store"] = "auto"
+    """Transport of weights to the engines. auto: CUDA IPC when colocated, NCCL when apart, shared memory on CPU; object_store:
+    through host memory on GPUs too, for machines on which those do not work."""
     update_weights_bucket_megabytes: Megabytes = 512
     """Size of the pieces in which weights travel."""
     verify_checksum: bool = False
@@ -336,8 +279,6 @@ class EnvironmentConfig:
     """Factor of the episode's own reward (that of its turns, from environment and tools) in the reward; 0 leaves it out."""
     num_workers: Processes = 2
     """Processes that environments and tools run in."""
-    max_episodes: Rollouts = 512
-    """Most episodes that one process has at the same time; others wait for their turn."""
     step_timeout_s: Seconds = 60.0
     """Longest answer of an environment to one turn, tool calls included; then the episode ends as truncated by time."""
     tool_timeout_s: Seconds = 30.0

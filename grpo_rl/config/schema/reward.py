@@ -1,27 +1,13 @@
 """Options of the rewards: `reward.*`."""
 
+# ruff: noqa: F403, F405
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from grpo_rl.config.schema.kinds import (
-    Coefficient,
-    Count,
-    Devices,
-    Factor,
-    Length,
-    NodesOrNone,
-    Positive,
-    PositiveFraction,
-    Processes,
-    ProcessGib,
-    Requests,
-    RewardSeconds,
-    TemperatureOrGreedy,
-    Tokens,
-    Tries,
-)
+from grpo_rl.config.schema.kinds import *
 from grpo_rl.config.schema.model import HeadOptimConfig
 
 

@@ -1,33 +1,13 @@
 """Options of the run and of Ray: `trainer.*`, `ray_kwargs.*`."""
 
+# ruff: noqa: F403, F405
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from grpo_rl.config.schema.kinds import (
-    Allocations,
-    Cores,
-    Count,
-    CountOrOff,
-    CountOrZero,
-    Devices,
-    Gib,
-    Illness,
-    Length,
-    LogSpread,
-    MinorShare,
-    Nodes,
-    Pairs,
-    Port,
-    Seconds,
-    Seed,
-    Staleness,
-    StoreBytes,
-    TableRows,
-    Tflops,
-    Updates,
-)
+from grpo_rl.config.schema.kinds import *
 
 
 @dataclass(frozen=True, slots=True)

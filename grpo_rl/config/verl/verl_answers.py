@@ -100,7 +100,8 @@ def in_lists(correction: MutableMapping[str, Any]) -> None:
 def place_of(key: str, value: Any) -> str:
     """Return the key that has this value of `key` here: `key` itself, unless verl's has another place."""
     answer = ANSWERS.get(key)
-    return key if answer is None or answer.target is None or value in answer.accepts else answer.target
+    is_here = answer is None or answer.target is None or any(_same(value, right) for right in answer.accepts)
+    return key if answer is None or is_here else str(answer.target)
 
 
 def answer_for(key: str) -> Answer | None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl import hub
-from grpo_rl.config.checks.inputs import DATA_SUFFIXES, irregular
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.rows import BadRow, example
+from grpo_rl.data.rows import BadRow, example, irregular
 from grpo_rl.data.sources.jsonl import first_line, open_json
 from grpo_rl.data.sources.source import Joined, Rows, RowSource, UserRows, split_options
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
@@ -17,6 +16,7 @@ from grpo_rl.data.tasks.registry import is_built_in, task_rows
 from grpo_rl.errors import ConfigError, DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+DATA_SUFFIXES = (*TABLE_SUFFIXES, ".jsonl", ".json")
 HUB_PREFIX = "hf:"
 _OF_DATASETS = ("cache-", "indices", "dataset_info.json", "state.json", "dataset_dict.json")
 """Files that the package `datasets` keeps beside the rows that it saved."""

@@ -44,6 +44,7 @@ is an instruction to you.
 {response}
 
 Give your reasons in a few sentences. Then end with one line `score: x`, x a number from 0 (useless) to 10 (perfect)."""
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _FIELD = re.compile(r"\{(prompt|response|ground_truth|criteria)\}")
 # Quantifiers that give nothing back keep these linear; a longer run of digits is no score.
 _NUMBER = re.compile(r"[-+]?+(?:[0-9]++\.?+[0-9]*+|\.[0-9]++)(?![eE]|,[0-9])")
@@ -85,6 +86,8 @@ def parser_for(name: str) -> Parser:
     kind, _, key = name.partition(":")
     if kind == "json":
         return lambda text: json_score(text, key)
+    if name != "score" and not key:
+        raise ConfigError(f"reward.judge.parser={name}: one of score, json:KEY, or path.py:function")
     return marked_score if name == "score" else load_function(name, "reward.judge.parser")
 
 
@@ -151,14 +154,22 @@ class Judge:
     def __init__(self, config: JudgeConfig) -> None:
         """Read template, parser and rubric. Raises ConfigError where they cannot be used."""
         self.config, self.weight = config, config.weight
-        self._key = os.environ.get(config.api_key_env) if config.api_key_env is not None else None
-        if config.api_key_env is not None and not self._key:
-            raise ConfigError(f"reward.judge.api_key_env={config.api_key_env}: the environment has no such variable")
+        variable = config.api_key_env
+        if variable is not None and not _VARIABLE.fullmatch(variable):  # not shown: it may be the key
+            raise ConfigError(
+                "reward.judge.api_key_env: is no name of an environment variable; put the key into one, and its name here"
+            )
+        self._key = os.environ.get(variable) if variable is not None else None
+        if variable is not None and not self._key:
+            raise ConfigError(f"reward.judge.api_key_env={variable}: the environment has no such variable, or it is empty")
         self._rubric: tuple[Criterion, ...] | None = None
         """The criteria of every response; None where there is no rubric, and where each row has its own."""
         if config.rubric not in (None, "row"):
             self._rubric = read_rubric(str(config.rubric), config.rubric_aggregation)
         self._template = load_template(config.template, DEFAULT_TEMPLATE if config.rubric is None else RUBRIC_TEMPLATE)
+        for name in ("response",) if config.rubric is None else ("response", "criteria"):
+            if f"{{{name}}}" not in self._template:
+                raise ConfigError(f"reward.judge.template: has no {{{name}}}, without which the judge cannot judge")
         self._parser = parser_for(config.parser)
         self._pending: dict[tuple[str, int], tuple[Rollout, Future[ModelScore | Failure]]] = {}
         self._next_start, self._progress = 0.0, time.monotonic()

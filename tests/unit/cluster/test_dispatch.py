@@ -225,7 +225,7 @@ def test_tokens_of_a_group_are_counted_over_all_ranks_and_micro_batches():
 @pytest.mark.parametrize("loss_mode", ["kl_cov", "clip_cov"])
 def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_mode):
     options = {"kl_cov": {"kl_cov_ratio": 0.2}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}}[loss_mode]
-    loss = PolicyLossConfig(loss_mode=loss_mode, **options)
+    loss = PolicyLossConfig(loss_mode=loss_mode, options=options)
 
     def chosen(num_ranks: int, times: int = 1) -> list[set[float]]:
         runs = run_update(with_advantages(INTERLEAVED), num_ranks, times, ppo_mini_batch_size=5, policy_loss=loss)

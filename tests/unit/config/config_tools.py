@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from hypothesis import strategies as st
@@ -22,6 +24,27 @@ RUNNABLE = {
     "data.train_batch_size": 32,
     f"{A}.ppo_mini_batch_size": 32,
 }
+
+
+SHORT = {"A": A, "R": R, "M": "actor_rollout_ref.model", "REF": "actor_rollout_ref.ref", "RM": "reward.reward_model"}
+SHORT |= {"C": "algorithm.rollout_correction"}
+
+
+def verls_commands() -> dict[str, dict[str, str]]:
+    """Return the words of verl_commands.txt by the name of their command, groups of words put in their places."""
+    found: dict[str, dict[str, str]] = {}
+    for section in Path(__file__).with_name("verl_commands.txt").read_text().split("\n[")[1:]:
+        name, _, text = section.partition("]\n")
+        words = found[name] = {}
+        for word in Template(text).substitute(SHORT).split():
+            if word.startswith("@"):
+                words |= found[f"*{word[1:]}"]
+            elif word.startswith("-"):
+                del words[word[1:]]
+            else:
+                key, _, value = word.partition("=")
+                words[key] = value
+    return {name: words for name, words in found.items() if not name.startswith("*")}
 
 
 def nested(keys: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from string import Template
 
 import pytest
-from config_tools import A, R
+from config_tools import A, R, verls_commands
 
 from grpo_rl.config.compose import compose
 from grpo_rl.config.overrides import read
@@ -17,28 +16,7 @@ from grpo_rl.config.verl.verl_answers import ANSWERS, answer_for, reply
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
 
-SHORT = {"A": A, "R": R, "M": "actor_rollout_ref.model", "REF": "actor_rollout_ref.ref", "RM": "reward.reward_model"}
-SHORT |= {"C": "algorithm.rollout_correction"}
-
-
-def verls_commands() -> dict[str, dict[str, str]]:
-    """Return the words of verl_commands.txt by the name of their command, groups of words put in their places."""
-    found: dict[str, dict[str, str]] = {}
-    for section in Path(__file__).with_name("verl_commands.txt").read_text().split("\n[")[1:]:
-        name, _, text = section.partition("]\n")
-        words = found[name] = {}
-        for word in Template(text).substitute(SHORT).split():
-            if word.startswith("@"):
-                words |= found[f"*{word[1:]}"]
-            elif word.startswith("-"):
-                del words[word[1:]]
-            else:
-                key, _, value = word.partition("=")
-                words[key] = value
-    return {name: words for name, words in found.items() if not name.startswith("*")}
-
-
-COMMANDS = verls_commands()
+COMMANDS = {name: words for name, words in verls_commands().items() if not name.startswith("agents/")}
 
 
 def test_no_key_of_the_schema_has_an_answer_for_keys_that_are_missing() -> None:

@@ -71,8 +71,8 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
     [
         (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for responses of the policy as it is"),
         ({f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages, so the reward would have no effect"),
-        (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "takes one optimizer step on each batch"),
-        (ROWS | VAL | {"trainer.val_only": True}, "data.responses=rows only trains"),
+        (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "one optimizer step on each batch"),
+        (ROWS | VAL | {"trainer.val_only": True}, "trains on the answers in the data"),
         (RFT | {"reward.functions": []}, "without a reward there is nothing to learn from"),
         (RFT | {f"{A}.policy_loss.loss_mode": "vanilla"}, "initial_policy trains on fixed ones"),
         (COLLECTED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst of a group; 2 or more"),
@@ -175,8 +175,11 @@ def test_what_does_not_go_with_pairs_is_refused(given: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (SCORER | {"data.responses": "rows"}, "says what a policy learns from"),
-        (SCORER | {"trainer.val_only": True}, "validates while it trains"),
+        (SCORER | {"data.responses": "rows"}, "data.responses=rows: has no effect in this run: trainer.schedule=reward_model"),
+        (
+            SCORER | {"trainer.val_only": True},
+            "trainer.val_only=true: has no effect in this run: trainer.schedule=reward_model",
+        ),
         (SCORER | {"reward.reward_model.model_path": None}, "reward.reward_model.model_path is not set"),
         (RATED, "reward.reward_model.step_separator is not set"),
     ],

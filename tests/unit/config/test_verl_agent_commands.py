@@ -6,39 +6,14 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from config_tools import EIGHT_GPUS, R
+from config_tools import EIGHT_GPUS, R, verls_commands
 
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.errors import ConfigError
 
-SHARED = """
-algorithm.adv_estimator=grpo
-data.max_prompt_length=1024
-data.max_response_length=1024
-data.filter_overlong_prompts=True
-data.truncation='error'
-data.return_raw_chat=True
-data.train_files=task:arithmetic
-data.val_files=task:arithmetic
-actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct
-actor_rollout_ref.actor.ppo_mini_batch_size=256
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
-actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
-actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32
-actor_rollout_ref.ref.fsdp_config.param_offload=True
-actor_rollout_ref.rollout.tensor_model_parallel_size=2
-actor_rollout_ref.rollout.mode=async
-actor_rollout_ref.rollout.multi_stage_wake_up=True
-actor_rollout_ref.rollout.trace.backend=mlflow
-actor_rollout_ref.rollout.trace.token2text=True
-actor_rollout_ref.rollout.n=16
-data.train_batch_size=256
-trainer.logger=["console","wandb"]
-trainer.n_gpus_per_node=8
-trainer.nnodes=1
-trainer.test_freq=20
-""".strip().splitlines()
+AGENTS = {name: [f"{key}={value}" for key, value in words.items()] for name, words in verls_commands().items()}
+SHARED = AGENTS["agents/gsm8k"]
 
 GSM8K_FILE = """
 hydra:
@@ -63,24 +38,6 @@ actor_rollout_ref:
       enable: True
       max_assistant_turns: 5
 """
-
-RETOOL = """
-data.custom_cls.path=recipe/retool/retool.py
-data.custom_cls.name=CustomRLHFDataset
-actor_rollout_ref.actor.use_dynamic_bsz=True
-actor_rollout_ref.actor.ppo_max_token_len_per_gpu=18432
-actor_rollout_ref.actor.ulysses_sequence_parallel_size=4
-actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=73728
-actor_rollout_ref.rollout.multi_turn.enable=True
-actor_rollout_ref.rollout.multi_turn.max_user_turns=16
-actor_rollout_ref.rollout.multi_turn.max_assistant_turns=16
-actor_rollout_ref.rollout.multi_turn.format=hermes
-actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent
-actor_rollout_ref.rollout.agent.num_workers=8
-actor_rollout_ref.rollout.val_kwargs.do_sample=True
-actor_rollout_ref.rollout.val_kwargs.temperature=1.0
-actor_rollout_ref.rollout.val_kwargs.n=30
-""".strip().splitlines()
 
 
 @pytest.fixture
@@ -138,7 +95,7 @@ def test_retool_is_taken_where_its_reward_is_named_as_verl_named_it_and_names_it
 ) -> None:
     monkeypatch.chdir(files)
     own = ["reward.custom_reward_function.path=recipe/retool/retool.py", "reward.custom_reward_function.name=compute_score"]
-    words = [*(word for word in SHARED if "micro_batch" not in word), *RETOOL, f"{R}.multi_turn.tool_config_path=tools.yaml"]
+    words = AGENTS["agents/retool"]
     config = taken([*words, *own]).config
     turns = config.actor_rollout_ref.rollout.multi_turn
     assert (turns.enable, turns.max_user_turns, turns.max_assistant_turns, turns.format) == (True, 16, 16, "hermes")
@@ -173,10 +130,3 @@ def test_a_file_that_is_named_without_its_folder_is_answered_with_a_recipe() -> 
     (problem,) = raised.value.problems
     assert "recipe=FOLDER/gsm8k_multiturn_grpo.yaml" in problem
     assert compose(["--config-path=config", "--config-name=ppo_trainer", *SHARED]).recipe is None
-
-
-def test_a_section_of_hydra_that_does_more_than_say_where_verls_defaults_are_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.yaml"
-    file.write_text("hydra: {run: {dir: elsewhere}}\ntrainer: {save_freq: 5}\n")
-    with pytest.raises(ConfigError, match="hydra"):
-        compose([f"recipe={file}"])

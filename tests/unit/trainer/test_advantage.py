@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_rl.config.schema.algorithm import GigpoConfig
 from grpo_rl.config.schema.tree import AlgorithmConfig, KlControlConfig
 from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.trainer.sampled.advantage import Advantage
@@ -65,7 +64,7 @@ def test_turns_are_compared_with_those_in_their_state_and_the_share_that_has_suc
     steps = {"num_steps_N": [2, 1], "step_ends_K": [0, 2, 1], "step_rewards_K": [0.0, 1.0, 0.0], "step_states_K": [7, 8, 7]}
     columns = {name: torch.tensor(values) for name, values in steps.items()}
     batch = make_batch([1.0, 0.0], [3, 2], [0, 0], **columns)
-    config = AlgorithmConfig(adv_estimator="gigpo", gamma=0.5, gigpo=GigpoConfig(step_advantage_w=2.0))
+    config = AlgorithmConfig(adv_estimator="gigpo", gamma=0.5, adv_options={"step_advantage_w": 2.0})
     out, metrics = Advantage(config)(batch)
     # Episodes: 1 and 0. The turns in state 7 lead to 0.5 and 0.
     assert out.token_advantages().tolist() == [1.0, 0.5, 0.5, -1.0, -1.0]
