@@ -71,59 +71,50 @@ SAME = {
 }
 AND = ("and", "or")
 MEASURES = {
-    name: unit
-    for unit, names in {
-        "mm": "mm millimeter millimeters millimetre millimetres",
-        "cm": "cm centimeter centimeters centimetre centimetres",
-        "m": "m meter meters metre metres",
-        "km": "km kilometer kilometers kilometre kilometres",
-        "in": "in inch inches",
-        "ft": "ft foot feet",
-        "yd": "yd yard yards",
-        "mi": "mi mile miles",
-        "g": "gram grams",
-        "kg": "kg kilogram kilograms",
-        "lb": "lb lbs pound pounds",
-        "oz": "oz ounce ounces",
-        "l": "liter liters litre litres",
-        "ml": "ml milliliter milliliters millilitre millilitres",
-        "gal": "gal gallon gallons",
-        "s": "sec secs second seconds",
-        "min": "min mins minute minutes",
-        "h": "hr hrs hour hours",
-        "day": "day days",
-        "week": "week weeks",
-        "month": "month months",
-        "year": "year years",
-        "mi*h": "mph",
-        "$": "dollar dollars usd",
-        "cent": "cent cents",
-        "euro": "euro euros",
-        "%": "percent",
-        "deg": "degree degrees",
-        "rad": "rad radian radians",
-        "am": "am",
-        "pm": "pm",
-    }.items()
-    for name in names.split()
+    name: line.split()[0]
+    for line in """
+mm millimeter millimeters millimetre millimetres
+cm centimeter centimeters centimetre centimetres
+m meter meters metre metres
+km kilometer kilometers kilometre kilometres
+in inch inches
+ft foot feet
+yd yard yards
+mi mile miles
+mi*h mph
+g gram grams
+kg kilogram kilograms
+lb lbs pound pounds
+oz ounce ounces
+l liter liters litre litres
+ml milliliter milliliters millilitre millilitres
+gal gallon gallons
+s sec secs second seconds
+min mins minute minutes
+h hr hrs hour hours
+day days
+week weeks
+month months
+year years
+$ dollar dollars usd
+cent cents
+euro euros
+% percent
+deg degree degrees
+rad radian radians
+am
+pm
+""".strip().splitlines()
+    for name in line.split()
 }
-"""Words for units of measure: two answers with different ones differ. Other words, as in `21\\text{ dogs}`, say nothing."""
+"""The unit of measure of a word, its line's first: two answers with different ones differ. Other words, as in `21\\text{ dogs}`, say nothing."""
 HALVES = frozenset(("am", "pm"))
 HALF = r"(?i)(?<![a-z])([ap])\.?\s?m(?![a-z])\.?"
 """`p.m.` behind a time of day."""
 SIGNS = {"\\circ": "deg", "\\degree": "deg", "\\$": "$", "%": "%"}
 POWERS = {"square": "^2", "sq": "^2", "squared": "^2", "cubic": "^3", "cubed": "^3"}
-UNITS = frozenset(
-    re.findall(
-        "[a-z]+",
-        """
-degree degrees dollar dollars cent cents euro euros unit units square sq cubic inch inches foot feet ft yard yards
-mile miles mm cm km meter meters metre metres kilometer kilometers centimeter centimeters gram grams kg kilogram
-kilograms pound pounds ounce ounces liter liters second seconds sec minute minutes min hour hours day days week
-weeks month months year years mph percent people students ways times points hr hrs per mi integers numbers
-""",
-    )
-)
+OTHER_UNITS = "mm cm km mi ft kg hr unit units square sq cubic people students ways times points per integers numbers"
+UNITS = frozenset(OTHER_UNITS.split()) | {name for name in MEASURES if len(name) > 2}
 """Words that are a unit at the end of an answer without `\\text` around them, too."""
 
 
