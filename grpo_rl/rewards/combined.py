@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 from grpo_rl.config import derived
 from grpo_rl.config.schema.model import MultiTurnConfig
@@ -13,8 +12,7 @@ from grpo_rl.config.schema.tree import Config, RewardConfig
 from grpo_rl.episode import TRUNCATED, Episode
 from grpo_rl.errors import NoRewardError, RewardError
 from grpo_rl.rewards.compose import JUDGE, RewardFunction
-from grpo_rl.rewards.contract import shortened, summary
-from grpo_rl.rewards.steps import Step
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, summary
 from grpo_rl.types import GREEDY, Rollout
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
@@ -27,24 +25,6 @@ RULE = "by-rule"
 """The name of the rules' reward among the parts, where it is no summand. No function can be called so."""
 
 
-class ModelScore(NamedTuple):
-    """A model's score of a rollout, before its factor."""
-
-    score: float
-    steps: tuple[Step, ...] | None = None
-    extras: Mapping[str, float] = MappingProxyType({})
-    """Further numbers, logged as `name/key`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The reason why a model gave no score."""
-
-    kind: str
-    """One word that ends in _timeout, _error or _invalid, such as judge_timeout."""
-    detail: str = field(default="", compare=False)
-
-
 class ModelReward(Protocol):
     """A model that scores rollouts beside the sampling."""
 
@@ -54,7 +34,7 @@ class ModelReward(Protocol):
     def submit(self, rollout: Rollout) -> None:
         """Start scoring; returns at once. A rollout given again while it is pending is scored once."""
 
-    def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Return the score of each rollout, or why there is none. Submits those that were not."""
 
     def close(self) -> None:
@@ -106,9 +86,9 @@ class CombinedRewarder:
             for rollout, result in zip(scored, model.wait(scored), strict=True):
                 if rollout.failure is not None:
                     continue
-                if isinstance(result, Failure):
-                    place = f"{model.name} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}"
-                    fail(rollout, result.kind, shortened(f"{place}: {result.detail}"), self.config)
+                if isinstance(result, RewardFailure):
+                    placed = result.at(f"{model.name} for prompt {rollout.prompt.uid}, sample {rollout.sample_index}")
+                    fail(rollout, placed.kind, placed.cause, self.config)
                 else:
                     _add(rollout, model, result)
         stop_where_due(scored, self.config)
@@ -159,11 +139,11 @@ def by_rule(rollouts: Sequence[Rollout]) -> list[Rollout]:
     ]
 
 
-def _add(rollout: Rollout, model: ModelReward, result: ModelScore) -> None:
+def _add(rollout: Rollout, model: ModelReward, result: RewardResult) -> None:
     assert rollout.reward is not None
     rollout.reward += model.weight * result.score
-    extras = {f"{model.name}/{key}": value for key, value in result.extras.items()}
-    rollout.reward_parts = {**rollout.reward_parts, model.name: result.score, **extras}
+    values = {f"{model.name}/{key}": value for key, value in result.values.items()}
+    rollout.reward_parts = {**rollout.reward_parts, model.name: result.score, **values}
     if result.steps is not None:
         rollout.steps = tuple((end, model.weight * reward) for end, reward in result.steps)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_rl.config.secrets import redact
@@ -33,10 +34,9 @@ LONGEST_CAUSE = 2000
 
 
 class RewardFailure(RewardError):
-    """An error: one response could not be scored; `kind` is one of `KINDS`."""
+    """An error: one response could not be scored. `kind` is one word that ends in _timeout, _error or _invalid."""
 
     def __init__(self, kind: str, cause: str) -> None:
-        assert kind in KINDS
         self.kind, self.cause = kind, shortened(cause)
         super().__init__(self.cause)
 
@@ -73,13 +73,13 @@ LONGEST_SHOWN = 200
 
 
 class RewardResult(NamedTuple):
-    """One function's view of one response."""
+    """One function's, or one model's, view of one response, before its factor."""
 
     score: float
-    values: dict[str, float]
-    """Further numbers of the dict, by their key."""
-    steps: Any
-    """The value under `steps`, unread; None where there is none."""
+    values: Mapping[str, float] = MappingProxyType({})
+    """Further numbers, by their key; logged as `name/key`."""
+    steps: Any = None
+    """The value under a function's key `steps`, unread, or a model's rewards of steps, on tokens; None where there are none."""
 
     def plain(self) -> dict[str, Any]:
         """A dict that `read_result` reads as the same result."""
@@ -93,7 +93,7 @@ Outcome = RewardResult | RewardFailure
 def read_result(value: Any) -> RewardResult:
     """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, where there is none."""
     if not isinstance(value, Mapping):
-        return RewardResult(_number(value, "score"), {}, None)
+        return RewardResult(_number(value, "score"))
     if "score" not in value:
         raise RewardFailure(INVALID, f"the dict has no 'score', it has {', '.join(map(str, value)) or 'nothing'}")
     numbers = {

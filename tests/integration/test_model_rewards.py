@@ -26,7 +26,7 @@ from whole_runs import train
 from grpo_rl.cluster.roles.reward_model_role import RewardModelRole
 from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.rewards.combined import ModelScore
+from grpo_rl.rewards.contract import RewardResult
 from grpo_rl.rewards.models.judge import Judge
 from grpo_rl.rewards.models.rendering import ScorableRenderer
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -91,7 +91,7 @@ def test_scores_do_not_depend_on_ranks_and_passes(
         )
         results = worker_group.score(items)
         worker_group.close()
-        assert all(isinstance(result, ModelScore) for result in results)
+        assert all(isinstance(result, RewardResult) for result in results)
         found.append([value for result in results for value in ([r for _, r in result.steps] if separator else [result.score])])
     assert len(found[0]) == (7 if separator is None else 15) and max(found[0]) - min(found[0]) > 0.1
     assert found[1] == pytest.approx(found[0], abs=1e-5) and found[2] == pytest.approx(found[0], abs=1e-5)
@@ -233,9 +233,9 @@ def test_a_judge_behind_a_real_server_is_asked_and_its_words_are_read(
     again = Judge(
         JudgeConfig(**settings, parser=f"{tmp_path / 'length.py'}:of", api_key_env="TINY_JUDGE_KEY", max_concurrency=1)
     ).start()
-    assert again.wait(items) == scores and all(isinstance(score, ModelScore) and score.score > 0 for score in scores)
+    assert again.wait(items) == scores and all(isinstance(score, RewardResult) and score.score > 0 for score in scores)
     again.close()
     keyless = Judge(JudgeConfig(**settings)).start()
     (refused,) = keyless.wait(items[:1])
     keyless.close()
-    assert refused.kind == "judge_error" and "HTTP 401" in refused.detail
+    assert refused.kind == "judge_error" and "HTTP 401" in refused.cause

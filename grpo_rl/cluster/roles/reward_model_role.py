@@ -25,7 +25,8 @@ from grpo_rl.models.heads import load_score_config
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder
-from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, EpisodeRewarder, Failure, ModelReward, ModelScore
+from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, EpisodeRewarder, ModelReward
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.models.rendering import Scorable, ScorableRenderer, tokenizer_for
 from grpo_rl.rewards.steps import Decode
 from grpo_rl.types import Batch, Metrics, Rollout
@@ -37,7 +38,7 @@ ERROR, INVALID = "reward_model_error", "reward_model_invalid"
 @dataclass(slots=True)
 class _Job:
     rollout: Rollout
-    scores: Future[list[ModelScore | Failure]] | None = None
+    scores: Future[list[Outcome]] | None = None
     """The results of the call that it is part of, None before the call."""
     place: int = 0
 
@@ -85,7 +86,7 @@ class RewardModelRole:
                 if self._queued_tokens >= self.pass_tokens * len(self.worker_group):
                     self._call()
 
-    def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Return the score of each rollout. Raises what a call to the worker group raised."""
         for rollout in rollouts:
             self.submit(rollout)
@@ -117,10 +118,10 @@ class RewardModelRole:
             for place, job in enumerate(jobs):
                 job.scores, job.place = scores, place
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+    def score(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """Return the model's scores, computed now by all ranks."""
         rendered = [self.renderer(rollout) for rollout in rollouts]
-        results: list[ModelScore | Failure | None] = [self._without_model(scorable) for scorable in rendered]
+        results: list[Outcome | None] = [self._without_model(scorable) for scorable in rendered]
         rows = [index for index, result in enumerate(results) if result is None]
         lengths = [len(rendered[row].token_ids) for row in rows]
         if rows:
@@ -139,16 +140,16 @@ class RewardModelRole:
                             results[row] = model_score(rendered[row], scores.tolist())
         return [result for result in results if result is not None]
 
-    def _without_model(self, scorable: Scorable) -> ModelScore | Failure | None:
+    def _without_model(self, scorable: Scorable) -> Outcome | None:
         """Return the result of a response that is too long for the model or has no steps; None for all others."""
         if len(scorable.token_ids) > self.max_length:
-            return Failure(ERROR, f"too long for it: {len(scorable.token_ids)} tokens, and it takes {self.max_length}")
+            return RewardFailure(ERROR, f"too long for it: {len(scorable.token_ids)} tokens, and it takes {self.max_length}")
         # A policy's embedding may have rows for tokens that no tokenizer has, and a random one samples them.
         if self.vocab_size is not None and (largest := max(scorable.token_ids)) >= self.vocab_size:
-            return Failure(
+            return RewardFailure(
                 ERROR, f"token {largest} is none of its {self.vocab_size}; rerender=always gives it the text instead"
             )
-        return None if scorable.positions else ModelScore(0.0, ())
+        return None if scorable.positions else RewardResult(0.0, steps=())
 
 
 def score_batch(scorables: Sequence[Scorable]) -> ScoreBatch:
@@ -162,15 +163,15 @@ def score_batch(scorables: Sequence[Scorable]) -> ScoreBatch:
     return ScoreBatch(torch.tensor(token_ids), torch.tensor(lengths), torch.tensor(positions))
 
 
-def model_score(scorable: Scorable, scores: Sequence[float]) -> ModelScore | Failure:
+def model_score(scorable: Scorable, scores: Sequence[float]) -> Outcome:
     """Return the one score of a response, or those of its steps with their mean as the response's."""
     if not all(map(math.isfinite, scores)):
-        return Failure(INVALID, f"its score is {next(score for score in scores if not math.isfinite(score))}")
+        return RewardFailure(INVALID, f"its score is {next(score for score in scores if not math.isfinite(score))}")
     if scorable.step_tokens is None:
-        return ModelScore(scores[0])
+        return RewardResult(scores[0])
     mean = math.fsum(scores) / len(scores)
-    extras = {"min_step": min(scores), "num_steps": float(len(scores))}
-    return ModelScore(mean, tuple(zip(scorable.step_tokens, scores, strict=True)), extras)
+    values = {"min_step": min(scores), "num_steps": float(len(scores))}
+    return RewardResult(mean, values, tuple(zip(scorable.step_tokens, scores, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)

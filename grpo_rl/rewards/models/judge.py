@@ -22,8 +22,8 @@ import httpx
 from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.registry import load_function
-from grpo_rl.rewards.combined import Failure, ModelScore
 from grpo_rl.rewards.compose import JUDGE
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.models.rubric import RUBRIC_TEMPLATE, Criterion, aggregated, criteria_of, read_rubric
 from grpo_rl.types import Rollout
 
@@ -138,12 +138,12 @@ LONGEST_BACKOFF_S = 60.0
 CLOSE_S = 5.0
 
 
-class _Failed(Exception):
-    """A try that failed: for good, or in a way that may be over after some seconds."""
+class _Passing(RewardFailure):
+    """A failure of a try that may be over at the next one, which begins after `after_s` seconds at the earliest."""
 
-    def __init__(self, kind: str, detail: str, after_s: float | None = None) -> None:
-        super().__init__(kind)
-        self.failure, self.after_s = Failure(kind, detail), after_s
+    def __init__(self, kind: str, cause: str, after_s: float = 0.0) -> None:
+        super().__init__(kind, cause)
+        self.after_s = after_s
 
 
 class Judge:
@@ -171,7 +171,7 @@ class Judge:
             if f"{{{name}}}" not in self._template:
                 raise ConfigError(f"reward.judge.template: has no {{{name}}}, without which the judge cannot judge")
         self._parser = parser_for(config.parser)
-        self._pending: dict[tuple[str, int], tuple[Rollout, Future[ModelScore | Failure]]] = {}
+        self._pending: dict[tuple[str, int], tuple[Rollout, Future[Outcome]]] = {}
         self._next_start, self._progress = 0.0, time.monotonic()
 
     def start(self) -> Judge:
@@ -196,7 +196,7 @@ class Judge:
         if pending is None or not pending[0].same_response(rollout):
             self._pending[key] = (rollout, asyncio.run_coroutine_threadsafe(self.judge(rollout), self._loop))
 
-    def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
         """The judgements. Each has a deadline of its own; RewardError when none at all ends for longer than that."""
         for rollout in rollouts:
             self.submit(rollout)
@@ -215,7 +215,7 @@ class Judge:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _result(self, future: Future[ModelScore | Failure]) -> ModelScore | Failure:
+    def _result(self, future: Future[Outcome]) -> Outcome:
         # A rate limit may let a judgement begin late, but some judgement always ends within its deadline.
         per_request = 60.0 / self.config.requests_per_minute if self.config.requests_per_minute else 0.0
         patience = self.config.deadline_s + per_request + CLOSE_S
@@ -236,16 +236,16 @@ class Judge:
 
     # ---- one judgement ---------------------------------------------------------------------------------
 
-    async def judge(self, rollout: Rollout) -> ModelScore | Failure:
-        """Return the score, or why there is none. Of a rubric it is made of the marks of its criteria, which are `extras`."""
+    async def judge(self, rollout: Rollout) -> Outcome:
+        """Return the score, or why there is none. Of a rubric it is made of the marks of its criteria, which are its `values`."""
         try:
             if self.config.rubric is None:
                 answer = await self._answer(rollout)
-                return ModelScore(self._mark(answer, self._parser))
+                return RewardResult(self._mark(answer, self._parser))
             try:
                 criteria = self._rubric or criteria_of(rollout.prompt.extra_info, self.config.rubric_aggregation)
             except ValueError as error:
-                raise _Failed(INVALID, self._safe(f"extra_info.rubric of its row: {error}")) from error
+                raise RewardFailure(INVALID, self._safe(f"extra_info.rubric of its row: {error}")) from error
             calls = [criteria] if self.config.rubric_calls == "together" else [(one,) for one in criteria]
             answers = await asyncio.gather(*(self._answer(rollout, asked) for asked in calls), return_exceptions=True)
             if failed := [one for one in answers if isinstance(one, BaseException)]:
@@ -255,9 +255,9 @@ class Judge:
                 for asked, answer in zip(calls, answers, strict=True)
                 for one in asked
             }
-            return ModelScore(aggregated(criteria, marks, self.config), extras=marks)
-        except _Failed as failed:
-            return failed.failure
+            return RewardResult(aggregated(criteria, marks, self.config), marks)
+        except RewardFailure as failure:
+            return failure
 
     async def _answer(self, rollout: Rollout, criteria: Sequence[Criterion] = ()) -> str:
         """The judge's words to one question. The deadline counts from the first try, which waits for its turn."""
@@ -269,23 +269,21 @@ class Judge:
                 async with asyncio.timeout(self.config.deadline_s):
                     return await self._ask(body)
         except TimeoutError:
-            raise _Failed(TIMEOUT, f"no answer within reward.judge.deadline_s={self.config.deadline_s:g}") from None
+            raise RewardFailure(TIMEOUT, f"no answer within reward.judge.deadline_s={self.config.deadline_s:g}") from None
         finally:
             self._progress = time.monotonic()
 
     async def _ask(self, body: bytes) -> str:
-        """The judge's answer, by several tries. Raises _Failed with the last failure."""
+        """The judge's answer, by several tries. Raises RewardFailure, the last one."""
         for number in range(self.config.retries + 1):
             if number:
                 await self._turn()
             try:
                 return await self._try(body)
-            except _Failed as failed:
-                if failed.after_s is None:
-                    raise
+            except _Passing as failed:
                 if number == self.config.retries:
                     tries = f", at the last of {number + 1} tries" if number else ""
-                    raise _Failed(failed.failure.kind, failed.failure.detail + tries) from failed
+                    raise RewardFailure(failed.kind, failed.cause + tries) from failed
                 longest = min(LONGEST_BACKOFF_S, self.config.backoff_s * 2**number)
                 # Drawn anew for each, so that requests that failed together do not come back together.
                 await asyncio.sleep(max(failed.after_s, longest * random.uniform(0.5, 1.0)))
@@ -311,36 +309,37 @@ class Judge:
                     async for chunk in response.aiter_bytes():
                         received += chunk
                         if len(received) > LARGEST_ANSWER:
-                            raise _Failed(ERROR, f"an answer of more than {LARGEST_ANSWER:,} bytes")
+                            raise RewardFailure(ERROR, f"an answer of more than {LARGEST_ANSWER:,} bytes")
         except (TimeoutError, httpx.TimeoutException):
-            raise _Failed(TIMEOUT, f"no answer within reward.judge.timeout_s={self.config.timeout_s:g}", 0.0) from None
+            raise _Passing(TIMEOUT, f"no answer within reward.judge.timeout_s={self.config.timeout_s:g}") from None
         except httpx.HTTPError as error:
-            raise _Failed(ERROR, self._safe(f"{type(error).__name__}: {error}"), 0.0) from None
+            raise _Passing(ERROR, self._safe(f"{type(error).__name__}: {error}")) from None
         shown = self._safe(bytes(received[: 20 * SHOWN]).decode(errors="replace"))
         if response.status_code != 200:
-            may_pass = response.status_code in RETRIED or response.status_code >= 500
             state = f"HTTP {response.status_code}{f': {shown}' if shown else ''}"
-            raise _Failed(ERROR, state, _retry_after(response.headers) if may_pass else None)
+            if response.status_code in RETRIED or response.status_code >= 500:
+                raise _Passing(ERROR, state, _retry_after(response.headers))
+            raise RewardFailure(ERROR, state)
         try:
             return content_of(json.loads(received))
         except (ValueError, RecursionError) as error:
-            raise _Failed(ERROR, f"an answer that is no chat completion ({error}): {shown}", 0.0) from None
+            raise _Passing(ERROR, f"an answer that is no chat completion ({error}): {shown}") from None
 
     def _mark(self, answer: str, parser: Parser) -> float:
-        """The number that the parser finds in the answer, within its bounds. Raises _Failed for everything else."""
+        """The number that the parser finds in the answer, within its bounds. Raises RewardFailure for everything else."""
         shown = f"its answer ends {self._safe(answer, end=True)!r}"
         try:
             value = parser(answer)
             number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
         except Exception as error:  # a user's parser may raise anything
-            raise _Failed(INVALID, f"{self._safe(f'{type(error).__name__}: {error}')}; {shown}") from error
+            raise RewardFailure(INVALID, f"{self._safe(f'{type(error).__name__}: {error}')}; {shown}") from error
         if not math.isfinite(number):
-            raise _Failed(INVALID, f"{self._safe(str(value))!r} is no finite number; {shown}")
+            raise RewardFailure(INVALID, f"{self._safe(str(value))!r} is no finite number; {shown}")
         low, high = (0.0, 1.0) if self.config.rubric is not None else (-math.inf, math.inf)
         low = low if self.config.min_score is None else self.config.min_score
         high = high if self.config.max_score is None else self.config.max_score
         if not low <= number <= high:
-            raise _Failed(INVALID, f"{number:g} is not within {low:g} to {high:g}; {shown}")
+            raise RewardFailure(INVALID, f"{number:g} is not within {low:g} to {high:g}; {shown}")
         return number
 
     def _body(self, asked: str) -> bytes:

@@ -14,7 +14,7 @@ import torch
 from grpo_rl.cluster.roles.reward_model_role import RewardModelRole
 from grpo_rl.errors import ClusterError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.rewards.combined import Failure, ModelScore
+from grpo_rl.rewards.contract import RewardResult
 from grpo_rl.rewards.models.rendering import ScorableRenderer
 from grpo_rl.types import Prompt, Rollout
 from grpo_rl.workers.specs import ScoreBatch
@@ -76,7 +76,7 @@ def test_every_rollout_gets_its_own_score_whatever_the_number_of_ranks_and_passe
     texts = ["3", "12345", "", "98", "7777", "12", "1234567890", "5"]
     results = group.wait([rollout(i, text) for i, text in enumerate(texts)])
     group.close()
-    assert results == [ModelScore(expected(text)) for text in texts]
+    assert results == [RewardResult(expected(text)) for text in texts]
     for call in ranks.calls:
         assert len({len(parts) for parts in call}) == 1, "ranks meet in every pass"
         assert all(len(part.token_ids_S) <= 20 for parts in call for part in parts if part is not None)
@@ -92,7 +92,7 @@ def test_scoring_begins_when_a_pass_is_full_and_the_rest_waits_for_somebody_who_
     group.submit(second)
     assert ranks.called.wait(20)
     group.submit(third)
-    assert group.wait([first, second, third]) == [ModelScore(expected(text)) for text in ("123", "4567", "8")]
+    assert group.wait([first, second, third]) == [RewardResult(expected(text)) for text in ("123", "4567", "8")]
     assert len(ranks.calls) == 2
     group.close()
 
@@ -104,11 +104,11 @@ def test_steps_are_scored_at_their_last_token_and_the_response_by_their_mean():
     group.close()
     end, three = TOKENIZER("\n")["input_ids"][0], TOKENIZER("3")["input_ids"][0]
     # "ab1\n\n23": the first step ends at place 4, the second at 6; in the response these are 2 and 4.
-    assert isinstance(result, ModelScore)
+    assert isinstance(result, RewardResult)
     assert result.steps == ((2, 400.0 + end), (4, 600.0 + three))
     assert result.score == pytest.approx((1000 + end + three) / 2)
-    assert result.extras == {"min_step": 400.0 + end, "num_steps": 2.0}
-    assert empty == ModelScore(0.0, ())
+    assert result.values == {"min_step": 400.0 + end, "num_steps": 2.0}
+    assert empty == RewardResult(0.0, steps=())
 
 
 def test_a_token_that_the_model_does_not_have_fails_alone():
@@ -123,8 +123,8 @@ def test_a_token_that_the_model_does_not_have_fails_alone():
     unknown = dataclasses.replace(rollout(1, "1"), response_ids=(group.vocab_size,))
     fine, failed = group.wait([rollout(0, "12"), unknown])
     group.close()
-    assert fine == ModelScore(expected("12"))
-    assert failed == Failure("reward_model_error") and f"token {group.vocab_size} is none of its" in failed.detail
+    assert fine == RewardResult(expected("12"))
+    assert failed.kind == "reward_model_error" and f"token {group.vocab_size} is none of its" in failed.cause
 
 
 def test_a_score_that_is_no_number_and_a_rollout_that_is_too_long_fail_alone():
@@ -135,9 +135,9 @@ def test_a_score_that_is_no_number_and_a_rollout_that_is_too_long_fail_alone():
     group = make(Broken(), max_length=8)
     invalid, fine, too_long = group.wait([rollout(0, "1"), rollout(1, "12"), rollout(2, "1234567")])
     group.close()
-    assert invalid == Failure("reward_model_invalid") and "nan" in invalid.detail
-    assert fine == ModelScore(expected("12"))
-    assert too_long == Failure("reward_model_error") and too_long.detail == "too long for it: 9 tokens, and it takes 8"
+    assert invalid.kind == "reward_model_invalid" and "nan" in invalid.cause
+    assert fine == RewardResult(expected("12"))
+    assert too_long.kind == "reward_model_error" and too_long.cause == "too long for it: 9 tokens, and it takes 8"
 
 
 def test_what_a_worker_raised_is_raised_to_whoever_waits_and_the_next_batch_is_scored():
@@ -147,7 +147,7 @@ def test_what_a_worker_raised_is_raised_to_whoever_waits_and_the_next_batch_is_s
     with pytest.raises(ClusterError, match="scores failed"):
         group.wait([rollout(0, "1")])
     ranks.error = None
-    assert group.wait([rollout(0, "1")]) == [ModelScore(expected("1"))]
+    assert group.wait([rollout(0, "1")]) == [RewardResult(expected("1"))]
     group.close()
     with pytest.raises(RuntimeError):
         group.wait([rollout(2, "1")])

@@ -9,7 +9,8 @@ import pytest
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.combined import CombinedRewarder, Failure, ModelScore
+from grpo_rl.rewards.combined import CombinedRewarder
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.types import Prompt, Rollout
 
 BROKEN = 9
@@ -41,7 +42,7 @@ class Rules:
 class Model:
     """Says what it was told to, by the sample's number."""
 
-    def __init__(self, name: str, weight: float, results: dict[int, ModelScore | Failure]) -> None:
+    def __init__(self, name: str, weight: float, results: dict[int, Outcome]) -> None:
         self.name, self.weight, self.results = name, weight, results
         self.submitted: list[int] = []
         self.closed = threading.Event()
@@ -49,7 +50,7 @@ class Model:
     def submit(self, item: Rollout) -> None:
         self.submitted.append(item.sample_index)
 
-    def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
         return [self.results[item.sample_index] for item in rollouts]
 
     def close(self) -> None:
@@ -57,8 +58,8 @@ class Model:
 
 
 def test_the_reward_is_the_rules_plus_each_weight_times_its_models_score():
-    scorer = Model("reward_model", 0.5, {0: ModelScore(3.0), 1: ModelScore(-1.0)})
-    judge = Model("judge", 0.1, {0: ModelScore(10.0, extras={"words": 7.0}), 1: ModelScore(5.0)})
+    scorer = Model("reward_model", 0.5, {0: RewardResult(3.0), 1: RewardResult(-1.0)})
+    judge = Model("judge", 0.1, {0: RewardResult(10.0, values={"words": 7.0}), 1: RewardResult(5.0)})
     rewarder = CombinedRewarder(Rules(), [scorer, judge], RewardConfig())
     assert rewarder.factors == {"length": 2.0, "reward_model": 0.5, "judge": 0.1}
     first, second = rewarder.wait([rollout(0), rollout(1)])
@@ -69,7 +70,7 @@ def test_the_reward_is_the_rules_plus_each_weight_times_its_models_score():
 
 
 def test_steps_of_a_model_get_its_weight():
-    model = Model("reward_model", 0.5, {0: ModelScore(1.0, ((0, 3.0), (1, -1.0)))})
+    model = Model("reward_model", 0.5, {0: RewardResult(1.0, steps=((0, 3.0), (1, -1.0)))})
     (item,) = CombinedRewarder(Rules(), [model], RewardConfig()).wait([rollout(0)])
     assert item.steps == ((0, 1.5), (1, -0.5)) and item.reward == 0.5
 
@@ -83,15 +84,15 @@ def test_everything_starts_when_a_response_ends():
     assert model.closed.is_set()
 
 
-FAILED = Failure("judge_timeout", "too slow")
+FAILED = RewardFailure("judge_timeout", "too slow")
 
 
 def failing(**settings: object) -> CombinedRewarder:
     """A judge that answers for sample 0 only; the rules break at sample 9."""
-    results = {0: ModelScore(1.0), 1: FAILED, BROKEN: ModelScore(1.0)}
+    results = {0: RewardResult(1.0), 1: FAILED, BROKEN: RewardResult(1.0)}
     return CombinedRewarder(
         Rules(),
-        [Model("judge", 1.0, results), Model("later", 1.0, dict.fromkeys(results, ModelScore(5.0)))],
+        [Model("judge", 1.0, results), Model("later", 1.0, dict.fromkeys(results, RewardResult(5.0)))],
         RewardConfig(**settings),
     )
 
@@ -113,7 +114,7 @@ def test_a_failure_stops_the_run_where_it_shall_and_always_when_all_failed():
 
 
 def test_with_models_alone_the_rules_reward_is_a_part_that_counts_nothing():
-    scorer = Model("reward_model", 0.5, {0: ModelScore(3.0), 1: ModelScore(-1.0), BROKEN: ModelScore(7.0)})
+    scorer = Model("reward_model", 0.5, {0: RewardResult(3.0), 1: RewardResult(-1.0), BROKEN: RewardResult(7.0)})
     rewarder = CombinedRewarder(Rules(), [scorer], RewardConfig(), models_alone=True)
     first, second, broken = rewarder.wait([rollout(0), rollout(1), rollout(BROKEN)])
     assert (first.reward, second.reward) == (1.5, -0.5) and rewarder.factors == {"by-rule": 0.0, "reward_model": 0.5}

@@ -15,7 +15,7 @@ import yaml
 
 from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.combined import Failure, ModelScore
+from grpo_rl.rewards.contract import Outcome, RewardResult
 from grpo_rl.rewards.models.judge import Judge
 from grpo_rl.types import Prompt, Rollout
 
@@ -108,7 +108,7 @@ def rollout(sample: int, text: str = "a", response_ids: tuple[int, ...] = (1,)) 
     )
 
 
-def one(judge: Judge) -> ModelScore | Failure:
+def one(judge: Judge) -> Outcome:
     (result,) = judge.wait([rollout(0)])
     return result
 
@@ -143,8 +143,8 @@ def test_judging_starts_at_submission_and_the_same_sample_of_a_later_step_is_jud
     asked = judge()
     asked.submit(rollout(0))
     assert asked_about.wait(10)
-    assert asked.wait([rollout(0)]) == [ModelScore(0.0)]
-    assert asked.wait([rollout(0, response_ids=(2, 3))]) == [ModelScore(1.0)]
+    assert asked.wait([rollout(0)]) == [RewardResult(0.0)]
+    assert asked.wait([rollout(0, response_ids=(2, 3))]) == [RewardResult(1.0)]
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,14 @@ def test_judging_starts_at_submission_and_the_same_sample_of_a_later_step_is_jud
 )
 def test_what_may_be_over_soon_is_tried_again(server, judge, trouble):
     server.reply = lambda number, body: trouble if number < 2 else completion("score: 9")
-    assert one(judge()) == ModelScore(9.0)
+    assert one(judge()) == RewardResult(9.0)
     assert len(server.bodies) == 3
 
 
 def test_the_wait_before_the_next_try_doubles_and_is_at_least_what_the_endpoint_asks_for(server, judge):
     answers = [state(429, retry_after="0.3"), state(500), state(500), completion("score: 1")]
     server.reply = lambda number, body: answers[number]
-    assert one(judge(backoff_s=0.05)) == ModelScore(1.0)
+    assert one(judge(backoff_s=0.05)) == RewardResult(1.0)
     waits = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
     # backoff_s * 2^k, of which half to all is waited; never less.
     assert waits[0] >= 0.3 and waits[1] >= 0.05 and waits[2] >= 0.1
@@ -169,7 +169,7 @@ def test_the_wait_before_the_next_try_doubles_and_is_at_least_what_the_endpoint_
 def test_a_refusal_is_not_tried_again(server, judge, code):
     server.reply = lambda number, body: state(code, "no such model")
     failed = one(judge())
-    assert failed == Failure("judge_error") and failed.detail == f"HTTP {code}: no such model"
+    assert failed.kind == "judge_error" and failed.cause == f"HTTP {code}: no such model"
     assert len(server.bodies) == 1
 
 
@@ -180,7 +180,7 @@ def test_a_slow_request_is_a_timeout_and_the_next_try_may_be_quick(server, judge
         return completion("score: 2")
 
     server.reply = reply
-    assert one(judge(timeout_s=0.2)) == ModelScore(2.0)
+    assert one(judge(timeout_s=0.2)) == RewardResult(2.0)
 
 
 def test_the_deadline_ends_a_judgement_with_all_its_tries(server, judge):
@@ -191,7 +191,7 @@ def test_the_deadline_ends_a_judgement_with_all_its_tries(server, judge):
     server.reply = reply
     started = time.monotonic()
     failed = one(judge(timeout_s=0.2, retries=1000, deadline_s=0.5))
-    assert failed == Failure("judge_timeout") and "deadline_s=0.5" in failed.detail
+    assert failed.kind == "judge_timeout" and "deadline_s=0.5" in failed.cause
     assert time.monotonic() - started < 2.0
 
 
@@ -202,14 +202,14 @@ def test_the_deadline_ends_a_judgement_with_all_its_tries(server, judge):
 def test_an_answer_without_a_valid_score_is_invalid_and_never_0(server, judge, answer, said):
     server.reply = lambda number, body: completion(answer)
     failed = one(judge(min_score=0.0, max_score=10.0))
-    assert failed == Failure("judge_invalid") and said in failed.detail and answer in failed.detail
+    assert failed.kind == "judge_invalid" and said in failed.cause and answer in failed.cause
     assert len(server.bodies) == 1
 
 
 @pytest.mark.parametrize("returned", ["None", "True", "float('nan')", "10 ** 400", "'7'", "1 / 0"])
 def test_whatever_a_parser_of_ones_own_returns_or_raises_is_checked(server, judge, tmp_path, returned):
     (tmp_path / "mine.py").write_text(f"def read(text):\n    return {returned}\n")
-    assert one(judge(parser=f"{tmp_path / 'mine.py'}:read")) == Failure("judge_invalid")
+    assert one(judge(parser=f"{tmp_path / 'mine.py'}:read")).kind == "judge_invalid"
 
 
 def test_no_more_requests_run_at_a_time_than_allowed(server, judge):
@@ -238,9 +238,9 @@ def test_the_key_is_sent_and_shown_nowhere_not_even_when_the_endpoint_repeats_it
     asked = judge(api_key_env="MY_JUDGE_KEY")
     failed = one(asked)
     assert server.keys == ["Bearer sk-canary-123"]
-    assert failed.detail == "HTTP 401: wrong key <hidden>"
+    assert failed.cause == "HTTP 401: wrong key <hidden>"
     server.reply = lambda number, body: completion("x" * 195 + " sk-canary-123")
-    assert "canary" not in asked.wait([rollout(1)])[0].detail and "sk-" not in asked.wait([rollout(2)])[0].detail
+    assert "canary" not in asked.wait([rollout(1)])[0].cause and "sk-" not in asked.wait([rollout(2)])[0].cause
 
 
 def test_a_key_that_is_not_in_the_environment_is_refused_before_anything_is_asked(server):
@@ -251,7 +251,7 @@ def test_a_key_that_is_not_in_the_environment_is_refused_before_anything_is_aske
 def test_an_answer_of_many_megabytes_is_not_read_to_its_end(server, judge):
     server.reply = lambda number, body: state(200, "x" * 5_000_000)
     failed = one(judge())
-    assert failed == Failure("judge_error") and "4,000,000 bytes" in failed.detail
+    assert failed.kind == "judge_error" and "4,000,000 bytes" in failed.cause
 
 
 def test_closing_gives_up_what_is_pending_and_ends_the_thread(server, judge):
@@ -309,7 +309,7 @@ def test_a_rubric_is_marked_and_its_marks_make_the_score(server, judge, tmp_path
     asked, item = judge(rubric="row" if of_row else str(tmp_path / "rubric.yaml"), **settings), rollout(0)
     item.prompt.extra_info.update({"rubric": yaml.safe_load(lines)} if of_row else {})
     (found,) = asked.wait([item])
-    assert found.score == pytest.approx(score) and found.extras == {name: MARKS[name] for name in names}
+    assert found.score == pytest.approx(score) and found.values == {name: MARKS[name] for name in names}
     assert len(server.bodies) == requests
 
 
@@ -320,7 +320,7 @@ def test_a_rubric_is_marked_and_its_marks_make_the_score(server, judge, tmp_path
 def test_a_mark_that_is_missing_or_out_of_range_makes_the_judgement_invalid(server, judge, answer, said):
     server.reply = lambda number, body: completion(answer)
     failed = one(judge(rubric=CRITERIA))
-    assert failed == Failure("judge_invalid") and said in failed.detail
+    assert failed.kind == "judge_invalid" and said in failed.cause
 
 
 @pytest.mark.parametrize(
@@ -341,4 +341,4 @@ def test_a_rubric_that_cannot_be_used_is_refused_before_anything_is_asked(server
 
 def test_a_row_without_a_rubric_has_no_score(server, judge):
     failed = one(judge(rubric="row"))
-    assert failed == Failure("judge_invalid") and "extra_info.rubric of its row" in failed.detail and not server.bodies
+    assert failed.kind == "judge_invalid" and "extra_info.rubric of its row" in failed.cause and not server.bodies

@@ -15,7 +15,8 @@ import torch
 from test_sync_trainer import Part, Policy, dataset, make_config, run_of
 
 from grpo_rl.config.schema.trainer import IterateConfig
-from grpo_rl.rewards.combined import RULE, CombinedRewarder, Failure, ModelScore
+from grpo_rl.rewards.combined import RULE, CombinedRewarder
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
@@ -58,10 +59,10 @@ class Model(Part):
     def submit(self, rollout: Rollout) -> None:
         pass
 
-    def wait(self, rollouts: Sequence[Rollout]) -> list[ModelScore | Failure]:
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
         if self.fails:
-            return [Failure("reward_model_error")] * len(rollouts)
-        return [ModelScore(self.value + (r.text == "no idea") + 0.25 * (r.sample_index == 0)) for r in rollouts]
+            return [RewardFailure("reward_model_error", "")] * len(rollouts)
+        return [RewardResult(self.value + (r.text == "no idea") + 0.25 * (r.sample_index == 0)) for r in rollouts]
 
     def close(self) -> None:
         pass
