@@ -1,8 +1,7 @@
-"""A headless Chromium for tests of pages, driven over its DevTools protocol: open, evaluate, take pictures, hear of errors."""
+"""A headless Chromium for tests of pages, driven over its DevTools protocol: open, evaluate, hear of errors."""
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import shutil
@@ -75,16 +74,11 @@ class Tab:
             f".find((each) => each.textContent.trim().startsWith({json.dumps(text)})); one?.click(); return Boolean(one); }})()"
         ), f"there is nothing to click with {text!r}"
 
-    def size(self, width: int, height: int, *, dark: bool = False, scale: float = 1.0) -> None:
+    def size(self, width: int, height: int, *, dark: bool = False) -> None:
         """Give the tab a size and a colour scheme."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=width < 600)
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1.0, mobile=width < 600)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
-
-    def picture(self, path: Path) -> Path:
-        """Save what the tab shows as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
-        return path
 
     def close(self) -> None:
         """Leave the tab."""

@@ -75,13 +75,11 @@ class Replay:
         self.capacity = capacity
         self.kept: list[Kept] = []
         self.num_seen = 0
-        self.num_beside = 0
-        """The new ones that were learnt since there are older ones to replay beside them."""
         self._written: Files = {}
 
     def save(self, folder: Path, check: bool = False, in_background: bool = False) -> None:
         """Write all of it, which is done when this returns: a few megabytes at most."""
-        head = {"num_seen": self.num_seen, "num_beside": self.num_beside}
+        head = {"num_seen": self.num_seen}
         lines = [json.dumps(row, ensure_ascii=False) for row in (head, *(one.row() for one in self.kept))]
         data = "\n".join([*lines, ""]).encode("utf-8", "backslashreplace")
         self._written = {self.file: write_file(folder / self.file, [data])}
@@ -97,7 +95,7 @@ class Replay:
         """Restore what `save` wrote. Raises CheckpointError for a checkpoint without it, and for what is none."""
         try:
             head, *rows = [json.loads(line) for line in (folder / self.file).read_text(encoding="utf-8").splitlines()]
-            self.num_seen, self.num_beside = int(head["num_seen"]), int(head["num_beside"])
+            self.num_seen = int(head["num_seen"])
             self.kept = [Kept.from_row(row) for row in rows]
         except FileNotFoundError:
             raise CheckpointError(
@@ -124,27 +122,21 @@ class PairReplay(Replay):
     def draw(self, num_new: int, iteration: int, step: int) -> list[Sequence[Rollout]]:
         """Return pairs of earlier iterations that make up `share` of a batch with so many new ones; none where there are none.
 
-        Nothing is changed: `add` notes that they were learnt. The choice follows from the seed and the step.
+        The number is rounded up as often as brings about the share over all batches. It and the choice follow from seed and step.
         """
-        earlier = [one.rollouts for one in self.kept if one.since < iteration]
-        # What rounding holds back from a small batch comes with a later one: the share is right over all of them.
-        wanted = min(self._due(self.num_beside + num_new) - self._due(self.num_beside), len(earlier))
-        if wanted == 0:
-            return []
-        chosen = np.random.default_rng([self.seed, step]).choice(len(earlier), size=wanted, replace=False)
-        return [earlier[index] for index in sorted(chosen.tolist())]
+        earlier, rng = [one.rollouts for one in self.kept if one.since < iteration], np.random.default_rng([self.seed, step])
+        wanted = min(int(num_new * self.share / (1.0 - self.share) + rng.random()), len(earlier))
+        return (
+            [earlier[index] for index in sorted(rng.choice(len(earlier), size=wanted, replace=False).tolist())]
+            if wanted
+            else []
+        )
 
     def add(self, new: Sequence[Sequence[Rollout]], iteration: int) -> None:
         """Take in the new pairs of a batch that was learnt, and forget as many as are too many."""
-        if any(one.since < iteration for one in self.kept):
-            self.num_beside += len(new)
         found = [*self.kept, *(Kept.of(iteration, self.num_seen + place, pair) for place, pair in enumerate(new))]
         self.num_seen += len(new)
         self.kept = sorted(sorted(found, key=self._priority)[: self.capacity], key=lambda one: one.number)
-
-    def _due(self, num_new: int) -> int:
-        """Return how many pairs are to be replayed beside so many new ones; what is whole up to rounding is whole."""
-        return math.floor(num_new * self.share / (1.0 - self.share) + 1e-9)
 
     def _priority(self, one: Kept) -> bytes:
         return hashlib.blake2b(f"{self.seed}:{one.number}".encode(), digest_size=8).digest()

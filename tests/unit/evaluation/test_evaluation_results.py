@@ -11,8 +11,6 @@ from grpo_rl.evaluation.evaluation_results import (
     shown_metrics,
     table,
 )
-from grpo_rl.rewards.validation_metrics import validation_metrics
-from grpo_rl.types import Prompt, Rollout
 
 
 def line(reward: float | None, answer: float | None = None, *, source: str = "sums", failure: str | None = None) -> dict:
@@ -44,29 +42,6 @@ def test_the_numbers_of_a_source_by_hand() -> None:
     assert means["pass@4"] == pytest.approx(2 / 3)
     assert means["maj@4"] == pytest.approx((0.5 + 1 + 0) / 3)
     assert found.num_prompts == 3 and found.failures == [1] and found.lengths == [4.0] and found.binary
-
-
-def test_the_same_numbers_as_validation() -> None:
-    rollouts = [
-        Rollout(
-            Prompt(f"val-{row}", [1], "p", "sums"),
-            sample,
-            [1] * 4,
-            [0.0] * 4,
-            "stop",
-            ((0, 4),),
-            reward=one["reward"],
-            reward_parts=one["reward_parts"],
-            failure=one["failure"],
-        )
-        for row, group in GROUPS.items()
-        for sample, one in enumerate(group)
-    ]
-    of_validation = validation_metrics(rollouts, 4)
-    [found] = results_of([GROUPS])
-    assert found.metrics["mean@4"][0].mean == pytest.approx(of_validation["val/sums/mean@4"])
-    assert found.metrics["maj@4"][0].mean == pytest.approx(of_validation["val/sums/maj@4"])
-    assert found.metrics["pass@4"][0].mean == pytest.approx(of_validation["val/sums/best@4"])
 
 
 def test_sources_are_apart_and_together() -> None:

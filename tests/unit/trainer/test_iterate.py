@@ -170,7 +170,7 @@ def test_the_pairs_are_the_best_and_the_worst_by_the_rules_of_which_the_earlier_
     rows = [
         json.loads(line) for line in (made.run.output.run_dir.checkpoints / "step_1" / PairReplay.file).read_text().splitlines()
     ]
-    assert rows[0] == {"num_seen": 2, "num_beside": 0}
+    assert rows[0] == {"num_seen": 2}
     assert [[one["reward"] for one in row["rollouts"]] for row in rows[1:]] == [[1.0, 0.0]] * 2 and rows[1]["since"] == 1
 
 

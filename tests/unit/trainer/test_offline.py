@@ -147,14 +147,3 @@ def test_every_epoch_trains_every_row_once_and_validation_measures_the_loss_of_a
     )
     assert last["trainer/epoch"] == 1.0
     assert last["train/num_tokens"] == actor.batches[-1].num_trained_tokens < last["perf/total_num_tokens"]
-
-
-def test_a_resumed_run_goes_on_with_the_exact_next_rows(tmp_path: Path) -> None:
-    whole = Learner()
-    run_on_sums(tmp_path / "whole", whole, 7, save_freq=2).fit()
-    first, second = Learner(), Learner()
-    run_on_sums(tmp_path / "cut", first, 4, save_freq=2).fit()
-    again = run_on_sums(tmp_path / "cut", second, 7, save_freq=2)
-    again.resume(again.store.folder / "step_4")
-    again.fit()
-    assert trained(first) + trained(second) == trained(whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from pool_in_ticks import Actor, Pool
-from test_preemption import listening, steps_saved  # noqa: F401
+from test_preemption import interrupt_at, listening, steps_saved  # noqa: F401
 from test_sync_trainer import make, make_config  # noqa: F401
 
 from grpo_rl.config.schema.trainer import AsynchronousConfig
@@ -146,19 +145,7 @@ def test_a_stopped_run_loses_no_prompt(make, listening, monkeypatch, schedule, c
     actor = Actor(pool)
     run, _ = make(config, steps, with_val=False, rows=16, policy=actor, pool=pool)
     listening(run)
-    seen = 0
-    target = actor if call == "update" else pool
-    original = getattr(target, call)
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        result = original(*arguments, **options)
-        if seen == count:
-            signal.raise_signal(signal.SIGTERM)
-        return result
-
-    monkeypatch.setattr(target, call, interrupted)
+    interrupt_at(actor if call == "update" else pool, monkeypatch, call, count)
     with pytest.raises(Preempted, match=r"step \d of 7 is saved"):
         run.fit()
     [at] = steps_saved(run)
@@ -331,15 +318,7 @@ def test_a_stopped_run_that_refills_trains_no_prompt_twice(make, listening, monk
     pool = PartlySolved(long_tailed(1), slots=6)
     run, _ = make(config, 7, with_val=False, rows=120, policy=Actor(pool), pool=pool)
     listening(run)
-    seen, tick = [0], pool.tick
-
-    def interrupted() -> None:
-        tick()
-        seen[0] += 1
-        if seen[0] == 60:
-            signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(pool, "tick", interrupted)
+    interrupt_at(pool, monkeypatch, "tick", 60)
     with pytest.raises(Preempted, match=r"step \d of 7 is saved"):
         run.fit()
     [at] = steps_saved(run)

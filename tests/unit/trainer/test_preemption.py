@@ -32,9 +32,9 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[RunLoop], N
         stop.close()
 
 
-def interrupt_at(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, count: int) -> None:
-    """SIGTERM arrives in the middle of the policy's `count`th call of this name."""
-    original, seen = getattr(policy, call), 0
+def interrupt_at(target: Any, monkeypatch: pytest.MonkeyPatch, call: str, count: int) -> None:
+    """SIGTERM arrives at the end of the `count`th call of this method of a policy, or of a pool."""
+    original, seen = getattr(target, call), 0
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         nonlocal seen
@@ -44,7 +44,7 @@ def interrupt_at(policy: Policy, monkeypatch: pytest.MonkeyPatch, call: str, cou
             signal.raise_signal(signal.SIGTERM)
         return result
 
-    monkeypatch.setattr(policy, call, interrupted)
+    monkeypatch.setattr(target, call, interrupted)
 
 
 MEASURED = ("time", "perf/tokens_per_s", "perf/host_memory_share")
