@@ -1,6 +1,6 @@
 """Composition of a checked Config: layers are laid over each other, `convert.py` enforces the schema's rules.
 
-Later ones win: the schema's defaults, `conf/config.yaml`, the recipe (and before it those it builds on), the command line.
+Later ones win: the schema's defaults, the recipe (and before it those it builds on), the command line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from grpo_rl.config.verl import verl_answers
 from grpo_rl.errors import ConfigError
 
 _RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
-_ENVIRONMENT = "actor_rollout_ref.rollout.multi_turn.environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +66,14 @@ def compose(argv: Sequence[str]) -> Composed:
     problems, notes = line.problems, line.notes
     family = []
     try:
-        family = recipes.for_every_run()
-        family += recipes.with_parents(recipe_name) if recipe_name is not None else []
+        family = recipes.with_parents(recipe_name) if recipe_name is not None else []
     except ConfigError as error:
         problems += error.problems
     layers = [*map(_of_recipe, family), line]
     for layer in layers[:-1]:
         problems += layer.problems
         notes += layer.notes
-    raw, safe = _resolve(_laid_over(layers, problems, notes), problems)
+    raw, safe = _resolve(_laid_over(layers, problems), problems)
     given = {key for layer in layers for key in layer.keys}
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, given)
@@ -108,28 +106,18 @@ def _of_recipe(recipe: recipes.Recipe) -> Settings:
     return found
 
 
-def _laid_over(layers: Sequence[Settings], problems: list[str], notes: list[str]) -> DictConfig:
+def _laid_over(layers: Sequence[Settings], problems: list[str]) -> DictConfig:
     """Return all layers over each other, the command line last. What does not go together is one more problem."""
     composed = copy.deepcopy(_defaults())
-    recipes_environment = None
-    for layer in layers:
-        for key, value in layer.pairs:
-            if key == f"{_ENVIRONMENT}.name":
-                before = OmegaConf.select(composed, _ENVIRONMENT)
-                if recipes_environment not in (None, value) and layer is layers[-1] and before.options:
-                    before.options = {}
-                    notes.append(
-                        f"{_ENVIRONMENT}.options: those of {recipes_environment} in the recipe are left out, as the environment is {value}"
-                    )
-                recipes_environment = value
-            try:
-                if value is REMOVED:
-                    above, _, name = key.rpartition(".")
-                    OmegaConf.select(composed, above).pop(name)
-                else:
-                    OmegaConf.update(composed, key, value, merge=bool(value), force_add=True)
-            except (OmegaConfBaseException, ValueError, AttributeError, KeyError) as error:
-                problems.append(f"{key}: cannot be set: {_one_line(error)}")
+    for key, value in (pair for layer in layers for pair in layer.pairs):
+        try:
+            if value is REMOVED:
+                above, _, name = key.rpartition(".")
+                OmegaConf.select(composed, above).pop(name)
+            else:
+                OmegaConf.update(composed, key, value, merge=bool(value), force_add=True)
+        except (OmegaConfBaseException, ValueError, AttributeError, KeyError) as error:
+            problems.append(f"{key}: cannot be set: {_one_line(error)}")
     return composed
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from grpo_rl.algos.losses.contract import POLICY_LOSSES, LossInput, TokenLoss
-from grpo_rl.config.schema.kinds import Beta, NonNegative, Positive, WrongShare
+from grpo_rl.config.schema.kinds import Beta, Coefficient, Positive, WrongShare
 from grpo_rl.registry import formula_by, needs
 
 
@@ -187,7 +187,7 @@ def dpo_hinge(
 
 @POLICY_LOSSES.register("simpo")
 @needs("pairs")
-def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: NonNegative = 1.0) -> TokenLoss:
+def simpo(inputs: LossInput, *, beta: Beta = 2.0, gamma: Coefficient = 1.0) -> TokenLoss:
     """Return the loss of DPO without a reference, on mean log-probs, with a margin that the rewards have to reach.
 
     Formula: -log sigmoid(beta (m(chosen) - m(rejected)) - gamma); m = log π(y|x)/|y|

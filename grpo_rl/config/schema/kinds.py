@@ -80,7 +80,6 @@ Tries = Annotated[int, Range(ge=0, le=10**4, reason="the waits between tries dou
 
 _A_FACTOR = "beyond, float32 loses the smaller terms of the sum"
 Positive = Annotated[float, Range(ge=1e-12, le=1e12, reason=_A_FACTOR)]
-NonNegative = Annotated[float, Range(ge=1e-12, le=1e12, zero=True, reason=_A_FACTOR)]
 Factor = Annotated[float, Range(ge=-1e9, le=1e9, reason=_A_FACTOR)]
 """Weights and scores of either sign."""
 Beta = Annotated[float, Range(ge=1e-6, le=1e4, reason="0 learns nothing, below it the worse answer is preferred")]
@@ -115,14 +114,15 @@ CacheBytes = Annotated[
 ]
 Gib = Annotated[float, Range(ge=0.001, le=2**16, reason="below 1 MiB nothing fits, and no machine has more than 64 TiB")]
 ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself takes 0.05 GiB, and no machine has 64 TiB")]
-Seconds = Annotated[float, Range(ge=0.01, le=366 * 86_400, reason="no process answers faster than 0.01 s; a year is no limit")]
+Seconds = Annotated[
+    float, Range(ge=0.001, le=366 * 86_400, reason="no process answers faster than 0.001 s; a year is no limit")
+]
 SecondsOrZero = Annotated[float, Range(ge=0, le=366 * 86_400, reason="a year is no limit")]
 ProcessMegabytes = Annotated[int, Range(ge=32, le=2**24, reason="Python itself takes 32 MiB, and no machine has 16 TiB")]
 Operand = Annotated[
     int, Range(ge=-(10**15), le=10**15, reason="parts of a reward are floats, which hold such integers exactly")
 ]
 AnySeed = Annotated[int, Range(reason="no bounds: Python's generator takes any whole number as its seed")]
-RewardSeconds = Annotated[float, Range(ge=0.001, le=31 * 86_400, reason="no reward comes faster than 0.001 s or after a month")]
 
 RejectionMode = Literal[
     "token_k1", "token_k2", "token_k3",

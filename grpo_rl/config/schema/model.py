@@ -298,7 +298,7 @@ class TruncationConfig:
     """The same for episodes that end by data.max_response_length or the engine's max_model_len."""
     time: TruncationRule = "drop"
     """The same for episodes that end by a deadline."""
-    penalty: NonNegative = 1.0
+    penalty: Coefficient = 1.0
     """The amount that punish takes off the reward."""
 
 

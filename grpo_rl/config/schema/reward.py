@@ -119,13 +119,13 @@ class JudgeConfig:
     """Requests at the same time."""
     requests_per_minute: Count | None = None
     """Most requests in a minute, tries again included; null: no limit."""
-    timeout_s: RewardSeconds = 60.0
+    timeout_s: Seconds = 60.0
     """Longest time for one request."""
     retries: Tries = 4
     """Further tries after a timeout, a broken connection or answer, and the states 408, 425, 429 and 5xx."""
-    backoff_s: RewardSeconds = 1.0
+    backoff_s: Seconds = 1.0
     """Wait before the first further try, doubled for each one after; the wait is drawn between half of it and all of it."""
-    deadline_s: RewardSeconds = 300.0
+    deadline_s: Seconds = 300.0
     """Longest time for one judgement, all tries and waits included."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the key; the key itself is in no file and no log."""
@@ -147,7 +147,7 @@ class RewardConfig:
     """The share of each step's responses that is audited, spread over its prompts."""
     num_workers: Processes = 2
     """Processes that compute rewards."""
-    timeout_s: RewardSeconds = 10.0
+    timeout_s: Seconds = 10.0
     """Longest time for one response through all functions, and for one call of a batched one; then its process is killed and replaced."""
     memory_limit_gb: ProcessGib | None = 2.0
     """Address space of a reward process, in GiB; null: no limit, for functions that load large libraries."""

@@ -65,7 +65,7 @@ def test_problems_of_words_values_and_between_keys_are_told_together() -> None:
     with pytest.raises(ConfigError) as caught:
         compose(words)
     text = str(caught.value)
-    for said in ("save_frq", "n=eight", "must be a multiple", "not found", "folder below"):
+    for said in ("save_frq", "n=eight", "must divide", "not found", "folder below"):
         assert said in text
 
 

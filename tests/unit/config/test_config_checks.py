@@ -30,8 +30,8 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"actor_rollout_ref.model.path": "./no/folder"}, CPU, "actor_rollout_ref.model.path=./no/folder", "no such folder"),
     ({"actor_rollout_ref.model.path": str(Path(__file__).parent)}, CPU, "actor_rollout_ref.model.path", "no config.json"),
     # batches
-    ({f"{A}.ppo_mini_batch_size": 64}, CPU, f"{A}.ppo_mini_batch_size=64", "at most 32"),
-    ({f"{A}.ppo_mini_batch_size": 12}, CPU, "data.train_batch_size=32", "24 or 36, or ppo_mini_batch_size=8 or 16"),
+    ({f"{A}.ppo_mini_batch_size": 64}, CPU, f"{A}.ppo_mini_batch_size=64", "nearest: 32"),
+    ({f"{A}.ppo_mini_batch_size": 12}, CPU, f"{A}.ppo_mini_batch_size=12", "nearest: 8 or 16"),
     (
         {"data.train_batch_size": 2, f"{A}.ppo_mini_batch_size": 2, f"{R}.n": 3},
         EIGHT_GPUS,

@@ -267,12 +267,3 @@ def test_paths_in_options_of_a_recipe_file_start_at_its_folder(tmp_path: Path) -
         "words": f"{tmp_path}/words.txt", "more": [f"{tmp_path}/other.txt", "easy"], "size": 3
     }  # fmt: skip
     assert config.reward.function_kwargs == {f"{tmp_path}/f.py:f": {"table": f"{tmp_path}/words.txt"}}
-
-
-def test_another_environment_than_the_recipes_has_none_of_its_options(tmp_path: Path) -> None:
-    key = f"{R}.multi_turn.environment"
-    mine = recipe(tmp_path, "mine.yaml", nested({f"{key}.name": "game", f"{key}.options": {"size": 5}}))
-    composed = compose([mine, f"{key}.name=other.py:Other", f"{key}.options.depth=2"])
-    assert composed.config.actor_rollout_ref.rollout.multi_turn.environment.options == {"depth": 2}
-    assert [note for note in composed.notes if "those of game in the recipe are left out" in note]
-    assert compose([mine, f"{key}.name=game"]).config.actor_rollout_ref.rollout.multi_turn.environment.options == {"size": 5}
