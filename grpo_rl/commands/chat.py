@@ -41,37 +41,28 @@ class Conversation:
 
     renderer: Renderer
     longest: int
-    """The most tokens of a prompt: the oldest turns are left out where there are more."""
+    """The most tokens of a prompt."""
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
-    left_out: int = 0
 
     def ask(self, text: str, uid: str) -> Prompt:
-        """Add a turn of the user, and return the prompt for the answer. Raises ConfigError for a turn that is too long alone."""
+        """Add a turn of the user, and return the prompt for the answer. Raises ConfigError where the whole is too long."""
         import numpy as np
 
         from grpo_rl.types import Prompt
 
         self.turns.append({"role": "user", "content": text})
-        self.left_out = 0
-        while True:
-            rendered, ids = self._rendered()
-            if ids and len(ids) <= self.longest:
-                return Prompt(uid, np.asarray(ids), rendered, "chat")
-            if len(self.turns) == 1 or not ids:
-                self.turns.pop()
-                raise ConfigError(f"this makes {len(ids)} tokens, and there is room for 1 to {self.longest}: shorten it")
-            # A conversation begins with the user, so an answer goes with its question.
-            del self.turns[: 2 if len(self.turns) > 2 else 1]
-            self.left_out += 1
+        rendered, ids = self._rendered()
+        if not 0 < len(ids) <= self.longest:
+            self.turns.pop()
+            raise ConfigError(
+                f"with this the conversation has {len(ids)} tokens, and there is room for 1 to {self.longest}: {WORDS}"
+            )
+        return Prompt(uid, np.asarray(ids), rendered, "chat")
 
     def answered(self, text: str) -> None:
         """Add the model's answer."""
         self.turns.append({"role": "assistant", "content": text})
-
-    def reset(self) -> None:
-        """Forget all turns; the system prompt stays."""
-        self.turns.clear()
 
     def _rendered(self) -> tuple[str, list[int]]:
         words = self.renderer.words
@@ -123,7 +114,7 @@ def _talk(config: Config, sampler: Sampler, options: argparse.Namespace, label: 
         if line == "/quit":
             return
         if line == "/reset":
-            talk.reset()
+            talk.turns.clear()
             _note("forgotten")
         elif line.startswith("/"):
             _note(f"there is no {line.split(' ')[0]}: {WORDS}")
@@ -133,8 +124,6 @@ def _talk(config: Config, sampler: Sampler, options: argparse.Namespace, label: 
             except ConfigError as error:
                 _note(str(error))
                 continue
-            if talk.left_out:
-                _note(f"(the oldest {talk.left_out} turns no longer fit and are left out)")
             [rollout] = sampler.rollout.generate([prompt], 1, sampling)
             talk.answered(str(rollout.text))
             say(safe_text(str(rollout.text), keep_newlines=True))

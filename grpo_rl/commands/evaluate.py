@@ -1,14 +1,10 @@
-"""`grpo-rl eval MODEL|RUN[@step] ...`: how well models answer prompts, with intervals and tests of their differences.
-
-Files of scored responses stand in the place of models: those that a run logs, and those that `generate` writes.
-"""
+"""`grpo-rl eval MODEL|RUN[@step] ...`: how well models answer prompts, with intervals and tests of their differences."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -24,9 +20,9 @@ from grpo_rl.commands.sampling_plan import (
     sampling_plan,
 )
 from grpo_rl.commands.targets import Target, find_target, model_folder
-from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.errors import ConfigError
 from grpo_rl.evaluation.estimates import LEVEL, RESAMPLES
-from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of
+from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, identity_of
 from grpo_rl.run_files import write_whole
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.rundir import RunLock
@@ -49,10 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.targets:
         raise ConfigError("grpo-rl eval needs a model or a run: grpo-rl eval runs/grpo_rl/my_run --data FILE")
     with closing(Console()) as console, ExitStack() as stack:
-        if any(map(is_response_file, options.targets)):
-            _evaluate_files(options, words, console)
-        else:
-            _evaluate(options, words, console, stack)
+        _evaluate(options, words, console, stack)
     return 0
 
 
@@ -72,26 +65,8 @@ def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Consol
     answer_missing([(f"evaluating {label}", plan, file) for label, plan, file in models], run_dir, console)
     values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
     groups = [file.groups(values.n) for _, _, file in models]
-    how = f"Sampled at temperature {values.temperature:g}."
-    _report([label for label, _, _ in models], groups, folder, console, options, how)
+    _report([label for label, _, _ in models], groups, folder, console, options.pass_at, values.temperature)
     console.info(f"responses: {', '.join(str(file.path) for _, _, file in models)}")
-
-
-def _evaluate_files(options: argparse.Namespace, words: Sequence[str], console: Console) -> None:
-    """Show the results of scored responses that are there already."""
-    if words:
-        raise ConfigError(f"{words[0]}: files of responses are measured as they are, without a configuration")
-    others = [text for text in options.targets if not is_response_file(text)]
-    if others:
-        raise ConfigError(f"{others[0]} is no file of responses: models and files are not measured in one go")
-    if len(set(options.targets)) < len(options.targets):
-        raise ConfigError("the same file is named twice")
-    folder = Path(options.output) if options.output else FOLDER / _digested("files", options.targets)
-    console.log_to(output_folder(folder).logs / "console.log")
-    groups, left_out = side_by_side([read_groups(Path(text).expanduser()) for text in options.targets])
-    if left_out:
-        console.warn(f"{left_out} prompts are not in all of the files, and are left out")
-    _report(options.targets, groups, folder, console, options, "Responses as they are in the files.")
 
 
 def _models(
@@ -114,21 +89,16 @@ def _models(
 
 
 def _report(
-    labels: Sequence[str],
-    groups: Sequence[Groups],
-    folder: Path,
-    console: Console,
-    options: argparse.Namespace,
-    sampled: str,
+    labels: Sequence[str], groups: Sequence[Groups], folder: Path, console: Console, pass_at: float, temperature: float
 ) -> None:
     """Print the tables, and write their numbers as summary.json."""
     from grpo_rl.evaluation import evaluation_results as results
 
     n = len(next(iter(groups[0].values())))
-    found = results.results_of(groups, pass_at=options.pass_at, seed=0)
+    found = results.results_of(groups, pass_at=pass_at, seed=0)
     how = (
         f"Means over prompts with 95 % intervals: bootstrap over prompts, {RESAMPLES:,} resamples. pass@k: unbiased (Chen et al. "
-        f"2021), a response passes with a value of at least {options.pass_at:g}. {sampled}"
+        f"2021), a response passes with a value of at least {pass_at:g}. Sampled at temperature {temperature:g}."
     )
     if len(labels) > 1:
         how += " Differences: the same prompts, p by a two-sided sign-flip permutation test over prompts."
@@ -147,7 +117,7 @@ def _report(
     summary = {
         "models": list(labels),
         "n": n,
-        "pass_at": options.pass_at,
+        "pass_at": pass_at,
         "level": LEVEL,
         "interval": f"percentile bootstrap over prompts, {RESAMPLES} resamples",
         "test": "two-sided sign-flip permutation test over prompts",
@@ -172,15 +142,9 @@ def _data_settings(planned: SamplingPlan) -> dict[str, Any]:
 def _name(target: Target, data: Sequence[str], keys: dict[str, Any], words: Sequence[str]) -> str:
     """Return a folder name that is the same for the same settings, so that the same command goes on."""
     first = Path(data[0].partition("?")[0].removeprefix("task:")).stem
-    run = target.run.name if target.run is not None else target.label
-    return _digested(f"{run}-{first}", [sorted(keys.items()), sorted(words)])
-
-
-def _digested(name: str, content: Any) -> str:
-    """Return a plain name with a digest of what it stands for."""
-    digest = hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()[:8]
-    plain = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name)
-    return f"{plain}-{digest}"
+    name = f"{target.run.name if target.run is not None else target.label}-{first}"
+    digest = hashlib.sha256(json.dumps([sorted(keys.items()), sorted(words)], default=str).encode()).hexdigest()[:8]
+    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in name) + f"-{digest}"
 
 
 def _parser() -> Arguments:
@@ -189,8 +153,7 @@ def _parser() -> Arguments:
         "Answer prompts with one or several models, score the responses, and show mean@n, pass@k (unbiased) and maj@n with\n"
         "95 % intervals for each data source, and paired tests of the differences. The same command goes on where it stopped.",
         "grpo-rl eval runs/grpo_rl/my_run@start runs/grpo_rl/my_run --data task:arithmetic?split=val -n 16\n"
-        "  grpo-rl eval builtin:arithmetic --data test.parquet reward.functions=[math] data.max_prompt_length=1024\n"
-        "  grpo-rl eval runs/grpo_rl/my_run/val/step_0.jsonl runs/grpo_rl/my_run/val/step_80.jsonl",
+        "  grpo-rl eval builtin:arithmetic --data test.parquet reward.functions=[math] data.max_prompt_length=1024",
     )
     parser.add_argument(
         "targets",
@@ -202,46 +165,3 @@ def _parser() -> Arguments:
     parser.add_argument("--pass-at", type=finite, default=1.0, help="a response passes with a value of at least this (1)")
     add_sampling_options(parser, n=16)
     return parser
-
-
-_SUFFIXES = (".jsonl", ".json", ".parquet")
-PromptKey = tuple[str, str]
-"""A prompt's uid or row, and its text."""
-PromptGroups = dict[PromptKey, list[Record]]
-
-
-def is_response_file(text: str) -> bool:
-    """Return whether `text` names a file of responses and no model."""
-    path = Path(text).expanduser()
-    return path.suffix in _SUFFIXES and path.is_file()
-
-
-def read_groups(path: Path) -> PromptGroups:
-    """Return the scored responses to each prompt in a file, equally many, as pass@k needs. Raises DataError for another file."""
-    from grpo_rl.data.sources.locate import open_source
-
-    source = open_source(str(path))
-    rows = [source.row(index) for index in range(len(source))]
-    if not rows:
-        raise DataError(f"{path}: has no rows")
-    groups: PromptGroups = defaultdict(list)
-    for number, row in enumerate(rows):
-        missing = [name for name in ("uid", "prompt", "response", "data_source", "reward") if name not in row]
-        if missing:
-            raise DataError(
-                f"{path}, row {number}: has no {', '.join(missing)}; expected lines as a run or `grpo-rl generate` writes them"
-            )
-        groups[(str(row["uid"]), str(row["prompt"]))].append(row)
-    sizes = sorted({len(group) for group in groups.values()})
-    if len(sizes) > 1:
-        raise DataError(f"{path}: prompts have between {sizes[0]} and {sizes[-1]} responses; expected the same number for each")
-    return groups
-
-
-def side_by_side(files: Sequence[PromptGroups]) -> tuple[list[dict[int, list[Record]]], int]:
-    """Return the groups of the prompts that all files have, by a common number, and how many prompts only some have."""
-    common = [key for key in files[0] if all(key in other for other in files[1:])]
-    if not common:
-        raise DataError("the files have no prompt in common: they are compared on the same prompts")
-    left_out = len({key for groups in files for key in groups}) - len(common)
-    return [{number: groups[key] for number, key in enumerate(common)} for groups in files], left_out

@@ -28,7 +28,7 @@ def test_turns_are_rendered_by_the_template() -> None:
     prompt = talk.ask("2+2=", "b")
     assert prompt.text == "<|system|>add<|user|>1+1=<|assistant|>2<|end|><|user|>2+2=<|assistant|>"
     assert len(prompt.token_ids) == 1 + 3 + 1 + 4 + 1 + 1 + 1 + 1 + 4 + 1
-    talk.reset()
+    talk.turns.clear()
     assert talk.ask("3+3=", "c").text == "<|system|>add<|user|>3+3=<|assistant|>"
 
 
@@ -39,16 +39,13 @@ def test_without_a_template_the_text_is_continued() -> None:
     assert talk.ask(" 2+2=", "b").text == "1+1=2 2+2="
 
 
-def test_the_oldest_turns_are_left_out_where_they_no_longer_fit() -> None:
+def test_a_turn_for_which_there_is_no_room_is_refused_and_forgotten() -> None:
     talk = conversation(longest=16)
     talk.ask("1+1=", "a")
     talk.answered("2")
-    assert talk.ask("2+2=", "b").text.startswith("<|user|>1+1=") and talk.left_out == 0
-    talk.answered("4")
-    prompt = talk.ask("3+3=", "c")
-    assert prompt.text == "<|user|>2+2=<|assistant|>4<|end|><|user|>3+3=<|assistant|>" and talk.left_out == 1
-    with pytest.raises(ConfigError, match="room for 1 to 16"):
+    with pytest.raises(ConfigError, match=r"room for 1 to 16: /reset"):
         talk.ask("9" * 40, "d")
+    assert talk.ask("2+2=", "b").text.startswith("<|user|>1+1=")
 
 
 def test_a_pipe_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
