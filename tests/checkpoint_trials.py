@@ -50,7 +50,21 @@ def write_state(folder: Path, value: int, shards: int = 2) -> Files:
 
 def save(store: CheckpointStore, step: int, value: int | None = None, shards: int = 2) -> Path:
     value = step if value is None else value
-    return store.save(step, lambda folder: write_state(folder, value, shards), {"step": step, "value": value})
+    return save_with(store, step, lambda folder: write_state(folder, value, shards), {"step": step, "value": value})
+
+
+def save_with(
+    store: CheckpointStore, step: int, write: Callable[[Path], Files | None], state: dict[str, Any], needed: int = 0
+) -> Path:
+    """Save as a run does (`trainer.saving`), in one call: `write` fills the folder."""
+    draft = store.begin(step, state, needed)
+    try:
+        written = write(draft.folder) or {}
+    except OSError as error:
+        store.abandon(draft)
+        raise store.not_written(draft, error) from error
+    store.clear(step, store.publish(draft, written))
+    return store.folder / f"step_{step}"
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -34,16 +34,6 @@ class Draft:
     """The controller's part, written with the manifest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A checkpoint that has its name; older ones are still there."""
-
-    step: int
-    folder: Path
-    replaced: Path | None
-    """The present place of an earlier checkpoint of the same name."""
-
-
 class CheckpointStore:
     """The `checkpoints/` folder of a run, in which one process writes at a time.
 
@@ -64,49 +54,28 @@ class CheckpointStore:
 
     # ---- writing -------------------------------------------------------------------------------------------
 
-    def save(self, step: int, write: Callable[[Path], Files | None], state: dict[str, Any], needed: int = 0) -> Path:
-        """The folder of a new checkpoint: `write` fills it, `state` (JSON) is the controller's part.
-
-        Raises CheckpointError when it cannot be written; earlier checkpoints are untouched then.
-        """
-        draft = self.begin(step, state, needed)
-        try:
-            written = write(draft.folder)
-        except OSError as error:
-            self.abandon(draft)
-            raise self.not_written(draft, error) from error
-        except Exception:
-            self.abandon(draft)
-            raise
-        committed = self.publish(draft, written or {})
-        self.clear(committed)
-        return committed.folder
-
     def begin(self, step: int, state: dict[str, Any], needed: int = 0) -> Draft:
         """An empty temporary folder for the checkpoint of `step`.
 
         Raises CheckpointError, with nothing written, where fewer than the `needed` bytes are free.
         """
-        final = self.folder / f"step_{step}"
+        draft = Draft(step, self.folder / _temporary("writing", f"step_{step}"), needed, json.dumps(state).encode())
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._tidy()
             if files.free_bytes(self.folder) < needed:
                 raise OSError(28, "No space left on device (nothing was written)")
-            draft = Draft(step, self.folder / _temporary("writing", final.name), needed, json.dumps(state).encode())
             files.make_folder(draft.folder)
-        except OSError as error:
-            raise files.not_written(final, error, needed) from error
-        try:
             fault_point("ckpt.before_write")
         except OSError as error:
             self.abandon(draft)
-            raise files.not_written(final, error, needed) from error
+            raise self.not_written(draft, error) from error
         return draft
 
-    def publish(self, draft: Draft, written: Files) -> Committed:
+    def publish(self, draft: Draft, written: Files) -> Path | None:
         """Give the checkpoint its name, complete, with all that its draft's folder holds. From here on it is committed.
 
+        Returns the present place of an earlier checkpoint of the same name, for `clear`.
         `written` are files that are flushed, with what they must hold; others are flushed and read here.
         Raises CheckpointError when that fails; the draft is gone then, and earlier checkpoints are untouched.
         """
@@ -125,11 +94,10 @@ class CheckpointStore:
             self.abandon(draft)
             raise
         fault_point("ckpt.after_rename")
-        return Committed(draft.step, final, replaced)
+        return replaced
 
-    def clear(self, committed: Committed) -> None:
-        """Remove all but the newest `keep`, of which this is always one; `warn` names what cannot be removed."""
-        newest, replaced = committed.step, committed.replaced
+    def clear(self, newest: int, replaced: Path | None) -> None:
+        """Remove all but the newest `keep`, of which that of step `newest` is one; `warn` names what cannot be removed."""
         unwanted = [] if replaced is None else [replaced]
         if self.keep is not None:
             others = [self.folder / f"step_{step}" for step in self.steps() if step != newest]

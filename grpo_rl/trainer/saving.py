@@ -166,11 +166,11 @@ class Saving:
         # A checkpoint must not outlive metrics and rollouts of the steps before it.
         self.output.sinks.flush()
         self.output.rollouts.flush()
-        committed = going.store.publish(going.draft, written)
+        replaced = going.store.publish(going.draft, written)
         going.is_committed = True
         if going.store is self.store:
-            self.output.status.update(last_commit=committed.step)
-        going.store.clear(committed)
+            self.output.status.update(last_commit=going.draft.step)
+        going.store.clear(going.draft.step, replaced)
 
     @contextmanager
     def _abandoning(self, draft: Draft, store: CheckpointStore) -> Iterator[None]:

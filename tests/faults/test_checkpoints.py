@@ -20,7 +20,9 @@ from grpo_rl.checkpoint.store import CheckpointStore
 store = CheckpointStore(Path(sys.argv[1]), keep=2)
 names = ["shard_of_rank0.bin", "shard_of_rank1.bin"]
 for step in (1, 2, 3):
-    store.save(step, lambda folder: {name: write_file(folder / name, [bytes([step]) * 1000]) for name in names}, {"step": step})
+    draft = store.begin(step, {"step": step})
+    written = {name: write_file(draft.folder / name, [bytes([step]) * 1000]) for name in names}
+    store.clear(step, store.publish(draft, written))
     print(step, flush=True)
 """
 # Of step 3: its state, before and after the rename.

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoint_trials import save_with
 
 from grpo_rl import machine_memory
 from grpo_rl import main as command
@@ -112,8 +113,8 @@ def test_a_container_that_is_too_small_is_named_before_a_start_and_as_the_cause_
         (tree / name).write_text(f"{text}\n")
     for name, path in {"MEMINFO": meminfo, "CGROUP": tree, "OWN_GROUPS": own}.items():
         monkeypatch.setattr(machine_memory, name, path)
-    [sight] = of_memory(PLAN)
-    assert bool(sight.advice) == is_named and f"the container, which has {gigabytes / 1.073741824:.1f} GiB" in sight.text
+    warnings = list(of_memory(PLAN))
+    assert [f"the container, which has {gigabytes / 1.073741824:.1f} GiB" in one for one in warnings] == [True] * is_named
     assert "this container has" in describe(compose(["recipe=arithmetic/grpo"]), PLAN)
     error, _ = end_of(RunDir.create(str(tmp_path), "short"), ClusterError("the Ray cluster is lost"))
     assert ("the likely cause is memory: the container has 1.4 GiB, and the run needs about" in headline(error)) == is_named
@@ -137,7 +138,7 @@ def goes_back_to(run_dir: RunDir, checkpoint: Checkpoint | None = None) -> Check
 
 
 def saved(folder: Path, step: int) -> Checkpoint:
-    return verify(CheckpointStore(folder).save(step, lambda _: None, {"step": step}))
+    return verify(save_with(CheckpointStore(folder), step, lambda _: None, {"step": step}))
 
 
 LOST = WorkerDied("actor.update failed on actor1: the process died", [SimpleNamespace(name="actor1")])  # type: ignore[list-item]

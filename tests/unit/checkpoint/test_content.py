@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_trials import write_state
+from checkpoint_trials import save_with, write_state
 
 from grpo_rl.checkpoint.files import entry_of
 from grpo_rl.checkpoint.manifest import MANIFEST, STATE, read_manifest, verify, write_manifest
@@ -31,7 +31,7 @@ Harm = Callable[[Path], None]
 
 
 def save(store: CheckpointStore, step: int) -> Path:
-    return store.save(step, lambda folder: write_state(folder, step), GOOD | {"step": step})
+    return save_with(store, step, lambda folder: write_state(folder, step), GOOD | {"step": step})
 
 
 def resealed(harm: Harm) -> Harm:

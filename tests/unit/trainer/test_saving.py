@@ -85,9 +85,9 @@ def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_
         assert arguments[0].step == 2 or may_commit.wait(10.0)
         return publish(*arguments)
 
-    def cleared(committed: Any) -> None:
-        assert told._fields["last_commit"] == committed.step
-        clear(committed)
+    def cleared(newest: int, replaced: Any) -> None:
+        assert told._fields["last_commit"] == newest
+        clear(newest, replaced)
 
     def update(batch: Any) -> Any:
         if policy.version == 4:
