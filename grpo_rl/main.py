@@ -284,9 +284,8 @@ def run(composed: Composed, plan: Plan) -> int:
             more = [f"... and {len(changes) - MOST_CHANGES} more"] if len(changes) > MOST_CHANGES else []
             lines = ["this run goes on with another configuration than at its last start:", *changes[:MOST_CHANGES], *more]
             console.warn("\n  ".join(lines))
-        for sight in of_memory(plan):
-            if sight.advice:
-                console.warn(sight.as_line())
+        for warning in of_memory(plan):
+            console.warn(warning)
         page = PageBeside(run_dir.path, trainer.page_freq, console.warn)
         with run_session(plan, run_dir, console, page) as session:
             train(Course(composed, plan, session, page, checkpoint))
@@ -391,8 +390,8 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     cluster, roles = session.start(plan, inputs, stack, course.recoveries)
     roles.audit = audit
     roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info, expected(plan))
-    for sight in trial.sights() if trial is not None else ():
-        (console.warn if sight.advice else console.info)(sight.as_line())
+    if trial is not None and (found := trial.result())[0]:
+        (console.warn if found[1] else console.info)(found[0])
     sinks = Sinks(run_dir, config.trainer, course.composed.resolved, console.warn, console.info)
     stack.callback(sinks.close)
     timeline = Timeline(run_dir.timeline_file, console.warn)
@@ -438,9 +437,8 @@ def first_look(course: Course, inputs: Inputs) -> RewardTrial | None:
 
     runs = course.session.run_dir.path.parent
     prompts = some_prompts(inputs.train_data or inputs.val_data)
-    for sight in (*of_plan(inputs.plan, runs), *of_prompts(inputs.plan, prompts, inputs.tokenizer)):
-        if sight.advice:
-            course.session.console.warn(sight.as_line())
+    for warning in (*of_plan(inputs.plan, runs), *of_prompts(inputs.plan, prompts, inputs.tokenizer)):
+        course.session.console.warn(warning)
     return None if inputs.rules is None else RewardTrial(prompts, inputs.rules, inputs.tokenizer)
 
 

@@ -424,7 +424,7 @@ def planned_update(path: Path, sizes: Sizes) -> int:
     size = model_size(str(path))
     assert size is not None
     plan = decide(config, Machine(num_gpus=1, num_cpus=8, device="cuda"))
-    return next(phase.num_bytes for phase in gpu_phases(plan, size) if phase.name == "update") - CONTEXT
+    return next(phase.needed for phase in gpu_phases(plan, size) if phase.what == "update") - CONTEXT
 
 
 def check_offload(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:

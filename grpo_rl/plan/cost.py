@@ -272,7 +272,7 @@ _NOT_TRAINING = ("sampling", "weight transfer", "switch and offload", "reward", 
 def step_time(plan: Plan, size: ModelSize, here: Fitted | None = None) -> StepTime | None:
     """Return the estimate for a run on a named machine, or on this one as it was measured (`here`).
 
-    None for a machine that is neither, for one without bfloat16 and where nothing samples.
+    None for a machine that is neither, and where nothing samples.
     """
     if plan.engine is None or plan.role("actor") is None:
         return None
@@ -282,8 +282,6 @@ def step_time(plan: Plan, size: ModelSize, here: Fitted | None = None) -> StepTi
         named(plan.machine.name).device if here is None else CORES if plan.machine.device == "cpu" else DEVICES["H100-80GB"]
     )
     config, rollouts, n = plan.config, plan.sizes.rollouts_per_step, plan.config.actor_rollout_ref.rollout.n
-    if not device.tflops:
-        return None
     lengths = Lengths.of(config) if here is None else Lengths.of(config, here.response, here.spread)
     prompt = (MEAN_SHARE if here is None else here.prompt) * config.data.max_prompt_length
     groups = rollouts / n if plan.passes.update.shares_prompts else rollouts

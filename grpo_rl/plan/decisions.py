@@ -146,6 +146,8 @@ class RoleMemory:
 
     role: RoleName
     num_bytes: int
+    at_rest: int
+    """What is kept between the phases of a step."""
     parts: str
     """The parts of that memory, in words for people."""
 

@@ -1,6 +1,6 @@
-"""A look before the start at what usually costs a run: model, data, prompts, reward, disk and memory, in seconds.
+"""A look before the start at what usually costs a run: data, prompts, reward, disk and memory, in seconds.
 
-What cannot run at all is refused by the plan. This is about what runs and is in vain: a reward that gives the right answer
+What cannot run at all is refused by the plan. This warns of what runs and is in vain: a reward that gives the right answer
 no more than an empty one, prompts that are cut, answers that are longer than a response may be, a disk that is too small.
 """
 
@@ -11,7 +11,6 @@ import shutil
 import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,21 +36,6 @@ FULL = 0.95
 SHOWN = 60
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
-    """One thing that was looked at."""
-
-    name: str
-    text: str
-    advice: str = ""
-    """The change to make; empty where all is well."""
-
-    def as_line(self) -> str:
-        """Return it as a line for people."""
-        advice = f". {self.advice[:1].upper()}{self.advice[1:]}" if self.advice else ""
-        return safe_text(f"{self.name + ' ':<9}{self.text}{advice}", limit=1000)
-
-
 class Scores(Protocol):
     """The reward processes of a run, as far as they score rollouts."""
 
@@ -62,43 +46,71 @@ class Scores(Protocol):
         """Return the rollouts with their rewards, or with the reason why one has none."""
 
 
-def of_plan(plan: Plan, runs: Path) -> list[Sight]:
-    """Return what the plan alone shows; checkpoints will lie below the folder `runs`."""
-    return [*_rows(plan), *_disk(plan, runs)]
+def of_plan(plan: Plan, runs: Path) -> Iterator[str]:
+    """Yield warnings of few rows, and of a disk on which the checkpoints do not fit, below the folder `runs`."""
+    trainer, sizes, batch = plan.config.trainer, plan.sizes, plan.config.data.train_batch_size
+    steps, rows = sizes.total_steps, sizes.num_train_rows
+    if not steps:
+        return
+    if rows and rows < FEW_ROWS and (passes := steps * batch / rows) > MANY_PASSES:
+        text = f"{rows:,} rows, {batch:,} in a batch, {steps:,} steps: each row comes {passes:.3g} times"
+        yield _line("rows", f"{text}. So few rows are learnt by heart: give more, or fewer steps, and validate on others")
+    if plan.model is None or trainer.save_freq < 1:
+        return
+    models = sum(plan.role(name) is not None for name in ("actor", "critic")) + plan.trains_reward_model
+    number = -(-steps // trainer.save_freq)
+    if trainer.max_actor_ckpt_to_keep is not None:
+        number = min(number, trainer.max_actor_ckpt_to_keep + 1)  # an old one goes when the new one is there
+    needed = number * models * plan.model.num_params * TRAINED_BYTES
+    there = next(path for path in (runs, *runs.parents) if path.exists())
+    if needed > (free := shutil.disk_usage(there).free):
+        yield _line(
+            "disk",
+            f"{number} checkpoints take {gib(needed)}; {gib(free)} are free in {there}. Set trainer.max_actor_ckpt_to_keep=2, raise "
+            "trainer.save_freq, or set trainer.default_local_dir to a larger disk",
+        )
 
 
-def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> list[Sight]:
-    """Return how the first prompts look as the model reads them, and whether their answers fit into a response."""
-    if not prompts:
-        return []
+def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> Iterator[str]:
+    """Yield warnings of prompts that are cut, and of right answers that do not fit into a response."""
     data = plan.config.data
     lengths = [len(prompt.token_ids) for prompt in prompts]
-    cut = 0 if data.truncation == "error" else sum(length >= data.max_prompt_length for length in lengths)
-    shown = f"at most {max(lengths)} tokens of {data.max_prompt_length}: {_short(prompts[0].text)!r}"
-    sights = [
-        Sight("prompts", shown)
-        if not cut
-        else Sight(
+    if cut := 0 if data.truncation == "error" else sum(length >= data.max_prompt_length for length in lengths):
+        yield _line(
             "prompts",
             f"{cut} of {len(prompts)} reach data.max_prompt_length={data.max_prompt_length}, and longer ones are cut "
-            f"({data.truncation}): {_short(prompts[lengths.index(max(lengths))].text)!r}",
-            "raise it, or leave such rows out: data.filter_overlong_prompts=true",
+            f"({data.truncation}): {_short(prompts[lengths.index(max(lengths))].text)!r}. Raise it, or leave such rows out: "
+            "data.filter_overlong_prompts=true",
         )
-    ]
-    answers = [
-        _length(tokenizer, str(one.ground_truth)) + 1 for one in prompts if isinstance(one.ground_truth, str | int | float)
-    ]
-    too_long = sum(length > data.max_response_length for length in answers)
-    if too_long:
-        sights.append(
-            Sight(
-                "answers",
-                f"{too_long} of {len(answers)} right answers, with the end token, are longer than data.max_response_length="
-                f"{data.max_response_length}",
-                f"raise it to {max(answers)} at the very least: a response that is cut earns nothing",
-            )
+    truths = [str(one.ground_truth) for one in prompts if isinstance(one.ground_truth, str | int | float)]
+    answers = [len(tokenizer.encode(truth, add_special_tokens=False)) + 1 for truth in truths]
+    if too_long := sum(length > data.max_response_length for length in answers):
+        yield _line(
+            "answers",
+            f"{too_long} of {len(answers)} right answers, with the end token, are longer than data.max_response_length="
+            f"{data.max_response_length}. Raise it to {max(answers)} at the very least: a response that is cut earns nothing",
         )
-    return sights
+
+
+def of_memory(plan: Plan) -> Iterator[str]:
+    """Yield a warning where all processes on this machine's processors need more memory than is free. GPUs have a table in the plan."""
+    needed, has = host_bytes(plan), machine_memory()
+    own = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE  # counted in what is needed
+    if needed > (free := min(has.total, has.free + own)):
+        yield _line(
+            "memory",
+            f"all processes: about {gib(needed)} of {gib(int(free))} free on the {has.owner}, which has {gib(int(has.total))}. Give it "
+            "more, or lower actor_rollout_ref.rollout.kv_cache_gib or actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        )
+
+
+def lack_of_memory(plan: Plan) -> str:
+    """Return that memory is what a run is likely to have failed of; empty where there is enough."""
+    has, needed = machine_memory(), host_bytes(plan)
+    if needed <= has.total and has.used_share < FULL:
+        return ""
+    need = f", and the run needs about {gib(needed)}" if needed else ""
+    return f"the likely cause is memory: the {has.owner} has {gib(int(has.total))}{need}"
 
 
 def some_prompts(data: PromptDataset | None, number: int = NUM_ROWS) -> list[Prompt]:
@@ -125,104 +137,38 @@ class RewardTrial:
         for rollout in (*self._right, *self._empty):
             rules.submit(rollout)
 
-    def sights(self) -> list[Sight]:
-        """Wait for the scores, and return what they say; nothing without a row."""
+    def result(self) -> tuple[str, bool]:
+        """Wait for the scores, and return what they say, and whether it is a warning; nothing to say without a row."""
         if not self._empty:
-            return []
+            return "", False
         with suppress(RewardError):  # what becomes of a failed reward is for the training; here it is said
             self._rules.wait([*self._right, *self._empty])
+        empty = {one.prompt.uid: one.reward for one in self._empty if one.reward is not None}
+        nones = _range(list(empty.values()))
         if not self._right:
-            empty = _range([one.reward for one in self._empty if one.reward is not None])
-            text = f"no right answer could be made from the ground truth of these rows; an empty one gets {empty}"
-            return [Sight("reward", text)]
+            return _line(
+                "reward", f"no right answer could be made from the ground truth of these rows; an empty one gets {nones}"
+            ), False
         failed = [one for one in self._right if one.reward is None]
         if len(failed) * 4 >= len(self._right):
             cause = (failed[0].failure_cause or failed[0].failure or "no number").splitlines()[0]
             text = f"it fails on {len(failed)} of {len(self._right)} right answers: {_short(cause, 160)}"
-            return [Sight("reward", text, "mend the function: python -m grpo_rl check-reward tries it alone")]
-        return [self._compared()]
-
-    def _compared(self) -> Sight:
-        """Return how the right answers compare with the empty ones of the same rows."""
-        empty = {one.prompt.uid: one.reward for one in self._empty}
-        pairs = [(one, one.reward, empty[one.prompt.uid]) for one in self._right if one.reward is not None]
-        worse = [(one, right, none) for one, right, none in pairs if none is not None and right <= none]
-        rights, nones = _range([right for _, right, _ in pairs]), _range([none for *_, none in pairs if none is not None])
-        if 2 * len(worse) < len(pairs):
-            return Sight("reward", f"tried on {len(pairs)} rows: the right answer gets {rights}, an empty one {nones}")
-        one = worse[0][0]
+            return _line("reward", f"{text}. Mend the function: python -m grpo_rl check-reward tries it alone"), True
+        scored = [(one, one.reward) for one in self._right if one.reward is not None]
+        worse = [one for one, reward in scored if reward <= empty.get(one.prompt.uid, -np.inf)]
+        rights = _range([reward for _, reward in scored])
+        if 2 * len(worse) < len(scored):
+            return _line("reward", f"tried on {len(scored)} rows: the right answer gets {rights}, an empty one {nones}"), False
         text = (
-            f"in {len(worse)} of {len(pairs)} rows the right answer gets no more than an empty one ({rights} and {nones}), for "
-            f"instance {_short(str(one.text))!r} to {_short(one.prompt.text)!r}"
+            f"in {len(worse)} of {len(scored)} rows the right answer gets no more than an empty one ({rights} and {nones}), for "
+            f"instance {_short(str(worse[0].text))!r} to {_short(worse[0].prompt.text)!r}. Check reward.functions and the form of "
+            "answer that they want: python -m grpo_rl check-reward"
         )
-        return Sight(
-            "reward", text, "check reward.functions and the form of answer that they want: python -m grpo_rl check-reward"
-        )
+        return _line("reward", text), True
 
 
-# ---- parts ---------------------------------------------------------------------------------------------------
-
-
-def _rows(plan: Plan) -> Iterator[Sight]:
-    sizes, batch = plan.sizes, plan.config.data.train_batch_size
-    if not plan.trains or not sizes.num_train_rows or not sizes.total_steps:
-        return
-    passes = sizes.total_steps * batch / sizes.num_train_rows
-    text = (
-        f"{sizes.num_train_rows:,} rows, {batch:,} in a batch, {sizes.total_steps:,} steps: each row comes {passes:.3g} times"
-    )
-    heart = passes > MANY_PASSES and sizes.num_train_rows < FEW_ROWS
-    advice = "so few rows are learnt by heart: give more, or fewer steps, and validate on others" if heart else ""
-    yield Sight("rows", text, advice)
-
-
-def _disk(plan: Plan, runs: Path) -> Iterator[Sight]:
-    trainer, size, steps = plan.config.trainer, plan.model, plan.sizes.total_steps
-    if size is None or trainer.save_freq < 1 or not steps:
-        return
-    models = sum(plan.role(name) is not None for name in ("actor", "critic")) + plan.trains_reward_model
-    number = -(-steps // trainer.save_freq)
-    if trainer.max_actor_ckpt_to_keep is not None:
-        number = min(number, trainer.max_actor_ckpt_to_keep + 1)  # an old one goes when the new one is there
-    needed = number * models * size.num_params * TRAINED_BYTES
-    there = next(path for path in (runs, *runs.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    text = f"{number} checkpoints take {gib(needed)}; {gib(free)} are free in {there}"
-    advice = "set trainer.max_actor_ckpt_to_keep=2, raise trainer.save_freq, or set trainer.default_local_dir to a larger disk"
-    yield Sight("disk", text, advice if needed > free else "")
-
-
-def of_memory(plan: Plan) -> list[Sight]:
-    """Return the need of all processes beside what the machine has; on GPUs that of the largest role beside one device."""
-    if not plan.memory or plan.machine.cluster:
-        return []
-    if plan.machine.device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            return []
-        free, place = float(torch.cuda.get_device_properties(0).total_memory), "one GPU"
-        needed, what = max((need.num_bytes, need.role.replace("_", " ")) for need in plan.memory)
-        advice = "use more GPUs, or lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu; param_offload and optimizer_offload help"
-    else:
-        has = machine_memory()
-        own = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE  # counted in what is needed
-        free, place = min(has.total, has.free + own), f"the {has.owner}, which has {gib(int(has.total))}"
-        needed, what = host_bytes(plan), "all processes"
-        advice = (
-            "give it more, or lower actor_rollout_ref.rollout.kv_cache_gib or actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-        )
-    text = f"{what}: about {gib(needed)} of {gib(int(free))} free on {place}"
-    return [Sight("memory", text, advice if needed > free else "")]
-
-
-def lack_of_memory(plan: Plan) -> str:
-    """Return that memory is what a run is likely to have failed of; empty where there is enough."""
-    has, needed = machine_memory(), host_bytes(plan)
-    if needed <= has.total and has.used_share < FULL:
-        return ""
-    need = f", and the run needs about {gib(needed)}" if needed else ""
-    return f"the likely cause is memory: the {has.owner} has {gib(int(has.total))}{need}"
+def _line(name: str, text: str) -> str:
+    return safe_text(f"{name + ' ':<9}{text}", limit=1000)
 
 
 def _right_answer(prompt: Prompt) -> str | None:
@@ -236,10 +182,6 @@ def _right_answer(prompt: Prompt) -> str | None:
 def _rollout(prompt: Prompt, index: int, text: str, tokenizer: Any) -> Rollout:
     token_ids = np.asarray(tokenizer.encode(text, add_special_tokens=False) if text else [], dtype=np.int32)
     return Rollout(prompt, index, token_ids, np.zeros(len(token_ids), dtype=np.float32), "stop", (), text)
-
-
-def _length(tokenizer: Any, text: str) -> int:
-    return len(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _range(values: Sequence[float]) -> str:

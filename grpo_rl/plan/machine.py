@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_rl.config import derived
 from grpo_rl.config.derived import Machine
@@ -22,8 +23,6 @@ from grpo_rl.errors import ConfigError
 _GPU_DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 RANKS_PER_CORE = 8
 """Processes of one role on a CPU, per core. Beyond that they only wait for each other in every collective operation."""
-CORES_PER_CORE = 8
-"""The number of cores a run may pretend to have for each that is there: it decides the threads of every process."""
 
 
 def probe_machine(config: Config) -> Machine:
@@ -55,16 +54,6 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
-    """Return whether this processor multiplies matrices of bfloat16 in its own instructions; None where that cannot be read."""
-    try:
-        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return None
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), None)
-    return None if flags is None else bool({"amx_bf16", "avx512_bf16", "bf16"} & set(flags))
-
-
 def _may_have_gpu() -> bool:
     """Return whether a driver is there: a device file of the common ones, or the library that torch would load."""
     if any(Path(driver).exists() for driver in _GPU_DRIVERS):
@@ -81,14 +70,6 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
     yield from refused(config, machine)
     if machine.cluster or machine.name:
         return
-    num_cpus = config.ray_kwargs.ray_init.num_cpus
-    most = CORES_PER_CORE * available_cores()
-    # A machine that was named, and is not this one, has as many cores as its description says.
-    if num_cpus is not None and machine.num_cpus == num_cpus > most:
-        yield (
-            f"ray_kwargs.ray_init.num_cpus={num_cpus}: this machine has {available_cores()} cores, and their number decides how many "
-            f"threads each process starts; leave it out, or at most {most}"
-        )
     threads = config.actor_rollout_ref.rollout.cpu_threads
     if machine.device == "cpu" and threads > machine.num_cpus:
         yield (
@@ -101,26 +82,19 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
 
 def _too_many_processes(config: Config, machine: Machine) -> Iterator[str]:
     """Refuse worlds that only GPUs could carry: without one, n_gpus_per_node is a number of processes."""
-    trainer, rollout, own = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
-    most = RANKS_PER_CORE * machine.num_cpus
-    worlds = [("trainer", trainer.nnodes, trainer.n_gpus_per_node, machine.world_size(config))]
+    rollout, own = config.actor_rollout_ref.rollout, config.reward.reward_model
+    most, worlds = RANKS_PER_CORE * machine.num_cpus, dict[str, tuple[Any, int]]()
+    worlds["trainer"] = (config.trainer, machine.world_size(config))
     if not derived.is_colocated(config):
-        worlds.append(
-            (
-                "actor_rollout_ref.rollout",
-                rollout.nnodes,
-                rollout.n_gpus_per_node,
-                derived.num_rollout_devices(config, machine),
-            )
-        )
+        worlds["actor_rollout_ref.rollout"] = (rollout, derived.num_rollout_devices(config, machine))
     if derived.has_reward_model(config) and own.enable_resource_pool:
-        worlds.append(("reward.reward_model", own.nnodes, own.n_gpus_per_node, derived.num_reward_model_ranks(config, machine)))
-    for prefix, nnodes, per_node, size in worlds:
+        worlds["reward.reward_model"] = (own, derived.num_reward_model_ranks(config, machine))
+    for prefix, (pool, size) in worlds.items():
         if size > most:
-            key = f"{prefix}.n_gpus_per_node={per_node}" if nnodes == 1 else f"{prefix}.nnodes={nnodes}"
+            key = f"n_gpus_per_node={pool.n_gpus_per_node}" if pool.nnodes == 1 else f"nnodes={pool.nnodes}"
             yield (
-                f"{key}: this run has no GPU, so these are {size} processes on {machine.num_cpus} cores, which wait for each other at "
-                f"every step; at most {most}, or a machine with GPUs"
+                f"{prefix}.{key}: this run has no GPU, so these are {size} processes on {machine.num_cpus} cores, which wait for each "
+                f"other at every step; at most {most}, or a machine with GPUs"
             )
 
 
@@ -139,7 +113,7 @@ class Device:
     memory_gib: float
     """Memory that a program finds, which is less than what the name says: ECC and the driver take some."""
     tflops: float
-    """Dense bfloat16 products with float32 sums, 10^12 operations a second; 0 where the device has none."""
+    """Dense bfloat16 products with float32 sums, 10^12 operations a second."""
     memory_gbs: float
     """Memory bandwidth, 10^9 bytes a second."""
     link_gbs: float
@@ -216,10 +190,6 @@ DEVICES = {
     "RTX5090-32GB": Device(31.3, 209.5, 1792, 64, 64, 3.1, 64, 8, f"NVIDIA RTX Blackwell GPU architecture paper; {_ASSUMED}"),
     "RTX4090-24GB": Device(23.5, 165.2, 1008, 32, 32, 3.1, 64, 8, f"NVIDIA Ada GPU architecture paper; {_ASSUMED}"),
     "RTX3090-24GB": Device(23.5, 71, 936, 32, 32, 3.1, 64, 8, f"NVIDIA Ampere GA102 GPU architecture paper; {_ASSUMED}"),
-    "V100-32GB": Device(
-        31.7, 0, 900, 150, 16, 12.5, 64, 6, "NVIDIA V100 data sheet (SXM2); DGX-1 data sheet: 4 x 100 Gb/s, 512 GB"
-    ),
-    "T4-16GB": Device(14.6, 0, 300, 16, 16, 3.1, 64, 8, f"NVIDIA T4 data sheet; {_ASSUMED}"),
 }
 """GPUs by name. The memory that a program finds is what `torch.cuda.get_device_properties` reports, rounded down."""
 CORES = Device(
@@ -306,19 +276,3 @@ def refused(config: Config, machine: Machine) -> Iterator[str]:
     per_node = derived.ranks_per_node(config, machine)
     if machine.device == "cuda" and per_node > found.gpus:
         yield f"trainer.n_gpus_per_node={per_node}: each machine of {found.name} has {found.gpus} GPUs"
-    if machine.device == "cuda" and not found.device.tflops:
-        yield from _without_bfloat16(config, found)
-
-
-def _without_bfloat16(config: Config, found: NamedMachine) -> Iterator[str]:
-    """Yield each model that would compute in bfloat16, which tensor cores have from compute capability 8.0 on."""
-    parts, critic = config.actor_rollout_ref, config.critic
-    dtypes: dict[str, str] = {"actor_rollout_ref.actor.fsdp_config.dtype": parts.actor.fsdp_config.dtype}
-    dtypes["actor_rollout_ref.rollout.dtype"] = parts.rollout.dtype
-    if derived.has_kl_in_loss(config) or derived.has_kl_in_reward(config):
-        dtypes["actor_rollout_ref.ref.fsdp_config.dtype"] = parts.ref.fsdp_config.dtype
-    if config.algorithm.adv_estimator == "gae":
-        dtypes["critic.fsdp.dtype"] = critic.fsdp.dtype
-    for key, dtype in dtypes.items():
-        if dtype in ("auto", "bfloat16"):
-            yield f"{key}={dtype}: {found.name} has no bfloat16 (compute capability below 8.0); {key}=float32, or newer GPUs"

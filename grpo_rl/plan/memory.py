@@ -8,6 +8,7 @@ word. No GPU has confirmed the sums.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
@@ -70,6 +71,9 @@ class Load:
     """Bytes of the optimizer's moments for each parameter, where they lie on the GPU."""
     in_host_memory: bool = False
     """Weights, gradients and moments lie in host memory all the time."""
+    weights_away: bool = False
+    moments_away: bool = False
+    """Between phases they lie in host memory."""
     offloads_inputs: bool = False
     """The layers' inputs wait for the backward pass in host memory."""
     shared_keys: int = 0
@@ -90,27 +94,20 @@ def frozen_bytes(size: ModelSize, load: Load) -> int:
     return ends * 4 + (size.num_params - ends) * (2 if load.half_base else 4)
 
 
-def resident(size: ModelSize, load: Load) -> int:
-    """Return the bytes of a rank's shards while it works: float32 weights and, where it trains, gradients and moments.
+def resident(size: ModelSize, load: Load, *, weights: bool = True, gradients: bool = True, moments: bool = True) -> int:
+    """Return the bytes of a rank's shards on its GPU: float32 weights and, where it trains, gradients and moments.
 
     This is where kinds of training that hold other parameters than these add what they hold.
     """
-    state = 4 + (GRADIENT + load.moments if load.trains else load.moments)
-    held = frozen_bytes(size, load) + load.adapters * state if load.adapters else size.num_params * state
-    whole_head = load.ref_head * 4 * size.vocab * size.hidden
-    return (0 if load.in_host_memory else int(held + 4 * load.others) // load.ranks) + whole_head
+    trained = load.adapters or size.num_params
+    held = 4 * (load.adapters + load.others) + (frozen_bytes(size, load) if load.adapters else 4 * size.num_params)
+    state = held * weights + trained * (GRADIENT * (load.trains and gradients) + load.moments * moments)
+    return (0 if load.in_host_memory else int(state) // load.ranks) + load.ref_head * 4 * size.vocab * size.hidden
 
 
-def at_rest(size: ModelSize, load: Load, *, weights: bool, moments: bool) -> int:
-    """Return the bytes of what a rank keeps between phases of its weights, and of the optimizer's moments."""
-    if load.in_host_memory:
-        return resident(size, load)
-    held = frozen_bytes(size, load) + load.adapters * 4 if load.adapters else size.num_params * 4
-    trained = (load.adapters or size.num_params) if load.trains else 0
-    return (
-        int((held + 4 * load.others) * weights + trained * load.moments * moments) // load.ranks
-        + load.ref_head * 4 * size.vocab * size.hidden
-    )
+def at_rest(size: ModelSize, load: Load) -> int:
+    """Return the bytes of what a rank keeps on its GPU between phases."""
+    return resident(size, load, weights=not load.weights_away, gradients=False, moments=not load.moments_away)
 
 
 def regions(size: ModelSize, load: Load) -> dict[str, int]:
@@ -247,17 +244,10 @@ def trains(plan: Plan, name: RoleName) -> bool:
 def _need(plan: Plan, name: RoleName, size: ModelSize) -> RoleMemory:
     """Return the need of one role that runs model passes, by the regions of its largest pass."""
     load = load_of(plan, size, name)
-    shards = replace(load, in_host_memory=False, ref_head=False)
-    state, passing = resident(size, shards), peak(size, load) - resident(size, load)
-    where = " in host memory" if load.in_host_memory else ""
-    scores = name == "reward_model" and plan.config.reward.reward_model.param_offload and not trains(plan, name)
-    where = " while it scores" if scores else where
-    what = "weights, gradients, AdamW" if load.trains else "weights"
-    if load.adapters:
-        base = frozen_bytes(size, load) // load.ranks
-        what, state = f"base weights {gib(base)} + adapters with gradients and AdamW", state - base
-    parts = f"{what} {gib(state)}{where} + activations {gib(passing)}"
-    return RoleMemory(name, peak(size, load), parts)
+    what = "weights, and of adapters gradients and AdamW" if load.adapters else "weights" + ", gradients, AdamW" * load.trains
+    state, most = resident(size, replace(load, in_host_memory=False)), peak(size, load)
+    parts = f"{what} {gib(state)} + activations {gib(most - resident(size, load))}"
+    return RoleMemory(name, most, at_rest(size, load), parts)
 
 
 def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
@@ -283,11 +273,16 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
             checkpointing=train.enable_gradient_checkpointing,
             has_head=False,
             moments=8 * learns,
+            weights_away=own.param_offload,
+            moments_away=train.optimizer_offload,
         )
     sharded: dict[str, FsdpConfig | RefFsdpConfig] = {
         "actor": parts.actor.fsdp_config,
         "reference": parts.ref.fsdp_config,
-        "teacher": RefFsdpConfig(dtype=next((one.dtype for _, one in plan.teachers if one.model_path), "auto")),
+        "teacher": RefFsdpConfig(
+            dtype=next((one.dtype for _, one in plan.teachers if one.model_path), "auto"),
+            param_offload=config.distillation.param_offload,
+        ),
         "critic": critic.fsdp,
     }
     fsdp = sharded[name]
@@ -314,6 +309,8 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         has_head=name != "critic",
         moments=moments_of(optimizer, size) * learns,
         in_host_memory=fsdp.offload_policy,
+        weights_away=fsdp.param_offload,
+        moments_away=isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload,
         offloads_inputs=model.enable_activation_offload,
         shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
         others=sum(one.num_params for one in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
@@ -368,15 +365,12 @@ def sharded_over(fsdp: FsdpConfig | RefFsdpConfig, ranks: int) -> int:
 
 def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory:
     width = _WIDTHS[engine.dtype]
-    weights = size.num_params * width // engine.tensor_parallel_size
-    per_token = size.kv_bytes_per_token(width)
+    weights, per_token = size.num_params * width // engine.tensor_parallel_size, size.kv_bytes_per_token(width)
     if machine.device == "cuda":
-        share = int(machine.gpu_memory * engine.gpu_memory_utilization)
-        of_gpu = f"{engine.gpu_memory_utilization:.0%} of the GPU" + f"'s {gib(machine.gpu_memory)}" * bool(share)
-        parts = f"{of_gpu}, of it weights {gib(weights)}; cache {per_token / 1024:.3g} KiB per token"
-        return RoleMemory("rollout", share or weights, parts)
+        parts = f"weights, in {engine.gpu_memory_utilization:.0%} of the GPU; cache {per_token / 1024:.3g} KiB per token"
+        return RoleMemory("rollout", weights, CONTEXT + GRAPHS, parts)
     cache = int(min(engine.kv_cache_gib * GIB, engine.max_num_seqs * engine.max_model_len * per_token))
-    return RoleMemory("rollout", weights + cache, f"weights {gib(weights)} + cache {gib(cache)}")
+    return RoleMemory("rollout", weights + cache, weights + cache, f"weights {gib(weights)} + cache {gib(cache)}")
 
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
@@ -396,119 +390,75 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.0f} MiB"
 
 
-# ---- one GPU: its processes phase by phase ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class GpuPhase:
-    """A phase of a step on one GPU: what all processes there take together."""
-
-    name: str
-    num_bytes: int
-    engine_share: float = 0.0
-    """The share of the whole GPU that the engine takes besides."""
-
-    @property
-    def least_gpu(self) -> int:
-        """Return the memory of the smallest GPU on which it fits."""
-        return int(self.num_bytes / (1 - self.engine_share))
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """A set of ranks on the GPU: the bytes that it keeps between phases, and those at its peak."""
-
-    role: RoleName
-    phase: str
-    """The phase of the step that is its largest."""
-    rest: int
-    peak: int
-
-
-def gpu_phases(plan: Plan, size: ModelSize) -> tuple[GpuPhase, ...]:
-    """Return the phases of a step on a GPU of the actor's pool; none on CPUs, and without an actor."""
-    if plan.machine.device != "cuda" or plan.role("actor") is None:
-        return ()
-    residents = residents_of(plan, size)
-    resting = sum(one.rest for one in residents)
-    phases = []
-    asleep = 0.0
-    if plan.engine is not None and plan.colocated:
-        weights = size.num_params * plan.engine_width // plan.engine.tensor_parallel_size
-        asleep = CONTEXT + GRAPHS if plan.engine.sleep_mode else 0.0
-        cache = plan.engine.kv_cache_memory_bytes
-        if cache is None:
-            awake = plan.engine.gpu_memory_utilization
-            share = 0.0 if plan.engine.sleep_mode else awake
-            phases.append(GpuPhase("sampling", resting, awake))
-        else:
-            # A cache of a fixed size: nothing of the engine's is a share of the GPU.
-            engine, share = weights + cache + CONTEXT + GRAPHS, 0.0
-            asleep = asleep or engine
-            phases.append(GpuPhase("sampling", resting + engine))
-        bucket = 2 * plan.engine.bucket_bytes + size.vocab * size.hidden * (4 + plan.engine_width)
-        sync = resting + int(asleep + (weights if plan.engine.sleep_mode else 0) + bucket)
-        phases.append(GpuPhase("weight transfer", sync, share))
-    else:
-        share = 0.0
-    for one in residents:
-        phases.append(GpuPhase(one.phase, int(resting - one.rest + one.peak + asleep), share))
-    return tuple(phases)
-
-
-def residents_of(plan: Plan, size: ModelSize) -> list[Resident]:
-    """Return the sets of ranks that share a GPU of the actor's pool."""
-    return [one for name in _MODEL_ROLES if (one := _resident(plan, size, name)) is not None]
-
-
-def _resident(plan: Plan, size: ModelSize, name: RoleName) -> Resident | None:
-    """Return what the ranks of a role take on one GPU of the actor's pool; None where there are none."""
-    role, own = plan.role(name), size_of_role(plan, size, name)
-    if role is None or own is None or role.pool != "actor":
-        return None
-    load = load_of(plan, own, name)
-    weights_away, moments_away = offloads(plan, name)
-    rest = at_rest(own, load, weights=not weights_away, moments=not moments_away)
-    process = CONTEXT + (NCCL_BUFFERS if role.num_workers > 1 else 0)
-    phase = {
-        "actor": "update",
-        "reference": "reference",
-        "teacher": "teacher",
-        "critic": "critic's update",
-        "reward_model": "reward model",
-    }[name]
-    return Resident(name, phase, int(rest * SLACK) + process, int(peak(own, load) * SLACK) + process)
-
-
-def offloads(plan: Plan, name: RoleName) -> tuple[bool, bool]:
-    """Return whether a role's weights, and its optimizer's moments, lie in host memory between phases."""
-    parts, critic, scorer = plan.config.actor_rollout_ref, plan.config.critic.fsdp, plan.config.reward.reward_model
-    actor, ref = parts.actor.fsdp_config, parts.ref.fsdp_config
-    return {
-        "actor": (actor.param_offload, actor.optimizer_offload),
-        "reference": (ref.param_offload, True),
-        "teacher": (plan.config.distillation.param_offload, True),
-        "critic": (critic.param_offload, critic.optimizer_offload),
-        "reward_model": (scorer.param_offload, scorer.train.optimizer_offload),
-        "rollout": (False, False),
-    }[name]
-
-
-# ---- does it fit? -----------------------------------------------------------------------------------------------------
+# ---- one GPU: its processes phase by phase, and whether they fit ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One need for memory, beside what is there for it."""
+    """What all processes take together in a phase of a step, and the share of a GPU, or of a machine's memory, that is there for it."""
 
     what: str
     needed: int
-    there: int
+    memory: int
+    """Bytes of the whole; 0 where that is not known."""
+    share: float = 1.0
 
     @property
-    def share(self) -> float:
+    def there(self) -> int:
+        """Return the bytes that are there for it."""
+        return int(self.memory * self.share)
+
+    @property
+    def used(self) -> float:
         """Return the need as a share of what is there."""
         return self.needed / max(self.there, 1)
+
+    @property
+    def least(self) -> int:
+        """Return the memory of the smallest GPU on which it fits."""
+        return int(self.needed / self.share)
+
+
+_PHASES = {"actor": "update", "critic": "critic's update", "reward_model": "reward model"}
+"""The phases of a step that are the largest of their roles; those of other roles have their names."""
+
+
+def gpu_phases(plan: Plan, size: ModelSize) -> list[Need]:
+    """Return the phases of a step on a GPU of the actor's pool; none on CPUs, and without an actor."""
+    if plan.machine.device != "cuda" or plan.role("actor") is None:
+        return []
+    gpu, engine, roles = plan.machine.gpu_memory, plan.engine, memory_by_role(plan, size)
+    held = resting_on_gpu(plan, roles)
+    resting, asleep, free, phases = sum(held.values()), 0, 1.0, []
+    if engine is not None and plan.colocated:
+        weights = size.num_params * plan.engine_width // engine.tensor_parallel_size
+        asleep = CONTEXT + GRAPHS if engine.sleep_mode else 0
+        if engine.kv_cache_memory_bytes is None:
+            beside = 1 - engine.gpu_memory_utilization
+            free = 1.0 if engine.sleep_mode else beside
+            phases.append(Need("sampling", resting, gpu, beside))
+        else:
+            # A cache of a fixed size: nothing of the engine's is a share of the GPU.
+            awake = weights + engine.kv_cache_memory_bytes + CONTEXT + GRAPHS
+            asleep = asleep or awake
+            phases.append(Need("sampling", resting + awake, gpu))
+        bucket = 2 * engine.bucket_bytes + size.vocab * size.hidden * (4 + plan.engine_width)
+        phases.append(Need("weight transfer", resting + asleep + weights * engine.sleep_mode + bucket, gpu, free))
+    for role in roles:
+        if role.role in held:
+            working = resting + int(role.num_bytes * SLACK) - int(role.at_rest * SLACK)
+            phases.append(Need(_PHASES.get(role.role, role.role), working + asleep, gpu, free))
+    return phases
+
+
+def resting_on_gpu(plan: Plan, roles: Sequence[RoleMemory]) -> dict[RoleName, int]:
+    """Return what the processes of each role that computes on a GPU of the actor's pool keep there between phases."""
+    found: dict[RoleName, int] = {}
+    for need in roles:
+        role = plan.role(need.role)
+        if role is not None and role.pool == "actor" and need.role != "rollout":
+            found[need.role] = int(need.at_rest * SLACK) + CONTEXT + NCCL_BUFFERS * (role.num_workers > 1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -529,7 +479,7 @@ class Fit:
     @property
     def tightest(self) -> Need:
         """Return the need with the largest share of what is there."""
-        return max(self.needs, key=lambda need: need.share)
+        return max(self.needs, key=lambda need: need.used)
 
 
 def fit_of(plan: Plan, size: ModelSize) -> Fit | None:
@@ -537,15 +487,15 @@ def fit_of(plan: Plan, size: ModelSize) -> Fit | None:
     total = plan.machine.gpu_memory
     if plan.machine.device != "cuda" or not total or plan.role("actor") is None:
         return None
-    needs = [Need(phase.name, phase.num_bytes, int(total * (1 - phase.engine_share))) for phase in gpu_phases(plan, size)]
-    tokens = 0
+    needs, tokens, longest = gpu_phases(plan, size), 0, 1
     if plan.engine is not None:
-        need, room = engine_need(plan, size), int(total * plan.engine.gpu_memory_utilization)
-        needs.append(Need("engine, in its share", need + plan.engine.max_model_len * token_bytes(plan, size), room))
-        tokens = max(0, room - need) // token_bytes(plan, size)
+        longest = plan.engine.max_model_len
+        own = Need("engine, in its share", engine_need(plan, size), total, plan.engine.gpu_memory_utilization)
+        tokens = max(0, own.there - own.needed) // token_bytes(plan, size)
+        needs.append(replace(own, needed=own.needed + longest * token_bytes(plan, size)))
     if plan.machine.host_memory:
         needs.append(Need("host memory of a machine", host_need(plan, size), plan.machine.host_memory))
-    return Fit(tuple(needs), tokens, tokens / plan.engine.max_model_len if plan.engine is not None else 0.0)
+    return Fit(tuple(needs), tokens, tokens / longest)
 
 
 def token_bytes(plan: Plan, size: ModelSize) -> int:
@@ -579,11 +529,10 @@ def host_need(plan: Plan, size: ModelSize) -> int:
         if role is None or own is None:
             continue
         ranks, load = -(-role.num_workers // nodes), load_of(plan, own, name)
-        weights, moments = offloads(plan, name)
-        kept = 4 * weights + 8 * (moments and trains(plan, name))
+        kept = 4 * load.weights_away + 8 * (load.moments_away and load.trains)
         if load.in_host_memory:
-            kept = 16 if trains(plan, name) else 4
-        if trains(plan, name) and config.trainer.save_freq > 0:
+            kept = 16 if load.trains else 4
+        if load.trains and config.trainer.save_freq > 0:
             kept += 12
         inputs = own.layers * load.tokens * own.hidden * load.width if load.offloads_inputs else 0
         total += ranks * (HOST_OF_RANK + own.num_params * kept // load.ranks + inputs)
@@ -592,23 +541,16 @@ def host_need(plan: Plan, size: ModelSize) -> int:
     return total
 
 
-def table(plan: Plan, size: ModelSize, fit: Fit) -> list[str]:
+def table(plan: Plan, fit: Fit) -> list[str]:
     """Return the lines of a table: each role at rest, each phase of the step, and the host."""
-    there = plan.machine.gpu_memory
-    lines = [f"{'on one GPU of ' + gib(there):<32}{'at rest':>12}"]
-    for one in residents_of(plan, size):
-        lines.append(f"{one.role.replace('_', ' '):<32}{gib(one.rest):>12}")
-    if plan.engine is not None:
-        lines.append(f"{'rollout':<32}{gib(_asleep(plan)):>12}")
+    lines = [f"{'on one GPU of ' + gib(plan.machine.gpu_memory):<32}{'at rest':>12}"]
+    for role, held in resting_on_gpu(plan, plan.memory).items():
+        lines.append(f"{role.replace('_', ' '):<32}{gib(held):>12}")
+    if (engine := plan.engine) is not None:
+        share = int(plan.machine.gpu_memory * engine.gpu_memory_utilization)
+        lines.append(f"{'rollout':<32}{gib(CONTEXT + GRAPHS if plan.colocated and engine.sleep_mode else share):>12}")
     lines.append(f"{'':<32}{'needs':>12}{'there':>12}{'used':>7}")
     for need in fit.needs:
-        mark = "  does not fit" if need.needed > need.there else "  tight" if need.share > TIGHT else ""
-        lines.append(f"{need.what:<32}{gib(need.needed):>12}{gib(need.there):>12}{need.share:>7.0%}{mark}")
+        mark = "  does not fit" if need.needed > need.there else "  tight" if need.used > TIGHT else ""
+        lines.append(f"{need.what:<32}{gib(need.needed):>12}{gib(need.there):>12}{need.used:>7.0%}{mark}")
     return lines
-
-
-def _asleep(plan: Plan) -> int:
-    assert plan.engine is not None
-    if not plan.colocated or not plan.engine.sleep_mode:
-        return int(plan.machine.gpu_memory * plan.engine.gpu_memory_utilization)
-    return CONTEXT + GRAPHS

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequence
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
@@ -278,18 +279,14 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
 
 def _too_long(config: Config, text: dict[str, Any]) -> Iterator[str]:
     """Yield a problem for sequences of more tokens than the model has positions."""
-    known = positions_of(text)
-    asked = config.actor_rollout_ref.rollout.max_model_len
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    known, asked, longest = positions_of(text), config.actor_rollout_ref.rollout.max_model_len, longest_sequence(config)
     if known is None or (asked or longest) <= known[1] or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0"):
         return
-    what = (
-        f"actor_rollout_ref.rollout.max_model_len={asked}: more tokens"
-        if asked
-        else f"data.max_prompt_length + data.max_response_length = {config.data.max_prompt_length} + "
-        f"{config.data.max_response_length}: more tokens"
+    key = "actor_rollout_ref.rollout.max_model_len" if asked else "data.max_prompt_length + data.max_response_length"
+    yield (
+        f"{key}={asked or longest}: more tokens than the model has positions, {known[0]}={known[1]} in its config.json; at most "
+        f"{known[1]}"
     )
-    yield f"{what} than the model has positions, {known[0]}={known[1]} in its config.json; at most {known[1]}"
 
 
 def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
@@ -433,53 +430,29 @@ def refusals(config: Config, settings: dict[str, Any]) -> Iterator[str]:
     for name in SCALED_LOGITS:
         if text.get(name) not in (None, 1, 1.0):
             yield f"{path}: models with {name} cannot be trained here, and this one has {name}={text[name]}"
-    yield from _window(config, text, path)
-    if experts < 2:
-        yield from _keys_for_experts(config, path)
-    else:
-        yield from _keys_without_experts(config, path)
-
-
-def _window(config: Config, text: dict[str, Any], path: str) -> Iterator[str]:
-    """Yield a problem for sequences that are longer than the window of some layers' attention."""
-    window = text.get("sliding_window")
-    if not isinstance(window, int) or text.get("use_sliding_window") is False or "sliding_attention" not in _layer_types(text):
-        return
-    longest = longest_sequence(config)
-    if longest > window:
+    # What the trainer's attention has not: a window that is shorter than the sequences.
+    window, longest = text.get("sliding_window"), longest_sequence(config)
+    windowed = text.get("use_sliding_window") is not False and "sliding_attention" in (
+        text.get("layer_types") or ["sliding_attention"]
+    )
+    if isinstance(window, int) and windowed and longest > window:
         yield (
             f"data.max_prompt_length + data.max_response_length = {longest}: more than the {window} tokens of the sliding window "
             f"of {path}, which the trainer's attention has not; at most {window}"
         )
-
-
-def _layer_types(text: dict[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of the layers: those that are named, or all with a window."""
-    named = text.get("layer_types")
-    return tuple(named) if named else ("sliding_attention",)
-
-
-def _keys_without_experts(config: Config, path: str) -> Iterator[str]:
-    """Yield a problem for each key that models with experts do not take."""
-    parts = config.actor_rollout_ref
-    if (size := parts.actor.ulysses_sequence_parallel_size) > 1:
+    actor = config.actor_rollout_ref.actor
+    if experts < 2:
+        for key, value in (
+            ("router_aux_loss_coef", actor.router_aux_loss_coef),
+            ("router_replay.mode", actor.router_replay.mode),
+        ):
+            if value not in (0, None, "disabled"):
+                yield f"{_ACTOR}.{key}={show(value)}: is for models with experts, and {path} has none; leave it out"
+        return
+    if (size := actor.ulysses_sequence_parallel_size) > 1:
         yield (
             f"{_ACTOR}.ulysses_sequence_parallel_size={size}: {path} has experts, whose tokens are counted and replayed by rank; "
             "set it to 1 and lower ppo_max_token_len_per_gpu"
         )
-    if parts.actor.fsdp_config.use_torch_compile:
-        yield (
-            f"{_ACTOR}.fsdp_config.use_torch_compile=true: {path} has experts, whose layers have other shapes in every pass; "
-            "leave it out"
-        )
-
-
-def _keys_for_experts(config: Config, path: str) -> Iterator[str]:
-    actor = config.actor_rollout_ref.actor
-    given = []
-    if actor.router_aux_loss_coef:
-        given.append(f"{_ACTOR}.router_aux_loss_coef={actor.router_aux_loss_coef:g}")
-    if actor.router_replay.mode != "disabled":
-        given.append(f"{_ACTOR}.router_replay.mode={actor.router_replay.mode}")
-    for key in given:
-        yield f"{key}: is for models with experts, and {path} has none; leave it out"
+    if actor.fsdp_config.use_torch_compile:
+        yield f"{_ACTOR}.fsdp_config.use_torch_compile=true: {path} has experts, whose layers have other shapes in every pass; leave it out"

@@ -164,17 +164,11 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
     if plan.role("reference") and not (parts.ref.fsdp_config.param_offload or parts.ref.fsdp_config.offload_policy):
         yield [(0, {}), (1, {f"{REF}.fsdp_config.param_offload": True})]
     if not fsdp.offload_policy:
-        optimizer = {} if fsdp.optimizer_offload else {f"{A}.fsdp_config.optimizer_offload": True}
-        weights = {} if fsdp.param_offload else {f"{A}.fsdp_config.param_offload": True}
-        kept = {f"{A}.fsdp_config.param_offload": False, f"{A}.fsdp_config.optimizer_offload": False}
-        cleared = {key: value for key, value in kept.items() if key.endswith("param_offload") and fsdp.param_offload}
-        cleared |= {key: value for key, value in kept.items() if key.endswith("optimizer_offload") and fsdp.optimizer_offload}
-        yield [
-            (0, {}),
-            (2, optimizer),
-            (3, {**optimizer, **weights}),
-            (8, {**cleared, f"{A}.fsdp_config.offload_policy": True}),
-        ]
+        keys = {key: f"{A}.fsdp_config.{key}" for key in ("optimizer_offload", "param_offload")}
+        kept = {path: True for key, path in keys.items() if not getattr(fsdp, key)}
+        cleared = {path: False for key, path in keys.items() if getattr(fsdp, key)}
+        policy = {**cleared, f"{A}.fsdp_config.offload_policy": True}
+        yield [(0, {}), (2, dict(list(kept.items())[:1])), (3, kept), (8, policy)]
     if parts.rollout.free_cache_engine is False and plan.colocated:
         yield [(0, {}), (1, {f"{R}.free_cache_engine": True})]
     if not model.enable_activation_offload:
@@ -184,17 +178,17 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
 
 def _smaller_passes(plan: Plan) -> list[tuple[float, dict[str, Any]]]:
     """Return the configured micro-batch and halves of it, down to one sequence."""
-    actor, longest = plan.config.actor_rollout_ref.actor, longest_sequence(plan.config)
-    ways: list[tuple[float, dict[str, Any]]] = [(0, {})]
-    rule = plan.passes.update
+    rule, actor = plan.passes.update, plan.config.actor_rollout_ref.actor
+    key, value, least = "ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu or 1, 1
     if rule.max_tokens is not None:
-        tokens = rule.max_tokens // rule.sequence_ranks
-        least = -(-longest // rule.sequence_ranks)
-        while tokens > least:
-            tokens = max(least, tokens // 2)
-            ways.append((len(ways), {f"{A}.ppo_max_token_len_per_gpu": tokens}))
-    rollouts = actor.ppo_micro_batch_size_per_gpu or 1
-    while rule.max_tokens is None and rollouts > 1:
-        rollouts //= 2
-        ways.append((len(ways), {f"{A}.ppo_micro_batch_size_per_gpu": rollouts}))
+        longest = longest_sequence(plan.config)
+        key, value, least = (
+            "ppo_max_token_len_per_gpu",
+            rule.max_tokens // rule.sequence_ranks,
+            -(-longest // rule.sequence_ranks),
+        )
+    ways: list[tuple[float, dict[str, Any]]] = [(0, {})]
+    while value > least:
+        value = max(least, value // 2)
+        ways.append((len(ways), {f"{A}.{key}": value}))
     return ways

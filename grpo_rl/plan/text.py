@@ -30,7 +30,6 @@ from grpo_rl.plan import calibration
 from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
 from grpo_rl.plan.cost import assumptions, step_time
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.machine import multiplies_bfloat16
 from grpo_rl.plan.memory import TIGHT, Fit, adapter_params, fit_of, gib, gpu_phases, host_bytes, table
 from grpo_rl.plan.paradigm import components
 from grpo_rl.plan.pools import HEAD, divisions
@@ -117,27 +116,24 @@ def _setting(config: Config, plan: Plan) -> Rows:
 def _collection(sampling: Plan, pairs: bool) -> str:
     """Describe the phase before training: what is sampled, and what of it is kept."""
     n, rejection = sampling.config.actor_rollout_ref.rollout.n, sampling.config.algorithm.rejection
-    kept = f"those with a reward of {rejection.min_reward:g} or more"
-    if rejection.deduplicate:
-        kept += ", each once"
+    kept = [f"those with a reward of {rejection.min_reward:g} or more", *["each once"] * rejection.deduplicate]
     if rejection.max_per_prompt is not None:
-        kept += f", at most {rejection.max_per_prompt} to a prompt"
+        kept.append(f"at most {rejection.max_per_prompt} to a prompt")
     if pairs:
-        kept = "the best and the worst of each group, where one is better"
-    return f"{_count(n, 'response')} to each prompt, sampled once before training; kept: {kept}"
+        kept = ["the best and the worst of each group, where one is better"]
+    return f"{_count(n, 'response')} to each prompt, sampled once before training; kept: {', '.join(kept)}"
 
 
 def _length_of_run(config: Config, plan: Plan) -> str:
     trainer = config.trainer
     if not plan.trains:
         return "validation only, of " + ("the run's checkpoint" if plan.resumes else "the model's folder")
-    if plan.sizes.total_steps is None:
-        what = "kept responses" if collects(config) else "data"
-        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the {what}"
+    sizes = plan.sizes
+    if sizes.total_steps is None:
+        length = f"{_count(trainer.total_epochs, 'pass', 'passes')} over the {'kept responses' if collects(config) else 'data'}"
     else:
-        sizes = plan.sizes
-        steps, updates = sizes.total_steps or 0, sizes.actor_updates if plan.role("actor") else sizes.reward_model_updates
-        length = f"{_count(steps, 'training step')}, {_count(updates, 'optimizer step')}"
+        updates = sizes.actor_updates if plan.role("actor") else sizes.reward_model_updates
+        length = f"{_count(sizes.total_steps, 'training step')}, {_count(updates, 'optimizer step')}"
     tests = f"validation every {trainer.test_freq}" if trainer.test_freq > 0 else "no validation in between"
     saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "saved at a stop"
     return f"{length}; {tests}, {saves}"
@@ -159,15 +155,10 @@ def _roles(config: Config, plan: Plan) -> Rows:
         moves = "; the policy as it is when an iteration begins" if reference.stateful else ""
         yield "reference", f"{_count(reference.num_workers, 'rank')} on the actor's devices, for {reference.reason}{moves}"
     elif plan.base_reference is not None:
-        yield (
-            "reference",
-            f"the base model under the adapters, computed by the actor's ranks, for {plan.base_reference}; no second copy",
-        )
-    elif plan.trains and not is_offline(config):
-        why = "the loss compares with none" if plan.objective.needs_pairs else "no KL term has a weight above 0"
-        yield "reference", f"not started: {why}"
-    elif plan.trains and plan.objective.needs_ref:
-        yield "reference", "not started: the actor computes the initial policy's log-probs of all rows once, before step 1"
+        yield "reference", f"the base model under the adapters, by the actor's ranks, for {plan.base_reference}; no second copy"
+    elif plan.trains and (not is_offline(config) or plan.objective.needs_ref):
+        first = "the actor computes the initial policy's log-probs of all rows once, before step 1"
+        yield "reference", f"not started: {first if is_offline(config) else 'nothing reads one'}"
     if critic := plan.role("critic"):
         own = plan.critic_model or "the actor's model"
         yield "critic", f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
@@ -229,20 +220,22 @@ def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
     if plan.role("actor") is None:
         steps = config.reward.reward_model.train.loss == "steps"
-        longest = f"at most {longest_sequence(config)} tokens {'each' if steps else 'in each of their two sequences'}"
-        yield "rows", f"{_count(data.train_batch_size, 'solution' if steps else 'pair')} of the data, {longest}"
+        rows, places = ("solution", "ends of the rated steps") if steps else ("pair", "last tokens of both responses")
         yield (
-            "update",
-            f"1 optimizer step, on {'the ends of the rated steps' if steps else 'the last tokens of both responses'}",
+            "rows",
+            f"{_count(data.train_batch_size, rows)} of the data, at most {longest_sequence(config)} tokens in a sequence",
         )
+        yield "update", f"1 optimizer step, on the {places}"
         yield "micro-batch", f"<= {config.reward.reward_model.max_token_len_per_gpu:,} tokens per rank"
         return
     if is_offline(config):
         pairs = plan.objective.needs_pairs and not plan.objective.needs_kl
-        longest = f"at most {longest_sequence(config)} tokens {'in each of their two sequences' if pairs else 'each'}"
-        yield "rows", f"{_count(data.train_batch_size, 'pair' if pairs else 'row')} of the data, {longest}"
-        trained = "both answers of every pair" if pairs else "the tokens of the assistant's turns"
-        yield "update", f"1 optimizer step, on {trained}"
+        rows, places = ("pair", "both answers of every pair") if pairs else ("row", "the tokens of the assistant's turns")
+        yield (
+            "rows",
+            f"{_count(data.train_batch_size, rows)} of the data, at most {longest_sequence(config)} tokens in a sequence",
+        )
+        yield "update", f"1 optimizer step, on {places}"
         yield "micro-batch", "; ".join(_micro_batches(plan))
         return
     n = config.actor_rollout_ref.rollout.n
@@ -253,7 +246,9 @@ def _step(config: Config, plan: Plan) -> Rows:
         f"at most {data.max_prompt_length} + {data.max_response_length} tokens each",
     )
     if plan.overlaps:
-        yield "schedule", _overlap(config) + _without_async_scheduling(plan.engine)
+        yield "schedule", _overlap(config)
+        if plan.engine is not None and plan.engine.device != "cpu" and plan.engine.engine_kwargs.get("async_scheduling"):
+            yield "", "responses end before each update: so vLLM wants it with engine_kwargs.vllm.async_scheduling=true"
     yield from _selection(config)
     if sizes.iteration is not None:
         yield "iteration", _iteration(config, *sizes.iteration)
@@ -301,25 +296,13 @@ def _overlap(config: Config) -> str:
     )
 
 
-def _without_async_scheduling(engine: EngineSpec | None) -> str:
-    """Describe what vLLM on GPUs does differently where weights come under unfinished responses; empty elsewhere."""
-    if engine is None or not engine.updates_in_flight or engine.device == "cpu" or engine.name != "vllm":
-        return ""
-    if engine.engine_kwargs.get("async_scheduling"):
-        return "; but with engine_kwargs.vllm.async_scheduling=true they end before each update"
-    return "; vLLM's async scheduling is off, under which they would have to end before each update"
-
-
 def _iteration(config: Config, model_steps: int, steps: int) -> str:
     """Describe what happens at the beginning of an iteration, and what its steps train on."""
     rules = " + ".join(config.reward.functions)
-    trained = f"{_count(steps, 'step')} of the policy on the model's score alone, beside which the reward of {rules} is logged"
-    if model_steps == 0:
-        return f"reference <- policy; the reward model stays as it is; {trained}"
-    replayed = f", {config.trainer.iterate.replay_share:.3g} of them from earlier iterations"
+    learns = f"{_count(model_steps, 'step')} of the reward model on the best and worst of new groups by {rules}"
     return (
-        f"reference <- policy; {_count(model_steps, 'step')} of the reward model on the best and worst of new groups by {rules}"
-        f"{replayed if config.trainer.iterate.replay_share else ''}; {trained}"
+        f"reference <- policy; {learns if model_steps else 'the reward model stays as it is'}; {_count(steps, 'step')} of the policy on "
+        "the model's score alone"
     )
 
 
@@ -460,14 +443,9 @@ def _memory(plan: Plan, judged: Fit | None) -> Rows:
         return
     for need in plan.memory:
         yield need.role.replace("_", " "), f"{gib(need.num_bytes)}: {need.parts}"
-    phases = gpu_phases(plan, plan.model)
-    if phases:
-        shown = [
-            f"{one.name} {gib(one.num_bytes)}" + (f" + {one.engine_share:.0%}" if one.engine_share else "") for one in phases
-        ]
-        tight = max(phases, key=lambda one: one.least_gpu)
-        verdict = f"needs a GPU of {gib(tight.least_gpu)} or more, for the {tight.name}"
-        yield "together", f"{verdict}; {', '.join(shown)} (estimated, not run)"
+    if phases := gpu_phases(plan, plan.model):
+        tight = max(phases, key=lambda one: one.least)
+        yield "together", f"needs a GPU of {gib(tight.least)} or more, for the {tight.what} (estimated, not run)"
 
 
 def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
@@ -475,9 +453,9 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
     if judged is None or plan.model is None:
         return
     tight = judged.tightest
-    state = "yes, tightly" if judged.fits and tight.share > TIGHT else "yes" if judged.fits else "no"
+    state = "yes, tightly" if judged.fits and tight.used > TIGHT else "yes" if judged.fits else "no"
     yield "fits", f"{state}: {tight.what} takes {gib(tight.needed)} of {gib(tight.there)} (estimated, not run)"
-    for line in table(plan, plan.model, judged):
+    for line in table(plan, judged):
         yield TABLE, line
     if plan.engine is not None:
         yield "cache", f"{judged.cache_tokens:,} tokens for each engine, {judged.cache_sequences:.3g} sequences of full length"
@@ -487,7 +465,7 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
         yield "instead", f"no configuration was found that fits, on up to {MOST_MACHINES} machines"
         return
     used = instead.fit.tightest
-    yield "instead", f"this fits ({used.what} takes {used.share:.0%} of its memory); add to the command:"
+    yield "instead", f"this fits ({used.what} takes {used.used:.0%} of its memory); add to the command:"
     for word in instead.words():
         yield TABLE, word
 
@@ -541,9 +519,6 @@ def _notes(config: Config, plan: Plan) -> Rows:
             "-",
             f"{plan.world_size} actor processes share {machine.num_cpus} cores: trainer.n_gpus_per_node is their number on a CPU",
         )
-    half = "bfloat16" in (config.actor_rollout_ref.actor.fsdp_config.dtype, config.actor_rollout_ref.rollout.dtype)
-    if machine.device == "cpu" and half and multiplies_bfloat16() is False:
-        yield "-", "bfloat16: this processor has no instructions for it (amx_bf16, avx512_bf16), so float32 is faster here"
     if machine.cluster and machine.device == "cpu" and config.trainer.device == "auto":
         yield "", "trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has"
     total = plan.sizes.total_steps

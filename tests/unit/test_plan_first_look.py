@@ -50,10 +50,6 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RewardRun
     made.close()
 
 
-def troubles(sights: list[first_look.Sight]) -> list[str]:
-    return [sight.name for sight in sights if sight.advice]
-
-
 @pytest.mark.parametrize(
     ("runner", "text", "is_trouble"),
     [
@@ -65,50 +61,42 @@ def troubles(sights: list[first_look.Sight]) -> list[str]:
     indirect=["runner"],
 )
 def test_the_reward_is_tried_on_right_answers_and_on_empty_ones(runner: RewardRunner, text: str, is_trouble: bool) -> None:
-    (sight,) = RewardTrial(prompts_of(), runner, TOKENIZER).sights()
-    assert sight.name == "reward" and text in sight.text
-    assert bool(sight.advice) == is_trouble
+    line, warns = RewardTrial(prompts_of(), runner, TOKENIZER).result()
+    assert line.startswith("reward   ") and text in line and warns == is_trouble
 
 
 @pytest.mark.parametrize("runner", ["auto"], indirect=True)
 def test_where_no_right_answer_can_be_made_it_says_so_and_warns_of_nothing(runner: RewardRunner) -> None:
     truths: list[object] = [{"tests": []}, {"numbers": 7, "target": "no number"}, None]
     prompts = [dataclasses.replace(prompt, ground_truth=truth) for prompt, truth in zip(prompts_of(), truths, strict=False)]
-    (sight,) = RewardTrial(prompts, runner, TOKENIZER).sights()
-    assert "no right answer could be made" in sight.text and not sight.advice
-    assert RewardTrial([], runner, TOKENIZER).sights() == []
+    line, warns = RewardTrial(prompts, runner, TOKENIZER).result()
+    assert "no right answer could be made" in line and not warns
+    assert RewardTrial([], runner, TOKENIZER).result() == ("", False)
 
 
 def test_prompts_that_are_cut_and_answers_that_do_not_fit_are_named_with_the_lengths_they_need() -> None:
-    well = of_prompts(plan_of(), prompts_of(), TOKENIZER)
-    assert troubles(well) == [] and "<|user|>" in well[0].text and "of 32" in well[0].text
+    assert list(of_prompts(plan_of(), prompts_of(), TOKENIZER)) == []
     cut = DataConfig(max_prompt_length=5, truncation="left")
-    sights = of_prompts(plan_of("data.max_prompt_length=5", "data.truncation=left"), prompts_of(cut), TOKENIZER)
-    assert troubles(sights) == ["prompts"]
-    assert "8 of 8 reach data.max_prompt_length=5, and longer ones are cut (left)" in sights[0].text
-    short = of_prompts(plan_of("data.max_response_length=3"), prompts_of(), TOKENIZER)
-    assert troubles(short) == ["answers"] and "raise it to" in short[1].advice
+    [warning] = of_prompts(plan_of("data.max_prompt_length=5", "data.truncation=left"), prompts_of(cut), TOKENIZER)
+    assert "8 of 8 reach data.max_prompt_length=5, and longer ones are cut (left)" in warning
+    [warning] = of_prompts(plan_of("data.max_response_length=3"), prompts_of(), TOKENIZER)
+    assert warning.startswith("answers") and "Raise it to" in warning
 
 
-def test_the_plan_shows_rows_disk_and_memory(tmp_path: Path) -> None:
+def test_few_rows_and_a_disk_and_a_memory_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = plan_of("trainer.save_freq=10")
-    sights = [*of_plan(plan, tmp_path / "not" / "there"), *of_memory(plan)]
-    assert troubles(sights) == []
-    text = {sight.name: sight.text for sight in sights}
-    assert list(text) == ["rows", "disk", "memory"]
-    assert "8,192 rows, 64 in a batch, 80 steps: each row comes 0.625 times" in text["rows"]
-    assert text["disk"].startswith("8 checkpoints take") and str(tmp_path) in text["disk"]
-
-
-def test_a_disk_and_a_memory_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    plan = plan_of("trainer.save_freq=1")
+    assert [*of_plan(plan, tmp_path / "not" / "there"), *of_memory(plan)] == []
     size = plan.model
     assert size is not None
     large = dataclasses.replace(plan, model=dataclasses.replace(size, num_params=10**14))
-    sights = of_plan(large, tmp_path)
-    assert troubles(sights) == ["disk"] and "max_actor_ckpt_to_keep=2" in sights[1].advice
+    [warning] = of_plan(large, tmp_path / "not" / "there")
+    assert "8 checkpoints take" in warning and str(tmp_path) in warning and "max_actor_ckpt_to_keep=2" in warning
+    few = dataclasses.replace(plan, sizes=dataclasses.replace(plan.sizes, num_train_rows=100))
+    [warning] = of_plan(few, tmp_path)
+    assert "100 rows, 64 in a batch, 80 steps: each row comes 51.2 times" in warning
     monkeypatch.setattr(first_look, "machine_memory", lambda: machine_memory.MachineMemory(1e6, 1e9))
-    assert troubles(of_memory(plan)) == ["memory"]
+    [warning] = of_memory(plan)
+    assert warning.startswith("memory   all processes: about")
 
 
 def test_a_containers_limit_counts_and_files_that_the_kernel_keeps_do_not(

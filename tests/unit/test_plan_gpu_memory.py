@@ -11,7 +11,7 @@ import pytest
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, max_num_seqs
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.memory import GIB, GpuPhase, adapter_params, gpu_phases, load_of, memory_by_role, resident
+from grpo_rl.plan.memory import GIB, Need, adapter_params, gpu_phases, load_of, memory_by_role, resident
 from grpo_rl.plan.model_folder import model_size
 from grpo_rl.plan.text import describe
 
@@ -39,9 +39,9 @@ def plan_of(tmp_path: Path, size: str, *words: str, machine: Machine = GPUS, **m
     return dataclasses.replace(plan, text=describe(composed, plan))
 
 
-def phases_of(plan: Plan) -> dict[str, GpuPhase]:
+def phases_of(plan: Plan) -> dict[str, Need]:
     assert plan.model is not None
-    return {phase.name: phase for phase in gpu_phases(plan, plan.model)}
+    return {phase.what: phase for phase in gpu_phases(plan, plan.model)}
 
 
 def test_adapters_need_neither_a_second_model_nor_moments_of_the_first(tmp_path) -> None:
@@ -60,7 +60,7 @@ def test_adapters_need_neither_a_second_model_nor_moments_of_the_first(tmp_path)
     assert list(after) == ["sampling", "weight transfer", "update"]
     for name in after:
         # Moments and the reference's weights, 8 + 4 bytes of each parameter over 8 ranks; in the update gradients besides.
-        assert before[name].num_bytes - after[name].num_bytes > params * 11 / 8, name
+        assert before[name].needed - after[name].needed > params * 11 / 8, name
     half = plan_of(tmp_path, "7b", "actor_rollout_ref.model.lora_rank=32", dtype="bfloat16")
     blocks = params - 2 * 152064 * 3584  # embedding and head stay in float32
     assert half.model is not None
@@ -76,39 +76,39 @@ def test_every_phase_has_all_processes_of_the_gpu(tmp_path) -> None:
     alone = phases_of(plan_of(tmp_path, "7b", f"{A}.use_kl_loss=false"))
     # The reference's weights, 7.6 billion in float32 over 8 ranks, and its process lie on the GPU while others work.
     for name in ("sampling", "weight transfer", "update"):
-        added = phases[name].num_bytes - alone[name].num_bytes
+        added = phases[name].needed - alone[name].needed
         assert 7.6e9 * 4 / 8 < added < 7.6e9 * 4 / 8 * 1.2 + 2 * GIB, name
-    assert phases["sampling"].engine_share == 0.5 and phases["update"].engine_share == 0.0
+    assert phases["sampling"].share == 0.5 and phases["update"].share == 1
     # A sleeping engine's graphs and context, the embedding and head whole, with gradients: none of it was counted before.
     state_and_activations = next(need for need in plan_of(tmp_path, "7b").memory if need.role == "actor").num_bytes
-    assert phases["update"].num_bytes > state_and_activations + 2 * 2 * 152064 * 3584 * 4
+    assert phases["update"].needed > state_and_activations + 2 * 2 * 152064 * 3584 * 4
 
 
 def test_what_is_kept_in_host_memory_is_on_the_gpu_only_while_it_is_used(tmp_path) -> None:
     there = phases_of(plan_of(tmp_path, "14b"))
     offload = [f"{A}.fsdp_config.param_offload=true", f"{A}.fsdp_config.optimizer_offload=true"]
     away = phases_of(plan_of(tmp_path, "14b", *offload))
-    assert there["update"].num_bytes == away["update"].num_bytes
+    assert there["update"].needed == away["update"].needed
     # 14.8 billion parameters, 12 bytes each, over 8 ranks.
-    assert there["sampling"].num_bytes - away["sampling"].num_bytes > 14.7e9 * 12 / 8
-    assert there["sampling"].least_gpu > 80 * GIB * 0.5 > away["sampling"].num_bytes
+    assert there["sampling"].needed - away["sampling"].needed > 14.7e9 * 12 / 8
+    assert there["sampling"].least > 80 * GIB * 0.5 > away["sampling"].needed
 
 
 def test_an_engine_that_keeps_its_memory_narrows_every_phase(tmp_path) -> None:
     phases = phases_of(plan_of(tmp_path, "7b", f"{R}.free_cache_engine=false"))
-    assert all(phase.engine_share == 0.5 for phase in phases.values())
-    assert phases["update"].least_gpu == pytest.approx(2 * phases["update"].num_bytes, rel=1e-6)
+    assert all(phase.share == 0.5 for phase in phases.values())
+    assert phases["update"].least == pytest.approx(2 * phases["update"].needed, rel=1e-6)
 
 
 def test_a_cache_of_a_fixed_size_is_no_share_of_the_gpu(tmp_path) -> None:
     by_share = phases_of(plan_of(tmp_path, "7b"))
     fixed = phases_of(plan_of(tmp_path, "7b", f"{R}.kv_cache_memory_bytes={10 * GIB}"))
-    added = fixed["sampling"].num_bytes - by_share["sampling"].num_bytes
-    assert 10 * GIB + 7.6e9 * 2 < added < 10 * GIB + 7.7e9 * 2 + 2 * GIB and fixed["sampling"].engine_share == 0
+    added = fixed["sampling"].needed - by_share["sampling"].needed
+    assert 10 * GIB + 7.6e9 * 2 < added < 10 * GIB + 7.7e9 * 2 + 2 * GIB and fixed["sampling"].share == 1
     assert fixed["update"] == by_share["update"], "the engine sleeps"
     awake = phases_of(plan_of(tmp_path, "7b", f"{R}.kv_cache_memory_bytes={10 * GIB}", f"{R}.free_cache_engine=false"))
-    kept = awake["update"].num_bytes - fixed["update"].num_bytes
-    assert 10 * GIB + 7.6e9 * 2 < kept < 10 * GIB + 7.7e9 * 2 and awake["update"].engine_share == 0
+    kept = awake["update"].needed - fixed["update"].needed
+    assert 10 * GIB + 7.6e9 * 2 < kept < 10 * GIB + 7.7e9 * 2 and awake["update"].share == 1
 
 
 def test_the_page_says_which_gpu_is_needed_and_what_to_do_on_a_smaller_one(tmp_path) -> None:

@@ -97,7 +97,7 @@ def test_a_folder_that_can_be_used_is_planned_with_its_sizes(folder: Path) -> No
 
 def test_more_tokens_than_positions_are_refused(folder: Path) -> None:
     problem = problem_of(folder, "data.max_prompt_length=512", "data.max_response_length=512")
-    assert problem.startswith("data.max_prompt_length + data.max_response_length = 512 + 512: more tokens")
+    assert problem.startswith("data.max_prompt_length + data.max_response_length=1024: more tokens")
     assert "max_position_embeddings=512" in problem and "at most 512" in problem
     assert plan_of(folder, "data.max_prompt_length=256", "data.max_response_length=256")
 
@@ -224,3 +224,11 @@ def test_under_adapters_that_were_trained_before_the_kl_is_to_the_base_model_and
 def test_an_adapter_beside_the_weights_is_refused_for_two_ways_of_reading_would_differ(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     assert "has a peft adapter beside the model" in problem_of(folder)
+
+
+def test_prompts_are_shared_unless_the_model_drops_at_random_beside_which_sharing_is_refused() -> None:
+    drops, key = f"{M}.override_config={{attention_dropout: 0.1}}", "actor_rollout_ref.actor.use_prefix_grouper"
+    for words, shares in (([], True), ([f"{key}=false"], False), ([drops], False), ([drops, f"{key}=false"], False)):
+        assert plan_of("builtin:arithmetic", *words).config.actor_rollout_ref.actor.use_prefix_grouper is shares
+    with pytest.raises(ConfigError, match=r"training drops at random \(attention_dropout=0.1\)"):
+        plan_of("builtin:arithmetic", drops, f"{key}=true")

@@ -81,9 +81,7 @@ def test_the_proposal_changes_as_little_as_it_can() -> None:
 
 
 def test_nothing_is_proposed_where_nothing_fits() -> None:
-    page = planned(f"{M}.path=Qwen/Qwen2.5-72B", "machine=1xT4-16GB", *[
-        f"{key}=float32" for key in (f"{A}.fsdp_config.dtype", f"{R}.dtype", "actor_rollout_ref.ref.fsdp_config.dtype")
-    ]).render()  # fmt: skip
+    page = planned(f"{M}.path=Qwen/Qwen2.5-72B", "machine=1xL4-24GB", "trainer.machine_host_gib=8").render()
     assert "no configuration was found that fits" in page
 
 
