@@ -390,7 +390,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     cluster, roles = session.start(plan, inputs, stack, course.recoveries)
     roles.audit = audit
     roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info, expected(plan))
-    if trial is not None and (found := trial.result())[0]:
+    if trial is not None and (found := trial.verdict())[0]:
         (console.warn if found[1] else console.info)(found[0])
     sinks = Sinks(run_dir, config.trainer, course.composed.resolved, console.warn, console.info)
     stack.callback(sinks.close)

@@ -137,7 +137,7 @@ class RewardTrial:
         for rollout in (*self._right, *self._empty):
             rules.submit(rollout)
 
-    def result(self) -> tuple[str, bool]:
+    def verdict(self) -> tuple[str, bool]:
         """Wait for the scores, and return what they say, and whether it is a warning; nothing to say without a row."""
         if not self._empty:
             return "", False

@@ -61,7 +61,7 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RewardRun
     indirect=["runner"],
 )
 def test_the_reward_is_tried_on_right_answers_and_on_empty_ones(runner: RewardRunner, text: str, is_trouble: bool) -> None:
-    line, warns = RewardTrial(prompts_of(), runner, TOKENIZER).result()
+    line, warns = RewardTrial(prompts_of(), runner, TOKENIZER).verdict()
     assert line.startswith("reward   ") and text in line and warns == is_trouble
 
 
@@ -69,9 +69,9 @@ def test_the_reward_is_tried_on_right_answers_and_on_empty_ones(runner: RewardRu
 def test_where_no_right_answer_can_be_made_it_says_so_and_warns_of_nothing(runner: RewardRunner) -> None:
     truths: list[object] = [{"tests": []}, {"numbers": 7, "target": "no number"}, None]
     prompts = [dataclasses.replace(prompt, ground_truth=truth) for prompt, truth in zip(prompts_of(), truths, strict=False)]
-    line, warns = RewardTrial(prompts, runner, TOKENIZER).result()
+    line, warns = RewardTrial(prompts, runner, TOKENIZER).verdict()
     assert "no right answer could be made" in line and not warns
-    assert RewardTrial([], runner, TOKENIZER).result() == ("", False)
+    assert RewardTrial([], runner, TOKENIZER).verdict() == ("", False)
 
 
 def test_prompts_that_are_cut_and_answers_that_do_not_fit_are_named_with_the_lengths_they_need() -> None:
