@@ -154,6 +154,9 @@ class RolloutPool(Protocol):
     def forget(self, ids: Collection[str]) -> None:
         """Hand these rollouts over no more."""
 
+    def rest(self) -> None:
+        """Let the engines give their memory back, where they do that and nothing is asked for."""
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,7 +23,7 @@ from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event
 from grpo_rl.episode import Ending
 from grpo_rl.errors import ClusterError, ConfigError, DataError
 from grpo_rl.protocols import RolloutPool
-from grpo_rl.rollout.requests import all_of, rollout_id, sample_seed, sampling_of, turn_sampling
+from grpo_rl.rollout.requests import WholeBatches, rollout_id, sample_seed, sampling_of, turn_sampling
 from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout, Sampling
 
 LOOK_S = 0.02
@@ -43,9 +43,6 @@ class TurnPool(RolloutPool, Protocol):
     def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
         """Ask for one rollout per prompt, sampled exactly as it says, as a turn of a conversation; return their ids."""
 
-    def rest(self) -> None:
-        """Let the engines give their memory back, where they do that and nothing is asked for."""
-
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
@@ -62,7 +59,7 @@ class EpisodeRules:
     """Seconds without any turn or answer after which the run is given up."""
 
 
-class EpisodePool:
+class EpisodePool(WholeBatches):
     """`protocols.RolloutPool` whose rollouts are episodes. It is used from one thread, as the pool below it.
 
     An episode's tokens are a single sequence: the prompt, then turns as they were sampled, with the context between them
@@ -149,21 +146,10 @@ class EpisodePool:
         for one in ids:
             self._ended.pop(one, None)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finish: Callable[[Rollout], None] | None = None,
-        *,
-        greedy: bool = False,
-    ) -> list[Rollout]:
-        """Return the episodes of `submit`, in its order; each is given to `on_finish` as it ends."""
-        ids = self.submit(prompts, n, sampling, greedy=greedy)
-        rollouts = all_of(self, ids, on_finish)
+    def rest(self) -> None:
+        """Let the engines give their memory back, where they do that and nothing is asked for."""
         if not self._playing and not self._ended:
             self.turns.rest()
-        return rollouts
 
     def close(self) -> None:
         """End the environment processes."""

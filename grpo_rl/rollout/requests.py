@@ -1,4 +1,4 @@
-"""Names and seeds of requests: the same for a response wherever and whenever it is sampled; and waiting for some by name."""
+"""Names and seeds of requests: the same for a response wherever and whenever it is sampled; and batches of them."""
 
 from __future__ import annotations
 
@@ -39,18 +39,31 @@ def turn_sampling(sampling: Sampling, turn: int, max_tokens: int) -> Sampling:
     return replace(sampling, seed=seed, max_tokens=max_tokens)
 
 
-def all_of(pool: RolloutPool, ids: Sequence[str], on_finish: Callable[[Rollout], None] | None = None) -> list[Rollout]:
-    """Return the rollouts that were asked for by these ids, in their order; each is given to `on_finish` as it ends.
+class WholeBatches:
+    """The part that rollout pools share: sampling a whole batch and waiting for it."""
 
-    Raises as `pool.completed` and `on_finish` do; the pool then forgets all of them.
-    """
-    finished: dict[str, Rollout] = {}
-    try:
-        for rollout in pool.completed(only=ids):
-            finished[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
-            if on_finish is not None:
-                on_finish(rollout)
-    except BaseException:
-        pool.forget(ids)
-        raise
-    return [finished[one] for one in ids]
+    def generate(
+        self: RolloutPool,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: Sampling,
+        on_finish: Callable[[Rollout], None] | None = None,
+        *,
+        greedy: bool = False,
+    ) -> list[Rollout]:
+        """Return the rollouts of `submit`, in its order; each is given to `on_finish` as it ends.
+
+        Raises as `completed` and `on_finish` do; the pool then forgets all of them.
+        """
+        ids = self.submit(prompts, n, sampling, greedy=greedy)
+        finished: dict[str, Rollout] = {}
+        try:
+            for rollout in self.completed(only=ids):
+                finished[rollout_id(rollout.prompt, rollout.sample_index)] = rollout
+                if on_finish is not None:
+                    on_finish(rollout)
+        except BaseException:
+            self.forget(ids)
+            raise
+        self.rest()
+        return [finished[one] for one in ids]

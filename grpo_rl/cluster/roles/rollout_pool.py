@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -18,7 +18,7 @@ from grpo_rl.cluster.roles.actor_role import ActorRole
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
 from grpo_rl.rollout.reports import ReceivedReport, Report, unpack
-from grpo_rl.rollout.requests import all_of, rollout_id, sampling_of
+from grpo_rl.rollout.requests import WholeBatches, rollout_id, sampling_of
 from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
 
 HOMES = 2**17
@@ -129,7 +129,7 @@ class PoolOptions:
     """True where the engines gave their memory back when they were built, and their weights with it."""
 
 
-class ReplicaPool:
+class ReplicaPool(WholeBatches):
     """protocols.RolloutPool over engine replicas in processes of their own. It is used from one thread.
 
     Replicas may die or freeze at any time (see `Replicas`): what they had not answered is asked of others, with the same
@@ -342,21 +342,6 @@ class ReplicaPool:
         for one in ids:
             self._wanted.pop(one, None)
             self._ended.pop(one, None)
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: Sampling,
-        on_finish: Callable[[Rollout], None] | None = None,
-        *,
-        greedy: bool = False,
-    ) -> list[Rollout]:
-        """Return the rollouts of `submit`, in its order; each is given to `on_finish` as it ends. Raises as `completed`."""
-        ids = self.submit(prompts, n, sampling, greedy=greedy)
-        rollouts = all_of(self, ids, on_finish)
-        self.rest()
-        return rollouts
 
     def rest(self) -> None:
         """Let the engines give their memory back, where they do that and nothing is asked for."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from grpo_rl.rollout.engine import RolloutEngine
 from grpo_rl.rollout.reports import pack, unpack
-from grpo_rl.rollout.requests import all_of, rollout_id, sampling_of
+from grpo_rl.rollout.requests import WholeBatches, rollout_id, sampling_of
 from grpo_rl.types import Completion, Prompt, Request, Rollout, Sampling
 
 
-class EngineTurns:
+class EngineTurns(WholeBatches):
     """`TurnPool` over an engine: it steps while somebody waits."""
 
     def __init__(self, engine: RolloutEngine) -> None:
@@ -80,6 +80,3 @@ class EngineTurns:
         for one in ids:
             self._wanted.pop(one, None)
             self._ended.pop(one, None)
-
-    def generate(self, prompts, n, sampling, on_finish=None, *, greedy=False):  # type: ignore[no-untyped-def]
-        return all_of(self, self.submit(prompts, n, sampling), on_finish)

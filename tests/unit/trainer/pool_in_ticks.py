@@ -12,7 +12,7 @@ from typing import Any
 
 from test_sync_trainer import Policy
 
-from grpo_rl.rollout.requests import all_of
+from grpo_rl.rollout.requests import WholeBatches
 from grpo_rl.types import GREEDY, Batch, Metrics, Prompt, Rollout, Sampling, Versions, extended
 
 
@@ -26,7 +26,7 @@ class Running:
     versions: Versions = ()
 
 
-class Pool:
+class Pool(WholeBatches):
     """One engine of `slots` requests; a tick gives each running request a token of the weights it has then.
 
     While the policy is updated so many ticks pass as `Actor.ticks` says. Responses of even samples are right.
@@ -117,7 +117,9 @@ class Pool:
 
     def generate(self, prompts, n, sampling, on_finish=None, *, greedy=False):  # type: ignore[no-untyped-def]
         self.calls.append("generate")
-        return all_of(self, self.submit(prompts, n, sampling, greedy=greedy), on_finish)
+        return super().generate(prompts, n, sampling, on_finish, greedy=greedy)
+
+    def rest(self) -> None: ...
 
     def _check(self) -> None:
         """The pool is used from one thread."""
