@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -139,26 +138,20 @@ def state(pid: int) -> str:
     return words.get(fields[0], "has ended") if fields else "has ended"
 
 
-@dataclass(frozen=True, slots=True)
-class _Relation:
-    parent: int
-    group: int
-
-
 def _family(pid: int) -> set[int]:
     """The process if it is there, its descendants, and the members of its group where that is or was its own."""
     relations = _relations()
     own = relations.get(pid)
     found = set() if own is None else {pid, *_below(pid, relations)}
-    if own is None or own.group == pid:
-        found |= {other for other, relation in relations.items() if relation.group == pid}
+    if own is None or own[1] == pid:
+        found |= {other for other, (_, group) in relations.items() if group == pid}
     return found
 
 
-def _below(pid: int, relations: dict[int, _Relation]) -> list[int]:
+def _below(pid: int, relations: dict[int, tuple[int, int]]) -> list[int]:
     children: dict[int, list[int]] = {}
-    for other, relation in relations.items():
-        children.setdefault(relation.parent, []).append(other)
+    for other, (parent, _) in relations.items():
+        children.setdefault(parent, []).append(other)
     found, waiting = [], [pid]
     while waiting:
         below = children.get(waiting.pop(), [])
@@ -167,14 +160,14 @@ def _below(pid: int, relations: dict[int, _Relation]) -> list[int]:
     return found
 
 
-def _relations() -> dict[int, _Relation]:
+def _relations() -> dict[int, tuple[int, int]]:
     """Parent and group of every process, those left out that have ended and were not waited for."""
     found = {}
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             fields = _fields(Path(entry.path))
             if fields and fields[0] not in "ZX":
-                found[int(entry.name)] = _Relation(int(fields[1]), int(fields[2]))
+                found[int(entry.name)] = int(fields[1]), int(fields[2])
     return found
 
 

@@ -46,15 +46,21 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
     rewards: list[float] = []
     num_characters = len(str(rollout.text))
     for number, step in enumerate(steps):
-        end, reward = _pair(number, step)
+        if not isinstance(step, Sequence) or isinstance(step, str | bytes) or len(step) != 2:
+            raise ValueError(f"step {number} is {step!r}, not (end, reward)")
+        end, reward = step
+        if not isinstance(end, Integral) or isinstance(end, bool):
+            raise ValueError(f"step {number} ends at {end!r} ({type(end).__name__}), not at a number of characters")
+        if not isinstance(reward, Real) or not math.isfinite(reward):
+            raise ValueError(f"the reward of step {number} is {reward!r}, not a finite number")
         before = ends[-1] if ends else 0
         if not before < end <= num_characters:
             raise ValueError(
                 f"step {number} ends at character {end}; it must be after {before}, where the one before ends, "
                 f"and at most {num_characters}, the length of the response"
             )
-        ends.append(end)
-        rewards.append(factor * reward)
+        ends.append(int(end))
+        rewards.append(factor * float(reward))
     return tuple(zip(step_ends(rollout.response_ids.tolist(), decode, ends), rewards, strict=True))
 
 
@@ -103,14 +109,3 @@ def _block(token_ids: Sequence[int], decode: Decode, text: str, start: int, char
     if decode(token_ids[start:]) != text[chars:]:
         start = chars = 0
     return start, chars, len(token_ids), len(text)
-
-
-def _pair(number: int, step: Any) -> tuple[int, float]:
-    if not isinstance(step, Sequence) or isinstance(step, str | bytes) or len(step) != 2:
-        raise ValueError(f"step {number} is {step!r}, not (end, reward)")
-    end, reward = step
-    if not isinstance(end, Integral) or isinstance(end, bool):
-        raise ValueError(f"step {number} ends at {end!r} ({type(end).__name__}), not at a number of characters")
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise ValueError(f"the reward of step {number} is {reward!r}, not a finite number")
-    return int(end), float(reward)
