@@ -54,7 +54,7 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ValueError(f"the reward of step {number} is {reward!r}, not a finite number")
         before = ends[-1] if ends else 0
-        if not before < end <= num_characters:
+        if not before < int(end) <= num_characters:
             raise ValueError(
                 f"step {number} ends at character {end}; it must be after {before}, where the one before ends, "
                 f"and at most {num_characters}, the length of the response"
