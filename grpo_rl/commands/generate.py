@@ -62,13 +62,10 @@ def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, c
     recipe = work / "logs" / "settings.yaml"
     planned = sampling_plan(keys | {"data.val_files": [NO_DATA]}, words, model, recipe)
     episodes = planned.composed.config.actor_rollout_ref.rollout.multi_turn.enable
-    if episodes and options.scores == "no":
-        raise ConfigError("--scores no: episodes of several turns are scored as they are played; leave it out")
-    scores = options.scores == "yes" or episodes
-    scores = scores or (options.scores == "auto" and _has_ground_truth(data, planned.composed.config.data))
+    scores = episodes or _has_ground_truth(data, planned.composed.config.data)
     if scores:
         planned = sampling_plan(keys, words, model, recipe)
-    console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth, or --scores no'}")
+    console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth'}")
     folder = EvaluationFolder(work)
     folder.settle(planned.settings | {"data.val_files": data, "scored": scores})
     file = folder.model("model", identity_of(model))
@@ -132,6 +129,5 @@ def _parser() -> Arguments:
     parser.add_argument("targets", nargs="*", metavar="MODEL|RUN[@step]", help="a model's folder, builtin:NAME, a run, RUN@40")
     parser.add_argument("--output", metavar="FILE", default="responses.jsonl", help=".jsonl or .parquet (responses.jsonl)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there")
-    parser.add_argument("--scores", choices=("auto", "yes", "no"), default="auto", help="score the responses (auto)")
     add_sampling_options(parser, n=1)
     return parser

@@ -74,17 +74,11 @@ def test_sequences_split_over_ranks_divide_activations_and_are_on_the_page() -> 
 # ---- numbers -------------------------------------------------------------------------------------------
 
 
-def test_steps_follow_from_rows_batches_and_epochs() -> None:
+def test_steps_follow_from_rows_batches_and_epochs_and_are_open_where_rows_may_be_dropped() -> None:
     plan = plan_of(f"{A}.ppo_epochs=2")
     # 1000 rows make 15 batches of 64, three times; each batch is 4 mini-batches, twice.
     assert (plan.sizes.num_train_rows, plan.sizes.total_steps, plan.sizes.updates_per_step) == (1000, 45, 8)
-
-
-def test_the_number_of_rows_respects_train_max_samples() -> None:
     assert plan_of("data.train_max_samples=130").sizes.total_steps == 3 * 2
-
-
-def test_rows_that_may_be_dropped_leave_the_number_of_steps_open() -> None:
     assert plan_of("data.filter_overlong_prompts=true").sizes.total_steps is None
     assert plan_of("data.filter_overlong_prompts=true", "trainer.total_training_steps=7").sizes.total_steps == 7
 

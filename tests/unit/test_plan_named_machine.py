@@ -21,19 +21,12 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 # Published counts: "Total parameters" of the models' pages, the sum of the shapes in their safetensors files.
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
-    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
-    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
-    "Qwen/Qwen2.5-14B": 14_770_033_664,
-    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
     "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
-    "Qwen/Qwen3-32B": 32_762_123_264,
-    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
@@ -42,10 +35,7 @@ PUBLISHED = {
     "ByteDance-Seed/Seed-OSS-36B-Base": 36_151_104_512,
     "microsoft/Phi-4-mini-instruct": 3_836_021_760,
     "allenai/OLMo-2-0425-1B": 1_484_916_736,
-    "allenai/OLMo-2-0325-32B": 32_234_279_936,
     "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import checkpoint_trials as trials
 import pytest
-from checkpoint_trials import DAMAGE, HARMLESS, SCENES, Scene, Trials, break_save
+from checkpoint_trials import DAMAGE, SCENES, Scene, Trials, break_save
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,5 @@ def test_damage_of_every_kind_is_noticed(tmp_path):
     bad = {trial: outcome for trial, outcome in outcomes.items() if outcome.kind == "LOADED"}
     assert bad == {}
     unharmed = {name for (name, _), outcome in outcomes.items() if outcome.kind == "unharmed"}
-    assert HARMLESS <= unharmed <= HARMLESS | {"a copy as step_99"}
+    assert unharmed == {"a copy as step_99"}
     assert {outcome.kind for outcome in outcomes.values()} == {"unharmed", "fell back", "refused"}

@@ -93,12 +93,6 @@ def test_what_has_a_checkpoints_name_and_is_none_is_told_of(store, make):
     assert newest(store) == 5
 
 
-def test_a_lone_checkpoint_without_its_manifest_is_not_taken_for_an_empty_folder(store):
-    (save(store, 1) / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-        store.latest(lambda _: None)
-
-
 def test_the_same_step_saved_again_takes_the_earlier_ones_place(store):
     save(store, 3)
     save_with(store, 3, content(30), {"step": 3, "again": True})

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 from command_folders import make_run
 
-from grpo_rl.commands import generate
 from grpo_rl.commands.sampling_plan import EPISODES, SamplingPlan, data_of_run, sampling_plan, settings_of_run
-from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin
 
 
@@ -42,9 +40,3 @@ def test_in_a_conversation_a_person_is_the_environment(run: Path) -> None:
     found = settings_of_run(run, without=("reward.", EPISODES))
     assert found["actor_rollout_ref.rollout.name"] == "hf"
     assert not any(key.startswith((EPISODES, "reward.")) for key in found)
-
-
-def test_episodes_without_scores_are_refused(run: Path, tmp_path: Path) -> None:
-    builtin.build("builtin:arithmetic", run / "model")
-    with pytest.raises(ConfigError, match="--scores no: episodes"):
-        generate.main([str(run), "--output", str(tmp_path / "rows.jsonl"), "--scores", "no"])
