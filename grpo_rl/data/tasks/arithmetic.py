@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of, split_of_text
 from grpo_rl.errors import ConfigError
 
 TRIES_FOR_A_NEW_PROBLEM = 64
@@ -181,8 +181,7 @@ def rated_sums(
     line each, and `extra_info.demonstration` a careless solution, which forgets each carry with the probability
     `forgotten_carries`. The splits share no sum. Row i is drawn from (seed, i). Raises ConfigError for options out of range.
     """
-    if digits > MOST_DIGITS:
-        raise ConfigError(f"task rated_sums: digits={digits} must be from 1 to {MOST_DIGITS}")
+    refuse("rated_sums", (digits <= MOST_DIGITS, f"digits={digits} must be from 1 to {MOST_DIGITS}"))
 
     def make(index: int) -> Row:
         rng = random.Random(f"rated_sums:{seed}:{index}")

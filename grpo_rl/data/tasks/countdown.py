@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Operand
 from grpo_rl.config.schema.kinds import Fraction as Share
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of, split_of_text
 from grpo_rl.errors import ConfigError
 
 Template = Literal["tags", "short"]
@@ -28,15 +28,6 @@ PROMPTS = {
 """Wording of the prompt: `tags` for a model that was trained on English, `short` (such as `3 25 7 -> 46`) for a small one."""
 
 
-class Solved(NamedTuple):
-    """A problem with one of its solutions."""
-
-    numbers: tuple[int, ...]
-    target: int
-    solution: str
-    """The solution as the demonstration shows it: it may contain a slip."""
-
-
 class Term(NamedTuple):
     """An expression with its exact value; `binds` is 1 for a sum or difference, 2 for a product or quotient, 3 for a number."""
 
@@ -54,7 +45,6 @@ def countdown(
     min_target: Operand = 10,
     max_target: Operand = 100,
     operations: str = "+-*/",
-    whole_steps: bool = False,
     template: Template = "tags",
     split: Literal["train", "val"] = "train",
     slips: Share = 0.0,
@@ -63,21 +53,28 @@ def countdown(
     """Rows in verl's format, each with numbers and a target that an expression of all of them, each once, reaches.
 
     The defaults are TinyZero's: three or four numbers (`num_numbers`, equally likely) from 1 to 99, targets from 10 to 100. A
-    problem is drawn as a solution, so it has one: `extra_info.demonstration`. `whole_steps` leaves out solutions with a
-    fraction on the way. `slips` is the share of demonstrations whose last sign is turned round, so that they miss the target;
-    the ground truth is right in every row. The splits share no set of numbers. Row i is drawn from (seed, i), so a longer data
-    set begins with the shorter one. Raises ConfigError for options out of range, and where they leave no problem.
+    problem is drawn as a solution, so it has one: `extra_info.demonstration`. `slips` is the share of demonstrations whose last
+    sign is turned round, so that they miss the target; the ground truth is right in every row. The splits share no set of
+    numbers. Row i is drawn from (seed, i), so a longer data set begins with the shorter one. Raises ConfigError for options out
+    of range, and where they leave no problem.
     """
-    counts = _counts(num_numbers)
-    problems = []
-    if not 0 <= min_number <= max_number:
-        problems.append(f"min_number={min_number} and max_number={max_number} must be 0 <= min_number <= max_number")
-    if min_target > max_target:
-        problems.append(f"min_target={min_target} must not be above max_target={max_target}")
-    if not operations or set(operations) - set("+-*/") or len(set(operations)) < len(operations):
-        problems.append(f"operations={operations} must be some of + - * /, each once, like +-*")
-    if problems:
-        raise ConfigError([f"task countdown: {problem}" for problem in problems])
+    counts = [int(part) if part.isdigit() else 0 for part in num_numbers.split(",")]
+    refuse(
+        "countdown",
+        (
+            all(FEWEST <= count <= MOST for count in counts),
+            f"num_numbers={num_numbers} must be from {FEWEST} to {MOST}, or several such like 3,4",
+        ),
+        (
+            0 <= min_number <= max_number,
+            f"min_number={min_number} and max_number={max_number} must be 0 <= min_number <= max_number",
+        ),
+        (min_target <= max_target, f"min_target={min_target} must not be above max_target={max_target}"),
+        (
+            operations != "" and not set(operations) - set("+-*/") and len(set(operations)) == len(operations),
+            f"operations={operations} must be some of + - * /, each once, like +-*",
+        ),
+    )
 
     def make(index: int) -> Row:
         rng = random.Random(f"countdown:{seed}:{index}")
@@ -85,10 +82,10 @@ def countdown(
             numbers = tuple(rng.randint(min_number, max_number) for _ in range(rng.choice(counts)))
             if split_of(numbers) != split:
                 continue
-            solution = _solution(rng, numbers, operations, whole_steps)
+            solution = _solution(rng, numbers, operations)
             if solution is not None and min_target <= solution.value <= max_target:
                 shown = _slip(solution.text) if rng.random() < slips else solution.text
-                return to_row(Solved(numbers, int(solution.value), shown), template, split, index)
+                return to_row(numbers, int(solution.value), shown, template, split, index)
         raise ConfigError(
             f"task countdown: {TRIES} problems were drawn for row {index}, and none has a target from {min_target} to "
             f"{max_target} in split={split}; widen the targets, or allow more numbers or operations"
@@ -99,14 +96,14 @@ def countdown(
     return LazyRows(num_rows, make)
 
 
-def to_row(problem: Solved, template: Template, split: str, index: int) -> Row:
-    """The problem in verl's row format. The ground truth is TinyZero's: target and numbers, no solution."""
+def to_row(numbers: tuple[int, ...], target: int, shown: str, template: Template, split: str, index: int) -> Row:
+    """The problem in verl's row format, with the solution `shown`. The ground truth is TinyZero's: target and numbers, no solution."""
     separator = " " if template == "short" else ", "
-    content = PROMPTS[template].format(numbers=separator.join(map(str, problem.numbers)), target=problem.target)
+    content = PROMPTS[template].format(numbers=separator.join(map(str, numbers)), target=target)
     thoughts = "" if template == "short" else "<think></think>\n"
-    demonstration = f"{thoughts}<answer>{problem.solution}</answer>"
+    demonstration = f"{thoughts}<answer>{shown}</answer>"
     extra_info = {"split": split, "index": index, "demonstration": demonstration}
-    return row_of("countdown", content, {"target": problem.target, "numbers": list(problem.numbers)}, extra_info)
+    return row_of("countdown", content, {"target": target, "numbers": list(numbers)}, extra_info)
 
 
 def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
@@ -114,11 +111,11 @@ def split_of(numbers: tuple[int, ...]) -> Literal["train", "val"]:
     return split_of_text(" ".join(map(str, sorted(numbers))))
 
 
-def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str, whole_steps: bool) -> Term | None:
+def _solution(rng: random.Random, numbers: tuple[int, ...], operations: str) -> Term | None:
     """An expression of all the numbers with a whole value; None where the draw has none."""
     parts: list[Term] | None = [Term(str(number), number, 3) for number in numbers]
     while parts is not None and len(parts) > 1:
-        parts = _join(rng, parts, operations, whole_steps)
+        parts = _join(rng, parts, operations)
     return parts[0] if parts is not None and isinstance(parts[0].value, int) else None
 
 
@@ -128,13 +125,13 @@ def _slip(text: str) -> str:
     return text if place < 0 else f"{text[:place]} {'-' if text[place + 1] == '+' else '+'} {text[place + 3 :]}"
 
 
-def _join(rng: random.Random, parts: list[Term], operations: str, whole_steps: bool) -> list[Term] | None:
+def _join(rng: random.Random, parts: list[Term], operations: str) -> list[Term] | None:
     """The parts with two of them, drawn at random, joined by an operation; None where the draw has no result."""
     first, second = rng.sample(range(len(parts)), 2)
     left, right = parts[first], parts[second]
     operation = rng.choice(operations)
     value = _value(operation, left.value, right.value)
-    if value is None or (whole_steps and not isinstance(value, int)):
+    if value is None:
         return None
     binds = 1 if operation in "+-" else 2
     # a - (b + c), a / (b * c): the right operand of these needs its parentheses even where it binds as strongly.
@@ -161,10 +158,3 @@ def _value(operation: str, left: Number, right: Number) -> Number | None:
 
 def _inside(part: Term, at_least: int) -> str:
     return part.text if part.binds >= at_least else f"({part.text})"
-
-
-def _counts(text: str) -> list[int]:
-    parts = text.split(",")
-    if not all(part.isdigit() and FEWEST <= int(part) <= MOST for part in parts):
-        raise ConfigError(f"task countdown: num_numbers={text} must be from {FEWEST} to {MOST}, or several such like 3,4")
-    return [int(part) for part in parts]

@@ -49,6 +49,13 @@ class LazyRows(Sequence[Row]):
         return self._make(index % self._num_rows)
 
 
+def refuse(name: str, *rules: tuple[bool, str]) -> None:
+    """Raise ConfigError with the texts of all `rules` that do not hold."""
+    problems = [f"task {name}: {text}" for holds, text in rules if not holds]
+    if problems:
+        raise ConfigError(problems)
+
+
 def split_of_text(text: str) -> Literal["train", "val"]:
     """Return the split that a problem belongs to, by the hash of the text that distinguishes it from others."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import Count
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of
 from grpo_rl.envs.contract import Message, Observation, Start, Turn
 from grpo_rl.errors import ConfigError
 
@@ -30,13 +30,6 @@ def random_play(row: Row, game: Game, move: Callable[[], str], turns: int) -> Ro
             break
         messages.append({"role": "user", "content": answer.text})
     return {**row, "messages": messages}
-
-
-def refuse(name: str, *rules: tuple[bool, str]) -> None:
-    """Raise ConfigError with the texts of all `rules` that do not hold."""
-    problems = [f"task {name}: {text}" for holds, text in rules if not holds]
-    if problems:
-        raise ConfigError(problems)
 
 
 def episodes(*, num_rows: Count = 8192, prompt: str = "Play the game.", data_source: str = "episodes") -> LazyRows:

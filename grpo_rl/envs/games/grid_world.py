@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of, split_of_text
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of, split_of_text
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, random_play, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, random_play
 from grpo_rl.errors import ConfigError
 
 NAME = "grid_world"

@@ -8,9 +8,9 @@ from collections import Counter
 from typing import Literal
 
 from grpo_rl.config.schema.kinds import AnySeed, Count, Fraction, Turns
-from grpo_rl.data.tasks.made_rows import LazyRows, Row, row_of
+from grpo_rl.data.tasks.made_rows import LazyRows, Row, refuse, row_of
 from grpo_rl.envs.contract import Start
-from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, random_play, refuse
+from grpo_rl.envs.games.game import Game, MoveResult, Play, Rewards, Wording, random_play
 
 NAME = "word_game"
 IN_PLACE, ELSEWHERE, NOWHERE = "+", "o", "-"
