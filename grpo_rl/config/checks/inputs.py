@@ -73,13 +73,11 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
         options = file.partition("?")[2].split("&")
         return None if any(option.startswith("split=") for option in options) else f"needs a split: {file}?split=train"
     path = Path(file).expanduser()
-    if not path.exists() and "?" in file:
-        path = Path(file.rpartition("?")[0]).expanduser()
-    if not path.exists():
-        near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if path.parent.is_dir() else []
-        hint = f"; there is {' and '.join(str(path.parent / name) for name in near)}" if near else ""
-        return None if elsewhere else f"there is no file {path.absolute()}{hint}"
-    return None
+    if elsewhere or path.exists() or ("?" in file and Path(file.rpartition("?")[0]).expanduser().exists()):
+        return None
+    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if path.parent.is_dir() else []
+    hint = f"; there is {' and '.join(str(path.parent / name) for name in near)}" if near else ""
+    return f"there is no file {path.absolute()}{hint}"
 
 
 # ---- models ------------------------------------------------------------------------------------------
@@ -234,8 +232,6 @@ def _run(config: Config) -> Iterator[str]:
         yield "trainer.resume_mode=resume_path: needs trainer.resume_from_path, a folder .../checkpoints/step_N"
     elif trainer.resume_mode == "resume_path" and resumed is not None and not os.path.isdir(resumed):
         yield f"trainer.resume_from_path={show(resumed)}: there is no folder {show(os.path.abspath(resumed))}"
-    if len(set(names)) < len(names):
-        yield f"trainer.logger=[{','.join(names)}]: a logger is named twice"
     # What is only planned here is run elsewhere: the plan says what that machine needs.
     for name in [] if trainer.dry_run else missing_loggers(config):
         others = ",".join(other for other in dict.fromkeys(names) if other != name)

@@ -117,7 +117,6 @@ ProcessGib = Annotated[float, Range(ge=0.05, le=2**16, reason="Python itself tak
 Seconds = Annotated[
     float, Range(ge=0.001, le=366 * 86_400, reason="no process answers faster than 0.001 s; a year is no limit")
 ]
-SecondsOrZero = Annotated[float, Range(ge=0, le=366 * 86_400, reason="a year is no limit")]
 ProcessMegabytes = Annotated[int, Range(ge=32, le=2**24, reason="Python itself takes 32 MiB, and no machine has 16 TiB")]
 Operand = Annotated[
     int, Range(ge=-(10**15), le=10**15, reason="parts of a reward are floats, which hold such integers exactly")

@@ -71,7 +71,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
         "trainer.resume_from_path=no/folder",
         "there is no folder",
     ),
-    ({"trainer.logger": ["console", "console"]}, CPU, "trainer.logger=[console,console]", "twice"),
     # devices and places
     ({}, NO_GPU_FOUND, "trainer.device=cuda", "no GPU"),
     ({}, CLUSTER, "trainer.n_gpus_per_node", "not set"),

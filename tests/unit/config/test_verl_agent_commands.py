@@ -105,25 +105,6 @@ def test_retool_is_taken_where_its_reward_is_named_as_verl_named_it_and_names_it
     assert "custom_reward_function.name=compute_score: is reward.custom_reward_function.name here" in older.notes
 
 
-@pytest.mark.parametrize(
-    ("word", "instead"),
-    [
-        (f"{R}.agent.default_agent_loop=retool_agent", "environment.name=file.py:Class"),
-        (f"{R}.agent.agent_loop_config_path=loops.yaml", "environment.name=endpoint"),
-        (f"{R}.agent.custom_async_server.path=x.py", "rollout.name=file.py:Class"),
-        (f"{R}.update_weights_bucket_megabytes=512", f"{R}.checkpoint_engine.update_weights_bucket_megabytes"),
-        ("+actor_rollout_ref.model.enable_activation_offloading=True", "use actor_rollout_ref.model.enable_activation_offload"),
-        (f"{R}.multi_turn.function_tool_path=tools.py", "tool_config_path"),
-        ("data.tool_config_path=tools.yaml", f"use {R}.multi_turn.tool_config_path"),
-    ],
-)
-def test_other_words_of_these_examples_are_answered_with_what_to_write(files: Path, word: str, instead: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        compose(launched(files, f"{R}.multi_turn.tool_config_path={files}/tools.yaml", word))
-    (problem,) = raised.value.problems
-    assert instead in problem
-
-
 def test_a_file_that_is_named_without_its_folder_is_answered_with_a_recipe() -> None:
     with pytest.raises(ConfigError) as raised:
         compose(["--config-name=gsm8k_multiturn_grpo", *SHARED])
