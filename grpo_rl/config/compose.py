@@ -1,6 +1,6 @@
 """Composition of a checked Config: layers are laid over each other, `convert.py` enforces the schema's rules.
 
-Later ones win: the schema's defaults, the recipe (and before it those it builds on), the command line.
+Later ones win: the schema's defaults, `conf/config.yaml`, the recipe (and before it those it builds on), the command line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def compose(argv: Sequence[str]) -> Composed:
     problems, notes = line.problems, line.notes
     family = []
     try:
-        family = recipes.with_parents(recipe_name) if recipe_name is not None else []
+        family = recipes.for_every_run()
+        family += recipes.with_parents(recipe_name) if recipe_name is not None else []
     except ConfigError as error:
         problems += error.problems
     layers = [*map(_of_recipe, family), line]

@@ -80,6 +80,14 @@ def with_parents(name: str, below: tuple[str, ...] = ()) -> list[Recipe]:
     return [*found, recipe]
 
 
+def for_every_run() -> list[Recipe]:
+    """Return the layer below all recipes, `conf/config.yaml` beside them, where somebody has written keys into it."""
+    path = folder().parent / "conf" / "config.yaml"
+    if not path.is_file() or not _content(path.read_text(encoding="utf-8")):
+        return []
+    return [_read(path, str(path), own=True)]
+
+
 def _read(path: Path, name: str, *, own: bool) -> Recipe:
     try:
         if path.stat().st_size > _LARGEST_FILE:

@@ -1,12 +1,14 @@
 """The recipes that come with the package: they can be run, and they say only what differs from the defaults."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from grpo_rl.config import recipes
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.recipes import folder, known_recipes
@@ -47,3 +49,13 @@ def test_every_recipe_has_a_readme_and_is_in_the_list() -> None:
         place = Path(recipe)
         assert re.search(rf"`(?:{place.parent}/)?{re.escape(place.name)}`", table) and f"({place.parent}/" in table
         assert (root / Path(recipe).parent / "README.md").is_file()
+
+
+def test_keys_in_conf_are_the_defaults_of_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert recipes.for_every_run() == []
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("trainer: {save_freq: 7, test_freq: 9}\n")
+    shutil.copytree(recipes.folder(), tmp_path / "recipes")
+    monkeypatch.setattr(recipes, "folder", lambda: tmp_path / "recipes")
+    trainer = compose(["recipe=arithmetic/grpo", "trainer.test_freq=3"]).config.trainer
+    assert (trainer.save_freq, trainer.test_freq) == (7, 3)
