@@ -6,7 +6,7 @@ wrong column show in a few rows, which cost milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,16 +20,12 @@ from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.data.training_rows.conversations import conversation
 from grpo_rl.data.training_rows.pairs import labelled_texts, pair_texts
 from grpo_rl.data.training_rows.rated_steps import rated_row
-from grpo_rl.errors import ConfigError
 from grpo_rl.plan.algorithm import objective_of
 
 READ_WHOLE = 16 * 2**20
 """Bytes up to which a file is opened as the run opens it."""
 INDEXED_WHOLE = 256 * 2**20
 """Bytes up to which the lines of a .jsonl file are counted."""
-
-Bind = Callable[[str, Callable[[], Any]], Any]
-"""Runs a look-up for a key and returns its result, None where it failed."""
 
 
 def unusable(config: Config) -> list[str]:
@@ -58,47 +54,36 @@ def missing(config: Config) -> list[str]:
 
 def _reader(config: Config) -> Callable[..., Any]:
     """Return the function that reads a row as the loss needs it."""
-    try:
-        objective = objective_of(config)
-    except ConfigError:
-        return conversation  # reported by itself
+    objective = objective_of(config)
     if objective.needs_kl:
         return labelled_texts
     return pair_texts if objective.needs_pairs else conversation
 
 
-def count_rows(config: Config, bind: Bind, *, with_files: bool = True) -> int | None:
+def count_rows(config: Config, *, with_files: bool = True) -> int | None:
     """Return the number of training rows, after train_max_samples; None where only reading all the data would show it, and
-    where they are sampled first.
-
-    `bind` collects the ConfigErrors of tasks; files are counted `with_files` only. A user's own class reads its files
-    itself.
+    where they are sampled first. Files are counted `with_files` only; a user's own class reads its files itself.
     """
     data = config.data
-    if data.custom_cls.path is not None:
+    if data.custom_cls.path is not None or config.trainer.val_only or collects(config):
         return None
-    for key in ("val_files", "val_prompt_files"):
-        for name in getattr(data, key):
-            _count(key, name, data, bind, False)
-    counts = (
-        [] if config.trainer.val_only else [_count("train_files", name, data, bind, with_files) for name in data.train_files]
-    )
-    known = [count for count in counts if count is not None]
-    if not known or len(known) < len(counts) or collects(config):
-        return None
-    return sum(known) if data.train_max_samples < 0 else min(sum(known), data.train_max_samples)
+    total = _sum(_count(name, data, with_files) for name in data.train_files)
+    return total if total is None or data.train_max_samples < 0 else min(total, data.train_max_samples)
 
 
-def _count(key: str, name: str, data: DataConfig, bind: Bind, with_files: bool) -> int | None:
-    """The rows of one entry of `data.train_files` or `data.val_files`; None where finding out would take long."""
+def _count(name: str, data: DataConfig, with_files: bool) -> int | None:
+    """The rows of one entry of `data.train_files`; None where finding out would take long."""
     if name.startswith(TASK_PREFIX):
-        rows = bind(f"data.{key}={name}: ", partial(task_rows, name))
-        return None if rows is None else len(rows)
+        return len(task_rows(name))
     if name.startswith(HUB_PREFIX) or not with_files:
         return None
-    counts = [_count_file(str(path), path, data.cache_dir) for _, path in data_files(name)]
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    return _sum(_count_file(str(path), path, data.cache_dir) for _, path in data_files(name))
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """Return the sum; None where there is nothing, or one is not known."""
+    known = list(counts)
+    return None if not known or None in known else sum(count or 0 for count in known)
 
 
 def _count_file(name: str, path: Path, cache_dir: str | None) -> int | None:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from grpo_rl.rewards.check import gold_response
 from grpo_rl.telemetry.terminal.text import safe_text
 from grpo_rl.types import Prompt, Rollout
 
+if TYPE_CHECKING:
+    from grpo_rl.rewards.runtime.runner import RewardRunner
+
 NUM_ROWS = 8
 """The rows whose prompts are rendered, and on which the reward is tried."""
 MANY_PASSES, FEW_ROWS = 20, 1000
@@ -34,16 +37,6 @@ TRAINED_BYTES = 12
 FULL = 0.95
 """The share of all memory from which on a run that fails is likely to fail of it."""
 SHOWN = 60
-
-
-class Scores(Protocol):
-    """The reward processes of a run, as far as they score rollouts."""
-
-    def submit(self, rollout: Rollout) -> None:
-        """Begin to score this rollout."""
-
-    def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts with their rewards, or with the reason why one has none."""
 
 
 def of_plan(plan: Plan, runs: Path) -> Iterator[str]:
@@ -129,7 +122,7 @@ def some_prompts(data: PromptDataset | None, number: int = NUM_ROWS) -> list[Pro
 class RewardTrial:
     """The reward of some rows' right answers beside that of empty ones. It is scored in the background once this is made."""
 
-    def __init__(self, prompts: Sequence[Prompt], rules: Scores, tokenizer: Any) -> None:
+    def __init__(self, prompts: Sequence[Prompt], rules: RewardRunner, tokenizer: Any) -> None:
         self._rules = rules
         self._empty = [_rollout(prompt, 0, "", tokenizer) for prompt in prompts]
         golds = [(prompt, _right_answer(prompt)) for prompt in prompts]

@@ -87,21 +87,11 @@ def _look_at_data(config: Config) -> int | None:
     """Return the number of training rows, where that is quickly found. Raises ConfigError and DataError for data that cannot be used."""
     from grpo_rl.plan import data_files
 
-    problems: list[str] = []
-
-    def bind(key: str, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except ConfigError as error:
-            problems.extend(f"{key}{problem}" for problem in error.problems)
-            return None
-
     # Data may be missing where only a plan is made, for another machine; what is there is looked at.
     away = config.trainer.machine is not None and data_files.missing(config)
     unusable = [] if away else data_files.unusable(config)
-    rows = data_files.count_rows(config, bind, with_files=not (unusable or away))
-    problems += data_files.too_few_rows(config, rows)
-    if problems:
+    rows = data_files.count_rows(config, with_files=not (unusable or away))
+    if problems := data_files.too_few_rows(config, rows):
         raise ConfigError(problems)
     if unusable:
         raise DataError("\n  ".join(unusable))

@@ -80,16 +80,16 @@ def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> Proposal |
         attempt = {**changes, **parallel}
         config = changed(plan.config, attempt)
         tried = decide(config, machine)
-        if not _all_but_engine(tried, size):
+        fit = fit_of(tried, size)
+        assert fit is not None
+        lacking = {need.what for need in fit.needs if need.needed > need.there}
+        if lacking - {"sampling", "engine, in its share"}:
             continue
-        share = _share(tried, size)
-        if share is None:
-            continue
-        if share != config.actor_rollout_ref.rollout.gpu_memory_utilization:
-            attempt[f"{R}.gpu_memory_utilization"] = share
+        if lacking:  # the engine's share of a GPU settles both
+            attempt[f"{R}.gpu_memory_utilization"] = _share(tried, size, fit)
             config = changed(plan.config, attempt)
             tried = decide(config, machine)
-        fit = fit_of(tried, size)
+            fit = fit_of(tried, size)
         if fit is None or not fit.fits or refuses(plan, config, machine):
             continue
         found = Proposal(attempt, dataclasses.replace(tried, model=size), fit)
@@ -106,26 +106,14 @@ def refuses(plan: Plan, config: Config, machine: Machine) -> bool:
     return bool(set(check(config, machine)) - before)
 
 
-def _all_but_engine(plan: Plan, size: ModelSize) -> bool:
-    fit = fit_of(plan, size)
-    assert fit is not None
-    own = ("sampling", "engine, in its share")
-    return all(need.needed <= need.there for need in fit.needs if need.what not in own)
-
-
-def _share(plan: Plan, size: ModelSize) -> float | None:
-    """Return the engine's share of a GPU, as near to the configured one as the others leave room; None where there is none."""
-    if plan.engine is None:
-        return plan.config.actor_rollout_ref.rollout.gpu_memory_utilization
-    fit, total, now = fit_of(plan, size), plan.machine.gpu_memory, plan.engine.gpu_memory_utilization
-    assert fit is not None
+def _share(plan: Plan, size: ModelSize, fit: Fit) -> float:
+    """Return the engine's share of a GPU, as near to the configured one as the others leave room."""
+    assert plan.engine is not None
+    total = plan.machine.gpu_memory
     beside = next((need.needed for need in fit.needs if need.what == "sampling"), 0)
-    most = int((0.95 - beside / total) * 20) / 20
     least = (engine_need(plan, size) + plan.engine.max_model_len * token_bytes(plan, size)) / total
-    if least <= now <= 1 - beside / total:
-        return now
-    wanted = min(most, max(now, -(-int(least * 1000) // 50) / 20 + 0.05))
-    return round(wanted, 2) if wanted >= least and wanted > 0 else None
+    wanted = max(plan.engine.gpu_memory_utilization, -(-int(least * 1000) // 50) / 20 + 0.05)
+    return round(max(0.05, min(int((0.95 - beside / total) * 20) / 20, wanted)), 2)
 
 
 def _engines(plan: Plan) -> Iterator[dict[str, Any]]:

@@ -471,31 +471,26 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
 
 
 def _time(plan: Plan) -> Rows:
-    """Yield the seconds of each phase of a step on a named machine."""
+    """Yield the seconds of each phase of a step, on a named machine or on this one."""
     judged = fit_of(plan, plan.model) if plan.model is not None else None
     found = step_time(plan, plan.model) if plan.model is not None and judged is not None and judged.fits else None
     if found is None:
-        yield from _time_here(plan)
+        # By the runs that were made on this machine.
+        runs = Path(plan.config.trainer.default_local_dir).expanduser()
+        phases = {} if plan.machine.name else calibration.predict(plan, runs)
+        for name, seconds in phases.items():
+            yield TABLE, f"{'a step' if name == 'step' else name:<30}{seconds:>10.3f} s"
+        if phases:
+            yield (
+                "assumed",
+                "what the latest run on this machine measured (calibration.json beside the runs), and responses as long",
+            )
         return
     for name, seconds in found.phases.items():
         yield TABLE, f"{name:<30}{seconds:>10,.1f} s"
     yield TABLE, f"{'a step':<30}{found.total:>10,.1f} s, {found.tokens_per_gpu:,.0f} tokens a second and GPU"
     yield "limit", f"{found.limit}; the engines' slots are {found.filled:.0%} full while they sample"
     yield "assumed", assumptions(plan)
-
-
-def _time_here(plan: Plan) -> Rows:
-    """Yield the seconds of each phase by the runs that were made on this machine."""
-    if plan.machine.name:
-        return
-    found = calibration.predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
-    for name, seconds in found.items():
-        yield TABLE, f"{'a step' if name == 'step' else name:<30}{seconds:>10.3f} s"
-    if found:
-        yield (
-            "assumed",
-            "what the latest run on this machine measured, beside the runs in calibration.json, and responses as long",
-        )
 
 
 def _schedules(plan: Plan) -> Rows:
