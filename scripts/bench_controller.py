@@ -206,9 +206,9 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     from grpo_rl.cluster.processes.placement import Pool
     from grpo_rl.cluster.processes.worker_group import WorkerGroup, wait_all
     from grpo_rl.cluster.recovery.replicas import Replicas
-    from grpo_rl.cluster.roles.actor_role import ActorRole
     from grpo_rl.cluster.roles.reference_role import ReferenceRole
     from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+    from grpo_rl.cluster.roles.trained_roles import ActorRole
     from grpo_rl.cluster.roles.weight_sync import Transfer
     from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog

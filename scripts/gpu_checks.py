@@ -371,7 +371,7 @@ def _long_attention(device: str, sizes: Sizes, dtype: torch.dtype) -> Iterator[R
 
 def check_actor(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Measure updates of the actor alone: memory against the plan, tokens per second, MFU."""
-    from grpo_rl.workers.model_work import peak_tflops
+    from grpo_rl.plan.machine import peak_tflops
 
     path = model_folder(sizes, folder)
     actor, batch = actor_of(path, device), batch_of(sizes)
@@ -563,7 +563,7 @@ def check_checkpoint(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 def check_memory_runs_out(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Run out of memory for real: the error is recognised, and an update works after it."""
-    from grpo_rl.cluster.processes.worker_host import out_of_memory
+    from grpo_rl.cluster.processes.worker_group import out_of_memory
 
     actor, batch = actor_of(model_folder(sizes, folder), device), batch_of(sizes)
     actor.update(batch, update_of(batch))

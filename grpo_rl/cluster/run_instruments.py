@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.config.derived import profilers_of
 from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan
+from grpo_rl.plan.machine import peak_tflops
 from grpo_rl.types import Metrics
-from grpo_rl.workers.instruments import GIB, InstrumentOrder, PhaseMeasure
-from grpo_rl.workers.model_work import peak_tflops
+from grpo_rl.workers.instruments import GIB, PhaseMeasure
 
 ANSWER_S = 60.0
 """Seconds for an answer of the instruments. Without one the step's figures are left out: the next call finds what is wrong."""
@@ -55,44 +55,33 @@ class RunInstruments:
         self.say = say
         self.expected = expected
         """What the plan predicts of each step, for its metrics."""
-        self._profiled: dict[str, list[int]] = {}
-        """The roles and ranks that are profiled in the step that is going on."""
-        self._watch_memory()
+        self._profiled: list[Worker] = []
+        """The processes that are profiled in the step that is going on."""
 
     @property
     def folder(self) -> Path:
-        """The folder of traces and snapshots."""
+        """The folder of traces."""
         return self.run_folder / self.config.global_profiler.save_path
 
-    # ---- what is recorded in chosen steps ----------------------------------------------------------------
-
     def begin(self, step: int) -> None:
-        """Order the instruments of this step: traces or a history of memory where it is one of those that are chosen."""
-        own = self.config.global_profiler
-        chosen, tool = {}, own.tool
-        if tool is not None and step in (own.steps or ()):
-            chosen = dict(self._enabled())
+        """Order traces of this step where it is one of those that are chosen."""
+        chosen: dict[str, list[int]] = {}
         if (request := self.run_folder / REQUEST).exists():
             request.unlink()
-            chosen = {worker_group.role: [0] for worker_group in self.worker_groups if worker_group.role != "rollout"} | chosen
-            tool = tool or "torch"
-        self._profiled = chosen
-        if chosen:
-            self._order(chosen, tool, writes=True, folder=self.folder / f"step_{step:06d}")
+            chosen = {worker_group.role: [0] for worker_group in self.worker_groups if worker_group.role != "rollout"}
+        if step in (self.config.global_profiler.steps or ()):
+            chosen |= self._enabled()
+        self._profiled = [one.workers[rank] for one in self.worker_groups for rank in chosen.get(one.role, ())]
+        if self._profiled:
+            _ask(self._profiled, "observe", str(self.folder / f"step_{step:06d}"))
             self.say(f"step {step} is profiled into {self.folder}")
 
     def end(self, metrics: Metrics) -> Metrics:
         """End what `begin` ordered; return memory, MFU, throughput and what the plan predicted of the step with these metrics."""
         if self._profiled:
-            self._order(self._profiled, None)
-            self._profiled = {}
-            self._watch_memory()
+            _ask(self._profiled, "observe", None)
+            self._profiled = []
         return self._throughput(metrics) | self._measured() | self.expected
-
-    def _watch_memory(self) -> None:
-        """Have the chosen ranks keep a history of their GPU's memory from now on, for the call in which it runs out."""
-        if self.config.global_profiler.tool == "torch_memory":
-            self._order(dict(self._enabled()), "torch_memory")
 
     def _enabled(self) -> Iterator[tuple[str, list[int]]]:
         """Yield role and ranks of the processes whose profiler is switched on."""
@@ -101,15 +90,6 @@ class RunInstruments:
             profiler = profilers.get(PROFILERS.get(worker_group.role, ""))
             if profiler is not None and profiler.enable:
                 yield worker_group.role, list(range(len(worker_group))) if profiler.all_ranks else profiler.ranks or [0]
-
-    def _order(
-        self, chosen: Mapping[str, Sequence[int]], tool: str | None, *, writes: bool = False, folder: Path | None = None
-    ) -> None:
-        """Send these ranks what to record from their next call on."""
-        entries = self.config.global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries
-        order = InstrumentOrder(tool, str(folder or self.folder), writes, entries)
-        for worker_group in self.worker_groups:
-            _ask([worker_group.workers[rank] for rank in chosen.get(worker_group.role, ())], "observe", order)
 
     # ---- figures of every step ---------------------------------------------------------------------------
 

@@ -16,30 +16,22 @@ import ray
 from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.forks import environment_of
-from grpo_rl.cluster.processes.placement import Place, Pool, Slot, check_machines, raylets, runs_here
-from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
+from grpo_rl.cluster.processes.placement import Pool, Slot, check_machines, raylets, runs_here
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, make_worker, wait_all
 from grpo_rl.cluster.recovery.engine_orders import EngineOrders
 from grpo_rl.cluster.recovery.replicas import Elastic, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
-from grpo_rl.cluster.roles.actor_role import ActorRole, actor_factory
-from grpo_rl.cluster.roles.critic_role import critic_factory, critic_spec, make_critic
 from grpo_rl.cluster.roles.reference_role import (
     BaseReferenceRole,
     MovingReferenceRole,
     ReferenceRole,
     Teacher,
     TeacherRole,
-    reference_factory,
 )
-from grpo_rl.cluster.roles.reward_model_role import (
-    make_trained_reward_model,
-    reward_model_factory,
-    reward_model_spec,
-    trained_reward_model_factory,
-    trained_reward_model_spec,
-)
-from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, rollout_factory
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.roles.trained_roles import ActorRole, CriticRole, TrainedRewardModelRole
 from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.model import ModelConfig, RefFsdpConfig
 from grpo_rl.data.prompts import Renderer
@@ -52,7 +44,15 @@ from grpo_rl.rollout.engine_environment import engine_environment
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.schedule import Roles
-from grpo_rl.workers.specs import ActorSpec, PolicySpec, Rank, SenderSpec
+from grpo_rl.workers.specs import (
+    ActorSpec,
+    CriticSpec,
+    PolicySpec,
+    Rank,
+    RewardModelSpec,
+    SenderSpec,
+    TrainedRewardModelSpec,
+)
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """The environment of trainer.deterministic: cuBLAS keeps to one workspace, without which torch refuses its products, and NCCL to
@@ -182,9 +182,10 @@ class Cluster:
             for i in range(size)
         ]
 
-    def start_ranks(self, worker_group: WorkerGroup, factory: Callable[..., Any], spec: Any) -> Started:
-        """Start building ranks from this spec."""
-        refs = worker_group.start_build(factory, [(spec, rank) for rank in self.ranks(worker_group)])
+    def start_ranks(self, worker_group: WorkerGroup, worker: str, spec: Any, **options: Any) -> Started:
+        """Start building ranks, each an object of this class of `grpo_rl.workers`, from this spec."""
+        ranks = [(spec, rank) for rank in self.ranks(worker_group)]
+        refs = worker_group.start_build(partial(make_worker, worker, **options), ranks)
         return worker_group, refs, f"starting the {worker_group.role.replace('_', ' ')}"
 
     def build(self, starts: Sequence[Started], began: float | None = None) -> None:
@@ -221,7 +222,7 @@ class Cluster:
 
     def places(self) -> dict[str, Slot]:
         """Return where every worker is, by its name."""
-        return {worker.name: worker.place.slot for worker_group in self.worker_groups for worker in worker_group.workers}
+        return {worker.name: worker.slot for worker_group in self.worker_groups for worker in worker_group.workers}
 
     def fixed_places(self) -> dict[str, Slot]:
         """Return where the workers are without which the run cannot go on: all, but for engines whose number may change."""
@@ -237,6 +238,9 @@ class Cluster:
             worker_group.shutdown()
         for pool in self.pools.values():
             pool.release()
+
+
+_ENGINE, _REFERENCE = partial(make_worker, "rollout.RolloutWorker"), "reference.ReferenceWorker"
 
 
 def start_roles(
@@ -261,12 +265,13 @@ def start_roles(
     actors, references = cluster.start("actor"), cluster.start("reference")
     critics, scorers, teachers = cluster.start("critic"), cluster.start("reward_model"), cluster.start("teacher")
 
-    starts: list[Started] = []
+    config, starts = plan.config, list[Started]()
     if engines is not None and engine_spec is not None:
-        timeout_s = plan.config.trainer.start_timeout_s
+        timeout_s = config.trainer.start_timeout_s
         with cluster.console.progress("starting processes"):
             engines.where(timeout_s)
-        refs = engines.start_build(rollout_factory, [(engine_spec, *_timeouts(plan))] * len(engines))
+        arguments = (engine_spec, timeout_s, config.trainer.step_timeout_s)
+        refs = engines.start_build(_ENGINE, [arguments] * len(engines))
         starts.append((engines, refs, "starting the rollout engine"))
         if plan.engines_share_gpus:
             cluster.build(starts, began)
@@ -275,23 +280,30 @@ def start_roles(
                 wait_all(engines.workers, [worker.call("sleep") for worker in engines.workers], timeout_s, "rollout.sleep")
     spec = actor_spec(plan, cluster.model_path, engine_spec)
     if actors is not None:
-        starts.append(cluster.start_ranks(actors, actor_factory, spec))
+        starts.append(cluster.start_ranks(actors, "actor.ActorWorker", spec))
     if references is not None:
-        fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
+        fsdp = config.actor_rollout_ref.ref.fsdp_config
         frozen = replace(spec.policy.sharded_as(fsdp, plan.passes.reference.sequence_ranks), train=False)
-        starts.append(cluster.start_ranks(references, partial(reference_factory, offload=fsdp.param_offload), (frozen,)))
+        starts.append(cluster.start_ranks(references, _REFERENCE, (frozen,), offload=fsdp.param_offload))
     if teachers is not None:
-        offload = plan.config.distillation.param_offload
-        models = teacher_specs(plan, spec.policy)
-        starts.append(cluster.start_ranks(teachers, partial(reference_factory, offload=offload), models))
+        models, offload = teacher_specs(plan, spec.policy), config.distillation.param_offload
+        starts.append(cluster.start_ranks(teachers, _REFERENCE, models, offload=offload))
+    critic, reward_model = None, None
     if critics is not None:
-        starts.append(cluster.start_ranks(critics, critic_factory, critic_spec(plan, spec.policy)))
-    if scorers is not None and plan.trains_reward_model:
-        trained = trained_reward_model_spec(plan, cluster.reward_model_path)
-        starts.append(cluster.start_ranks(scorers, trained_reward_model_factory, trained))
-    elif scorers is not None:
-        scorer = reward_model_spec(plan.config.reward.reward_model, cluster.reward_model_path)
-        starts.append(cluster.start_ranks(scorers, reward_model_factory, scorer))
+        starts.append(cluster.start_ranks(critics, "critic.CriticWorker", critic_spec(plan, spec.policy)))
+        size, epochs = plan.sizes.critic_mini_batch_size, plan.sizes.critic_epochs
+        critic = CriticRole(critics, rule=plan.passes.critic, mini_batch_size=size, epochs=epochs)
+    if scorers is not None:
+        own = config.reward.reward_model
+        scorer = RewardModelSpec(cluster.reward_model_path, own.dtype, own.trust_remote_code, own.param_offload)
+        if plan.trains_reward_model:
+            shares, updates = config.actor_rollout_ref.actor.use_prefix_grouper is not False, plan.sizes.reward_model_updates
+            trained = TrainedRewardModelSpec(scorer, own.train, updates, config.trainer.seed, shares)
+            starts.append(cluster.start_ranks(scorers, "reward_model.TrainedRewardModelWorker", trained))
+            rule, pairs = MicroBatchRule(own.max_token_len_per_gpu, None, shares), own.train.loss == "bradley_terry"
+            reward_model = TrainedRewardModelRole(scorers, rule=rule, pairs=pairs, tokenizer=tokenizer)
+        else:
+            starts.append(cluster.start_ranks(scorers, "reward_model.RewardModelWorker", scorer))
     cluster.build(starts, began)
 
     rollout: ReplicaPool | EpisodePool | None = None
@@ -304,14 +316,13 @@ def start_roles(
             stop_ids = frozenset(stop_token_ids(engine_spec))
             rollout = episodes.pool(pool, environments, tokenizer, stop_ids, engine_spec.max_model_len)
     actor = None if actors is None else make_actor(plan, actors, tokenizer)
-    trains_scorer = scorers is not None and plan.trains_reward_model
     roles = Roles(
         actor=actor,
         rollout=rollout,
         reference=make_reference(plan, references, actor),
         teacher=None if actor is None else make_teacher(plan, teachers, actor, tokenizer),
-        critic=None if critics is None else make_critic(plan, critics),
-        reward_model=make_trained_reward_model(plan, scorers, tokenizer) if trains_scorer and scorers else None,
+        critic=critic,
+        reward_model=reward_model,
         recoveries=cluster.supervisor.recoveries.metrics,
     )
     return roles, scorers
@@ -319,51 +330,51 @@ def start_roles(
 
 def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec) -> ReplicaPool:
     """Return the rollout role over its engines. Their weights come from the actors, if any."""
-    transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size, cluster.config.trainer.start_timeout_s)
+    trainer = cluster.config.trainer
+    transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size, trainer.start_timeout_s)
 
     def build_engine(worker: Worker) -> ray.ObjectRef:
-        return worker.actor.build.remote(rollout_factory, spec, *_timeouts(cluster.plan))
+        return worker.actor.build.remote(_ENGINE, spec, trainer.start_timeout_s, trainer.step_timeout_s)
 
     can_replace = actors is not None and cluster.supervisor.recoveries.restarts
     vacated = cluster.vacated if cluster.plan.engines_share_gpus else None
-    elastic = _elastic(cluster, engines, spec) if can_replace else None
+    elastic = _elastic(cluster, spec) if can_replace else None
     replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor, vacated, elastic)
     if elastic is not None:
         orders = RunDir(cluster.log_dir.parent).engine_orders
         on_engines = partial(_tell_engines, cluster)
         cluster.on_shutdown.append(EngineOrders(replicas, elastic, orders, spec.tensor_parallel_size, on_engines).close)
-    own = cluster.config.trainer.asynchronous
     options = PoolOptions(
         max_num_seqs=spec.max_num_seqs,
         sleeps=spec.sleep_mode,
         verify_checksum=spec.verify_checksum,
-        step_timeout_s=cluster.config.trainer.step_timeout_s,
+        step_timeout_s=trainer.step_timeout_s,
         max_staleness=None if cluster.plan.overlaps else 0,
-        keep_cache=own.keep_cache,
-        partial_rollout=own.partial_rollout,
+        keep_cache=trainer.asynchronous.keep_cache,
+        partial_rollout=trainer.asynchronous.partial_rollout,
         starts_asleep=cluster.plan.engines_share_gpus and spec.sleep_mode,
     )
     return ReplicaPool(replicas, transfer, options)
 
 
-def _elastic(cluster: Cluster, engines: WorkerGroup, spec: EngineSpec) -> Elastic | None:
+def _elastic(cluster: Cluster, spec: EngineSpec) -> Elastic | None:
     """Return the bounds of the number of engines, and where one more finds its place; None where the number is fixed."""
     planned = cluster.plan.role("rollout")
     fewest, most = cluster.plan.replica_bounds
     if planned is None or fewest == most:
         return None
-    pool, place = cluster.pool(planned.pool), engines.workers[0].place
+    pool = cluster.pool(planned.pool)
 
-    def take(node: str | None) -> Place:
+    def take(node: str | None) -> Slot:
         slot = pool.another(spec.tensor_parallel_size, cluster.config.trainer.start_timeout_s, node)
         try:
             cluster.check_machines(planned.pool, pool.nodes([slot.placement_group]))
         except ClusterError:
             pool.give_back(slot)
             raise
-        return replace(place, slot=slot)
+        return slot
 
-    return Elastic(fewest, most, take, lambda place, is_gone: pool.give_back(place.slot, is_gone=is_gone))
+    return Elastic(fewest, most, take, pool.give_back)
 
 
 def _tell_engines(cluster: Cluster, engines: dict[str, Any]) -> None:
@@ -468,9 +479,26 @@ def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) ->
     )
 
 
-def _timeouts(plan: Plan) -> tuple[float, float]:
-    """Return how long an engine may take to start, and for one call."""
-    return plan.config.trainer.start_timeout_s, plan.config.trainer.step_timeout_s
+def critic_spec(plan: Plan, actor: PolicySpec) -> CriticSpec:
+    """Return what every critic rank is built from; the model is the actor's unless the plan names another."""
+    critic, own = plan.config.critic, plan.critic_model
+    model = replace(
+        actor.model,
+        enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+        enable_activation_offload=critic.model.enable_activation_offload,
+    )
+    if own is not None:
+        model = replace(model, path=own, override_config={})
+    policy = actor.sharded_as(critic.fsdp, critic.ulysses_sequence_parallel_size)
+    return CriticSpec(
+        model=replace(policy, model=model, train=True, path_key=actor.path_key if own is None else "critic.model.path"),
+        optim=critic.optim,
+        total_optimizer_steps=plan.sizes.critic_updates,
+        seed=plan.config.trainer.seed,
+        cliprange_value=critic.cliprange_value,
+        param_offload=critic.fsdp.param_offload,
+        optimizer_offload=critic.fsdp.optimizer_offload,
+    )
 
 
 def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:

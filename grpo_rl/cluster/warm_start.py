@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from grpo_rl.cluster.processes.placement import runs_here
-from grpo_rl.cluster.roles.actor_role import actor_factory
 from grpo_rl.cluster.start_roles import Cluster, actor_spec, make_actor
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import (
@@ -74,7 +73,7 @@ def ensure(name: str, warm: Path, machine: Machine, log_dir: Path, console: Cons
     try:
         worker_group = cluster.start("actor")
         assert worker_group is not None, "a plan that trains has an actor"
-        cluster.build([cluster.start_ranks(worker_group, actor_factory, actor_spec(plan, cluster.model_path))])
+        cluster.build([cluster.start_ranks(worker_group, "actor.ActorWorker", actor_spec(plan, cluster.model_path))])
         actor = make_actor(plan, worker_group, tokenizer)
         learnt = task_demonstrations(spec.task, tokenizer)
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:

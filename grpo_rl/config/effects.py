@@ -138,9 +138,8 @@ trainer: max_restarts restart_window_s   | trainer.recover=auto
 trainer: max_nonfinite_steps             | trainer.on_nonfinite=skip
 trainer: log_val_generations             | trainer.logger=wandb or mlflow
 global_profiler: steps                   | global_profiler.tool
-global_profiler: tool                    | global_profiler.steps or global_profiler.tool=torch_memory
+global_profiler: tool                    | global_profiler.steps
 global_profiler: tool                    | {A}.profiler.enable or {REF}.profiler.enable or critic.profiler.enable | no role is profiled: {A}.profiler.enable=true
-global_profiler: global_tool_config.*    | global_profiler.tool=torch_memory
 {_OFFLOADS}                              | trainer.device=cuda | it is for GPUs
 {A}: fsdp_config.param_offload fsdp_config.optimizer_offload | {A}.fsdp_config.offload_policy=false | {A}.fsdp_config.offload_policy=true keeps everything in host memory all the time
 {REF}: fsdp_config.param_offload         | {REF}.fsdp_config.offload_policy=false | {REF}.fsdp_config.offload_policy=true keeps everything in host memory all the time

@@ -206,6 +206,14 @@ CORES = Device(
 """A machine without a GPU, on which small models wait for Python. Set with runs of 0.3 M parameters on two cores in sight."""
 
 
+def peak_tflops(gpu: str) -> float | None:
+    """Return a GPU's dense bfloat16 TFLOP/s by what torch calls it; None for one that is not listed, or has no bfloat16."""
+    words = set(re.split(r"[^a-z0-9]+", gpu.lower()))
+    kinds = {re.sub("(rtx|nvl|pcie)", r" \1 ", name.partition("-")[0].lower()): one.tflops for name, one in DEVICES.items()}
+    fitting = [kind for kind in kinds if words.issuperset(kind.split())]
+    return (kinds[max(fitting, key=len)] if fitting else 0.0) or None
+
+
 @dataclass(frozen=True, slots=True)
 class NamedMachine:
     """A machine by name, taken apart."""

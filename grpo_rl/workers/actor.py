@@ -223,11 +223,12 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         self._buckets = self.sender.buckets(stored_tensors(whole))
         return sum(p.numel() * 4 for name, p in self.model.named_parameters() if not lora.is_adapter(name))
 
-    def next_bucket(self) -> WeightBucket | None:
-        """Return the next piece of the weights, None after the last. A collective: all ranks call it together."""
+    def next_bucket(self) -> tuple[bool, WeightBucket | None]:
+        """Return whether there is another piece of the weights, and that. A collective: all ranks call it together."""
         assert self._buckets is not None, "begin_weight_sync comes first"
         fault_point("actor.weights.bucket", rank=self.rank.rank)
-        return next(self._buckets, None)
+        bucket = next(self._buckets, None)
+        return bucket is not None, bucket
 
     def sent_digests(self) -> dict[str, str]:
         """Return the digest of every tensor of the last transfer, where they are verified."""
@@ -259,10 +260,10 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
         return {}
     difference_T = (trainer_logprobs_T - rollout_T).abs().double()
     stats = {
-        "sum/rollout_logprob_diff": difference_T.sum(),
-        "max/rollout_logprob_diff": difference_T.max(),
+        "sum/rollout/logprob_diff_mean": difference_T.sum(),
+        "max/rollout/logprob_diff_max": difference_T.max(),
         # Minus the log-prob of a sampled token is an unbiased estimate of the entropy that it was sampled with.
-        "sum/rollout_entropy": -rollout_T.double().sum(),
+        "sum/rollout/entropy": -rollout_T.double().sum(),
     }
     if shares:
         found = mismatch_shares(trainer_logprobs_T, rollout_T, Segments(batch.trained_lengths_N), counts)

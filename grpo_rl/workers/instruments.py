@@ -1,4 +1,4 @@
-"""Instruments of a worker's process: memory, time and work of each phase, traces of torch's profiler, snapshots of memory.
+"""Instruments of a worker's process: memory, time and work of each phase, traces of torch's profiler.
 
 A phase is a call of a method that computes. Instruments lie around the call, so that no worker has to do with them.
 """
@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from grpo_rl.errors import OutOfMemory
 
 PHASES = {
     "update": "update",
@@ -38,19 +36,6 @@ PROFILED = frozenset({"update", "logprobs", "values", "scores"})
 GIB = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class InstrumentOrder:
-    """The instruments of one process until the next order: which of them, and where their files go."""
-
-    tool: str | None
-    """torch: a trace of every call that runs a model; torch_memory: a history of allocations; None: neither."""
-    folder: str = ""
-    writes: bool = False
-    """True in a step that is profiled; a history of allocations is kept in the others too, for memory that runs out."""
-    max_entries: int = 100_000
-    """Allocations that a history of memory keeps."""
-
-
 @dataclass(slots=True)
 class PhaseMeasure:
     """The cost of one phase in one process: seconds, operations, and the highest memory, in bytes by its kind."""
@@ -65,23 +50,16 @@ class Instruments:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._order = InstrumentOrder(None)
+        self._folder: Path | None = None
         self._measures: dict[str, PhaseMeasure] = {}
         self._num_traces: dict[str, int] = {}
-        self._records_memory = False
         self._lock = threading.Lock()
         self._running = 0
 
-    def observe(self, order: InstrumentOrder) -> None:
-        """Follow this order from the next call on."""
-        if self._order.tool == "torch_memory" and self._order.writes:
-            self._dump(Path(self._order.folder) / f"{self.name}.memory.pickle")
-        self._order = order
+    def observe(self, folder: str | None) -> None:
+        """Write a trace of every call that runs a model into this folder from the next call on; None: no more."""
+        self._folder = None if folder is None else Path(folder)
         self._num_traces.clear()
-        if (order.tool == "torch_memory") != self._records_memory:
-            self._records_memory = order.tool == "torch_memory"
-            enabled = "all" if self._records_memory else None
-            _cuda().memory._record_memory_history(enabled=enabled, max_entries=order.max_entries)
 
     def measures(self) -> dict[str, PhaseMeasure]:
         """Return what each phase took since the last call."""
@@ -116,15 +94,9 @@ class Instruments:
                     before = measure.memory or {}
                     measure.memory = {kind: max(size, before.get(kind, 0)) for kind, size in _peak().items()}
 
-    def failed(self, error: Exception) -> None:
-        """Keep a snapshot of the GPU's memory where `error` says that it ran out, and snapshots are configured."""
-        if isinstance(error, OutOfMemory) and self._records_memory:
-            self._dump(Path(self._order.folder) / f"{self.name}.out_of_memory.pickle")
-
     @contextlib.contextmanager
     def _traced(self, method: str) -> Iterator[None]:
-        order = self._order
-        if order.tool != "torch" or not order.writes or method not in PROFILED:
+        if (folder := self._folder) is None or method not in PROFILED:
             yield
             return
         from torch.profiler import ProfilerActivity, profile, record_function
@@ -133,13 +105,8 @@ class Instruments:
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if _on_gpu() else [])
         with profile(activities=activities, profile_memory=True) as profiler, record_function(f"{self.name}.{method}"):
             yield
-        folder = Path(order.folder)
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / f"{self.name}.{method}{f'.{number}' if number > 1 else ''}.json.gz"))
-
-    def _dump(self, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        _cuda().memory._dump_snapshot(str(file))
 
 
 def device_name() -> str | None:

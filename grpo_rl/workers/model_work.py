@@ -1,4 +1,4 @@
-"""The floating point operations of a model's passes, counted as they are made, and the most that a device can do.
+"""The floating point operations of a model's passes, counted as they are made.
 
 Counted is what the mathematics needs, as in model FLOPs utilization (Chowdhery et al. 2022, PaLM, Appendix B): two operations for
 each weight that a token is multiplied with, twice as many again in a backward pass, and attention over the tokens that are
@@ -8,7 +8,6 @@ again does not count, for a run is no better for it.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -16,42 +15,6 @@ from torch import Tensor, nn
 
 from grpo_rl.models.forward import PackedModel, PolicyModel
 from grpo_rl.models.packing import Sequences
-
-PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("B100", 1750.0),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("GH200", 989.4),
-    ("H800", 989.4),
-    ("H20", 148.0),
-    ("A100", 311.8),
-    ("A800", 311.8),
-    ("A40", 149.7),
-    ("A30", 165.0),
-    ("A10G", 70.0),
-    ("A10", 125.0),
-    ("L40S", 362.0),
-    ("L40", 181.0),
-    ("L4", 121.0),
-    ("RTX 6000 Ada", 364.2),
-    ("RTX A6000", 154.8),
-    ("RTX 5090", 209.5),
-    ("RTX 4090", 165.2),
-    ("RTX 3090", 71.0),
-)
-"""Dense bfloat16 TFLOP/s with float32 sums, from the makers' data sheets, by what is part of `torch.cuda.get_device_name`."""
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """Return the most bfloat16 TFLOP/s of a GPU of this name; None for one that is not in the table."""
-    words = re.sub(r"[^A-Za-z0-9]+", " ", device_name)
-    # A whole word: "A10" is no part of "A100".
-    found = (peak for name, peak in PEAK_TFLOPS if re.search(rf"(?<![A-Za-z0-9]){name}(?![A-Za-z0-9])", words))
-    return next(found, None)
 
 
 class ModelWork:

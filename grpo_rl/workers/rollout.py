@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import resource_tracker, util
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_rl.columns import Block
@@ -45,6 +48,8 @@ class RolloutWorker:
         # It imports transformers, which a process that only describes workers does not need.
         from grpo_rl.rollout.model_info import response_decoder
 
+        if spec.tensor_parallel_size > 1:
+            track_apart()
         self.spec = spec
         self._call_timeout_s = call_timeout_s
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -304,3 +309,27 @@ def _answer(engine: RolloutEngine, function: Callable[[RolloutEngine], Any], ans
         answer.set_result(function(engine))
     except Exception as error:  # the caller's to handle; the engine goes on
         answer.set_exception(error)
+
+
+_trackers: list[subprocess.Popen[bytes]] = []
+
+
+def track_apart() -> None:
+    """Start Python's tracker of shared memory for this process in a group of its own.
+
+    Ray ends the group of a worker that died, a second after it has asked: with the tracker in it, and children that take
+    longer to end, what they shared would stay in memory until the machine is started again.
+    """
+
+    def spawn(path: str, arguments: Sequence[Any], passed: Sequence[int]) -> int:
+        words = [os.fsdecode(word) for word in arguments]
+        # Kept, or its destructor would warn of a child that still runs.
+        _trackers.append(subprocess.Popen(words, executable=path, pass_fds=passed, process_group=0))
+        return _trackers[-1].pid
+
+    before = util.spawnv_passfds
+    util.spawnv_passfds = spawn  # type: ignore[assignment]
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        util.spawnv_passfds = before

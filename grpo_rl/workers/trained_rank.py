@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FSDPModule
 from grpo_rl.checkpoint import policy_state
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles
-from grpo_rl.config.schema.tree import OptimConfig
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
@@ -31,32 +30,9 @@ from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import join_set
-from grpo_rl.workers.specs import OptimizerStep, Rank, Rows, Update
+from grpo_rl.workers.specs import ActorSpec, CriticSpec, OptimizerStep, Rank, Rows, TrainedRewardModelSpec, Update
 
-
-class TrainedSpec(Protocol):
-    """The configuration that every kind of trained rank has."""
-
-    @property
-    def optim(self) -> OptimConfig: ...
-
-    @property
-    def total_optimizer_steps(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def param_offload(self) -> bool: ...
-
-    @property
-    def optimizer_offload(self) -> bool: ...
-
-    @property
-    def in_host_memory(self) -> bool: ...
-
-
-S = TypeVar("S", bound=TrainedSpec)
+S = TypeVar("S", ActorSpec, CriticSpec, TrainedRewardModelSpec)
 M = TypeVar("M", bound=PackedModel)
 
 
@@ -202,10 +178,11 @@ class TrainedRank(ABC, Generic[S, M]):
         self.files.load(Path(folder))
         self.memory.release()
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return a copy of this rank's share of the weights, which a frozen model of the same sharding can take over."""
+    def weights(self) -> tuple[int, dict[str, Tensor]]:
+        """Return the number of tensors in this rank's share of the weights, and a copy of it: for a frozen model of the same sharding."""
         fsdp.reshard(self.model)
-        return policy_state.weights_of(self.model)
+        weights = policy_state.weights_of(self.model)
+        return len(weights), weights
 
     # ---- memory -----------------------------------------------------------------------------------------
 

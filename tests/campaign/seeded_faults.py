@@ -409,9 +409,9 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "statistics of the last step alone",
-        "cluster/roles/dispatch.py",
-        'max(values) if prefix == "max" else math.fsum(values) / len(values)',
-        'max(values) if prefix == "max" else values[-1]',
+        "cluster/roles/trained_roles.py",
+        'max(of_steps) if prefix == "max" else math.fsum(of_steps) / len(of_steps)',
+        'max(of_steps) if prefix == "max" else of_steps[-1]',
         "unit/cluster",
     ),
     # ---- checkpoint
@@ -488,23 +488,23 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "stale shuffle",
-        "cluster/roles/actor_role.py",
+        "cluster/roles/trained_roles.py",
         "            self.num_shuffles += self.config.ppo_epochs\n",
         "            pass\n",
         "unit/cluster unit/trainer",
     ),
     _F(
         "lost version",
-        "cluster/roles/actor_role.py",
-        "        self._dispatched = None\n        self.version += 1\n",
-        "        self._dispatched = None\n",
+        "cluster/roles/trained_roles.py",
+        "        self.version += 1\n",
+        "        pass\n",
         "unit/cluster unit/trainer",
     ),
     _F(
         "pairs torn apart",
-        "cluster/roles/actor_role.py",
-        "units = batch.group_N.tolist() if self.objective.needs_pairs else None",
-        "units = None",
+        "cluster/roles/trained_roles.py",
+        "return batch.group_N.tolist() if self.objective.needs_pairs else None",
+        "return None",
         "unit/cluster unit/trainer integration/test_pairs.py",
     ),
     _F(

@@ -6,14 +6,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_rl.cluster.processes.forks import MODULES
-from grpo_rl.cluster.processes.placement import Place, Pool
+from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.replicas import Elastic, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
@@ -100,12 +100,7 @@ class Ground:
 
         options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S, **more)
         transfer = Transfer("object_store", actors, worker_group, 1, START_S)
-        place = worker_group.workers[0].place
-
-        def take(node: str | None) -> Place:
-            return replace(place, slot=self.slots.another(1, START_S, node))
-
-        elastic = Elastic(1, 4, take, lambda place, is_gone: self.slots.give_back(place.slot, is_gone=is_gone))
+        elastic = Elastic(1, 4, lambda node: self.slots.another(1, START_S, node), self.slots.give_back)
         return ReplicaPool(Replicas(worker_group, build, supervisor, elastic=elastic), transfer, options)
 
     def close(self) -> None:

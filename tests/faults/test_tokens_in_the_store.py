@@ -16,11 +16,11 @@ from recovery_ground import START_S, Ground, until
 from test_recovery_replicas import Actor
 
 from grpo_rl.cluster.processes.placement import Pool
-from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.processes.worker_host import StoredBlock
-from grpo_rl.cluster.roles.dispatch import Dispatched, dispatch
+from grpo_rl.cluster.processes.worker_group import StoredBlock, WorkerGroup
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
+from grpo_rl.cluster.roles.trained_roles import Dispatched
 from grpo_rl.columns import View
+from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.data.collate import collate
 from grpo_rl.types import Prompt, Rollout, Sampling
 
@@ -85,7 +85,7 @@ def test_a_replica_that_dies_after_its_report_takes_no_token_along(scene: Scene)
         pid = worker.pid
         worker.kill("the test ends it")
         until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 10.0, "the process is gone")
-    dispatched = dispatch(scene.readers, collate(rollouts))
+    dispatched = Dispatched.to(scene.readers, collate(rollouts), MicroBatchRule(None, 1))
     assert scene.read(dispatched) == scene.expected(dispatched)
     until(lambda: bool(scene.pool.replicas.ready()) or bool(scene.pool.replicas.serving), START_S, "a replica is there again")
     again = scene.sample("after", 2)
@@ -94,7 +94,7 @@ def test_a_replica_that_dies_after_its_report_takes_no_token_along(scene: Scene)
 
 def test_the_controller_fetches_no_block(scene: Scene) -> None:
     rollouts = scene.sample("read")
-    dispatched = dispatch(scene.readers, collate(rollouts))
+    dispatched = Dispatched.to(scene.readers, collate(rollouts), MicroBatchRule(None, 1))
     assert scene.read(dispatched) == scene.expected(dispatched)
     assert [block._block for block in blocks(rollouts)] == [None] * len(blocks(rollouts))
     # One view of shared memory serves all that is read here.
@@ -106,7 +106,7 @@ def test_the_controller_fetches_no_block(scene: Scene) -> None:
 def test_the_blocks_are_freed_when_the_step_is_over(scene: Scene) -> None:
     def one_step(tag: str) -> int:
         rollouts = scene.sample(tag, 12)
-        dispatched = dispatch(scene.readers, collate(rollouts))
+        dispatched = Dispatched.to(scene.readers, collate(rollouts), MicroBatchRule(None, 1))
         assert scene.read(dispatched) == scene.expected(dispatched)
         rollouts[0].response_ids.tolist()  # reading here must not keep it either
         return stored_bytes()
@@ -123,7 +123,7 @@ def test_the_blocks_are_freed_when_the_step_is_over(scene: Scene) -> None:
 
 def test_nothing_refers_to_a_block_any_more_although_a_reader_still_has_the_share(scene: Scene) -> None:
     rollouts = scene.sample("kept", 4)
-    dispatched = dispatch(scene.readers, collate(rollouts))
+    dispatched = Dispatched.to(scene.readers, collate(rollouts), MicroBatchRule(None, 1))
     scene.read(dispatched)
     refs = {block.ref.hex().encode() for block in blocks(rollouts)}
     assert refs <= referred_to()

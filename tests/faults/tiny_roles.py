@@ -115,9 +115,10 @@ class TinyActor:
         self._buckets = iter([pack([(name, torch.tensor(value))]) for name, value in self.weights.items()])
         return 24
 
-    def next_bucket(self) -> WeightBucket | None:
+    def next_bucket(self) -> tuple[bool, WeightBucket | None]:
         fault_point("actor.weights.bucket", rank=self.rank)
-        return next(self._buckets, None)
+        bucket = next(self._buckets, None)
+        return bucket is not None, bucket
 
     def end_weight_sync(self) -> None:
         self._buckets = iter(())

@@ -219,7 +219,7 @@ class RecordingActor(Recording, ActorWorker):
         DTensor.full_tensor = noted  # type: ignore[method-assign, assignment]
         try:
             self.begin_weight_sync()
-            types = {dtype for bucket in iter(self.next_bucket, None) for dtype in bucket.dtypes}
+            types = {dtype for bucket in iter(lambda: self.next_bucket()[1], None) for dtype in bucket.dtypes}
             self.end_weight_sync()
         finally:
             DTensor.full_tensor = whole  # type: ignore[method-assign]
@@ -369,7 +369,7 @@ def actor_group(
     processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Any, *, updates_per_step: int = 1
 ) -> Any:
     """The actor's role over these processes, as the trainer drives it."""
-    from grpo_rl.cluster.roles.actor_role import ActorRole
+    from grpo_rl.cluster.roles.trained_roles import ActorRole
 
     old = "actor" if updates_per_step > 1 or objective.needs_selection else "none"
     return ActorRole(processes, config, train_rule=rule, forward_rule=rule, old_logprobs=old, objective=objective)

@@ -9,7 +9,7 @@ import torch
 from rank_processes import RankProcesses, make_batch, make_model
 from torch import Tensor
 
-from grpo_rl.cluster.roles.critic_role import CriticRole
+from grpo_rl.cluster.roles.trained_roles import CriticRole
 from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig

@@ -12,7 +12,8 @@ import ray
 from ray.cluster_utils import Cluster as RayCluster
 from ray.util.placement_group import placement_group_table
 
-from grpo_rl.cluster.processes.placement import Place, Pool, raylets
+from grpo_rl.cluster.processes.placement import Pool, raylets
+from grpo_rl.cluster.processes.worker_group import Worker
 from grpo_rl.errors import ClusterError
 
 START_S = 120.0
@@ -41,7 +42,7 @@ def node_of(slot: Any, bundle: int) -> str:
 
 def environment_of(slot: Any, tmp_path: Path) -> tuple[str, str]:
     """The node, and the visible devices of a process that is started in the slot."""
-    actor = Place(slot, {}, 1).start("probe", tmp_path / "probe.log")
+    actor = Worker("probe", slot, tmp_path, {}).actor
     ray.get(actor.build.remote(make_probe), timeout=START_S)
     node, devices, group = ray.get(actor.call.remote("look"), timeout=START_S)
     # vLLM takes the group that its process is in for its own processes.

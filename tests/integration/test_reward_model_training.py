@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-from grpo_rl.cluster.roles.reward_model_role import TrainedRewardModelRole
+from grpo_rl.cluster.roles.trained_roles import TrainedRewardModelRole
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import HeadOptimConfig, RewardModelTrainConfig
 from grpo_rl.types import Batch

@@ -11,7 +11,7 @@ from rank_processes import RankProcesses, actor_group, make_batch
 from test_layout_invariance import ALONE, WHOLE, Layout, assert_same, grpo, replace_empty, several_turns, spec_for, train
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.roles.critic_role import CriticRole
+from grpo_rl.cluster.roles.trained_roles import CriticRole
 from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig

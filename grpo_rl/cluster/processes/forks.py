@@ -52,12 +52,7 @@ READ_LATER = {"OMP_NUM_THREADS", *faults.VARIABLES}
 
 WORKERS = ("actor", "critic", "reference", "reward_model", "rollout")
 MODULES = (*(f"grpo_rl.workers.{name}" for name in WORKERS), "grpo_rl.rollout.hf.hf_engine")
-WITH_RAY = (
-    "ray._private.workers.default_worker",
-    "grpo_rl.cluster.processes.worker_host",
-    "grpo_rl.cluster.roles.actor_role",
-    "grpo_rl.cluster.roles.critic_role",
-)
+WITH_RAY = ("ray._private.workers.default_worker", "grpo_rl.cluster.processes.worker_group")
 """Modules that can be imported once Ray's request has arrived with its variables."""
 
 

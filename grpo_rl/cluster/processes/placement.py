@@ -15,15 +15,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from grpo_rl.cluster.processes import forks
-from grpo_rl.cluster.processes.worker_host import BEATS, LOOKS, WorkerHost
-from grpo_rl.config import secrets
 from grpo_rl.errors import ClusterError
 from grpo_rl.source_code import sources
 
@@ -41,32 +37,6 @@ class Slot:
     placement_group: PlacementGroup
     bundles: tuple[int, ...]
     gpu_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Place:
-    """The slot, the environment and the number of threads of a process."""
-
-    slot: Slot
-    environment: Mapping[str, str]
-    threads: int
-    """Calls that it answers at once."""
-
-    def start(self, name: str, log_file: Path) -> Any:
-        """A new process: a Ray actor of class WorkerHost."""
-        strategy = PlacementGroupSchedulingStrategy(self.slot.placement_group, self.slot.bundles[0])
-        devices = {"CUDA_VISIBLE_DEVICES": ",".join(self.slot.gpu_ids)} if self.slot.gpu_ids else {}
-        environment = {**self.environment, **devices}
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": self.threads, "scheduling_strategy": strategy}
-        copied = forks.runtime_env(environment)
-        if copied:
-            options["runtime_env"] = copied
-        remote: Any = ray.remote  # Ray's types have no concurrency groups
-        return (
-            remote(concurrency_groups={BEATS: 1, LOOKS: 1})(WorkerHost)
-            .options(**options)
-            .remote(name, str(log_file), environment, secrets.known())
-        )
 
 
 class Pool:
@@ -133,7 +103,7 @@ class Pool:
         gpu_ids = _probe_gpus(group, timeout_s) if "GPU" in self._bundle else []
         return Slot(group, tuple(range(devices)), tuple(gpu_ids))
 
-    def give_back(self, slot: Slot, *, is_gone: bool = False) -> None:
+    def give_back(self, slot: Slot, is_gone: bool = False) -> None:
         """Take a slot back whose process has left; `is_gone` where its node is no longer there."""
         if slot.placement_group in self._further:
             self._further.remove(slot.placement_group)

@@ -1,21 +1,35 @@
-"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure."""
+"""Worker groups: the processes of one role, called together, with a deadline and a clear cause for every failure.
+
+`WorkerHost` is what runs in each process: the one Ray actor class, which hosts a plain worker object and never loses an error's
+cause. `Worker` is the controller's handle to one of them.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
+import os
 import re
+import socket
+import sys
+import threading
 import time
+import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from grpo_rl import faults
-from grpo_rl.cluster.processes.placement import Place, Slot
-from grpo_rl.cluster.processes.worker_host import BEATS, LOOKS, RemoteError, Stored, StoredBlock, what_to_do
+from grpo_rl.cluster.processes import forks
+from grpo_rl.cluster.processes.placement import Slot
 from grpo_rl.cluster.session.run_watcher import is_tracker, remove_segments
+from grpo_rl.config import secrets
 from grpo_rl.errors import (
     CheckpointError,
     ClusterError,
@@ -26,8 +40,246 @@ from grpo_rl.errors import (
     OutOfMemory,
     RewardError,
 )
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.processes.family import descendants, is_running, kill_tree, started
 from grpo_rl.rollout.engine_environment import own_folder
+from grpo_rl.workers.instruments import Instruments, PhaseMeasure, device_name
+
+# ---- in the process of a worker ----------------------------------------------------------------------
+
+BEATS, LOOKS = "beats", "looks"
+"""The threads in which a process answers `beat` and `doing` while others work."""
+Doing = tuple[str, float, list[str]]
+"""A call that is at work, its seconds, and the stack of its thread."""
+MOST_FRAMES = 12
+FETCH_S = 3600.0
+"""Seconds that a process waits for a stored value."""
+
+
+class RemoteError(Exception):
+    """An exception inside a worker, as text: Ray drops causes that it cannot pickle."""
+
+    def __init__(self, kind: str, message: str, trace: str, user_error: bool) -> None:
+        super().__init__(kind, message, trace, user_error)
+        self.kind = kind
+        self.message = message
+        self.trace = trace
+        self.user_error = user_error
+        """True where the worker raised one of this package's own errors, whose message is complete."""
+
+    def __str__(self) -> str:
+        return self.message if self.user_error else f"{self.kind}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A value in Ray's object store, as an argument of several calls: a process fetches it with the first of them, and keeps it.
+
+    A plain reference would be deserialised anew in every call.
+    """
+
+    ref: Any
+    key: str
+    """The value's key, different for every value."""
+
+
+class StoredBlock:
+    """A block in Ray's object store. It is freed with the last view of it, on whichever process that is."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
+        self._block: Mapping[str, Any] | None = None
+
+    def read(self) -> Mapping[str, Any]:
+        """Return the block, whose arrays are views of shared memory. It stays mapped as long as this object is there."""
+        if self._block is None:
+            self._block = _get(self.ref)
+        return self._block
+
+    def __reduce__(self) -> tuple[Callable[..., StoredBlock], tuple[Any]]:
+        """Pickle the reference alone, even where the block has been read."""
+        return StoredBlock, (self.ref,)
+
+
+class WorkerHost:
+    """A host that runs in a process of its own; `build` makes the worker there, `call` calls it.
+
+    The environment is set before anything heavy is imported, because visible devices are read when torch is loaded;
+    where everything is imported already (`forks`), it has nothing that would come too late.
+    """
+
+    def __init__(self, name: str, log_file: str, environment: dict[str, str], secret: Sequence[str] = ()) -> None:
+        os.environ.update(environment)
+        # Imports make a million objects that stay, and a collection looks at all of them again and again.
+        gc.disable()
+        secrets.remember_environment()
+        secrets.remember(secret)
+        self._worker: Any = None
+        self._fetched: tuple[str, Any] = ("", None)
+        """The `Stored` value that a call carried last."""
+        self.name = name
+        self._instruments = Instruments(name)
+        self._calls: dict[int, tuple[str, float]] = {}
+        """The calls that are at work, by their threads."""
+        faults.arm()
+        faults.tell(worker=name)
+        _redirect_output(Path(log_file))
+
+    def where(self) -> tuple[str, int, int]:
+        """Return this process's node address, its id, and a port that is free there now."""
+        address = ray.util.get_node_ip_address()
+        with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            port = probe.getsockname()[1]
+        return address, os.getpid(), port
+
+    def beat(self, wait_s: float) -> tuple[str, float, float | None] | None:
+        """Return, after `wait_s`, what the worker is doing, for how many seconds, and the longest it ever took; None:
+        nothing.
+
+        An answer shows that the process runs Python; of a worker without the method `activity` it shows nothing else.
+        """
+        time.sleep(wait_s)
+        activity = getattr(self._worker, "activity", None)
+        return None if activity is None else activity()
+
+    def doing(self) -> list[Doing]:
+        """Return each call that is at work, for how many seconds, and where; and what a thread of the worker's own does."""
+        now = time.monotonic()
+        found = [(method, now - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())]
+        activity, thread = getattr(self._worker, "activity", None), getattr(self._worker, "thread", None)
+        if activity is not None and thread is not None and (at := activity()) is not None:
+            found.append((at[0], at[1], stack_of(thread.ident)))
+        return found
+
+    def build(self, factory: Callable[..., Any], *args: Any) -> None:
+        """Make the worker. Raises RemoteError."""
+        number = os.environ.get("OMP_NUM_THREADS")
+        if number and "torch" in sys.modules:
+            # It has not read the variable in a copied process (`forks`).
+            sys.modules["torch"].set_num_threads(int(number))
+        try:
+            with _reported():
+                self._worker = factory(*args)
+        finally:
+            gc.enable()
+
+    def call(self, method: str, *args: Any, told: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """Call a method of the worker. Raises RemoteError. `told` is the controller's context of the fault points (`faults`)."""
+        if told is not None:
+            faults.tell(**{**told, "worker": self.name})
+
+        self._calls[threading.get_ident()] = (method, time.monotonic())
+        try:
+            with _reported():
+                values = [self._value(argument) for argument in args]
+                with self._instruments.around(self._worker, method):
+                    return getattr(self._worker, method)(*values, **kwargs)
+        finally:
+            del self._calls[threading.get_ident()]
+
+    def observe(self, folder: str | None) -> None:
+        """Write traces into this folder from the next call on; None: no more."""
+        self._instruments.observe(folder)
+
+    def measures(self) -> tuple[str | None, dict[str, PhaseMeasure]]:
+        """Return the name of this process's GPU, if any, and what each phase took since the last call."""
+        return device_name(), self._instruments.measures()
+
+    def _value(self, argument: Any) -> Any:
+        """Return what the argument stands for; the last stored value stays, until another takes its place."""
+        if not isinstance(argument, Stored):
+            return _local(argument)
+        if self._fetched[0] != argument.key:
+            # The old one goes first: two shards of a batch need not fit beside each other.
+            self._fetched = ("", None)
+            self._fetched = (argument.key, _local(_get(argument.ref)))
+        return self._fetched[1]
+
+
+def stack_of(thread: int | None) -> list[str]:
+    """Return the innermost frames of a thread of this process, outermost first, each as file, line and function."""
+    frame = sys._current_frames().get(thread or 0)
+    found = traceback.extract_stack(frame, limit=MOST_FRAMES) if frame is not None else []
+    return [f"{Path(*Path(one.filename).parts[-3:])}:{one.lineno} {one.name}: {one.line}" for one in found]
+
+
+def _get(ref: Any) -> Any:
+    # The call that carries the value has a deadline of its own, which comes first.
+    return ray.get(ref, timeout=FETCH_S)
+
+
+def _local(value: Any) -> Any:
+    """Return a batch or an update with the values of its remote columns, any other value as it is."""
+    local = getattr(value, "local", None)
+    return value if local is None else local(lambda blocks: _get([block.ref for block in blocks]))
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Raise what fails inside of this context as RemoteError, with its traceback in the log."""
+    try:
+        yield
+    except Exception as found:
+        trace = secrets.redact(traceback.format_exc())
+        print(trace, file=sys.stderr, flush=True)
+        error = out_of_memory(found) or found
+        raise RemoteError(type(error).__name__, secrets.redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
+
+
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
+_ACTOR = "actor_rollout_ref.actor"
+_MEMORY_KEYS = {
+    "actor": f"{_ACTOR}.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, {_ACTOR}.fsdp_config.param_offload and "
+    "optimizer_offload, actor_rollout_ref.rollout.gpu_memory_utilization",
+    "critic": "critic.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, critic.fsdp.param_offload and optimizer_offload",
+    "reference": "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu or log_prob_micro_batch_size_per_gpu, "
+    "actor_rollout_ref.ref.fsdp_config.param_offload",
+    "rollout": "actor_rollout_ref.rollout.max_num_seqs, gpu_memory_utilization (GPU) or kv_cache_gib (CPU)",
+    "reward_model": "reward.reward_model.max_token_len_per_gpu, param_offload",
+}
+
+
+def out_of_memory(error: Exception) -> OutOfMemory | None:
+    """Return an error with what was asked for and what is free in this process, where `error` is of memory that ran out; else None."""
+    kind, text = type(error).__name__, " ".join(str(error).split()) or "no message"
+    if kind not in ("OutOfMemoryError", "MemoryError") and not OUT_OF_MEMORY.search(text):
+        return None
+    has = machine_memory()
+    where, free, total = f"{has.owner}'s memory", float(has.free), float(has.total)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+        where, (free, total) = "GPU's memory", torch.cuda.mem_get_info()
+    return OutOfMemory(f"{kind}: {text[:300]}; {free / 2**30:,.2f} GiB of {total / 2**30:,.2f} GiB of the {where} are free")
+
+
+def what_to_do(call: str) -> str:
+    """Return which keys to change when memory ran out in `role.method` or `start role`."""
+    role = re.split(r"[.\d ]", call.removeprefix("start "))[0].replace("sampling", "rollout")
+    return f"turn down {_MEMORY_KEYS[role]}" if role in _MEMORY_KEYS else "give the run more memory"
+
+
+def _redirect_output(log_file: Path) -> None:
+    """Redirect to its log everything that this process and its children print, libraries written in C included.
+
+    Secrets are hidden in what Python prints here; in the rest they are hidden at the end of the run.
+    """
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout, sys.stderr = secrets.HidingStream(sys.stdout), secrets.HidingStream(sys.stderr)
+
+
+def make_worker(name: str, *arguments: Any, **options: Any) -> Any:
+    """Return an object of a class of `grpo_rl.workers`, by its module and name; imported in the process that will run it."""
+    module, _, kind = name.rpartition(".")
+    return getattr(importlib.import_module(f"grpo_rl.workers.{module}"), kind)(*arguments, **options)
+
+
+# ---- in the controller ----------------------------------------------------------------------------------
 
 Arguments = Sequence[tuple[Any, ...]]
 """The arguments of a call to every process, by rank."""
@@ -82,10 +334,10 @@ class NoAnswer(WorkerFailed):
 class Worker:
     """A handle to one process."""
 
-    def __init__(self, name: str, place: Place, log_file: Path) -> None:
-        self.name = name
-        self.place = place
-        self.log_file = log_file
+    def __init__(self, name: str, slot: Slot, log_dir: Path, environment: Mapping[str, str], threads: int = 1) -> None:
+        """Start it. `threads` are the calls that it answers at once."""
+        self.name, self.slot = name, slot
+        self.log_file = log_dir / f"{name}.log"
         self.pid: int | None = None
         self.address: str | None = None
         self.verdict: str | None = None
@@ -96,7 +348,16 @@ class Worker:
         """False while a process that came later is being made: nobody waits for it."""
         self.asked: tuple[str, float] = ("", 0.0)
         """The method that was called last, and when."""
-        self.actor: Any = place.start(name, log_file)
+        self._environment, self._threads = environment, threads
+        strategy = PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundles[0])
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
+        own = {**environment, **devices}
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": threads, "scheduling_strategy": strategy}
+        if copied := forks.runtime_env(own):
+            options["runtime_env"] = copied
+        remote: Any = ray.remote  # Ray's types have no concurrency groups
+        host = remote(concurrency_groups={BEATS: 1, LOOKS: 1})(WorkerHost).options(**options)
+        self.actor: Any = host.remote(name, str(self.log_file), own, secrets.known())
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
@@ -113,13 +374,9 @@ class Worker:
         self.asked = (method, time.monotonic())
         return self.actor.call.options(num_returns=2).remote(method, *args, told=faults.told())
 
-    def call_pair(self, method: str) -> tuple[ray.ObjectRef, ray.ObjectRef]:
-        """Start a call, as `call_for_two` does, of any method: whether its result is not None, and the result."""
-        return self.actor.call_pair.options(num_returns=2).remote(method)
-
-    def again(self) -> Worker:
-        """Another process in the same place, with no worker in it yet."""
-        return Worker(self.name, self.place, self.log_file)
+    def another(self, name: str, slot: Slot) -> Worker:
+        """Start another process of this kind, with no worker in it yet."""
+        return Worker(name, slot, self.log_file.parent, self._environment, self._threads)
 
     def beat(self, wait_s: float) -> ray.ObjectRef:
         """A sign of life after `wait_s`, whatever else the process does: see `WorkerHost.beat`."""
@@ -180,19 +437,15 @@ class WorkerGroup:
         self.role = role
         self.call_timeout_s = call_timeout_s
         self.workers = [
-            Worker(f"{role}{rank}", Place(slot, environment, threads_per_worker), log_dir / f"{role}{rank}.log")
-            for rank, slot in enumerate(slots)
+            Worker(f"{role}{rank}", slot, log_dir, environment, threads_per_worker) for rank, slot in enumerate(slots)
         ]
 
     def __len__(self) -> int:
         return len(self.workers)
 
-    def where(self, timeout_s: float) -> list[tuple[str, int, int]]:
-        """Node address, process id and a free port of every worker."""
-        return self.locate(self.workers, timeout_s)
-
-    def locate(self, workers: Sequence[Worker], timeout_s: float) -> list[tuple[str, int, int]]:
-        """Return what `where` does, for some of the processes."""
+    def where(self, timeout_s: float, workers: Sequence[Worker] | None = None) -> list[tuple[str, int, int]]:
+        """Node address, process id and a free port of every worker, or of these."""
+        workers = self.workers if workers is None else workers
         places = wait_all(workers, [w.actor.where.remote() for w in workers], timeout_s, f"start {self.role} processes")
         for worker, (address, pid, _) in zip(workers, places, strict=True):
             worker.address, worker.pid = address, pid
@@ -223,19 +476,12 @@ class WorkerGroup:
     def call_for_two(self, method: str, arguments: Arguments) -> list[tuple[Any, StoredBlock]]:
         """Call a method that returns a pair on every rank; return the first values, and the second ones, which were not fetched."""
         pairs = [w.call_for_two(method, *a) for w, a in zip(self.workers, arguments, strict=True)]
-        return [(first, StoredBlock(second)) for first, second in self._firsts(pairs, method)]
-
-    def parts(self, method: str) -> list[ray.ObjectRef]:
-        """Return each rank's result as a reference to an object that is in the store, and was not fetched."""
-        return [ref for _, ref in self._firsts([w.call_pair(method) for w in self.workers], method)]
+        firsts = self._wait([first for first, _ in pairs], method)
+        return [(first, StoredBlock(second)) for first, (_, second) in zip(firsts, pairs, strict=True)]
 
     def shutdown(self) -> None:
         """End all processes of the group."""
         end_workers(self.workers)
-
-    def _firsts(self, pairs: Sequence[tuple[ray.ObjectRef, ray.ObjectRef]], method: str) -> list[tuple[Any, ray.ObjectRef]]:
-        firsts = self._wait([first for first, _ in pairs], method)
-        return [(first, second) for first, (_, second) in zip(firsts, pairs, strict=True)]
 
     def _wait(self, refs: Sequence[ray.ObjectRef], method: str) -> list[Any]:
         return wait_all(self.workers, refs, self.call_timeout_s, f"{self.role}.{method}")

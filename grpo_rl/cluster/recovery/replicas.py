@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import ray
 
-from grpo_rl.cluster.processes.placement import Place, raylets, runs_here
+from grpo_rl.cluster.processes.placement import Slot, raylets, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, end_workers, settle, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.session.liveness import unanswered
@@ -27,10 +27,10 @@ class Elastic:
 
     fewest: int
     most: int
-    take: Callable[[str | None], Place]
-    """Returns a place, on this node of Ray's where one is named. Raises ClusterError where there is none in time."""
-    give_back: Callable[[Place, bool], None]
-    """Takes the place of a replica that has left; the second argument is True where its node is gone."""
+    take: Callable[[str | None], Slot]
+    """Returns a slot, on this node of Ray's where one is named. Raises ClusterError where there is none in time."""
+    give_back: Callable[[Slot, bool], None]
+    """Takes the slot of a replica that has left; the second argument is True where its node is gone."""
 
 
 class Replicas:
@@ -189,7 +189,7 @@ class Replicas:
     def _replace(self, worker: Worker) -> None:
         if self._left_with_its_node(worker):
             return
-        fresh = worker.again()
+        fresh = worker.another(worker.name, worker.slot)
         # The time without a replica counts from the first loss, however many replacements it takes.
         self._start(fresh, self._since.pop(worker, self._gone[worker]), worker)
 
@@ -213,7 +213,7 @@ class Replicas:
             self._since[fresh] = since
         timeout_s = self.supervisor.start_timeout_s
         try:
-            self.worker_group.locate([fresh], timeout_s)
+            self.worker_group.where(timeout_s, [fresh])
             if self._vacated is not None:
                 with self._lock:
                     self._unbuilt.append(fresh)
@@ -242,7 +242,7 @@ class Replicas:
     def _watch(self, worker: Worker) -> None:
         assert self.supervisor is not None
         if self._elastic is not None and not runs_here():
-            self._nodes |= dict.fromkeys([worker], next(iter(raylets({worker.name: worker.place.slot}).values())))
+            self._nodes |= dict.fromkeys([worker], next(iter(raylets({worker.name: worker.slot}).values())))
         self.supervisor.monitor.watch(worker, self.lose)
 
     # ---- others join and leave ---------------------------------------------------------------------------
@@ -252,13 +252,13 @@ class Replicas:
         assert self.supervisor is not None and self._elastic is not None
         since = time.monotonic()
         try:
-            place = self._elastic.take(node)
+            slot = self._elastic.take(node)
         except ClusterError as error:
             with self._lock:
                 self.wanted -= 1
             self.supervisor.recoveries.warn(f"engines: {name} does not join: {error}")
             return
-        self._start(Worker(name, place, self.worker_group.workers[0].log_file.with_name(f"{name}.log")), since)
+        self._start(self.worker_group.workers[0].another(name, slot), since)
 
     def _let_go(self) -> None:
         """End as many replicas as shall leave, those first that do not serve yet, and the newest of them."""
@@ -276,7 +276,7 @@ class Replicas:
         assert self.supervisor is not None and self._elastic is not None
         self.supervisor.monitor.forget(worker)
         end_workers([worker])
-        self._elastic.give_back(worker.place, False)
+        self._elastic.give_back(worker.slot, False)
         self.supervisor.recoveries.left(worker.name, time.monotonic() - self._gone[worker], f"{self.wanted} are to go on")
 
     def _left_with_its_node(self, worker: Worker) -> bool:
@@ -289,7 +289,7 @@ class Replicas:
                 return False
             self.wanted -= 1
             self.worker_group.workers.remove(worker)
-        self._elastic.give_back(worker.place, True)
+        self._elastic.give_back(worker.slot, True)
         self.supervisor.recoveries.left(worker.name, 0.0, f"its node is gone; {self.wanted} are to go on")
         return True
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import ray
 
-from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.processes.worker_host import Doing, stack_of
+from grpo_rl.cluster.processes.worker_group import Doing, WorkerGroup, stack_of
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.processes.child import CHILDREN
 from grpo_rl.processes.family import state

@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.actor_role import ActorRole
-from grpo_rl.cluster.roles.dispatch import Dispatched, computed, dispatch
-from grpo_rl.cluster.roles.saved_role import SavedRole
+from grpo_rl.cluster.roles.trained_roles import ActorRole, Dispatched, SavedRole
 from grpo_rl.columns import RemoteColumn
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.algorithm import TeacherConfig
@@ -21,7 +19,6 @@ from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.errors import DataError
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
-from grpo_rl.workers.specs import Rank
 
 
 class ReferenceRole:
@@ -30,26 +27,17 @@ class ReferenceRole:
     method: ClassVar[str] = "logprobs"
     """The method of a rank that computes it."""
 
-    def __init__(
-        self,
-        worker_group: WorkerGroup,
-        *,
-        rule: MicroBatchRule,
-        want_hidden: bool,
-    ) -> None:
-        self.worker_group = worker_group
-        self.rule = rule
-        self.want_hidden = want_hidden
+    def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, want_hidden: bool) -> None:
+        self.worker_group, self.rule, self.want_hidden = worker_group, rule, want_hidden
 
     def logprobs(self, batch: Batch) -> Batch:
         """Return the batch with `ref_logprobs_T`, and `ref_hidden_TD` for the full KL."""
         names = {"ref_logprobs_T": "logprobs_T"} | ({"ref_hidden_TD": "hidden_TD"} if self.want_hidden else {})
-        return batch.replace(
-            **computed(self.worker_group, self.rule, self.method, self._dispatched(batch), names, self.want_hidden)
-        )
+        return batch.replace(**self.dispatched(batch).compute(self.rule, self.method, names, self.want_hidden))
 
-    def _dispatched(self, batch: Batch) -> Dispatched:
-        return dispatch(self.worker_group, batch, rule=self.rule)
+    def dispatched(self, batch: Batch) -> Dispatched:
+        """Return the batch as the ranks have it."""
+        return Dispatched.to(self.worker_group, batch, self.rule)
 
 
 class BaseReferenceRole(ReferenceRole):
@@ -61,7 +49,8 @@ class BaseReferenceRole(ReferenceRole):
         super().__init__(actor.worker_group, **options)
         self.actor = actor
 
-    def _dispatched(self, batch: Batch) -> Dispatched:
+    def dispatched(self, batch: Batch) -> Dispatched:
+        """Return the batch as the ranks have it for the update."""
         return self.actor.dispatched(batch)
 
 
@@ -80,7 +69,8 @@ class MovingReferenceRole(SavedRole, ReferenceRole):
         Each rank's shard goes through Ray's object store, from which only the rank in the same place reads it.
         """
         assert len(actor.worker_group) == len(self.worker_group), "the same number of ranks"
-        self.worker_group.call_each("update", [(part,) for part in actor.worker_group.parts("weights")])
+        parts = actor.worker_group.call_for_two("weights", [()] * len(self.worker_group))
+        self.worker_group.call_each("update", [(part.ref,) for _, part in parts])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +109,8 @@ class TeacherRole:
                 continue
             seen, rule = self._seen(teacher, batch, rollouts, rows)
             arguments = False, self.top, *teacher.arguments
-            dispatched = dispatch(teacher.worker_group, seen, rule=rule)
-            found.append(computed(teacher.worker_group, rule, teacher.method, dispatched, names, *arguments))
+            dispatched = Dispatched.to(teacher.worker_group, seen, rule)
+            found.append(dispatched.compute(rule, teacher.method, names, *arguments))
             order += rows
             sums, counts = zip(*teacher.worker_group.call("distance"), strict=True)
             measure = "cross_entropy" if batch.rollout_logprobs_T is None else "kl"
@@ -138,11 +128,8 @@ class TeacherRole:
                 f"prompt {prompt.uid}: no teacher in distillation.teacher_models has its data_source {prompt.data_source!r} as its "
                 f"key; there are {keys}, and one without a key would teach all others"
             )
-        draw = (
-            int.from_bytes(sha256(prompt.uid.encode()).digest()[:8], "big")
-            / 2**64
-            * sum(one.settings.weight for one in fitting)
-        )
+        share = int.from_bytes(sha256(prompt.uid.encode()).digest()[:8], "big") / 2**64
+        draw = share * sum(one.settings.weight for one in fitting)
         for one in fitting:
             draw -= one.settings.weight
             if draw < 0:
@@ -202,10 +189,3 @@ def in_order(parts: Sequence[RemoteColumn], order: Sequence[int]) -> RemoteColum
         **joined,
     )
     return whole.select(np.argsort(np.asarray(order)))
-
-
-def reference_factory(specs: Any, rank: Rank, offload: bool) -> Any:
-    """Return a ReferenceWorker, imported in the process that will run it."""
-    from grpo_rl.workers.reference import ReferenceWorker
-
-    return ReferenceWorker(specs, rank, offload=offload)

@@ -1,24 +1,20 @@
-"""The reward model over its worker group: its scores of rollouts beside the sampling, its training, and its place in the reward."""
+"""The reward model over its worker group: its scores of rollouts beside the sampling, and its place in the reward."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.dispatch import computed, dispatch, update
-from grpo_rl.cluster.roles.saved_role import SavedRole
-from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import Config, RewardModelConfig
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.balance import cut_shards, split_over_ranks
 from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.models.heads import load_score_config
@@ -29,8 +25,8 @@ from grpo_rl.rewards.combined import REWARD_MODEL, CombinedRewarder, EpisodeRewa
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.models.rendering import Scorable, ScorableRenderer, tokenizer_for
 from grpo_rl.rewards.steps import Decode
-from grpo_rl.types import Batch, Metrics, Rollout
-from grpo_rl.workers.specs import RewardModelSpec, ScoreBatch, TrainedRewardModelSpec
+from grpo_rl.types import Rollout
+from grpo_rl.workers.specs import ScoreBatch
 
 ERROR, INVALID = "reward_model_error", "reward_model_invalid"
 
@@ -174,30 +170,12 @@ def model_score(scorable: Scorable, scores: Sequence[float]) -> Outcome:
     return RewardResult(mean, values, tuple(zip(scorable.step_tokens, scores, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class RewardModelSetup:
-    """The facts about the reward model that are read before any process starts."""
+def prepare(
+    config: Config, folder: str, tokenizer: Any, decode: Decode, *, trained: bool = False
+) -> Callable[[WorkerGroup], RewardModelRole]:
+    """Read config and tokenizer of the reward model in `folder`; return what makes the role over its processes.
 
-    config: RewardModelConfig
-    renderer: ScorableRenderer
-    max_length: int
-    vocab_size: int | None
-
-    def over(self, worker_group: WorkerGroup) -> RewardModelRole:
-        """Return the role over the model's processes."""
-        tokens = self.config.max_token_len_per_gpu
-        return RewardModelRole(
-            worker_group,
-            self.renderer,
-            weight=self.config.weight,
-            pass_tokens=tokens,
-            max_length=min(self.max_length, tokens),
-            vocab_size=self.vocab_size,
-        )
-
-
-def prepare(config: Config, folder: str, tokenizer: Any, decode: Decode, *, trained: bool = False) -> RewardModelSetup:
-    """Read config and tokenizer of the reward model in `folder`; one that is `trained` may start as a causal LM.
+    One that is `trained` may start as a causal LM.
 
     Raises ConfigError for what cannot be a reward model of this policy.
     """
@@ -219,21 +197,14 @@ def prepare(config: Config, folder: str, tokenizer: Any, decode: Decode, *, trai
         )
     # A shell hands on backslash and n where a line break was meant, and so does Hydra.
     separator = None if own.step_separator is None else own.step_separator.replace("\\n", "\n")
-    return RewardModelSetup(
-        own, ScorableRenderer(decode, rendered_by, separator), limit, getattr(model_config, "vocab_size", None)
+    return partial(
+        RewardModelRole,
+        renderer=ScorableRenderer(decode, rendered_by, separator),
+        weight=own.weight,
+        pass_tokens=own.max_token_len_per_gpu,
+        max_length=min(limit, own.max_token_len_per_gpu),
+        vocab_size=getattr(model_config, "vocab_size", None),
     )
-
-
-def reward_model_spec(config: RewardModelConfig, path: str) -> RewardModelSpec:
-    """Return the settings of every rank; `path` is the model's folder on this machine."""
-    return RewardModelSpec(path, config.dtype, config.trust_remote_code, config.param_offload)
-
-
-def reward_model_factory(*arguments: Any) -> Any:
-    """Return a RewardModelWorker, imported in the process that will run it."""
-    from grpo_rl.workers.reward_model import RewardModelWorker
-
-    return RewardModelWorker(*arguments)
 
 
 class ModelRewards:
@@ -249,7 +220,7 @@ class ModelRewards:
         self._every_turn = "states" in plan.advantage_needs
         trained = plan.trains_reward_model
         scores = plan.reward.scores and plan.role("reward_model") is not None
-        self._setup = prepare(plan.config, folder, tokenizer, decode, trained=trained) if scores else None
+        self._model = prepare(plan.config, folder, tokenizer, decode, trained=trained) if scores else None
         self._judge = None
         if plan.reward.judge:
             # The HTTP client is loaded only where there is an endpoint to ask.
@@ -260,99 +231,12 @@ class ModelRewards:
     def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder:
         """Rules and models as the one reward of the run, and the reward of turns where there are several."""
         models: list[ModelReward] = []
-        if self._setup is not None:
+        if self._model is not None:
             assert scorers is not None
-            models.append(self._setup.over(scorers))
+            models.append(self._model(scorers))
         if self._judge is not None:
             models.append(self._judge.start())
         alone = self._models_alone
         if self._episodes is None:
             return CombinedRewarder(rules, models, self._config, models_alone=alone)
         return EpisodeRewarder(rules, models, self._config, self._episodes, models_alone=alone, every_turn=self._every_turn)
-
-
-_READ = ("chosen_N", "margins_N", "labels_T")
-"""The columns that the losses read beside those of a shard."""
-
-
-class TrainedRewardModelRole(SavedRole):
-    """The `protocols.TrainedRewardModel` whose work is done by FSDP2 ranks."""
-
-    folder = "reward_model"
-    absent = (
-        "has no reward model: it was written by a run that trained none; go on with that trainer.schedule, or start anew with "
-        "trainer.resume_mode=disable"
-    )
-
-    def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, pairs: bool, tokenizer: Any = None) -> None:
-        self.worker_group = worker_group
-        self.rule = rule
-        self.pairs = pairs
-        """True where it learns from pairs, False where from labelled steps."""
-        self.tokenizer = tokenizer
-        """The tokenizer that is written beside every exported model, if there is one."""
-
-    def update(self, batch: Batch) -> Metrics:
-        """Take one optimizer step on the whole batch; return its metrics. Raises ValueError for a batch of another kind."""
-        batch = self._scored(batch)
-        if (batch.chosen_N if self.pairs else batch.labels_T) is None:
-            raise ValueError("a batch of pairs has chosen_N, one of labelled steps labels_T")
-        everything = [list(range(batch.num_rollouts))]
-        # The two sides of a pair are compared in one micro-batch.
-        units = batch.group_N.tolist() if self.pairs else None
-        dispatched = dispatch(self.worker_group, batch, everything, units, rule=self.rule)
-        return update(self.worker_group, self.rule, dispatched, batch, everything, _READ)
-
-    def scores(self, batch: Batch) -> Tensor:
-        """Return the score of each rollout of pairs, or that at each labelled position, in the batch's order."""
-        dispatched = dispatch(self.worker_group, self._scored(batch), rule=self.rule)
-        return computed(self.worker_group, self.rule, "position_scores", dispatched, {"": "scores_T"})[""].read()
-
-    def _scored(self, batch: Batch) -> Batch:
-        """Return the batch whose trained tokens are those with a score: of pairs the last one of every response."""
-        return at_the_end(batch) if self.pairs else batch
-
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder, which reward.reward_model.model_path loads."""
-        self.worker_group.call("export", str(folder))
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
-
-
-def at_the_end(batch: Batch) -> Batch:
-    """Return the batch that trains the last trained token of every rollout only: the one with the score of the whole."""
-    last_T = torch.zeros(batch.num_trained_tokens, dtype=torch.bool)
-    last_T[batch.trained_lengths_N.cumsum(0)[batch.trained_lengths_N > 0] - 1] = True
-    return batch.keep(last_T)
-
-
-def make_trained_reward_model(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> TrainedRewardModelRole:
-    """Return the reward model's role over its processes."""
-    own = plan.config.reward.reward_model
-    return TrainedRewardModelRole(
-        worker_group,
-        rule=MicroBatchRule(
-            own.max_token_len_per_gpu, None, plan.config.actor_rollout_ref.actor.use_prefix_grouper is not False
-        ),
-        pairs=own.train.loss == "bradley_terry",
-        tokenizer=tokenizer,
-    )
-
-
-def trained_reward_model_spec(plan: Plan, path: str) -> TrainedRewardModelSpec:
-    """Return what every rank is built from; `path` is the model's folder on this machine."""
-    own = plan.config.reward.reward_model
-    return TrainedRewardModelSpec(
-        reward_model_spec(own, path),
-        own.train,
-        plan.sizes.reward_model_updates,
-        plan.config.trainer.seed,
-        plan.config.actor_rollout_ref.actor.use_prefix_grouper is not False,
-    )
-
-
-def trained_reward_model_factory(*arguments: Any) -> Any:
-    """Return a TrainedRewardModelWorker, imported in the process that will run it."""
-    from grpo_rl.workers.reward_model import TrainedRewardModelWorker
-
-    return TrainedRewardModelWorker(*arguments)

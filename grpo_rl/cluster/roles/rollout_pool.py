@@ -11,10 +11,9 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
-from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, fetch, settle
-from grpo_rl.cluster.processes.worker_host import StoredBlock, track_apart
+from grpo_rl.cluster.processes.worker_group import StoredBlock, Worker, WorkerFailed, fetch, settle
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.roles.actor_role import ActorRole
+from grpo_rl.cluster.roles.trained_roles import ActorRole
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
 from grpo_rl.rollout.reports import ReceivedReport, Report, unpack
@@ -458,12 +457,3 @@ def check_versions(completion: Report | Completion, version: int, max_staleness:
     labelled = sum(num_tokens for _, num_tokens in completion.versions)
     if labelled != completion.num_tokens:
         raise WeightVersionError(f"{where} has {completion.num_tokens} tokens, and weight versions for {labelled}")
-
-
-def rollout_factory(spec: Any, start_timeout_s: float, call_timeout_s: float) -> Any:
-    """Return a RolloutWorker, imported in the process that will run it."""
-    from grpo_rl.workers.rollout import RolloutWorker
-
-    if spec.tensor_parallel_size > 1:
-        track_apart()
-    return RolloutWorker(spec, start_timeout_s, call_timeout_s)

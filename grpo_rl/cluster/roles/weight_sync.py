@@ -8,7 +8,7 @@ from types import MappingProxyType
 import ray
 
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, fetch, settle, wait_all
-from grpo_rl.cluster.roles.actor_role import ActorRole
+from grpo_rl.cluster.roles.trained_roles import ActorRole
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.weights import check_digests, merge_ranks
 
@@ -111,7 +111,7 @@ class Transfer:
                     fetch(engine, ref, "rollout.load_bucket")
 
         workers = self.actors.workers
-        pairs = [worker.call_pair("next_bucket") for worker in workers]
+        pairs = [worker.call_for_two("next_bucket") for worker in workers]
         there = wait_all(workers, [pair[0] for pair in pairs], self.actors.call_timeout_s, "actor.next_bucket", look)
         return there[0], [pair[1] for pair in pairs]
 

@@ -386,8 +386,6 @@ def _ranks(config: Config, ranks: int) -> Iterator[str]:
 def _machine(config: Config, machine: Machine) -> Iterator[str]:
     """Yield sizes that do not fit the machine, each with the nearest that do."""
     if machine.device == "cpu":
-        if config.global_profiler.tool == "torch_memory":
-            yield "global_profiler.tool=torch_memory: is for GPUs, whose allocator keeps the history; on CPUs take torch"
     elif machine.cluster or not machine.num_gpus:
         if machine.cluster and config.trainer.n_gpus_per_node is None and not machine.num_gpus:
             yield "trainer.n_gpus_per_node is not set: this machine has no GPU to count, so say how many each node of the cluster has"

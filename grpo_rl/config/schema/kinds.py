@@ -69,7 +69,6 @@ Cores = Annotated[int, Range(ge=1, le=2**16, reason="no cluster on one machine h
 Processes = Annotated[int, Range(ge=1, le=4096, reason="each is a process of its own on this machine")]
 ThreadsOrAuto = Annotated[int, Range(ge=0, le=4096, reason="no machine has more hardware threads")]
 Ranks = Annotated[int, Range(ge=0, le=2**20, reason="no worker group has more ranks")]
-Allocations = Annotated[int, Range(ge=1, le=10**9, reason="each that is kept takes some hundred bytes of host memory")]
 Tflops = Annotated[float, Range(ge=1e-3, le=1e6, reason="a core of a CPU does more, and no device does as much")]
 Port = Annotated[int, Range(ge=1024, le=65_535, reason="TCP has no higher ports, and the lower ones are the system's")]
 Requests = Annotated[int, Range(ge=1, le=10**4, reason="each open request holds a connection")]

@@ -152,26 +152,13 @@ class TrainerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchMemoryConfig:
-    trace_alloc_max_entries: Allocations = 100_000
-    """Allocations and releases that a history of a GPU's memory keeps, the latest ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProfilerToolsConfig:
-    torch_memory: TorchMemoryConfig = field(default_factory=TorchMemoryConfig)
-
-
-@dataclass(frozen=True, slots=True)
 class GlobalProfilerConfig:
-    tool: Literal["torch", "torch_memory"] | None = None
-    """torch: a trace of every call that runs a model, for chrome://tracing or Perfetto; torch_memory: snapshots of a GPU's memory
-    with the history of its allocations, after chosen steps and when memory runs out (docs/profiling.md)."""
+    tool: Literal["torch"] | None = None
+    """torch: a trace of every call that runs a model, for chrome://tracing or Perfetto (docs/profiling.md)."""
     steps: list[Count] | None = None
     """The training steps that are profiled, e.g. [2,3], by the roles whose profiler.enable is true; null: none."""
     save_path: str = "profile"
-    """The folder of traces and snapshots; a relative one lies in the run's folder."""
-    global_tool_config: ProfilerToolsConfig = field(default_factory=ProfilerToolsConfig)
+    """The folder of traces; a relative one lies in the run's folder."""
 
 
 @dataclass(frozen=True, slots=True)

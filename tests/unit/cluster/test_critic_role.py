@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.critic_role import CriticRole, critic_spec
+from grpo_rl.cluster.roles.trained_roles import CriticRole
+from grpo_rl.cluster.start_roles import critic_spec
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.errors import CheckpointError

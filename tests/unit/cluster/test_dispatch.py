@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.actor_role import ActorRole
-from grpo_rl.cluster.roles.dispatch import Dispatched, combine_stats, computed, dispatch
+from grpo_rl.cluster.roles.trained_roles import ActorRole, Dispatched, combine_stats
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
 from grpo_rl.plan.decisions import OldLogprobs
@@ -66,8 +65,8 @@ def echo(shard: Batch, micro_batches: Sequence[Rows], *_: Any) -> tuple[bool, di
     return True, {"logprobs_T": torch.cat([-shard.select(list(rows)).rollout_logprobs_T for rows in micro_batches])}
 
 
-def logprobs(ranks: Ranks, rule: MicroBatchRule, dispatched: Dispatched) -> torch.Tensor:
-    return computed(ranks, rule, "logprobs", dispatched, {"": "logprobs_T"})[""].read()
+def logprobs(rule: MicroBatchRule, dispatched: Dispatched) -> torch.Tensor:
+    return dispatched.compute(rule, "logprobs", {"": "logprobs_T"})[""].read()
 
 
 def actor(ranks: Ranks, old_logprobs: OldLogprobs = "none", **config: Any) -> ActorRole:
@@ -106,7 +105,7 @@ def test_answers_of_all_ranks_come_back_in_the_batchs_order(lengths, num_ranks, 
     batch = make_batch(lengths)
     rule = MicroBatchRule(12, None) if by_tokens else MicroBatchRule(None, 3)
     ranks = Ranks(num_ranks, echo)
-    assert torch.equal(logprobs(ranks, rule, dispatch(ranks, batch)), -batch.rollout_logprobs_T)
+    assert torch.equal(logprobs(rule, Dispatched.to(ranks, batch, rule)), -batch.rollout_logprobs_T)
     assert len(ranks.sent) == 1
 
 
@@ -115,9 +114,9 @@ def test_ranks_that_compute_a_pass_together_get_one_shard_and_answer_once(length
     batch = make_batch(lengths)
     rule = MicroBatchRule(None, 3, sequence_ranks=together)
     ranks = Ranks(num_groups * together, echo)
-    dispatched = dispatch(ranks, batch, rule=rule)
+    dispatched = Dispatched.to(ranks, batch, rule)
     assert len(dispatched.shards) == num_groups
-    assert torch.equal(logprobs(ranks, rule, dispatched), -batch.rollout_logprobs_T)
+    assert torch.equal(logprobs(rule, dispatched), -batch.rollout_logprobs_T)
     ((_, asked),) = ranks.asked
     for first in range(0, len(ranks), together):
         assert all(arguments == asked[first] for arguments in asked[first : first + together])
@@ -126,7 +125,7 @@ def test_ranks_that_compute_a_pass_together_get_one_shard_and_answer_once(length
 def test_a_rank_without_rollouts_is_asked_for_an_empty_pass():
     batch = make_batch([(2, 3)])
     ranks = Ranks(3, echo)
-    logprobs(ranks, MicroBatchRule(None, 4), dispatch(ranks, batch))
+    logprobs(rule := MicroBatchRule(None, 4), Dispatched.to(ranks, batch, rule))
     assert [rows for _, rows in ranks.asked[0][1]] == [[(0,)], [()], [()]]
 
 
@@ -369,7 +368,7 @@ def test_rollouts_without_a_trained_token_are_not_passed_through_the_model():
 def test_rollouts_that_stay_together_shard_a_micro_batch_whatever_the_rule(rule):
     units = [n // 3 for n in range(15)]
     ranks = Ranks(2, empty_stats)
-    dispatched = dispatch(ranks, INTERLEAVED, units=units)
+    dispatched = Dispatched.to(ranks, INTERLEAVED, rule, units=units)
     planned = dispatched.micro_batches(range(15), rule)
     together = [{shard[row] for row in rows} for shard, rank in zip(dispatched.shards, planned, strict=True) for rows in rank]
     for unit in range(5):

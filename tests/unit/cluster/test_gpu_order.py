@@ -48,7 +48,7 @@ class FakeWorker:
     """A process that notes its calls. A call in `fails` raises instead of answering; one in `hangs` never answers."""
 
     def __init__(self, name: str, log: Log, answers: dict[str, Callable[..., Any]] | None = None) -> None:
-        self.name, self.log, self.pid, self.verdict = name, log, 1, None
+        self.name, self.log, self.pid, self.verdict, self.slot = name, log, 1, None, None
         self.answers = answers or {}
         self.fails: dict[str, Exception] = {}
         self.hangs: set[str] = set()
@@ -63,12 +63,12 @@ class FakeWorker:
             return Ref(None, self.fails.pop(method))
         return Ref(self.answers.get(method, lambda *_: None)(*arguments), None)
 
-    def call_pair(self, method: str) -> tuple[Ref, Ref]:
+    def call_for_two(self, method: str) -> tuple[Ref, Ref]:
         ref = self.call(method)
         return Ref(ref.value is not None, ref.error, ref.hangs), ref
 
-    def again(self) -> FakeWorker:
-        return FakeWorker(self.name, self.log, self.answers)
+    def another(self, name: str, slot: Any) -> FakeWorker:
+        return FakeWorker(name, self.log, self.answers)
 
     def kill(self, verdict: str | None = None) -> None:
         self.log.append(f"{self.name} killed")
@@ -99,11 +99,10 @@ class FakeSet:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def where(self, timeout_s: float) -> list[tuple[str, int, int]]:
+    def where(self, timeout_s: float, workers: Sequence[Any] | None = None) -> list[tuple[str, int, int]]:
+        if workers is not None:
+            self.log.append(f"{self.role} located")
         return [("127.0.0.1", 1, 1000 + len(self.log))] * len(self)
-
-    def locate(self, workers: Sequence[Any], timeout_s: float) -> None:
-        self.log.append(f"{self.role} located")
 
     def start_build(self, factory: Any, arguments: Sequence[Any]) -> list[Ref]:
         return [worker.call("build") for worker in self.workers]
@@ -211,7 +210,7 @@ def test_ranks_meet_on_the_loopback_only_where_the_whole_run_is_on_one_node(monk
     sets = {role: FakeSet(role, 2, cluster.log) for role in ("actor", "rollout")}
     for role, node in (("actor", "10.0.0.1"), ("rollout", engines_on)):
         for worker in sets[role].workers:
-            worker.place = SimpleNamespace(slot=placement.Slot(node, (0,), ()))  # type: ignore[arg-type]
+            worker.slot = placement.Slot(node, (0,), ())  # type: ignore[arg-type, assignment]
     sets["actor"].where = lambda timeout_s: [("10.0.0.1", 1, 1000)] * 2
     cluster.worker_groups = list(sets.values())  # type: ignore[arg-type]
     ranks = start_roles.Cluster.ranks(cluster, sets["actor"])  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from grpo_rl.cluster.processes.worker_host import out_of_memory, what_to_do
+from grpo_rl.cluster.processes.worker_group import out_of_memory, what_to_do
 from grpo_rl.config.schema.fields import leaves
 
 

@@ -174,7 +174,7 @@ def _is_alive(pid: int) -> bool:
 def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) -> None:
     program = (
         "import time; from multiprocessing.shared_memory import SharedMemory\n"
-        "from grpo_rl.cluster.processes.worker_host import track_apart; track_apart()\n"
+        "from grpo_rl.workers.rollout import track_apart; track_apart()\n"
         "memory = SharedMemory(create=True, size=8); print(memory.name, flush=True); time.sleep(100)"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)

@@ -14,13 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
-from grpo_rl.cluster.processes import worker_host
-from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.processes.worker_host import Stored, WorkerHost
-from grpo_rl.cluster.roles.actor_role import ActorRole
-from grpo_rl.cluster.roles.critic_role import CriticRole
-from grpo_rl.cluster.roles.dispatch import dispatch
+from grpo_rl.cluster.processes import worker_group
+from grpo_rl.cluster.processes.worker_group import Stored, WorkerGroup, WorkerHost
 from grpo_rl.cluster.roles.reference_role import ReferenceRole
+from grpo_rl.cluster.roles.trained_roles import ActorRole, CriticRole, Dispatched
 from grpo_rl.columns import Block, RemoteColumn, View, values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
@@ -73,7 +70,7 @@ def nothing_read(monkeypatch: pytest.MonkeyPatch) -> None:
             return [BLOCKS[name] for name in ref]
         return pickle.loads(ref) if isinstance(ref, bytes) else ref
 
-    monkeypatch.setattr(worker_host, "_get", get)
+    monkeypatch.setattr(worker_group, "_get", get)
 
 
 def completions(support: bool = False) -> list[Completion]:
@@ -281,7 +278,7 @@ def test_no_token_of_a_response_is_sent_to_the_ranks_and_they_train_on_the_same(
 
 def test_a_prompt_is_sent_once_to_a_rank_however_many_responses_it_has() -> None:
     prompt, ranks = Prompt("p", np.arange(900_000, 900_040), "?", "test"), Ranks(3)
-    dispatch(ranks, collate([dataclasses.replace(one, prompt=prompt) for one in away()]))
+    Dispatched.to(ranks, collate([dataclasses.replace(one, prompt=prompt) for one in away()]), RULE)
     for number in range(900_000, 900_040):
         assert ranks.sent.count(np.int32(number).tobytes()) == len(ranks)
 

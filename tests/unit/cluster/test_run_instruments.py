@@ -14,22 +14,22 @@ from grpo_rl.cluster.run_instruments import REQUEST, RunInstruments
 from grpo_rl.config.schema.model import ProfilerConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ClusterError
-from grpo_rl.workers.instruments import GIB, InstrumentOrder, PhaseMeasure
+from grpo_rl.workers.instruments import GIB, PhaseMeasure
 
 
 class Process:
     """A process that notes its orders, and answers with the same measures each time."""
 
-    def __init__(self, name: str, log: list[tuple[str, InstrumentOrder]], measures: Any) -> None:
+    def __init__(self, name: str, log: list[tuple[str, str | None]], measures: Any) -> None:
         self.name, self.is_built = name, True
         self.actor = SimpleNamespace(
-            observe=SimpleNamespace(remote=lambda order: log.append((name, order))),
+            observe=SimpleNamespace(remote=lambda folder: log.append((name, folder))),
             measures=SimpleNamespace(remote=lambda: measures),
         )
 
 
 def instruments(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[RunInstruments, Any]:
-    log: list[tuple[str, InstrumentOrder]] = []
+    log: list[tuple[str, str | None]] = []
     monkeypatch.setattr(run_instruments, "wait_all", lambda workers, refs, timeout_s, what: refs)
     update = PhaseMeasure(2.0, 4e12, {"resident": GIB})
 
@@ -72,39 +72,20 @@ def test_chosen_steps_are_traced_on_chosen_ranks(
     own.end({})
     assert log == []
     own.begin(2)
-    assert [name for name, _ in log] == names
-    assert {(order.tool, order.writes, order.folder) for _, order in log} == {
-        ("torch", True, str(tmp_path / "profile" / "step_000002"))
-    }
-    log.clear()
     own.end({})
-    assert [(name, order.tool) for name, order in log] == [(name, None) for name in names]
+    folder = str(tmp_path / "profile" / "step_000002")
+    assert log == [(name, folder) for name in names] + [(name, None) for name in names]
 
 
 def test_a_file_in_the_runs_folder_traces_the_next_step_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, log = instruments(tmp_path, Config(), monkeypatch)
     (tmp_path / REQUEST).touch()
     own.begin(5)
-    assert [(name, order.tool, order.writes) for name, order in log] == [
-        ("actor0", "torch", True),
-        ("reference0", "torch", True),
-    ]
+    assert log == [(name, str(tmp_path / "profile" / "step_000005")) for name in ("actor0", "reference0")]
     own.end({})
     log.clear()
     own.begin(6)
     assert log == [] and not (tmp_path / REQUEST).exists()
-
-
-def test_memory_is_recorded_between_the_steps_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, log = instruments(tmp_path, config_with("torch_memory", [2], enable=True), monkeypatch)
-    own.begin(2)
-    own.end({})
-    assert [(order.tool, order.writes) for _, order in log] == [
-        ("torch_memory", False),
-        ("torch_memory", True),
-        (None, False),
-        ("torch_memory", False),
-    ]
 
 
 def test_throughput_is_per_device_and_an_absolute_folder_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.cluster.processes import worker_host
-from grpo_rl.cluster.processes.worker_host import RemoteError, Stored, WorkerHost
+from grpo_rl.cluster.processes import worker_group
+from grpo_rl.cluster.processes.worker_group import RemoteError, Stored, WorkerHost
 from grpo_rl.cluster.session.ray_session import store_bytes
 from grpo_rl.workers.instruments import Instruments
 
@@ -28,7 +28,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(ref)
         return ref.upper()
 
-    monkeypatch.setattr(worker_host, "_get", get)
+    monkeypatch.setattr(worker_group, "_get", get)
     return found
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_rl.cluster.processes.worker_group import cause_line, is_broken
-from grpo_rl.cluster.processes.worker_host import RemoteError
+from grpo_rl.cluster.processes.worker_group import RemoteError, cause_line, is_broken
 
 TRACEBACK = """\x1b[36mray::WorkerHost.build()\x1b[39m (pid=7, ip=10.0.0.1)
   File "host.py", line 3, in build

@@ -102,7 +102,6 @@ _CONTRADICTIONS: list[Bad] = [
     ([f"{R}.min_replicas=2"], f"{R}.min_replicas", "the run starts with 1"),
     ([f"{R}.nnodes=1", f"{R}.n_gpus_per_node=2", f"{R}.max_replicas=1"], f"{R}.max_replicas", "the run starts with 2"),
     ([f"{R}.max_replicas=2", "trainer.recover=off"], f"{R}.max_replicas", "needs trainer.recover=auto"),
-    (["global_profiler.tool=torch_memory", f"{A}.profiler.enable=true"], "global_profiler.tool", "is for GPUs"),
     ([f"{A}.profiler.enable=true"], f"{A}.profiler.enable", "needs global_profiler.tool"),
     (
         ["reward.custom_reward_function.path=x.py", "reward.functions=[gsm8k]"],

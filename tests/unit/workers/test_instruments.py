@@ -1,4 +1,4 @@
-"""Instruments around calls: memory of a phase, traces of chosen steps, snapshots where memory runs out."""
+"""Instruments around calls: memory of a phase, traces of chosen steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 
-from grpo_rl.workers import instruments as module
-from grpo_rl.workers.instruments import InstrumentOrder, Instruments
+from grpo_rl.workers.instruments import Instruments
 
 MIB = 2**20
 
@@ -51,43 +48,14 @@ def test_a_phase_has_its_own_peak_though_another_one_before_took_more() -> None:
 def test_a_chosen_step_leaves_a_trace_that_contains_the_update(tmp_path: Path) -> None:
     instruments, worker = Instruments("actor1"), Worker()
     call(instruments, worker)
-    instruments.observe(InstrumentOrder("torch", str(tmp_path / "step_2"), writes=True))
+    instruments.observe(str(tmp_path / "step_2"))
     call(instruments, worker)
     call(instruments, worker)
     call(instruments, worker, "save")
-    instruments.observe(InstrumentOrder(None))
+    instruments.observe(None)
     call(instruments, worker)
     assert sorted(file.name for file in tmp_path.rglob("*.gz")) == ["actor1.update.2.json.gz", "actor1.update.json.gz"]
     events = json.loads(gzip.decompress((tmp_path / "step_2" / "actor1.update.json.gz").read_bytes()))["traceEvents"]
     names = {event.get("name") for event in events}
     assert "actor1.update" in names and "aten::mm" in names
     assert any("Backward" in str(name) for name in names)
-
-
-class Recorder:
-    """`torch.cuda`, as far as snapshots use it, noting what it is asked."""
-
-    def __init__(self) -> None:
-        self.noted: list[Any] = []
-        self.memory = SimpleNamespace(
-            _record_memory_history=lambda **options: self.noted.append(options),
-            _dump_snapshot=lambda file: (self.noted.append(Path(file).name), Path(file).touch()),
-        )
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    recorder = Recorder()
-    monkeypatch.setattr(module, "_cuda", lambda: recorder)
-    return recorder
-
-
-def test_memory_has_a_history_from_the_start_and_a_snapshot_after_a_chosen_step(cuda: Recorder, tmp_path: Path) -> None:
-    instruments = Instruments("actor0")
-    instruments.observe(InstrumentOrder("torch_memory", str(tmp_path), max_entries=5))
-    assert cuda.noted == [{"enabled": "all", "max_entries": 5}]
-    instruments.observe(InstrumentOrder("torch_memory", str(tmp_path / "step_3"), writes=True))
-    assert cuda.noted[1:] == []
-    instruments.observe(InstrumentOrder(None))
-    assert cuda.noted[1] == "actor0.memory.pickle" and cuda.noted[2]["enabled"] is None
-    assert (tmp_path / "step_3" / "actor0.memory.pickle").exists()
