@@ -370,6 +370,10 @@ def test_the_configuration_loads_nothing_heavy() -> None:
     assert dict(zip(parts, heavy, strict=True)) == {part: [] for part in parts}
 
 
+def test_a_worker_sets_its_environment_before_torch_is_loaded() -> None:
+    assert loaded(["import grpo_rl.cluster.processes.worker_group"], {"torch", "transformers", "vllm"}) == [[]]
+
+
 def test_the_mathematics_the_plan_and_the_controller_load_no_more_than_they_need() -> None:
     modules = [file.removesuffix(".py").replace("/", ".") for file in names() if file.startswith("algos/")]
     mathematics = "import " + ", ".join(f"grpo_rl.{module.removesuffix('.__init__')}" for module in modules)

@@ -32,7 +32,7 @@ from grpo_rl.workers.model_work import ModelWork
 from grpo_rl.workers.sharded_policy import join_set
 from grpo_rl.workers.specs import ActorSpec, CriticSpec, OptimizerStep, Rank, Rows, TrainedRewardModelSpec, Update
 
-S = TypeVar("S", ActorSpec, CriticSpec, TrainedRewardModelSpec)
+S = TypeVar("S", bound="ActorSpec | CriticSpec | TrainedRewardModelSpec")
 M = TypeVar("M", bound=PackedModel)
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from grpo_rl import faults
 from grpo_rl.cluster.processes import fork_server
 from grpo_rl.errors import ClusterError
-from grpo_rl.models import builtin
 from grpo_rl.processes.family import shielded
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER, SPIN_COUNT
 
@@ -58,6 +57,9 @@ WITH_RAY = ("ray._private.workers.default_worker", "grpo_rl.cluster.processes.wo
 
 def modules_for(model_path: str) -> tuple[str, ...]:
     """Return the modules which the workers of a run with this model import."""
+    # It loads torch, before which a worker that imports this module has to set its environment.
+    from grpo_rl.models import builtin
+
     embedded = builtin.BUILTINS.get(model_path.removeprefix(builtin.PREFIX))
     kind = builtin.MODEL_TYPE if embedded is None else embedded.model_type
     if not model_path.startswith(builtin.PREFIX):
