@@ -404,6 +404,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
         beside=True,
         token_groups=config.trainer.log_token_groups,
         written=sinks.written,
+        warn=console.warn,
     )
     stack.callback(rollouts.close)  # before the cluster ends, whose store has the tokens
 

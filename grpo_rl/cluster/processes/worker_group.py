@@ -17,7 +17,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,7 +221,8 @@ def _reported() -> Iterator[None]:
         yield
     except Exception as found:
         trace = secrets.redact(traceback.format_exc())
-        print(trace, file=sys.stderr, flush=True)
+        with suppress(OSError):  # a disk that is full, too
+            print(trace, file=sys.stderr, flush=True)
         error = out_of_memory(found) or found
         raise RemoteError(type(error).__name__, secrets.redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 

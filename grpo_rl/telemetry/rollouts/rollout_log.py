@@ -46,9 +46,11 @@ class RolloutLog:
         beside: bool = False,
         token_groups: int = 0,
         written: Callable[[Kind, int, Path], None] = lambda kind, step, path: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._written = written
         """A function called with each file when it is whole, by the thread that writes."""
+        self._warn, self._is_failing = warn, False
         self._folders: dict[Kind, Path] = {"rollouts": run_dir.rollouts, "val": run_dir.val}
         self._token_groups = token_groups
         self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue(maxsize=1)
@@ -62,16 +64,25 @@ class RolloutLog:
     ) -> Path:
         """Write `<kind>/step_<step>.jsonl`, which is complete or not there at all, and return its path.
 
-        `advantages` has one entry per rollout, None for a rollout that is not trained. Raises OSError where it cannot be
-        written, or, with `beside`, where an earlier one could not.
+        `advantages` has one entry per rollout, None for a rollout that is not trained. A disk that fails costs no step: the
+        file is left out, with a warning. Raises, with `beside`, what else went wrong with an earlier one.
         """
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
         path, kept = self._folders[kind] / f"step_{step}.jsonl", list(rollouts)
 
         def job() -> None:
-            write_rollouts(path, kept, advantages, self._token_groups)
-            self._written(kind, step, path)
+            try:
+                write_rollouts(path, kept, advantages, self._token_groups)
+            except OSError as error:
+                path.with_suffix(".tmp").unlink(missing_ok=True)
+                if not self._is_failing:
+                    why = f"{path} cannot be written: {error.strerror or error}"
+                    self._warn(f"{why}; rollouts are left out of the log while that lasts, and training goes on")
+                self._is_failing = True
+            else:
+                self._is_failing = False
+                self._written(kind, step, path)
 
         if self._thread is None:
             job()
@@ -81,7 +92,7 @@ class RolloutLog:
         return path
 
     def flush(self) -> None:
-        """Wait until everything is written. Raises OSError where that failed."""
+        """Wait until everything is written that the disk takes. Raises what else went wrong."""
         if self._thread is not None and self._thread.is_alive():
             done = threading.Event()
             self._put(done.set)

@@ -3,7 +3,6 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from grpo_rl.columns import Block, View
 from grpo_rl.episode import Episode, PlayedTurn
@@ -87,16 +86,18 @@ def test_a_step_goes_on_while_its_rollouts_are_written_and_at_most_two_wait(tmp_
     log.close()
 
 
-def test_a_log_that_cannot_be_written_beside_the_step_ends_the_run_at_the_next_one(tmp_path: Path) -> None:
-    run_dir = RunDir.create(tmp_path, "r")
-    log = RolloutLog(run_dir, beside=True)
+def test_rollouts_that_the_disk_refuses_are_left_out_with_one_warning_and_later_ones_are_there(tmp_path: Path) -> None:
+    run_dir, warned = RunDir.create(tmp_path, "r"), list[str]()
+    log = RolloutLog(run_dir, beside=True, warn=warned.append)
     run_dir.rollouts.rmdir()
-    log.write("rollouts", 1, [make_rollout()])
-    with pytest.raises(FileNotFoundError, match="step_1"):
-        log.flush()
-    run_dir.rollouts.mkdir()
-    assert log.write("rollouts", 2, [make_rollout()]).name == "step_2.jsonl"
+    for step in (1, 2):
+        log.write("rollouts", step, [make_rollout()])
     log.flush()
+    assert len(warned) == 1 and "step_1.jsonl cannot be written: No such file or directory" in warned[0]
+    run_dir.rollouts.mkdir()
+    log.write("rollouts", 3, [make_rollout()])
+    log.flush()
+    assert [path.name for path in run_dir.rollouts.iterdir()] == ["step_3.jsonl"]
     log.close()
 
 
