@@ -385,13 +385,12 @@ def _ranks(config: Config, ranks: int) -> Iterator[str]:
 
 def _machine(config: Config, machine: Machine) -> Iterator[str]:
     """Yield sizes that do not fit the machine, each with the nearest that do."""
-    if machine.device == "cpu":
-    elif machine.cluster or not machine.num_gpus:
+    if machine.device != "cpu" and (machine.cluster or not machine.num_gpus):
         if machine.cluster and config.trainer.n_gpus_per_node is None and not machine.num_gpus:
             yield "trainer.n_gpus_per_node is not set: this machine has no GPU to count, so say how many each node of the cluster has"
         if not machine.cluster:
             yield "trainer.device=cuda: torch finds no GPU on this machine; trainer.device=auto runs on the CPU where there is none"
-    else:
+    elif machine.device != "cpu":
         yield from _gpus(config, machine)
     yield from _engines(config, machine)
     yield from _ranks(config, machine.world_size(config))
