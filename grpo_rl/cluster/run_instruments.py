@@ -69,7 +69,8 @@ class RunInstruments:
         if (request := self.run_folder / REQUEST).exists():
             request.unlink()
             chosen = {worker_group.role: [0] for worker_group in self.worker_groups if worker_group.role != "rollout"}
-        if step in (self.config.global_profiler.steps or ()):
+        own = self.config.global_profiler
+        if own.tool is not None and step in (own.steps or ()):
             chosen |= self._enabled()
         self._profiled = [one.workers[rank] for one in self.worker_groups for rank in chosen.get(one.role, ())]
         if self._profiled:
