@@ -48,48 +48,40 @@ def class_of(name: str, table: Mapping[str, str], kind: str) -> Any:
 
     Raises ConfigError, with the known names, when there is none.
     """
-    place = table.get(name)
-    if place is None and ":" in name:
-        place = name
-    if place is None and "." in name and not name.endswith(".py"):  # as verl writes a class
-        module, _, last = name.rpartition(".")
-        place = f"{module}:{last}"
-    if place is None:
-        known = ", ".join(sorted(table))
-        raise ConfigError(
-            f"unknown {kind} {name!r}.{did_you_mean(name, table)} Known: {known}; or your own as path/to/file.py:Class"
-        )
-    return load_function(place, kind)
+    if name in table or ":" in name:
+        return load_function(table.get(name, name), kind)
+    module, dot, last = name.rpartition(".")  # as verl writes a class
+    if dot and last != "py":
+        return load_function(f"{module}:{last}", kind)
+    raise ConfigError(
+        f"unknown {kind} {name!r}.{did_you_mean(name, table)} Known: {', '.join(sorted(table))}; or your own as path/to/file.py:Class"
+    )
 
 
 def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
-    """Return a new object of the class with its options. Raises ConfigError for options that it does not take."""
-    found = class_of(named.name, table, kind)
-    check_class(named, found, kind, is_ours=named.name in table)
-    return found(**named.options)
+    """Return a new object of the class with its options.
 
-
-def check_class(named: Named, found: Any, kind: str, *, is_ours: bool = False) -> None:
-    """Raise ConfigError, with the options that there are, unless the class takes these ones; of ours the types are known, too."""
+    Raises ConfigError, with the options that there are, for some that it does not take; of ours the types are known, too.
+    """
+    found, what = class_of(named.name, table, kind), f"{kind} {named.name!r}"
     for theirs, own, contract in _OF_VERL:
         if hasattr(found, theirs) and not hasattr(found, own):
-            raise ConfigError(
-                f"{kind} {named.name!r}: has `{theirs}`, as verl's classes; here a {kind} has {contract} (docs/agents.md)"
-            )
-    if problems := out_of_bounds(f"{kind} {named.name!r}", found, named.options):
+            raise ConfigError(f"{what}: has `{theirs}`, as verl's classes; here a {kind} has {contract} (docs/agents.md)")
+    if problems := out_of_bounds(what, found, named.options):
         raise ConfigError(problems)
     try:
-        signature = inspect.signature(found)
-        signature.bind(**named.options)
-        for name, value in named.options.items() if is_ours else ():
-            default = signature.parameters[name].default
+        parameters = inspect.signature(found).parameters
+    except ValueError:  # written in C, without a signature
+        return found(**named.options)
+    try:
+        inspect.signature(found).bind(**named.options)
+        for name, value in named.options.items() if named.name in table else ():
+            default = parameters[name].default
             if default is not inspect.Parameter.empty and not fits(value, default):
                 raise TypeError(f"{name}={value!r} is not of the type of its default, {default!r}")
     except TypeError as error:
-        known = ", ".join(name for name in signature.parameters) or "none"
-        raise ConfigError(f"{kind} {named.name!r}: {error}; its options are {known}") from None
-    except ValueError:
-        pass  # written in C, without a signature
+        raise ConfigError(f"{what}: {error}; its options are {', '.join(parameters) or 'none'}") from None
+    return found(**named.options)
 
 
 def schema_of(named: Named, tool: Any) -> dict[str, Any]:

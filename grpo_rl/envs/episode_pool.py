@@ -7,6 +7,7 @@ environment, all others go on; engines and environments never wait for each othe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -159,24 +160,18 @@ class EpisodePool(WholeBatches):
 
     def _go_on(self, wait_s: float) -> None:
         """Take in what turns and environments have ended, for up to `wait_s`, and ask for what follows."""
-        events = self.environments.events()
-        for event in events:
-            self._happened(event)
+        news = self._hear(0.0)
         self._ask_due()
-        if events or self._ended:
+        if news or self._ended:
             wait_s = 0.0
-        num_turns = 0
         if self._of_turn:
             first = min(wait_s, LOOK_S) if self.environments.num_waiting else wait_s
-            num_turns = self._take_turns(max(first, DRAIN_S))
-            self._ask_due()
+            news += self._take_turns(max(first, DRAIN_S))
         elif wait_s and self.environments.num_waiting:
-            for event in self.environments.events(wait_s):
-                events.append(event)
-                self._happened(event)
-            self._ask_due()
+            news += self._hear(wait_s)
+        self._ask_due()
         self._past_deadlines()
-        if events or num_turns:
+        if news:
             self._last_news = time.monotonic()
         elif time.monotonic() - self._last_news > self.rules.quiet_s:
             raise ClusterError(
@@ -184,18 +179,21 @@ class EpisodePool(WholeBatches):
                 f"sampled, {self.environments.num_waiting} environments are at work"
             )
 
+    def _hear(self, wait_s: float) -> int:
+        """Take in what environments have answered; wait for the first answer. Return the number of answers."""
+        events = self.environments.events(wait_s)
+        for event in events:
+            self._happened(event)
+        return len(events)
+
     def _take_turns(self, wait_s: float) -> int:
         """Take in the turns that have ended; wait for the first one. Return their number."""
-        number = 0
-        for wait in (wait_s, DRAIN_S):
-            for turn in self.turns.completed(wait):
-                self._turned(turn)
-                number += 1
-                if wait is wait_s:
-                    break
-            if not number:
-                break
-        return number
+        turns = list(itertools.islice(self.turns.completed(wait_s), 1))
+        if turns:
+            turns += self.turns.completed(DRAIN_S)
+        for turn in turns:
+            self._turned(turn)
+        return len(turns)
 
     def _ask_due(self) -> None:
         due, self._due = self._due, {}
