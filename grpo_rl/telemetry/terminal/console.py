@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -22,7 +23,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.telemetry.terminal import step_line
@@ -87,17 +87,10 @@ class Console:
 
     def table(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
         """Print `rows` in aligned columns under a title."""
-        num_columns = max([len(header), *(len(row) for row in rows)], default=0)
-        table = Table(title=self._text(title), title_justify="left", show_header=bool(header), show_edge=False)
-        for index in range(num_columns):
-            table.add_column(self._text(header[index]) if index < len(header) else "", overflow="fold")
-        for row in rows:
-            table.add_row(*(self._text(str(value)) for value in row))
-        self._last_line = time.monotonic()
-        with self._turn:
-            self._rich.print(table)
-        for row in [[title], header, *rows]:
-            self._write_log("  ".join(safe_text(str(value)) for value in row))
+        cells = [[safe_text(str(value)) for value in row] for row in ([header] if header else []) + [*rows]]
+        widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
+        for line in (title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)):
+            self.info(line)
 
     # ---- progress ----------------------------------------------------------------------------------
 
