@@ -118,21 +118,18 @@ class GroupsInFlight:
     def ask(self, most: int) -> None:
         """Ask for the responses of the first `most` groups, where that was not done before."""
         new = [group for group in self.waiting[: max(0, most)] if group.asked_at is None]
-        for batch in dict.fromkeys(group.batch for group in new):
-            self._submit(batch, [group for group in new if group.batch == batch])
-
-    def _submit(self, batch: int, groups: Sequence[Group]) -> None:
-        version = self.pool.version
         size = self.n + self.greedy
-        ids = self.pool.submit([group.prompt for group in groups], self.n, self.sampling(batch), greedy=self.greedy)
-        for number, group in enumerate(groups):
-            group.asked_at, group.missing = version, size
-            group.ids = ids[number * size : (number + 1) * size]
-            self._by_uid[group.prompt.uid] = group
-        self.unfinished += len(groups) * size
-        if self._busy_since is None:
+        for batch in dict.fromkeys(group.batch for group in new):
+            groups, version = [group for group in new if group.batch == batch], self.pool.version
+            ids = self.pool.submit([group.prompt for group in groups], self.n, self.sampling(batch), greedy=self.greedy)
+            for number, group in enumerate(groups):
+                group.asked_at, group.missing = version, size
+                group.ids = ids[number * size : (number + 1) * size]
+                self._by_uid[group.prompt.uid] = group
+        self.unfinished += len(new) * size
+        if new and self._busy_since is None:
             self._busy_since = self.timeline.now()
-        if self._idle_since is not None:
+        if new and self._idle_since is not None:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
 
