@@ -2,7 +2,6 @@
 
     python scripts/bench_schedules.py --calibrate                     # how many requests at once make sampling last as long
     python scripts/bench_schedules.py --speed                         # rollouts per second, idle shares
-    python scripts/bench_schedules.py --speed --model embedded        # short steps, in which what is fixed per step weighs more
     python scripts/bench_schedules.py --speed --response-tokens 64 --out runs/short   # other lengths, in a folder of their own
     python scripts/bench_schedules.py --table                         # of all runs that are there
 
@@ -56,11 +55,6 @@ POOLS = (
     f"{R}.n={SAMPLES}",
 )
 SPEED = (f"{R}.ignore_eos=true", "trainer.test_freq=-1")
-EMBEDDED = (
-    "data.max_response_length=32",
-    "data.val_files=task:arithmetic?split=val&num_rows=8",
-    "trainer.val_before_train=false",
-)
 PROMPT_TOKENS, RESPONSE_TOKENS, NUM_PROMPTS = 16, 128, 512
 
 
@@ -106,10 +100,9 @@ def run(out: Path, name: str, words: Sequence[str]) -> Path:
 
 @dataclass(frozen=True)
 class Content:
-    """The model and the lengths of the speed part; the embedded model has prompts and lengths of its own."""
+    """The model and the lengths of the speed part."""
 
     model: str = "1m"
-    prompt_tokens: int = PROMPT_TOKENS
     response_tokens: int = RESPONSE_TOKENS
     more: tuple[str, ...] = ()
     """Words of the command that are added to every run."""
@@ -117,19 +110,16 @@ class Content:
 
 def speed_words(out: Path, content: Content) -> list[str]:
     """Return the words of the command that choose the model of the speed part, and its data, which are made unless they are there."""
-    model = content.model
-    if model == "embedded":
-        return [*POOLS, *SPEED, *EMBEDDED, *content.more]
-    folder = out / f"model-{model}"
+    folder = out / f"model-{content.model}"
     if not (folder / "reward.py").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        make_model(folder, model)
-        make_data(folder, NUM_PROMPTS, content.prompt_tokens)
+        make_model(folder, content.model)
+        make_data(folder, NUM_PROMPTS, PROMPT_TOKENS)
     own = [
         f"actor_rollout_ref.model.path={folder}",
         f"data.train_files={folder / 'prompts.jsonl'}",
         "data.val_files=[]",
-        f"data.max_prompt_length={2 * content.prompt_tokens}",
+        f"data.max_prompt_length={2 * PROMPT_TOKENS}",
         f"data.max_response_length={content.response_tokens}",
         f"reward.custom_reward_function.path={folder / 'reward.py'}",
     ]
@@ -249,11 +239,7 @@ def speed_table(out: Path) -> bool:
         ratio = statistics.median(found[n].rollouts_s / rounds["sync"][n].rollouts_s for n in both) if both else None
         if schedule != "sync" and ratio is not None:
             met &= ratio >= BAR_SPEED
-
-        def median(values: Sequence[float]) -> float:
-            return statistics.median(values)
-
-        shown = list(found.values())
+        median, shown = statistics.median, list(found.values())
         idle = [f"{median([one.idle.get(role, 1.0) for one in shown]):.0%}" for role in ("rollout", "actor", "reward")]
         print(
             f"| {schedule} | {len(shown)} | {median([one.seconds for one in shown]):.2f} | "
@@ -276,9 +262,8 @@ def main() -> int:
         parser.add_argument(f"--{part}", action="store_true", help="this part; several can be asked for")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "schedules", help="the folder of all runs")
-    parser.add_argument("--model", choices=["embedded", *SIZES], default="1m", help="the model; 10m and 1m as in bench_step.py")
-    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS, help="of 10m and 1m; a folder has one length")
-    parser.add_argument("--response-tokens", type=int, default=RESPONSE_TOKENS, help="of 10m and 1m")
+    parser.add_argument("--model", choices=list(SIZES), default="1m", help="the model, as in bench_step.py")
+    parser.add_argument("--response-tokens", type=int, default=RESPONSE_TOKENS, help="of each response")
     parser.add_argument("--more", nargs="+", default=[], metavar="WORD", help="words of the command for every run")
     parser.add_argument("--steps", type=int, default=16, help="steps that count in each run")
     parser.add_argument("--rounds", type=int, default=2, help="how often the schedules take turns")
@@ -288,7 +273,7 @@ def main() -> int:
     out = arguments.out.resolve()
     if not (arguments.calibrate or arguments.speed or arguments.table):
         parser.error("give one of --calibrate, --speed, --table")
-    content = Content(arguments.model, arguments.prompt_tokens, arguments.response_tokens, tuple(arguments.more))
+    content = Content(arguments.model, arguments.response_tokens, tuple(arguments.more))
     try:
         if arguments.calibrate:
             calibrate(out, content)

@@ -678,9 +678,8 @@ def main() -> int:
     parser.add_argument("--suite", choices=["short", "campaign"], default="short")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of faults")
     parser.add_argument("--room", help="faults in this folder of the package")
-    parser.add_argument(
-        "--stages", type=int, default=4, help="1: the likely tests alone; 2: all unit tests too; 3, 4: processes too"
-    )
+    stages = "1: the likely tests alone; 2: all unit tests too; 3, 4: processes too"
+    parser.add_argument("--stages", type=int, default=4, help=stages)
     parser.add_argument("--check", action="store_true", help="only look whether every fault can be planted")
     parser.add_argument("--out", type=Path, help="write what was found as JSON Lines")
     arguments = parser.parse_args()

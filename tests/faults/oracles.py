@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sockets import listening
+
 from grpo_rl.cluster.session import run_watcher
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
@@ -210,26 +212,3 @@ def leftovers(session: dict[str, Any]) -> Iterator[str]:
 def shared_memory() -> set[str]:
     """Names in /dev/shm."""
     return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
-
-
-def listening() -> set[tuple[str, str]]:
-    """Listening TCP sockets: local address and inode."""
-    found = set()
-    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(name).read_text().splitlines()[1:]:
-                parts = line.split()
-                if parts[3] == "0A":
-                    found.add((parts[1], parts[9]))
-    return found
-
-
-def ports_of(pids: Sequence[int]) -> set[tuple[str, str]]:
-    """The listening sockets that these processes hold."""
-    inodes = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
-                    inodes.add(os.readlink(entry.path))
-    return {(address, inode) for address, inode in listening() if f"socket:[{inode}]" in inodes}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_roles import token
 
 from grpo_rl.cluster.processes.forks import MODULES
 from grpo_rl.cluster.processes.placement import Pool
@@ -21,7 +22,9 @@ from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig, TrainerConfig
+from grpo_rl.rollout.requests import sample_seed
 from grpo_rl.telemetry.terminal.console import Console
+from grpo_rl.types import Rollout
 
 HEARTBEAT_S = 1.0
 COPIED = (*MODULES, "tiny_roles")
@@ -108,6 +111,38 @@ class Ground:
             supervisor.close()
         for worker_group in self.worker_groups:
             worker_group.shutdown()
+
+
+class Actor:
+    """The part of an actor's role that the pool needs: versions, and the weights of each, worked out here as well."""
+
+    AMOUNT = 3
+    """Of an update; the k-th one adds k times as much to each weight."""
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self.worker_group = worker_group
+        self.version = 0
+        self.weights = {0: [0, 0, 0]}
+
+    def train(self) -> None:
+        """An update of the ranks and its version."""
+        answer = self.worker_group.call("update", self.AMOUNT)
+        self.count_update()
+        assert answer == [sum(self.weights[self.version])]
+
+    def count_update(self) -> None:
+        self.version += 1
+        self.weights[self.version] = [weight + self.AMOUNT * self.version for weight in self.weights[self.version - 1]]
+
+    def expect(self, rollouts: list[Rollout], seed: int) -> None:
+        """Every token is the one that the weights of its version sample at its place."""
+        assert rollouts
+        for rollout in rollouts:
+            own = sample_seed(seed, rollout.prompt.uid, rollout.sample_index) or 0
+            versions = [version for version, count in rollout.versions for _ in range(count)]
+            prompt = int(rollout.prompt.token_ids[0])
+            expected = [token(prompt, own, place, self.weights[version]) for place, version in enumerate(versions)]
+            assert rollout.response_ids.tolist() == expected
 
 
 def is_alive(pid: int | None) -> bool:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ import pytest
 import ray
 from oracles import Training
 
-from grpo_rl.cluster.session import liveness, run_watcher
 from grpo_rl.processes.family import descendants
 
 START_S, NAMED_S = 240.0, 10.0
@@ -96,67 +92,6 @@ LOST_IN = {
 asleep then; what the run names. A raylet ends with its agents, and Ray a controller that hands an object to one that has gone."""
 
 
-class TwoNodes:
-    """A cluster of two nodes on this machine: the head, where nothing can run, and another."""
-
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
-        self.access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self._started: list[subprocess.Popen[bytes]] = []
-        self.tokens = {"head": secrets.token_hex(16), "node": secrets.token_hex(16)}
-        port = self.address.rpartition(":")[2]
-        self._start("head", folder, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false")
-        self._until_it_answers()
-        self._start("node", folder, f"--address={self.address}", "--num-cpus=2")
-
-    def kill(self, name: str) -> None:
-        """kill -9 of everything that runs on this node."""
-        while found := list(run_watcher.processes(self.tokens[name])):
-            for pid in found:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            for process in self._started:
-                process.poll()
-
-    def _start(self, name: str, folder: Path, *words: str) -> None:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *words]
-        with (folder / f"{name}.log").open("wb") as log:
-            environment = {**os.environ, **self.access, run_watcher.TOKEN: self.tokens[name]}
-            self._started.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
-
-    def _until_it_answers(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        deadline = time.monotonic() + START_S
-        while liveness.unanswered((host, int(port))) is not None:
-            assert time.monotonic() < deadline, "the head does not start"
-            time.sleep(0.1)  # polling: a port
-
-
-@pytest.fixture(scope="module")
-def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoNodes]:
-    cluster = TwoNodes(tmp_path_factory.mktemp("nodes"))
-    try:
-        yield cluster
-    finally:
-        for name in cluster.tokens:
-            cluster.kill(name)
-
-
-@pytest.fixture
-def on_two_nodes(
-    run_words: list[str], two_nodes: TwoNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Training]:
-    at = [f"ray_kwargs.ray_init.address={two_nodes.address}", "ray_kwargs.ray_init.wait_for_nodes_s=60"]
-    saves = ["trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.async_save=false"]
-    run = Training(tmp_path, "node", [*two_workers(run_words), *at, *saves], "driver.phase:delay=200@step=2,phase=gen")
-    for name, value in two_nodes.access.items():
-        monkeypatch.setenv(name, value)
-    yield run.start()
-    run.end()
-
-
 @pytest.mark.parametrize(
     "victim", [one if one == "raylet" else pytest.param(one, marks=pytest.mark.campaign) for one in LOST_IN]
 )
@@ -176,23 +111,6 @@ def test_a_run_whose_cluster_is_killed_says_so_and_ends(training: Any, run_words
     status = run.status
     assert (status["state"], status["error"]["exit_code"], status["error"]["type"]) == ("failed", 6, "ClusterError")
     oracles.assert_nothing_left(run)
-
-
-@pytest.mark.campaign
-def test_a_node_of_the_cluster_that_is_gone_is_named_with_who_was_on_it_and_the_run_ends(on_two_nodes, two_nodes):
-    run = on_two_nodes
-    run.until(lambda status: status["phase"] == "gen" and status.get("last_commit") == 1, START_S)
-    two_nodes.kill("node")
-    began = time.monotonic()
-    code = run.wait(START_S)
-    took = time.monotonic() - began
-    print(f"MEASURED node killed: the run ended after {took:.2f} s")
-    assert code == 6, run.describe()
-    assert took < NAMED_S
-    [line] = [line for line in run.error_lines() if line.startswith("error: ")]
-    assert re.search(r"the Ray cluster is lost: its node [\d.]+ \(rollout0, actor0\) has not answered for ", line)
-    assert "the same command goes on from step 1, the last commit" in line
-    assert run.status["error"]["exit_code"] == 6
 
 
 def test_another_version_another_token_and_an_address_where_nobody_listens_are_named_within_ten_seconds(slots):

@@ -13,6 +13,7 @@ import pytest
 from oracles import Training
 
 from grpo_rl.models import builtin
+from grpo_rl.models.load import load_tokenizer
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 END_S = 300.0
@@ -55,6 +56,24 @@ IN_UPDATE, IN_STEP = "driver.phase:kill9@step=3,phase=update_actor,once", "drive
 IN_COLLECTION = ["collection.part:kill9@number=1,once", IN_UPDATE]
 
 
+GAME = """
+from grpo_rl.envs.contract import Observation
+
+class Digits:
+    async def reset(self, start):
+        return Observation()
+
+    async def step(self, turn):
+        digits = sum(letter.isdigit() for letter in turn.text)
+        said = () if turn.index == 2 else ({"role": "user", "content": "and"},)
+        return Observation(said, float(digits % 3), turn.index == 2, {"digits": digits})
+
+    async def close(self):
+        pass
+"""
+TURNS = f"{POLICY}.rollout.multi_turn"
+
+
 @dataclass(frozen=True)
 class Method:
     """A method's words, beside those of all, and the faults of which each ends one start of it."""
@@ -77,6 +96,14 @@ METHODS = {
     "online_dpo": sampled("online_dpo", learns="pairs/num_pairs"),
     # The critic has learnt from the step, the policy has not; and both are of one checkpoint afterwards.
     "ppo": sampled("ppo", "trainer.critic_warmup=1", kills=["driver.phase:kill9@step=2,phase=update_critic,once", IN_UPDATE]),
+    "episodes": sampled(
+        "grpo",
+        f"{TURNS}.enable=true",
+        f"{TURNS}.environment.name=GAME:Digits",
+        f"{TURNS}.environment.num_workers=1",
+        "data.max_response_length=80",
+        learns="env/digits",
+    ),
     # Steps 1 and 3 are the reward model's, each of which begins with the reference; 2 and 4 the policy's.
     "iterate": sampled(
         "iterate",
@@ -151,16 +178,22 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return builtin.build("builtin:arithmetic", tmp_path_factory.mktemp("model") / "random")
+    """A random model which many tokens end, so that its episodes have several turns."""
+    folder = builtin.build("builtin:arithmetic", tmp_path_factory.mktemp("model") / "random")
+    ends = [load_tokenizer(str(folder)).eos_token_id, *range(40, 60)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return folder
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_it_ends_with_the_bits_of_the_undisturbed_run(
     training: Callable[..., Training], model: Path, tmp_path: Path, name: str
 ) -> None:
-    method, rewards = METHODS[name], tmp_path / "my_rewards.py"
-    rewards.write_text(REWARDS)
-    given = [word.replace("REWARDS", str(rewards)).replace("MODEL", str(model)) for word in method.words]
+    method, files = METHODS[name], {"REWARDS": REWARDS, "GAME": GAME}
+    given = [word.replace("MODEL", str(model)) for word in method.words]
+    for file, code in files.items():
+        (tmp_path / f"{file.lower()}.py").write_text(code)
+        given = [word.replace(file, str(tmp_path / f"{file.lower()}.py")) for word in given]
     command = [
         *([] if any(SCORER in word for word in given) and name != "iterate" else [f"{POLICY}.model.path={model}"]),
         "data.train_batch_size=4",
@@ -184,6 +217,8 @@ def test_it_ends_with_the_bits_of_the_undisturbed_run(
     assert exports and all((broken.path / path).read_bytes() == (calm.path / path).read_bytes() for path in exports)
     rows = read_metrics(broken.path / "metrics.jsonl")
     assert any(row.get(method.learns, 0.0) > 0.0 for row in rows)
+    if name == "episodes":
+        assert all(row["episode/turns"] > 1 and row["episode/failed"] == 0 for row in rows if "actor/loss" in row)
     if name == "iterate":
         history, same = ((run.path / "checkpoints/step_4/replay.jsonl").read_text() for run in (calm, broken))
         assert history == same and len(history.splitlines()) > 1

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import tiny_roles
-from recovery_ground import HEARTBEAT_S, START_S, Ground, is_alive, until
+from recovery_ground import HEARTBEAT_S, START_S, Actor, Ground, is_alive, until
 
 from grpo_rl.cluster.processes.placement import Pool
-from grpo_rl.cluster.processes.worker_group import Worker, WorkerDied, WorkerGroup, wait_all
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerDied, wait_all
 from grpo_rl.cluster.recovery.stuck import StuckReport
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError, ConfigError
-from grpo_rl.rollout.requests import sample_seed
 from grpo_rl.telemetry.status import Status
 from grpo_rl.types import Prompt, Rollout, Sampling
 
@@ -30,22 +29,6 @@ SERVING_AGAIN_S = 30.0
 # The goals are 1 s and three heartbeats, which a quiet machine keeps and a busy one need not: what was measured is printed.
 NOTICED_S = 5.0
 FROZEN_S = 3 * HEARTBEAT_S + 12.0
-
-
-class Actor:
-    """The part of an actor's role that the pool needs: versions, and the sum of what it was trained on."""
-
-    def __init__(self, worker_group: WorkerGroup) -> None:
-        self.worker_group = worker_group
-        self.version = 0
-        self.weights: list[int] = [0, 0, 0]
-
-    def train(self) -> None:
-        """An update, and its result worked out here as well: the k-th one adds k times the amount to each weight."""
-        amount = 3
-        self.version += 1
-        self.weights = [weight + amount * self.version for weight in self.weights]
-        assert self.worker_group.call("update", amount) == [sum(self.weights)]
 
 
 @dataclass
@@ -59,11 +42,8 @@ class Scene:
         assert [(r.prompt.uid, r.sample_index) for r in rollouts] == [
             (f"p{i}", k) for i in range(num_prompts) for k in range(n)
         ]
-        for rollout in rollouts:
-            own = sample_seed(seed, rollout.prompt.uid, rollout.sample_index) or 0
-            prompt = rollout.prompt.token_ids[0]
-            expected = tuple(tiny_roles.token(prompt, own, position, self.actor.weights) for position in range(30))
-            assert tuple(rollout.response_ids) == expected and rollout.versions == ((self.actor.version, len(expected)),)
+        self.actor.expect(rollouts, seed)
+        assert {rollout.versions for rollout in rollouts} == {((self.actor.version, 30),)}
 
     def generate(self, num_prompts: int = 12, n: int = 2) -> None:
         """One phase of sampling, checked, with every rollout handed on exactly once."""
@@ -113,14 +93,6 @@ def quiet(scene: Scene) -> None:
         scene.generate(2, 1)
     scene.ground.lines.warnings.clear()
     assert len(scene.pool.replicas.serving) == 2, "the test before left the pool whole"
-
-
-def test_an_undisturbed_pool_samples_what_the_oracle_says(scene):
-    scene.generate()
-    scene.actor.train()
-    scene.pool.sync_weights(scene.actor)
-    scene.generate()
-    assert scene.ground.lines.warnings == []
 
 
 WHILE_SAMPLING = [
@@ -174,7 +146,8 @@ def test_a_replica_lost_while_weights_move_leaves_nobody_with_mixed_weights(scen
 
 
 def test_a_replica_that_stops_while_idle_is_noticed_and_replaced_before_it_is_needed(scene):
-    victim = scene.pool.replicas.serving[0]
+    recoveries, victim = scene.ground.supervisors[0].recoveries, scene.pool.replicas.serving[0]
+    recoveries.metrics()
     os.kill(victim.pid, signal.SIGSTOP)
     began = time.monotonic()
     until(lambda: bool(scene.ground.lines.warnings), FROZEN_S, "the loss is noticed")
@@ -184,6 +157,9 @@ def test_a_replica_that_stops_while_idle_is_noticed_and_replaced_before_it_is_ne
     scene.pool.sync_weights(scene.actor)
     assert len(scene.pool.replicas.serving) == 2, "it got the weights together with the others"
     scene.generate()
+    counted = recoveries.metrics()
+    assert counted["recovery/rollout_restarts"] == 1.0 and 0 < counted["recovery/seconds"] < SERVING_AGAIN_S
+    assert recoveries.metrics() == {}, "each is counted once"
 
 
 def test_replicas_that_join_and_leave_while_sampling_change_no_token(scene):
@@ -262,16 +238,6 @@ def test_an_actor_lost_while_weights_move_ends_the_transfer(scene):
         pool.sync_weights(actor)
     lost.shutdown()
     pool.replicas.worker_group.shutdown()
-
-
-def test_recoveries_are_counted_in_the_metrics_once(scene):
-    scene.ground.supervisors[0].recoveries.metrics()
-    os.kill(scene.pool.replicas.serving[0].pid, signal.SIGKILL)
-    until(lambda: bool(scene.pool.replicas.ready()), SERVING_AGAIN_S, "the replacement is ready")
-    scene.generate(2, 1)
-    counted = scene.ground.supervisors[0].recoveries.metrics()
-    assert counted["recovery/rollout_restarts"] == 1.0 and 0 < counted["recovery/seconds"] < SERVING_AGAIN_S
-    assert scene.ground.supervisors[0].recoveries.metrics() == {}
 
 
 def test_a_replica_that_always_dies_ends_the_run_with_every_cause(scene: Any):

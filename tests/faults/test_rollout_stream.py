@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import tiny_roles
-from recovery_ground import START_S, Ground, until
-from test_recovery_replicas import Actor
+from recovery_ground import START_S, Actor, Ground, until
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import wait_all
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
-from grpo_rl.errors import WeightVersionError
-from grpo_rl.rollout.requests import sample_seed
-from grpo_rl.types import Prompt, Rollout, Sampling
+from grpo_rl.errors import ClusterError, WeightVersionError
+from grpo_rl.types import GREEDY, Prompt, Rollout, Sampling
 
 SECONDS_PER_STEP = 0.005
 SEED = 5
@@ -27,13 +25,12 @@ SHORT = Sampling(max_tokens=3, seed=SEED)
 
 
 class Scene:
-    """An actor, its weights of every version, and pools of two replicas that take them."""
+    """An actor and pools of two replicas that take its weights."""
 
     def __init__(self, slots: Pool, logs: Any) -> None:
         self.ground = Ground(slots, logs)
         actors = self.ground.ranks("actor", 1, tiny_roles.make_actor)
         self.actor, self.supervisor = Actor(actors), self.ground.supervisor()
-        self.weights = {0: list(self.actor.weights)}
         self._pools: dict[Any, ReplicaPool] = {}
 
     def pool(self, factory: Callable[..., Any] = tiny_roles.make_rollout, max_staleness: int = 1) -> ReplicaPool:
@@ -47,21 +44,8 @@ class Scene:
         pool.sync_weights(self.actor)
         return pool
 
-    def train(self) -> None:
-        self.actor.train()
-        self.weights[self.actor.version] = list(self.actor.weights)
-
     def expect(self, rollouts: list[Rollout]) -> None:
-        """Every token is the one that the weights of its version sample at its place."""
-        assert rollouts
-        for rollout in rollouts:
-            seed = sample_seed(SEED, rollout.prompt.uid, rollout.sample_index) or 0
-            versions = [version for version, count in rollout.versions for _ in range(count)]
-            expected = [
-                tiny_roles.token(int(rollout.prompt.token_ids[0]), seed, place, self.weights[version])
-                for place, version in enumerate(versions)
-            ]
-            assert rollout.response_ids.tolist() == expected
+        self.actor.expect(rollouts, SEED)
 
 
 def prompts(tag: str, count: int) -> list[Prompt]:
@@ -95,7 +79,7 @@ def test_rollouts_are_handed_over_as_they_end_and_more_may_be_asked_for_meanwhil
     assert list(pool.completed()) == [], "each rollout is handed over once"
 
 
-def test_waiting_has_an_end_and_an_iteration_that_is_given_up_loses_nothing(scene: Scene) -> None:
+def test_waiting_has_an_end_that_is_told_and_an_iteration_that_is_given_up_loses_nothing(scene: Scene) -> None:
     pool = scene.pool()
     pool.submit(prompts("long", 6), 1, LONG)
     began = time.monotonic()
@@ -104,14 +88,21 @@ def test_waiting_has_an_end_and_an_iteration_that_is_given_up_loses_nothing(scen
     first = next(pool.completed())
     rest = list(pool.completed())
     assert uids([first, *rest]) == [f"long{i}" for i in range(6)]
+    pool.options = replace(pool.options, step_timeout_s=1.0)
+    both = list(pool.replicas.serving)
+    wait_all(both, [worker.call("arm", "rollout.step:delay=5@n=1") for worker in both], START_S, "arm")
+    ids = pool.submit(prompts("late", 2), 1, LONG)
+    with pytest.raises(ClusterError, match=r"no response ended for 1 s on rollout0 \(1 in flight\), rollout1 \(1 in flight\)"):
+        list(pool.completed())
+    pool.forget(ids)
 
 
 def test_generate_gives_its_own_rollouts_while_others_are_under_way(scene: Scene) -> None:
     pool = scene.pool()
     pool.submit(prompts("long", 2), 1, LONG)
     seen: list[Rollout] = []
-    own = pool.generate(prompts("own", 3), 2, SHORT, seen.append)
-    assert [(r.prompt.uid, r.sample_index) for r in own] == [(f"own{i}", n) for i in range(3) for n in (0, 1)]
+    own = pool.generate(prompts("own", 3), 2, SHORT, seen.append, greedy=True)
+    assert [(r.prompt.uid, r.sample_index) for r in own] == [(f"own{i}", n) for i in range(3) for n in (0, 1, GREEDY)]
     assert sorted(map(id, seen)) == sorted(map(id, own))
     assert uids(list(pool.completed())) == ["long0", "long1"]
 
@@ -135,7 +126,7 @@ def test_requests_live_through_an_update_and_carry_the_version_of_each_token(sce
     pool, before = scene.pool(), scene.actor.version
     pool.submit(prompts("long", 14), 1, LONG)
     begun(pool)
-    scene.train()
+    scene.actor.train()
     pool.sync_weights(scene.actor)
     found = list(pool.completed())
     assert uids(found) == sorted(f"long{i}" for i in range(14))
@@ -150,7 +141,7 @@ def test_a_token_older_than_the_bound_is_an_error(scene: Scene) -> None:
     pool, before = scene.pool(max_staleness=0), scene.actor.version
     ids = pool.submit(prompts("long", 1), 1, LONG)
     begun(pool)
-    scene.train()
+    scene.actor.train()
     pool.sync_weights(scene.actor)
     with pytest.raises(WeightVersionError, match=f"long0/0 was sampled with weights of version {before}, the actor's are"):
         list(pool.completed())
@@ -159,7 +150,7 @@ def test_a_token_older_than_the_bound_is_an_error(scene: Scene) -> None:
     pool.submit(prompts("two", 1), 1, LONG)
     for _ in range(2):
         begun(pool)
-        scene.train()
+        scene.actor.train()
         pool.sync_weights(scene.actor)
     with pytest.raises(WeightVersionError, match="and at most 1 versions older are allowed"):
         list(pool.completed())
@@ -171,7 +162,7 @@ def test_a_replica_that_dies_while_requests_live_through_an_update_loses_none(sc
     pool.submit(prompts("long", 10), 1, LONG)
     begun(pool)
     wait_all([victim], [victim.call("arm", "rollout.weights.bucket:kill9@n=2")], START_S, "arm")
-    scene.train()
+    scene.actor.train()
     pool.sync_weights(scene.actor)
     found = list(pool.completed())
     assert uids(found) == [f"long{i}" for i in range(10)]
@@ -190,7 +181,7 @@ def test_requests_end_with_the_weights_they_began_with_where_that_is_asked_for(s
     pool.options = replace(pool.options, partial_rollout=False)
     pool.submit(prompts("long", 12), 1, LONG)
     begun(pool)
-    scene.train()
+    scene.actor.train()
     pool.sync_weights(scene.actor)
     found = list(pool.completed())
     scene.expect(found)
@@ -199,7 +190,7 @@ def test_requests_end_with_the_weights_they_began_with_where_that_is_asked_for(s
 
 
 def test_a_replica_that_comes_back_while_the_actor_trains_gets_its_weights_afterwards(scene: Scene) -> None:
-    pool, actor, amount = scene.pool(), scene.actor, 3
+    pool, actor = scene.pool(), scene.actor
     victim = pool.replicas.serving[0]
     pool.submit(prompts("long", 6), 1, LONG)
     begun(pool)
@@ -207,13 +198,11 @@ def test_a_replica_that_comes_back_while_the_actor_trains_gets_its_weights_after
         victim.kill("for a test")
         until(lambda: bool(pool.replicas.ready()), START_S, "the replacement is ready")
         # The ranks have weights by now that no version names yet, as in the middle of an update.
-        actor.worker_group.call("update", amount)
+        actor.worker_group.call("update", actor.AMOUNT)
         found = list(pool.completed())
         assert uids(found) == [f"long{i}" for i in range(6)] and len(pool.replicas.serving) == 1
         scene.expect(found)
-    actor.version += 1
-    actor.weights = [weight + amount * actor.version for weight in actor.weights]
-    scene.weights[actor.version] = list(actor.weights)
+    actor.count_update()
     pool.sync_weights(actor)
     assert len(pool.replicas.serving) == 2
     scene.expect(pool.generate(prompts("again", 8), 1, SHORT))
@@ -224,7 +213,7 @@ def test_engines_that_take_no_weights_in_flight_end_what_they_have_begun_and_not
     pool, before = scene.pool(tiny_roles.make_draining_rollout), scene.actor.version
     pool.submit(prompts("long", 14), 1, LONG)
     begun(pool)
-    scene.train()
+    scene.actor.train()
     pool.sync_weights(scene.actor)
     found = list(pool.completed())
     assert len(found) == len(set(uids(found))) == 14

@@ -12,8 +12,7 @@ import pytest
 import ray
 import tiny_roles
 from ray._private.internal_api import node_stats
-from recovery_ground import START_S, Ground, until
-from test_recovery_replicas import Actor
+from recovery_ground import START_S, Actor, Ground, until
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import StoredBlock, WorkerGroup
@@ -119,19 +118,3 @@ def test_the_blocks_are_freed_when_the_step_is_over(scene: Scene) -> None:
         assert during - before > 12 * NUM_TOKENS * 8 * 0.9, "the step's tokens lie in the store"
         gc.collect()
         until(lambda: stored_bytes() <= before + 100_000, 20.0, f"{stored_bytes() - before} bytes are freed")
-
-
-def test_nothing_refers_to_a_block_any_more_although_a_reader_still_has_the_share(scene: Scene) -> None:
-    rollouts = scene.sample("kept", 4)
-    dispatched = Dispatched.to(scene.readers, collate(rollouts), MicroBatchRule(None, 1))
-    scene.read(dispatched)
-    refs = {block.ref.hex().encode() for block in blocks(rollouts)}
-    assert refs <= referred_to()
-    del rollouts, dispatched
-    gc.collect()
-    until(lambda: not refs & referred_to(), 20.0, "the last reference is gone")
-
-
-def referred_to() -> set[bytes]:
-    """The objects to which this process, or one that it gave a reference to, refers."""
-    return set(ray._private.worker.global_worker.core_worker.get_all_reference_counts())

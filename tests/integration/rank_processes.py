@@ -375,28 +375,55 @@ def actor_group(
     return ActorRole(processes, config, train_rule=rule, forward_rule=rule, old_logprobs=old, objective=objective)
 
 
-def make_model(folder: Path, *, tied: bool, seed: int = 5) -> Path:
+def state(processes: RankProcesses) -> dict[str, Tensor]:
+    """Whole parameters and moments of the trained model."""
+    return processes.call("parameters")[0] | processes.call("moments")[0]
+
+
+def assert_equal_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    different = [name for name in one if not torch.equal(one[name], other[name])]
+    assert not different, different[:5]
+
+
+def make_model(folder: Path, *, tied: bool, seed: int = 5, **sizes: int) -> Path:
     """A random Qwen3 of 2 layers whose distributions are far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        vocab_size=VOCAB,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.15,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.15,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    config = Qwen3Config(**settings | sizes, tie_word_embeddings=tied)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def make_pairs(seed: int, num_pairs: int) -> Batch:
+    """Ragged pairs in any order, their chosen rollout before or after the rejected one; of two groups fewer, as one has an empty side."""
+    num_groups = num_pairs + 2
+    batch = make_batch(seed, num_groups, group_size=2)
+    generator = torch.Generator().manual_seed(seed)
+    chosen_G = torch.randint(0, 2, (num_groups,), generator=generator)
+    batch = batch.replace(
+        chosen_N=torch.arange(batch.num_rollouts) % 2 == chosen_G[batch.group_N],
+        margins_N=torch.rand(num_groups, generator=generator)[batch.group_N],
+        kl_N=torch.full((batch.num_rollouts,), 0.5),
+    )
+    empty_N = torch.isin(batch.group_N, batch.group_N[batch.trained_lengths_N == 0])
+    rows = (~empty_N).nonzero()[:, 0][: 2 * num_pairs]
+    return batch.select(rows[torch.randperm(len(rows), generator=generator)])
 
 
 def make_batch(seed: int, num_groups: int = 4, group_size: int = 3, *, one_prompt: bool = False) -> Batch:

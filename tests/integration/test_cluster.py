@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_workers import make_engine, make_worker
+from tiny_workers import make_worker
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import WorkerGroup, wait_all
-from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig
-from grpo_rl.errors import CheckpointError, ClusterError, ConfigError, WeightVersionError
-from grpo_rl.types import GREEDY, Prompt, Rollout, Sampling
+from grpo_rl.errors import CheckpointError, ClusterError, ConfigError
 
 # Far longer than any of these tests may take: a failure that is noticed only at this deadline times the test out.
 NEVER_S = 3000.0
@@ -45,21 +42,17 @@ def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Starts a set of tiny workers. Processes cost seconds: tests share one where none of them ends it."""
     started: list[WorkerGroup] = []
 
-    def make(
-        num_ranks: int, role: str = "tiny", factory: Any = make_worker, threads: int = 1, **environment: str
-    ) -> WorkerGroup:
+    def make(num_ranks: int, role: str = "tiny", **environment: str) -> WorkerGroup:
         worker_group = WorkerGroup(
             role,
             [ray_pool.slots()[rank % 3] for rank in range(num_ranks)],
             log_dir=tmp_path_factory.mktemp("logs"),
             environment={"OMP_NUM_THREADS": "1"} | environment,
             call_timeout_s=NEVER_S,
-            threads_per_worker=threads,
         )
         started.append(worker_group)
         worker_group.where(START_S)
-        if factory is make_worker:
-            build(worker_group, [(rank,) for rank in range(num_ranks)])
+        build(worker_group, [(rank,) for rank in range(num_ranks)])
         return worker_group
 
     yield make
@@ -67,8 +60,8 @@ def start(ray_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         worker_group.shutdown()
 
 
-def build(worker_group: WorkerGroup, arguments: list[tuple[Any, ...]], factory: Any = make_worker) -> None:
-    wait_all(worker_group.workers, worker_group.start_build(factory, arguments), START_S, f"start {worker_group.role}")
+def build(worker_group: WorkerGroup, arguments: list[tuple[Any, ...]]) -> None:
+    wait_all(worker_group.workers, worker_group.start_build(make_worker, arguments), START_S, f"start {worker_group.role}")
 
 
 @pytest.fixture(scope="module")
@@ -188,51 +181,3 @@ def test_devices_that_others_have_are_waited_for(ray_pool):
 def test_slots_of_several_devices_are_neighbours_and_a_rest_is_left_over(ray_pool):
     assert [slot.bundles for slot in ray_pool.slots()] == [(0,), (1,), (2,)]
     assert [slot.bundles for slot in ray_pool.slots(2)] == [(0, 1)]
-
-
-# ---- rollout replicas -------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def replicas(start: Callable[..., WorkerGroup]) -> Callable[..., ReplicaPool]:
-    """A pool over two processes that serve tiny engines of these versions and speeds, new ones for every test."""
-    worker_group = start(2, role="rollout", factory=make_engine, threads=3)
-
-    def make(*engines: tuple[int, float], step_timeout_s: float = NEVER_S) -> ReplicaPool:
-        build(worker_group, list(engines), make_engine)
-        options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=step_timeout_s)
-        transfer: Any = None  # no weights move in these tests
-        return ReplicaPool(Replicas(worker_group), transfer, options)
-
-    return make
-
-
-def prompts(count: int) -> list[Prompt]:
-    return [Prompt(f"p{i}", (i, 100 + i), "?", "test") for i in range(count)]
-
-
-SAMPLING = Sampling(max_tokens=4, seed=0)
-
-
-def test_a_greedy_response_to_each_prompt_comes_after_the_others_and_is_handed_on_too(replicas):
-    handed_on: list[Rollout] = []
-    rollouts = replicas((0, 0.0), (0, 0.0)).generate(prompts(3), 2, SAMPLING, handed_on.append, greedy=True)
-    assert [(r.prompt.uid, r.sample_index) for r in rollouts] == [(f"p{i}", n) for i in range(3) for n in (0, 1, GREEDY)]
-    assert sorted(map(id, handed_on)) == sorted(map(id, rollouts))
-
-
-def test_a_slow_replica_gets_fewer_requests(replicas):
-    pool = replicas((0, 0.0), (0, 0.2))
-    pool.generate(prompts(40), 1, SAMPLING)
-    quick, slow = pool.replicas.worker_group.call("done")
-    assert quick + slow == 40 and quick > 2 * slow > 0
-
-
-def test_a_rollout_of_other_weights_is_an_error(replicas):
-    with pytest.raises(WeightVersionError, match="rollout p0/0 was sampled with weights of version 7, the actor's are 0"):
-        replicas((7, 0.0), (7, 0.0)).generate(prompts(1), 1, SAMPLING)
-
-
-def test_replicas_from_which_nothing_comes_are_named(replicas):
-    with pytest.raises(ClusterError, match=r"no response ended for 1 s on rollout0 \(1 in flight\), rollout1 \(1 in flight\)"):
-        replicas((0, 5.0), (0, 5.0), step_timeout_s=1.0).generate(prompts(2), 1, SAMPLING)

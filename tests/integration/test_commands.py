@@ -1,4 +1,4 @@
-"""The commands on the folder of a small real run: eval goes on where it was cut, generate feeds training, export is exact."""
+"""The commands on the folder of a small real run, of whole weights and with LoRA: exact exports, eval that goes on, generate, chat."""
 
 from __future__ import annotations
 
@@ -7,25 +7,35 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
-from whole_runs import Run, arithmetic, command, train
+from transformers import AutoModelForCausalLM
+from whole_runs import Run, arithmetic, assert_trains_like_its_engine, command, train
 
 from grpo_rl.__main__ import main
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
-from grpo_rl.models import builtin
+from grpo_rl.models import builtin, lora
 from grpo_rl.models.load import load_tokenizer
 
 DATA = "task:arithmetic?split=val&num_rows=6"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(scope="module", params=[0, pytest.param(4, marks=pytest.mark.campaign)], ids=["whole", "adapters"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("commands")
     model = builtin.build("arithmetic", folder / "model")
     words = [*arithmetic(model), "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.val_before_train=false"]
     words = [word for word in words if "kv_cache_gib" not in word and not word.startswith("reward.functions")]
-    return train(folder, "small", *words, "reward.functions=[my_reward.py:odd]", "actor_rollout_ref.rollout.name=hf")
+    words += ["reward.functions=[my_reward.py:odd]", "actor_rollout_ref.rollout.name=hf"]
+    return train(folder, "small", *words, f"actor_rollout_ref.model.lora_rank={request.param}")
+
+
+def test_with_adapters_the_reference_has_no_processes_and_the_sampler_agrees_with_the_trainer(run: Run) -> None:
+    adapted = "the base model under the adapters" in (run.path / "plan.txt").read_text()
+    assert adapted == (not list(run.path.glob("logs/reference*"))) and list(run.path.glob("logs/actor*"))
+    assert_trains_like_its_engine(run, last=2)
+    assert run.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and run.steps[2]["actor/kl_loss"] > 0
 
 
 def test_an_exported_checkpoint_has_the_bits_of_the_runs_own_export(run: Run, tmp_path: Path) -> None:
@@ -37,6 +47,14 @@ def test_an_exported_checkpoint_has_the_bits_of_the_runs_own_export(run: Run, tm
     assert main(["export", f"{run.path}@1"]) == 0
     before = load_file(run.path / "exports" / "step_1" / "model.safetensors")
     assert any(not torch.equal(before[name], theirs[name]) for name in theirs)
+    if (run.path / "model" / lora.FOLDER).is_dir():
+        folder = tmp_path / "adapter"
+        assert main(["export", str(run.path), "--adapter", "--output", str(folder)]) == 0
+        assert {file.name for file in folder.iterdir()} >= {lora.WEIGHTS, lora.SETTINGS, "README.md"}
+        base = AutoModelForCausalLM.from_pretrained(run.path.parents[1] / "model", dtype=torch.float32)
+        merged = PeftModel.from_pretrained(base, str(folder)).merge_and_unload().state_dict()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(merged[name], tensor, atol=1e-6, rtol=1e-6)
 
 
 def test_an_evaluation_that_was_cut_goes_on_and_models_stand_side_by_side(run: Run, tmp_path: Path) -> None:
@@ -77,7 +95,12 @@ def test_generated_rows_are_learnt_from(run: Run, tmp_path: Path) -> None:
 
 def test_a_conversation_through_a_pipe(run: Run) -> None:
     typed = "1+1=\n/nothing\n/reset\n1+1=\n"
-    answers, notes = command(run, "chat", str(run.path), "--temperature", "0", "--max-tokens", "6", typed=typed)
+    answers, notes = command(run, "chat", f"{run.path}@2", "--temperature", "0", "--max-tokens", "6", typed=typed)
     lines = answers.splitlines()
     assert len(lines) % 2 == 0 and lines[: len(lines) // 2] == lines[len(lines) // 2 :], "greedy: the same answer again"
     assert "there is no /nothing" in notes and "forgotten" in notes
+    tokenizer, own = load_tokenizer(str(run.path / "model")), AutoModelForCausalLM.from_pretrained(run.path / "model")
+    messages = [{"role": "user", "content": "1+1="}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = own.generate(**prompt, do_sample=False, max_new_tokens=6)[0, prompt["input_ids"].shape[1] :]
+    assert lines[0].strip() == tokenizer.decode(ids, skip_special_tokens=True).strip() != "", "of the exported model"

@@ -22,6 +22,8 @@ LAYOUTS = {
     "1 rank, 12 micro-batches": (1, MicroBatchRule(None, 1), False),
     "2 ranks, 3 micro-batches each, recomputed": (2, MicroBatchRule(None, 2), True),
     "2 ranks, by tokens": (2, MicroBatchRule(40, None), False),
+    "2 ranks that split sequences": (2, MicroBatchRule(None, 4, sequence_ranks=2), False),
+    "2 x 2 ranks that split sequences": (4, MicroBatchRule(None, 4, sequence_ranks=2), False),
 }
 
 
@@ -32,7 +34,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def critic(processes: RankProcesses, model: Path, rule: MicroBatchRule, recompute: bool, lr: float = 1e-4) -> CriticRole:
     spec = CriticSpec(
-        PolicySpec(ModelConfig(str(model), enable_gradient_checkpointing=recompute), 1.0, "float32", train=True),
+        PolicySpec(
+            ModelConfig(str(model), enable_gradient_checkpointing=recompute),
+            1.0,
+            "float32",
+            train=True,
+            sequence_ranks=rule.sequence_ranks,
+        ),
         OptimConfig(lr=lr, clip_grad=1e6),
         total_optimizer_steps=100,
         seed=1,

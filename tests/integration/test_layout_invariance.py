@@ -182,26 +182,16 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks_and_micro_batches(ra
     assert one.metrics[0]["actor/grad_norm"] > 0.1
 
 
-def test_the_exact_kl_trains_alike_in_every_layout(ranks, models):
-    objective = Objective(kl_loss_type="full", kl_loss_coef=0.1)
+def with_reference_states(batches: list[Batch]) -> list[Batch]:
+    """The batches with hidden states of a reference, from which the exact KL is computed."""
     generator = torch.Generator().manual_seed(0)
-    batches = [batch.replace(ref_hidden_TD=torch.randn(batch.num_trained_tokens, 48, generator=generator)) for batch in BATCHES]
-    one = train(ranks, models[True], ALONE, objective, batches)
-    assert_same(one, train(ranks, models[True], Layout(2, MicroBatchRule(None, 2), chunk_tokens=5), objective, batches))
+    return [batch.replace(ref_hidden_TD=torch.randn(batch.num_trained_tokens, 48, generator=generator)) for batch in batches]
 
 
-def test_a_rank_without_any_rollout_changes_nothing(ranks, models):
-    batches = [make_batch(seed, num_groups=1, group_size=1) for seed in (1, 2)]
-    batches = [replace_empty(batch) for batch in batches]
-    one = train(ranks, models[True], ALONE, grpo("token-mean"), batches)
-    two = train(ranks, models[True], Layout(2, MicroBatchRule(None, 2)), grpo("token-mean"), batches)
-    assert_same(one, two)
-
-
-def replace_empty(batch: Batch) -> Batch:
-    """One rollout with three trained tokens."""
+def three_tokens(seed: int) -> Batch:
+    """A batch of one rollout with three trained tokens."""
     return replace(
-        batch,
+        make_batch(seed, num_groups=1, group_size=1),
         prompt_lengths_N=torch.tensor([2]),
         response_lengths_N=torch.tensor([3]),
         positions_T=None,
@@ -213,13 +203,22 @@ def replace_empty(batch: Batch) -> Batch:
     )
 
 
-def test_mini_batches_and_epochs_train_alike_in_every_layout(ranks, models):
-    config = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
-    one = train(ranks, models[True], ALONE, grpo("seq-mean-token-mean"), BATCHES[:1], config)
-    assert len(one.gradients) == 4
-    assert one.metrics[0]["actor/ppo_kl"] != 0.0
-    two = train(ranks, models[True], Layout(2, MicroBatchRule(30, None)), grpo("seq-mean-token-mean"), BATCHES[:1], config)
-    assert_same(one, two)
+SHUFFLED = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
+EXACT_KL = Objective(kl_loss_type="full", kl_loss_coef=0.1, entropy_coeff=0.01)
+CASES = {
+    "the exact KL": (Layout(2, MicroBatchRule(None, 2), chunk_tokens=5), EXACT_KL, with_reference_states(BATCHES), None),
+    "a rank without any rollout": (Layout(2, MicroBatchRule(None, 2)), grpo("token-mean"), [three_tokens(1)] * 2, None),
+    "mini-batches and epochs": (Layout(2, MicroBatchRule(30, None)), grpo("seq-mean-token-mean"), BATCHES[:1], SHUFFLED),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_like_one(ranks, models, case):
+    layout, objective, batches, config = CASES[case]
+    one = train(ranks, models[True], ALONE, objective, batches, config)
+    if config is SHUFFLED:
+        assert len(one.gradients) == 4 and one.metrics[0]["actor/ppo_kl"] != 0.0
+    assert_same(one, train(ranks, models[True], layout, objective, batches, config))
 
 
 def test_weights_rejections_and_chosen_tokens_train_alike_in_every_layout(ranks, models):
@@ -301,8 +300,8 @@ def test_shared_prompts_train_as_unshared_ones_in_every_layout(ranks, models, un
     assert_same(unshared, train(ranks, models[True], shared, grpo("seq-mean-token-mean"), ONE_PROMPT))
 
 
-def trained_tokens_of(ranks, monkeypatch, path, layout: Layout, objective: Objective, batch: Batch) -> int:
-    """The tokens that run through the body with a gradient in an update of this batch, on all ranks."""
+def trained_tokens_of(ranks, monkeypatch, path, layout: Layout, objective: Objective, batch: Batch) -> list[int]:
+    """The tokens that run through the body with a gradient in an update of this batch, on each rank."""
     processes = ranks[layout.ranks]
     processes.build(spec_for(path, layout, objective, 1e6))
     actor = actor_group(processes, ActorConfig(), replace(layout.rule, shares_prompts=layout.share), objective)
@@ -316,7 +315,7 @@ def trained_tokens_of(ranks, monkeypatch, path, layout: Layout, objective: Objec
     with monkeypatch.context() as patched:
         patched.setattr(processes, "call_each", call_each)
         actor.update(batch)
-    return sum(tokens)
+    return tokens
 
 
 # ---- rollouts that add nothing to the gradient -----------------------------------------------------------
@@ -348,7 +347,7 @@ def test_rollouts_without_advantage_need_no_backward_pass(ranks, models, layout,
         torch.testing.assert_close(skipping.parameters[name], parameter, atol=1e-6, rtol=0, msg=name)
     for ours, theirs in zip(skipping.metrics, whole.metrics, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    counted = trained_tokens_of(ranks, monkeypatch, models[True], laid_out, objective, batches[0])
+    counted = sum(trained_tokens_of(ranks, monkeypatch, models[True], laid_out, objective, batches[0]))
     signal_N = (batches[0].trained_lengths_N > 0) & ~torch.isin(batches[0].group_N, torch.tensor(groups))
     dummies = counted - int(batches[0].sequence_lengths_N[signal_N].sum())
     # Ranks without work run two tokens.
@@ -357,5 +356,5 @@ def test_rollouts_without_advantage_need_no_backward_pass(ranks, models, layout,
 
 def test_with_a_kl_term_every_rollout_counts(ranks, models, monkeypatch):
     batch = without_signal(make_batch(1), [0, 1])
-    counted = trained_tokens_of(ranks, monkeypatch, models[True], ALONE, grpo("token-mean"), batch)
+    (counted,) = trained_tokens_of(ranks, monkeypatch, models[True], ALONE, grpo("token-mean"), batch)
     assert counted == int(batch.sequence_lengths_N[batch.trained_lengths_N > 0].sum())

@@ -1,16 +1,9 @@
-"""Rewards by models: scores at any layout, whole runs with a reward model, and a judge behind a real vLLM server."""
+"""Rewards by models: scores at any layout, and whole runs with a reward model."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from rank_processes import DEADLINE_S, RankProcesses
@@ -24,17 +17,14 @@ from transformers import (
 from whole_runs import train
 
 from grpo_rl.cluster.roles.reward_model_role import RewardModelRole
-from grpo_rl.config.schema.tree import JudgeConfig
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.rewards.contract import RewardResult
-from grpo_rl.rewards.models.judge import Judge
 from grpo_rl.rewards.models.rendering import ScorableRenderer
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.types import Prompt, Rollout
 from grpo_rl.workers.specs import RewardModelSpec
 
 pytestmark = pytest.mark.timeout(1080)
-SERVER_START_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -123,26 +113,6 @@ def plain_scores(folder: Path, texts: list[str]) -> list[float]:
     return [float(model(torch.tensor([tokenizer(text)["input_ids"]])).logits) for text in texts]
 
 
-@pytest.mark.campaign
-def test_a_run_trains_on_what_the_reward_model_says_of_each_response(folders: dict[str, Path], tmp_path: Path) -> None:
-    own_pool = [
-        "reward.reward_model.enable_resource_pool=true",
-        "reward.reward_model.nnodes=1",
-        "reward.reward_model.n_gpus_per_node=2",
-    ]
-    run = train(tmp_path, "outcome", *words(folders), *own_pool, "data.max_response_length=4", "reward.reward_model.weight=0.5")
-    assert "model score 2 ranks in a pool of their own" in " ".join(run.output.split()) and "0.5*reward_model" in run.output
-    assert sorted(run.steps) == [1, 2] and all(row["actor/grad_norm"] > 0 for row in run.steps.values())
-    records = run.rollouts(1)
-    assert len(records) == 16
-    # One token a character: what has as many of both has no special token, which its text would not show.
-    whole = [r for r in records if r["finish_reason"] == "length" and len(r["response"]) == r["response_length"]]
-    expected = plain_scores(folders["scorer"], [record["prompt"] + record["response"] for record in whole])
-    assert len(whole) >= 2
-    assert [record["reward_parts"]["reward_model"] for record in whole] == pytest.approx(expected, abs=1e-4)
-    assert [record["reward"] for record in whole] == pytest.approx([0.5 * score for score in expected], abs=1e-4)
-
-
 @pytest.mark.parametrize(
     "schedule", ["sync", *(pytest.param(one, marks=pytest.mark.campaign) for one in ("one_step_off", "async"))]
 )
@@ -160,6 +130,8 @@ def test_reward_model_and_critic_learn_and_score_in_every_schedule(
         own += ["trainer.critic_warmup=1"]
     else:
         own += ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+        own += ["reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1"]
+        own += ["reward.reward_model.n_gpus_per_node=2", "reward.reward_model.weight=0.5"]
     run = train(tmp_path, schedule, *words(folders), *own, "trainer.n_gpus_per_node=1", "data.max_response_length=4")
     rows = {int(row["step"]): row for row in read_metrics(run.path / "metrics.jsonl") if "critic/vf_loss" in row}
     assert sorted(rows) == [1, 2, 3, 4]
@@ -173,69 +145,12 @@ def test_reward_model_and_critic_learn_and_score_in_every_schedule(
         assert rows[3]["actor/ratio_max"] == 1.0
     else:
         assert max(row["staleness/max"] for row in rows.values()) == 1
+        assert "model score 2 ranks in a pool of their own" in " ".join(run.output.split())
     records = [record for step in rows for record in run.rollouts(step)]
     whole = [r for r in records if r["finish_reason"] == "length" and len(r["response"]) == r["response_length"]]
     expected = plain_scores(folders["scorer"], [record["prompt"] + record["response"] for record in whole])
+    # One token a character: what has as many of both has no special token, which its text would not show.
     assert len(whole) >= 8
     assert [record["reward_parts"]["reward_model"] for record in whole] == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.fixture(scope="module")
-def vllm_server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a vLLM server of the random policy, in a process of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(folders["policy"]),
-        "--served-model-name",
-        "tiny",
-    ]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
-    with log.open("w") as output:
-        process = subprocess.Popen([*command, "--api-key", "k-1"], env=environment, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + SERVER_START_S
-            while not answers(f"http://127.0.0.1:{port}/health"):
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=1.0).status_code == 200
-    except httpx.HTTPError:
-        time.sleep(0.2)  # the pace of asking, not a wait for the answer
-        return False
-
-
-@pytest.mark.campaign
-def test_a_judge_behind_a_real_server_is_asked_and_its_words_are_read(
-    vllm_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TINY_JUDGE_KEY", "k-1")
-    (tmp_path / "length.py").write_text("def of(text):\n    return len(text) or 1 / 0\n")
-    settings = {"base_url": vllm_server, "model": "tiny", "max_tokens": 16, "template": "{prompt} {response}", "backoff_s": 0.1}
-    judge = Judge(JudgeConfig(**settings, parser=f"{tmp_path / 'length.py'}:of", api_key_env="TINY_JUDGE_KEY")).start()
-    items = rollouts(["1", "3.4.5", "98 x. y", "7777"])
-    scores = judge.wait(items)
-    judge.close()
-    # Greedy: the same question gets the same answer, however many are asked at once.
-    again = Judge(
-        JudgeConfig(**settings, parser=f"{tmp_path / 'length.py'}:of", api_key_env="TINY_JUDGE_KEY", max_concurrency=1)
-    ).start()
-    assert again.wait(items) == scores and all(isinstance(score, RewardResult) and score.score > 0 for score in scores)
-    again.close()
-    keyless = Judge(JudgeConfig(**settings)).start()
-    (refused,) = keyless.wait(items[:1])
-    keyless.close()
-    assert refused.kind == "judge_error" and "HTTP 401" in refused.cause
+    weight = 1.0 if schedule == "sync" else 0.5
+    assert [record["reward"] for record in whole] == pytest.approx([weight * score for score in expected], abs=1e-4)

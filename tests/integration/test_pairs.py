@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_processes import RankProcesses, make_batch, make_model
+from rank_processes import RankProcesses, make_pairs
 from test_layout_invariance import ALONE, Layout, Trained, assert_same, train
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
-from grpo_rl.types import Batch
 
 NUM_PAIRS = 5
 LAYOUTS = {
@@ -29,30 +28,12 @@ OBJECTIVES = {
 }
 
 
-def pairs(seed: int) -> Batch:
-    """Ragged pairs in any order, their chosen rollout before or after the rejected one."""
-    batch = make_batch(seed, NUM_PAIRS + 2, group_size=2)
-    empty_N = torch.isin(batch.group_N, batch.group_N[batch.trained_lengths_N == 0])
-    generator = torch.Generator().manual_seed(seed)
-    chosen_G = torch.randint(0, 2, (NUM_PAIRS + 2,), generator=generator)
-    chosen_N = torch.arange(batch.num_rollouts) % 2 == chosen_G[batch.group_N]
-    rows = (~empty_N).nonzero()[:, 0][: 2 * NUM_PAIRS]
-    return batch.replace(chosen_N=chosen_N, kl_N=torch.full((batch.num_rollouts,), 0.5)).select(
-        rows[torch.randperm(len(rows), generator=generator)]
-    )
-
-
-BATCHES = [pairs(seed) for seed in (1, 2)]
+BATCHES = [make_pairs(seed, NUM_PAIRS).replace(margins_N=None) for seed in (1, 2)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory):
-    return make_model(tmp_path_factory.mktemp("model"), tied=True)
-
-
-@pytest.fixture(scope="module")
-def alone(ranks: dict[int, RankProcesses], model) -> dict[str, Trained]:
-    return {name: train(ranks, model, ALONE, objective, BATCHES) for name, objective in OBJECTIVES.items()}
+def alone(ranks: dict[int, RankProcesses], path) -> dict[str, Trained]:
+    return {name: train(ranks, path, ALONE, objective, BATCHES) for name, objective in OBJECTIVES.items()}
 
 
 @pytest.mark.parametrize(
@@ -63,22 +44,22 @@ def alone(ranks: dict[int, RankProcesses], model) -> dict[str, Trained]:
         for j, layout in enumerate(LAYOUTS)
     ],
 )
-def test_gradients_of_pairs_do_not_depend_on_the_layout(ranks, model, alone, name, layout):
-    assert_same(alone[name], train(ranks, model, LAYOUTS[layout], OBJECTIVES[name], BATCHES))
+def test_gradients_of_pairs_do_not_depend_on_the_layout(ranks, path, alone, name, layout):
+    assert_same(alone[name], train(ranks, path, LAYOUTS[layout], OBJECTIVES[name], BATCHES))
 
 
-def test_mini_batches_are_numbers_of_pairs(ranks, model):
+def test_mini_batches_are_numbers_of_pairs(ranks, path):
     config = ActorConfig(ppo_mini_batch_size=2, ppo_epochs=2, shuffle=True)
-    one = train(ranks, model, ALONE, OBJECTIVES["dpo"], BATCHES[:1], config)
+    one = train(ranks, path, ALONE, OBJECTIVES["dpo"], BATCHES[:1], config)
     assert len(one.gradients) == 2 * 3
-    assert_same(one, train(ranks, model, Layout(2, MicroBatchRule(None, 2)), OBJECTIVES["dpo"], BATCHES[:1], config))
+    assert_same(one, train(ranks, path, Layout(2, MicroBatchRule(None, 2)), OBJECTIVES["dpo"], BATCHES[:1], config))
 
 
-def test_the_first_gradient_is_that_of_a_plain_loop_over_pairs(model, alone):
+def test_the_first_gradient_is_that_of_a_plain_loop_over_pairs(path, alone):
     """The model in one process, a forward pass per response, log-softmax, and the loss as the paper writes it."""
     from transformers import AutoModelForCausalLM
 
-    lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     batch = BATCHES[0]
     assert batch.chosen_N is not None and batch.ref_logprobs_T is not None
     ids = batch.token_ids_S.split(batch.sequence_lengths_N.tolist())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import stat
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from sockets import listening, ports_of
 
 from grpo_rl.cluster.session import liveness, run_watcher
 from grpo_rl.cluster.session.ray_session import ray_session
@@ -21,31 +21,8 @@ from grpo_rl.processes.family import STOP_SIGNALS
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 
 
-def listeners() -> set[int]:
-    """Ports on which somebody of this machine listens."""
-    ports = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                ports.add(int(fields[1].rpartition(":")[2], 16))
-    return ports
-
-
-def addresses(pids: list[int]) -> set[str]:
-    """Addresses on which these processes listen, in the kernel's hexadecimal digits."""
-    inodes = set()
-    for pid in pids:
-        for entry in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # closed meanwhile
-                inodes.add(os.readlink(entry))
-    found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                found.add(fields[1].rpartition(":")[0])
-    return found
+def ports(sockets: set[tuple[str, str]]) -> set[int]:
+    return {int(address.rpartition(":")[2], 16) for address, _ in sockets}
 
 
 def _mask(pid: int, name: str) -> int:
@@ -139,13 +116,13 @@ class Local:
 
 @pytest.fixture(scope="module")
 def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Local]:
-    home, before = tmp_path_factory.mktemp("home"), listeners()
+    home, before = tmp_path_factory.mktemp("home"), ports(listening())
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
             patch.delenv(name, raising=False)
         patch.setenv("HOME", str(home))
         with ray_session(RayInitConfig(), 1):
-            yield Local(Path(os.environ[SESSION_FOLDER]), home, listeners() - before)
+            yield Local(Path(os.environ[SESSION_FOLDER]), home, ports(listening()) - before)
 
 
 def test_no_listener_of_a_local_cluster_answers_a_stranger(local_ray: Local) -> None:
@@ -172,8 +149,8 @@ def test_a_local_ray_is_out_of_reach_of_other_machines_and_of_signals_to_its_con
     family = list(run_watcher.processes(os.environ[run_watcher.TOKEN]))
     names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
     assert {"raylet", "gcs_server"} <= names
-    listening = addresses([*family, os.getpid()])
-    assert listening and listening <= {"0100007F", "0000000000000000FFFF00000100007F"}, (
+    addresses = {address.rpartition(":")[0] for address, _ in ports_of([*family, os.getpid()])}
+    assert addresses and addresses <= {"0100007F", "0000000000000000FFFF00000100007F"}, (
         "127.0.0.1, as IPv4 and as IPv6 write it"
     )
     assert [pid for pid in family if os.getpgid(pid) == os.getpgid(0) or os.getsid(pid) == os.getsid(0)] == []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import RankProcesses, make_batch, make_model
+from rank_processes import RankProcesses, make_batch, make_pairs
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
@@ -30,18 +30,13 @@ CENTER_COEF = 0.05
 
 
 @pytest.fixture(scope="module")
-def causal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("causal"), tied=True)
-
-
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory: pytest.TempPathFactory, causal: Path) -> Path:
+def classifier(tmp_path_factory: pytest.TempPathFactory, path: Path) -> Path:
     """A folder with a head that is not 0: both head and body have a gradient from the first step on."""
     from transformers import Qwen3ForSequenceClassification
 
     folder = tmp_path_factory.mktemp("classifier")
     torch.manual_seed(3)
-    model = Qwen3ForSequenceClassification.from_pretrained(causal, num_labels=1, dtype=torch.float32)
+    model = Qwen3ForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
     torch.nn.init.normal_(model.score.weight, std=0.3)
     model.save_pretrained(folder)
     return folder
@@ -58,17 +53,8 @@ def role_over(
 
 
 def pairs(seed: int) -> Batch:
-    """Ragged pairs in any order, with margins."""
-    batch = make_batch(seed, num_groups=6, group_size=2)
-    generator = torch.Generator().manual_seed(seed)
-    sides_G = torch.randint(0, 2, (6,), generator=generator)
-    batch = batch.replace(
-        chosen_N=torch.arange(batch.num_rollouts) % 2 == sides_G[batch.group_N],
-        margins_N=torch.rand(6, generator=generator)[batch.group_N],
-    )
-    alive_N = torch.isin(batch.group_N, batch.group_N[batch.trained_lengths_N == 0], invert=True)
-    rows = alive_N.nonzero()[:, 0]
-    return batch.select(rows[torch.randperm(len(rows), generator=generator)])
+    """Ragged pairs with margins."""
+    return make_pairs(seed, 4)
 
 
 def steps(seed: int) -> Batch:
@@ -130,8 +116,8 @@ def test_the_gradient_is_that_of_a_plain_loop_in_every_layout(ranks, classifier,
 
 
 @pytest.mark.parametrize("loss", BATCHES)
-def test_a_causal_model_gets_a_head_that_begins_at_0_and_learns(ranks, causal, loss):
-    batch, role = BATCHES[loss](3), role_over(ranks[2], causal, loss, MicroBatchRule(70, None), lr=1e-2)
+def test_a_causal_model_gets_a_head_that_begins_at_0_and_learns(ranks, path, loss):
+    batch, role = BATCHES[loss](3), role_over(ranks[2], path, loss, MicroBatchRule(70, None), lr=1e-2)
     assert not role.scores(batch).any()
     metrics = [role.update(batch) for _ in range(12)]
     labels = batch.labels_T
@@ -145,20 +131,20 @@ def test_a_causal_model_gets_a_head_that_begins_at_0_and_learns(ranks, causal, l
     assert metrics[-1]["reward_model/accuracy"] > 0.8
 
 
-def test_the_state_survives_another_number_of_ranks(ranks, causal, tmp_path):
-    one = role_over(ranks[1], causal, "bradley_terry")
+def test_the_state_survives_another_number_of_ranks(ranks, path, tmp_path):
+    one = role_over(ranks[1], path, "bradley_terry")
     one.update(pairs(1))
     one.save(tmp_path)
     assert {path.parent.name for path in tmp_path.rglob("*.safetensors")} == {"reward_model"}
     expected = [one.update(pairs(seed))["reward_model/loss"] for seed in (2, 3)]
-    two = role_over(ranks[2], causal, "bradley_terry", MicroBatchRule(None, 2))
+    two = role_over(ranks[2], path, "bradley_terry", MicroBatchRule(None, 2))
     two.load(tmp_path)
     assert [two.update(pairs(seed))["reward_model/loss"] for seed in (2, 3)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_scores_are_the_same_by_every_way_and_after_the_export(ranks, causal, tmp_path):
+def test_scores_are_the_same_by_every_way_and_after_the_export(ranks, path, tmp_path):
     batch = pairs(5)
-    role = role_over(ranks[2], causal, "bradley_terry", MicroBatchRule(70, None), lr=1e-2)
+    role = role_over(ranks[2], path, "bradley_terry", MicroBatchRule(70, None), lr=1e-2)
     for seed in (1, 2):
         role.update(pairs(seed))
     scores_N = role.scores(batch)

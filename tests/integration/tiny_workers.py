@@ -7,13 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from grpo_rl.columns import Block
 from grpo_rl.errors import CheckpointError, ConfigError
-from grpo_rl.rollout.reports import Report, pack
-from grpo_rl.types import Completion, Request
 
 
 class Unpicklable(RuntimeError):
@@ -66,39 +62,5 @@ class TinyWorker:
         time.sleep(seconds)
 
 
-class TinyEngine:
-    """A rollout replica whose response to a prompt is the prompt backwards, one after the other."""
-
-    def __init__(self, version: int, seconds: float) -> None:
-        self.version = version
-        self.seconds = seconds
-        self.waiting: list[Request] = []
-        self.num_done = 0
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self.waiting += requests
-
-    def poll(self, timeout_s: float) -> list[Completion]:
-        if not self.waiting:
-            time.sleep(min(timeout_s, 0.05))
-            return []
-        time.sleep(self.seconds)
-        request = self.waiting.pop(0)
-        self.num_done += 1
-        ids = request.prompt_ids[::-1]
-        versions, text = ((self.version, len(ids)),), " ".join(map(str, ids))
-        return [Completion(request.request_id, ids, [-0.5] * len(ids), "stop", versions, text=text)]
-
-    def report(self, timeout_s: float, *_: float) -> tuple[list[Report], Block]:
-        return pack(self.poll(timeout_s))
-
-    def done(self) -> int:
-        return self.num_done
-
-
 def make_worker(*arguments: Any) -> TinyWorker:
     return TinyWorker(*arguments)
-
-
-def make_engine(*arguments: Any) -> TinyEngine:
-    return TinyEngine(*arguments)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import EOS, VOCAB, response_logits
+from conftest import EOS, engine_logprobs, perturb, response_logits, sampled, send, trainer_logprobs
+from rank_processes import VOCAB
 from torch.distributed import DistNetworkError
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
@@ -22,7 +23,6 @@ from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.models import fsdp, lora
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.models.packing import Sequences
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.senders import ObjectStoreSender
@@ -43,13 +43,7 @@ class Replica:
     spec: EngineSpec
 
     def run(self, requests: list[Request]) -> list[Completion]:
-        """Completions in the order of the requests."""
-        self.engine.submit(requests)
-        ended: list[Completion] = []
-        while self.engine.num_unfinished:
-            ended += self.engine.step()
-        order = [request.request_id for request in requests]
-        return sorted(ended, key=lambda completion: order.index(completion.request_id))
+        return sampled(self.engine, requests)
 
     def logprobs(self, request: Request, completion: Completion) -> torch.Tensor:
         """Return the model's log-probs of the sampled tokens, at the request's temperature."""
@@ -59,10 +53,7 @@ class Replica:
 
     def change_model(self) -> None:
         """Give the model other weights; the engine keeps the old ones."""
-        torch.manual_seed(self.engine.weight_version + 100)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+        perturb(self.model, self.engine.weight_version + 100)
 
     def update(self, bucket_bytes: int = 1 << 20, keep_cache: bool = False) -> ObjectStoreSender:
         """Bring the engine to the model's weights; no tokens are sampled meanwhile."""
@@ -161,29 +152,21 @@ def test_logprobs_are_those_of_a_plain_forward_pass_after_temperature(replica: R
     assert_logprobs_match(replica, requests, replica.run(requests))
 
 
-def test_the_same_seed_gives_the_same_tokens_in_any_company(replica: Replica) -> None:
+def test_the_same_seed_gives_the_same_tokens_in_any_company_and_others_or_none_give_others(replica: Replica) -> None:
     requests = requests_for("company", 6)
     together = replica.run(requests)
-    alone = replica.run([replace(requests[4], request_id="alone")])[0]
+    [alone] = replica.run([replace(requests[4], request_id="alone")])
     assert np.array_equal(alone.response_ids, together[4].response_ids)
+    for one, other in ((1, 2), (None, None)):
+        settings = [Request(f"seed{n}", PROMPTS[0], Sampling(12, seed=s, ignore_eos=True)) for n, s in enumerate((one, other))]
+        first, second = replica.run(settings)
+        assert not np.array_equal(first.response_ids, second.response_ids)
 
 
-def test_different_seeds_give_different_tokens(replica: Replica) -> None:
-    one, other = (Request(f"seed{s}", PROMPTS[0], Sampling(12, seed=s, ignore_eos=True)) for s in (1, 2))
-    completions = replica.run([one, other])
-    assert not np.array_equal(completions[0].response_ids, completions[1].response_ids)
-
-
-def test_requests_without_a_seed_differ_from_each_other(replica: Replica) -> None:
-    requests = [Request(f"free{i}", PROMPTS[0], Sampling(12, ignore_eos=True)) for i in range(2)]
-    completions = replica.run(requests)
-    assert not np.array_equal(completions[0].response_ids, completions[1].response_ids)
-
-
-def test_a_response_of_max_tokens_ends_with_length(replica: Replica) -> None:
+def test_a_response_of_max_tokens_ends_with_length_also_where_prompt_and_response_just_fit(replica: Replica) -> None:
     requests = [Request(f"len{n}", PROMPTS[0], Sampling(n, seed=n, ignore_eos=True)) for n in (1, 2, 7)]
-    completions = replica.run(requests)
-    assert [len(completion.response_ids) for completion in completions] == [1, 2, 7]
+    completions = replica.run([*requests, Request("fits", (5,) * 300, Sampling(20, seed=0, ignore_eos=True))])
+    assert [len(completion.response_ids) for completion in completions] == [1, 2, 7, 20]
     assert {completion.finish_reason for completion in completions} == {"length"}
 
 
@@ -228,11 +211,6 @@ def test_requests_that_cannot_be_answered_are_refused_and_none_is_queued(replica
     assert replica.engine.num_unfinished == 0
 
 
-def test_a_prompt_and_response_that_just_fit_are_answered(replica: Replica) -> None:
-    [completion] = replica.run([Request("fits", (5,) * 300, Sampling(20, seed=0, ignore_eos=True))])
-    assert len(completion.response_ids) == 20
-
-
 # ---- weights -------------------------------------------------------------------------------------------
 
 
@@ -264,22 +242,11 @@ def test_merged_adapters_are_sampled_with_the_trainer_s_logprobs(replica: Replic
             lora.factors(layer)[1].normal_(std=0.1)
     requests = requests_for("adapted", 8)
     old = replica.run(requests)
-    sender = ObjectStoreSender(1 << 20, verify=True)
-    replica.engine.start_weight_update(replica.engine.weight_version + 1)
-    for bucket in sender.buckets(fsdp.named_full_tensors(policy)):
-        replica.engine.load_bucket(bucket)
-    replica.engine.finish_weight_update()
-    check_digests(sender.sent_digests(), replica.engine.received_digests(), "engine")
+    send(replica.engine, fsdp.named_full_tensors(policy))
     completions = replica.run(requests)
     assert [list(one.response_ids) for one in old] != [list(one.response_ids) for one in completions]
-    for request, completion in zip(requests, completions, strict=True):
-        ids_S = torch.tensor([*request.prompt_ids, *completion.response_ids])
-        prompt, response = len(request.prompt_ids), len(completion.response_ids)
-        positions_T = torch.arange(prompt, prompt + response)
-        lengths = torch.tensor([len(ids_S)]), positions_T, torch.tensor([response])
-        with torch.no_grad():
-            trained_T = policy(Sequences.of(ids_S, *lengths, torch.device("cpu"))).logprobs_T
-        torch.testing.assert_close(torch.tensor(completion.logprobs), trained_T, atol=1e-4, rtol=0)
+    found = engine_logprobs(completions)
+    torch.testing.assert_close(found, trainer_logprobs(policy, requests, completions), atol=1e-4, rtol=0)
     replica.update()
 
 
@@ -351,10 +318,11 @@ def test_digests_of_what_arrived_equal_those_of_what_was_sent(replica: Replica) 
     assert replica.engine.received_digests() == sender.sent_digests() != received
 
 
-def test_an_update_without_all_tensors_is_refused_naming_them_and_can_be_completed(replica: Replica) -> None:
+@pytest.mark.parametrize("newer", [0, 1], ids=["the present version again", "the next version"])
+def test_an_update_without_all_tensors_is_refused_naming_them_and_can_be_completed(replica: Replica, newer: int) -> None:
     weights = replica.model.state_dict()
     late = {name: weights.pop(name) for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight")}
-    version = replica.engine.weight_version + 1
+    version = replica.engine.weight_version + newer
     replica.engine.start_weight_update(version)
     for bucket in pack_buckets(weights.items(), 1 << 20):
         replica.engine.load_bucket(bucket)
@@ -396,17 +364,6 @@ def test_calls_out_of_order_and_foreign_tensors_are_refused_and_change_nothing(r
         engine.load_bucket(norm)
     engine.finish_weight_update()
     requests = requests_for("after", 3)
-    assert_logprobs_match(replica, requests, replica.run(requests))
-
-
-def test_the_present_version_may_be_sent_again(replica: Replica) -> None:
-    version = replica.engine.weight_version
-    replica.engine.start_weight_update(version)
-    for bucket in pack_buckets(replica.model.state_dict().items(), 1 << 20):
-        replica.engine.load_bucket(bucket)
-    replica.engine.finish_weight_update()
-    assert replica.engine.weight_version == version
-    requests = requests_for("again", 3)
     assert_logprobs_match(replica, requests, replica.run(requests))
 
 

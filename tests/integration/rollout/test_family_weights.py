@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from conftest import engine_logprobs, perturb, sampled, send, trainer_logprobs
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -27,12 +27,9 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.models.packing import Sequences
 from grpo_rl.rollout.engine import EngineSpec, RolloutEngine
 from grpo_rl.rollout.engines import ENGINES
-from grpo_rl.rollout.senders import ObjectStoreSender
-from grpo_rl.rollout.weights import check_digests
-from grpo_rl.types import Completion, Request, Sampling
+from grpo_rl.types import Request, Sampling
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -74,63 +71,30 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
-@pytest.fixture(params=["vllm", "hf"])
+# "vllm 2": its weights are split over two processes, each of which receives the whole update.
+@pytest.fixture(params=["vllm", "hf", pytest.param("vllm 2", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[RolloutEngine]:
-    spec = EngineSpec(str(folder), max_model_len=64, name=request.param, max_num_seqs=4, kv_cache_gib=0.1, verify_checksum=True)
-    built = ENGINES.get(request.param)(spec)
+    name, _, split = request.param.partition(" ")
+    more = {"max_num_seqs": 4, "kv_cache_gib": 0.1, "verify_checksum": True, "tensor_parallel_size": int(split or 1)}
+    built = ENGINES.get(name)(EngineSpec(str(folder), max_model_len=64, name=name, **more))
     yield built
     built.close()
     gc.collect()
 
 
-def sampled(engine: RolloutEngine, tag: str) -> list[Completion]:
-    requests = [
-        Request(f"{tag}{number}", np.array(ids, dtype=np.int32), Sampling(max_tokens=12, seed=number, ignore_eos=True))
-        for number, ids in enumerate(PROMPTS)
-    ]
-    engine.submit(requests)
-    ended: list[Completion] = []
-    while engine.num_unfinished:
-        ended += engine.step()
-    return sorted(ended, key=lambda completion: completion.request_id)
-
-
-@torch.no_grad()
-def trainer_logprobs(policy: PolicyModel, completions: list[Completion]) -> Tensor:
-    """What the trainer's packed forward pass says of the sampled tokens."""
-    rows = [torch.tensor([*prompt, *one.response_ids]) for prompt, one in zip(PROMPTS, completions, strict=True)]
-    lengths_N = torch.tensor([len(row) for row in rows])
-    sampled_N = torch.tensor([len(one.response_ids) for one in completions])
-    starts = (lengths_N.cumsum(0) - sampled_N).tolist()
-    positions_T = torch.cat(
-        [torch.arange(start, start + count) for start, count in zip(starts, sampled_N.tolist(), strict=True)]
-    )
-    sequences = Sequences.of(torch.cat(rows), lengths_N, positions_T, sampled_N, torch.device("cpu"))
-    logprobs_T: Tensor = policy(sequences).logprobs_T
-    return logprobs_T
-
-
-def engine_logprobs(completions: list[Completion]) -> Tensor:
-    return torch.cat([torch.tensor(one.logprobs) for one in completions])
-
-
 def test_the_engine_has_the_trainers_weights_after_each_transfer(engine: RolloutEngine, folder: Path) -> None:
     policy = PolicyModel(load_lm(str(folder), load_config(str(folder))))
-    before = sampled(engine, "before")
-    torch.testing.assert_close(engine_logprobs(before), trainer_logprobs(policy, before), atol=1e-4, rtol=0)
+    requests = [
+        Request(str(number), np.array(ids, dtype=np.int32), Sampling(max_tokens=12, seed=number, ignore_eos=True))
+        for number, ids in enumerate(PROMPTS)
+    ]
+    before = sampled(engine, requests)
+    old = engine_logprobs(before)
+    torch.testing.assert_close(old, trainer_logprobs(policy, requests, before), atol=1e-4, rtol=0)
     for version in (1, 2):
-        torch.manual_seed(version)
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter.add_(0.3 * parameter.std().nan_to_num(0.1) * torch.randn_like(parameter))
-        sender = ObjectStoreSender(40_000, verify=True)
-        engine.start_weight_update(version)
-        for bucket in sender.buckets(stored_tensors(fsdp.named_full_tensors(policy))):
-            engine.load_bucket(bucket)
-        engine.finish_weight_update()
-        check_digests(sender.sent_digests(), engine.received_digests(), "the engine")
-        after = sampled(engine, f"after{version}-")
-        torch.testing.assert_close(engine_logprobs(after), trainer_logprobs(policy, after), atol=1e-4, rtol=0)
+        perturb(policy, version)
+        send(engine, stored_tensors(fsdp.named_full_tensors(policy)))
+        after = sampled(engine, requests)
+        torch.testing.assert_close(engine_logprobs(after), trainer_logprobs(policy, requests, after), atol=1e-4, rtol=0)
         # The old weights would have said something else.
-        old = engine_logprobs(before)
-        assert float((trainer_logprobs(policy, before) - old).abs().max()) > 0.1
+        assert float((trainer_logprobs(policy, requests, before) - old).abs().max()) > 0.1

@@ -8,13 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import response_logits
-from transformers import AutoModelForCausalLM
 
 from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.weights import WeightTransferError, check_digests, digest, pack_buckets
+from grpo_rl.rollout.weights import WeightTransferError
 from grpo_rl.types import Completion, Request, Sampling
 from grpo_rl.workers.rollout import RolloutWorker
 
@@ -31,9 +28,9 @@ def make_spec(tiny_qwen3: Callable[[bool], Path]) -> Callable[[str], EngineSpec]
     return make
 
 
-@pytest.fixture(scope="module", params=["vllm", "hf"])
-def worker(request: pytest.FixtureRequest, make_spec: Callable[[str], EngineSpec]) -> Iterator[RolloutWorker]:
-    worker = RolloutWorker(make_spec(request.param), START_S, START_S)
+@pytest.fixture(scope="module")
+def worker(make_spec: Callable[[str], EngineSpec]) -> Iterator[RolloutWorker]:
+    worker = RolloutWorker(make_spec("hf"), START_S, START_S)
     yield worker
     worker.close()
 
@@ -100,30 +97,6 @@ def test_many_threads_may_submit_and_poll_at_the_same_time(worker: RolloutWorker
     assert len({completion.request_id for completion in ended}) == len(ended) == 24
 
 
-def test_a_poll_without_anything_running_ends_at_its_timeout_with_nothing(worker: RolloutWorker) -> None:
-    assert worker.poll(timeout_s=0.02) == []
-
-
-def test_new_weights_are_live_in_the_next_rollouts(worker: RolloutWorker) -> None:
-    model = AutoModelForCausalLM.from_pretrained(worker.spec.model_path, dtype=torch.float32)
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * parameter.std() * torch.randn_like(parameter))
-    worker.start_weight_update(5)
-    for bucket in pack_buckets(model.state_dict().items(), 20_000):
-        worker.load_bucket(bucket)
-    assert worker.finish_weight_update() == 5
-    check_digests({name: digest(tensor) for name, tensor in model.state_dict().items()}, worker.received_digests(), "w")
-    request = requests_for("new", 1)[0]
-    worker.submit([request])
-    [completion] = poll_all(worker, 1)
-    assert completion.versions == ((5, 8),)
-    logprobs = response_logits(model, request.prompt_ids, completion.response_ids).log_softmax(-1)
-    expected = logprobs.gather(-1, torch.tensor(completion.response_ids).long()[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
-
-
 def test_a_callers_mistake_is_raised_to_the_caller_and_the_worker_goes_on(worker: RolloutWorker) -> None:
     with pytest.raises(ValueError, match="empty prompt"):
         worker.submit([Request("empty", (), Sampling(1))])
@@ -143,18 +116,9 @@ def test_aborting_forgets_running_and_unpolled_responses(worker: RolloutWorker) 
     assert {completion.request_id for completion in poll_all(worker, 2)} == {"gone-0", "gone-1"}
 
 
-def test_an_error_in_a_step_is_raised_with_its_cause_by_every_later_call(make_spec: Callable[[str], EngineSpec]) -> None:
-    worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"), START_S, START_S)
-    worker.submit(requests_for("doomed", 2))
-    with pytest.raises(ClusterError, match="FloatingPointError: logits are not finite") as caught:
-        worker.poll(timeout_s=30)
-    assert isinstance(caught.value.__cause__, FloatingPointError)
-    with pytest.raises(ClusterError, match="logits are not finite"):
-        worker.submit(requests_for("more", 1))
-    worker.close()
-
-
-def test_responses_that_ended_before_the_failure_are_not_lost(make_spec: Callable[[str], EngineSpec]) -> None:
+def test_an_error_in_a_step_loses_no_response_that_ended_and_is_raised_by_every_later_call(
+    make_spec: Callable[[str], EngineSpec],
+) -> None:
     worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"), START_S, START_S)
     worker.submit([*requests_for("short", 1, max_tokens=1), *requests_for("long", 1, max_tokens=9)])
     deadline = time.monotonic() + 30
@@ -162,8 +126,11 @@ def test_responses_that_ended_before_the_failure_are_not_lost(make_spec: Callabl
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert [completion.request_id for completion in worker.poll(timeout_s=0)] == ["short-0"]
-    with pytest.raises(ClusterError, match="logits are not finite"):
+    with pytest.raises(ClusterError, match="FloatingPointError: logits are not finite") as caught:
         worker.poll(timeout_s=30)
+    assert isinstance(caught.value.__cause__, FloatingPointError)
+    with pytest.raises(ClusterError, match="logits are not finite"):
+        worker.submit(requests_for("more", 1))
     worker.close()
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, response_logits
+from conftest import response_logits, sampled
+from rank_processes import VOCAB
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from grpo_rl.data.collate import collate
@@ -23,12 +24,10 @@ from grpo_rl.workers.sharded_policy import sequences_of
 
 PROMPTS = [(5, 6, 7), (9, 8, 7, 6, 5, 4, 3, 2), (11,), (20, 21, 22, 23, 24)]
 CUTS = {
-    "top_p": {"top_p": 0.8},
     "top_p of the 20 likeliest": {"top_p": 0.8, "top_k": 20},
     "top_k": {"top_k": 5},
     "top_k beyond the vocabulary": {"top_k": VOCAB + 100, "top_p": 0.8},
     "min_p": {"min_p": 0.1},
-    "all three": {"top_p": 0.8, "top_k": 5, "min_p": 0.1},
     "all three, warmer": {"top_p": 0.9, "top_k": 12, "min_p": 0.05, "temperature": 1.3},
 }
 
@@ -48,11 +47,7 @@ class Replica:
 
 
 def run(engine: RolloutEngine, requests: list[Request]) -> list[tuple[Request, Completion]]:
-    engine.submit(requests)
-    ended: dict[str, Completion] = {}
-    while engine.num_unfinished:
-        ended |= {completion.request_id: completion for completion in engine.step()}
-    return [(request, ended[request.request_id]) for request in requests]
+    return list(zip(requests, sampled(engine, requests), strict=True))
 
 
 @pytest.fixture(scope="module", params=["vllm", "hf"])
