@@ -14,7 +14,7 @@
 #                   words or as trainer.nnodes says; the run saves before its time is over, and the job goes on in its next turn
 #
 # Environment variables that are set here and named in GRPO_RL_SEND_ENV (default: WANDB_API_KEY
-# HF_TOKEN HF_HUB_OFFLINE) are set for the job too. Paths in the overrides (data,
+# MLFLOW_TRACKING_URI HF_TOKEN HF_HUB_OFFLINE) are set for the job too. Paths in the overrides (data,
 # model, trainer.default_local_dir) are read on the cluster: they must lie on storage that all its nodes see.
 # A cluster with token login: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, as for every `ray` command.
 set -euo pipefail
@@ -94,7 +94,7 @@ if address.startswith("http") and not os.environ["DRY_RUN"]:
         )
         sys.exit(6)
 
-names = os.environ.get("GRPO_RL_SEND_ENV", "WANDB_API_KEY HF_TOKEN HF_HUB_OFFLINE").split()
+names = os.environ.get("GRPO_RL_SEND_ENV", "WANDB_API_KEY MLFLOW_TRACKING_URI HF_TOKEN HF_HUB_OFFLINE").split()
 left_out = [".git", ".venv", ".*_cache", "**/__pycache__", "runs", "outputs", "multirun", "build", "dist", "tests"]
 print(json.dumps({
     "excludes": [f"/{name}" if "*" not in name else name for name in left_out],

@@ -136,7 +136,7 @@ trainer: metrics_host                    | trainer.metrics_port
 trainer: resume_from_path                | trainer.resume_mode=resume_path
 trainer: max_restarts restart_window_s   | trainer.recover=auto
 trainer: max_nonfinite_steps             | trainer.on_nonfinite=skip
-trainer: log_val_generations             | trainer.logger=wandb
+trainer: log_val_generations             | trainer.logger=wandb or mlflow
 global_profiler: steps                   | global_profiler.tool
 global_profiler: tool                    | global_profiler.steps
 global_profiler: tool                    | {A}.profiler.enable or {REF}.profiler.enable or critic.profiler.enable | no role is profiled: {A}.profiler.enable=true

@@ -16,7 +16,10 @@ from grpo_rl.config.convert import show
 from grpo_rl.config.schema.tree import Config
 
 _MODEL, _SCORER, _JUDGE = "actor_rollout_ref.model", "reward.reward_model", "reward.judge"
-INSTALL = {"wandb": "python -m pip install wandb==0.31.0"}
+INSTALL = {
+    "wandb": "python -m pip install wandb==0.31.0",
+    "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2'",
+}
 """The command that installs each tracker which is no part of the plain installation, as pyproject.toml pins it."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

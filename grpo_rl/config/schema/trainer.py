@@ -40,12 +40,14 @@ class AsynchronousConfig:
 @dataclass(frozen=True, slots=True)
 class TrainerConfig:
     project_name: str = "grpo_rl"
-    """Folder of the runs, and project of W&B."""
+    """Folder of the runs, and project of W&B or MLflow."""
     experiment_name: str | None = None
     """Name of this run; null: a new one with the date. A named run resumes where it stopped (resume_mode)."""
     default_local_dir: str = "runs/${trainer.project_name}"
     """The folder in which the run's folder is made."""
-    logger: list[Literal["console", "file", "tensorboard", "wandb"]] = field(default_factory=lambda: ["console", "tensorboard"])
+    logger: list[Literal["console", "file", "tensorboard", "wandb", "mlflow"]] = field(
+        default_factory=lambda: ["console", "tensorboard"]
+    )
     """The receivers of metrics beside metrics.jsonl in the run's folder, which is always written: `file` adds nothing."""
     metrics_port: Port | None = None
     """Serve the newest step's metrics and phase times to Prometheus at http://metrics_host:PORT/metrics; null: do not."""

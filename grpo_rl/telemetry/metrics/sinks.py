@@ -1,4 +1,4 @@
-"""The receivers of a run's metrics: metrics.jsonl always; TensorBoard and W&B by `trainer.logger`; Prometheus, which asks.
+"""The receivers of a run's metrics: metrics.jsonl always; TensorBoard, W&B and MLflow by `trainer.logger`; Prometheus, which asks.
 
 Trackers live behind a thread and a bounded queue each, so that no network and no disk of theirs holds up a step. They get
 metrics under the names of verl's dashboards, where verl measures the same thing; metrics.jsonl, the screen and the reports
@@ -67,6 +67,7 @@ class Sinks:
         self._table_rows = trainer.log_val_generations
         connects: dict[str, Callable[[], Tracker]] = {
             "wandb": lambda: _Wandb(run_dir, trainer, resolved_config),
+            "mlflow": lambda: _Mlflow(run_dir, trainer, resolved_config),
             "tensorboard": lambda: TensorBoard(run_dir.tensorboard),
         }
         named = [name for name in connects if name in trainer.logger]
@@ -212,13 +213,10 @@ class _Wandb(Tracker):
     def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
         self._table = wandb.Table
-        identifier = run_dir.path / "wandb_run_id"
-        if not identifier.exists():
-            identifier.write_text(secrets.token_hex(4), encoding="utf-8")
         self._run = run = wandb.init(
             project=trainer.project_name,
             name=run_dir.name,
-            id=identifier.read_text(encoding="utf-8"),
+            id=_stored(run_dir.path / "wandb_run_id", lambda: secrets.token_hex(4)),
             resume="allow",
             dir=str(run_dir.logs),
             config=jsonable(config),
@@ -241,6 +239,39 @@ class _Wandb(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+
+
+class _Mlflow(Tracker):
+    """An MLflow run on the server that MLflow's own setting names (MLFLOW_TRACKING_URI)."""
+
+    def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
+        self._client = client = importlib.import_module("mlflow").MlflowClient()
+        self._metric = importlib.import_module("mlflow.entities").Metric
+        experiment = client.get_experiment_by_name(trainer.project_name)
+        experiment_id = experiment.experiment_id if experiment else client.create_experiment(trainer.project_name)
+        self._run_id = _stored(
+            run_dir.path / "mlflow_run_id",
+            lambda: str(client.create_run(experiment_id, run_name=run_dir.name).info.run_id),
+        )
+        client.update_run(self._run_id, status="RUNNING")  # the end of the part before a resume has closed it
+        client.log_dict(self._run_id, jsonable(config), "config.yaml")
+        self.place = f"run {self._run_id} at {client.tracking_uri}"
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        # MLflow refuses @ in a name, which validation metrics have (mean@1).
+        named = {key.replace("@", "_at_"): float(value) for key, value in metrics.items()}
+        self._client.log_batch(self._run_id, metrics=[self._metric(key, value, now_ms, step) for key, value in named.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+
+def _stored(file: Path, make: Callable[[], str]) -> str:
+    """Return the identifier in `file`, made and written when there is none."""
+    if not file.exists():
+        file.write_text(make(), encoding="utf-8")
+    return file.read_text(encoding="utf-8")
 
 
 class TensorBoard(Tracker):
