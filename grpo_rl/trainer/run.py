@@ -12,7 +12,6 @@ from typing import Any
 from grpo_rl.checkpoint.manifest import STATE, Checkpoint, verify
 from grpo_rl.errors import CheckpointError, DataError, DivergedError, Preempted, StoppedByAlarm
 from grpo_rl.faults import fault_point, tell
-from grpo_rl.machine_memory import machine_memory
 from grpo_rl.telemetry.diagnosis.diagnose import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -157,7 +156,6 @@ class RunLoop:
         metrics |= self.saving.metrics()
         metrics["timing_s/step"] += time.perf_counter() - started
         self.time_left.step_took(metrics["timing_s/step"])
-        metrics["perf/host_memory_share"] = machine_memory().used_share
         if self.roles.instruments is not None:
             metrics |= self.roles.instruments.end(metrics)
         self._log(metrics | self.roles.recoveries())

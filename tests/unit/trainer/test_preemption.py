@@ -47,7 +47,7 @@ def interrupt_at(target: Any, monkeypatch: pytest.MonkeyPatch, call: str, count:
     monkeypatch.setattr(target, call, interrupted)
 
 
-MEASURED = ("time", "perf/tokens_per_s", "perf/host_memory_share")
+MEASURED = ("time", "perf/tokens_per_s")
 
 
 def learnt(trainer: RunLoop) -> list[dict[str, float]]:
