@@ -11,7 +11,7 @@ from config_tools import CPU, EIGHT_GPUS, RUNNABLE, A, R, config_of, nested, val
 
 from grpo_rl.config import effects
 from grpo_rl.config.compose import compose
-from grpo_rl.config.convert import convert, convert_or_explain
+from grpo_rl.config.convert import convert, convert_or_explain, value_problem
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.fields import Leaf, leaves
 from grpo_rl.errors import ConfigError
@@ -120,6 +120,17 @@ def test_the_rules_name_keys_that_exist() -> None:
         for group, names in (part.split(": ") for part in keys.split("; ")):
             for key in (f"{group}.{name}" for name in names.split()):
                 assert key in leaves() or any(name.startswith(key[:-1]) for name in leaves() if key.endswith("*")), key
+
+
+def test_what_a_key_needs_is_a_value_that_can_be_given() -> None:
+    for row in effects.NEEDS.strip().splitlines():
+        key = ""
+        for condition in row.split("|")[1].strip().split(" or "):
+            key, _, wanted = condition.partition("=") if "." in condition else (key, "", condition)
+            leaf = leaves()[key.removesuffix(" above 0")]
+            value: Any = {"true": True, "false": False, "null": None}.get(wanted, wanted)
+            given = [value] if leaf.kind.item is not None else value
+            assert not wanted or (leaf.kind.optional and value is None) or value_problem(leaf.key, given) is None, row
 
 
 @pytest.mark.parametrize(
