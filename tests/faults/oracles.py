@@ -143,7 +143,7 @@ def state_hash(run: Path, step: int) -> str:
 
 def learnt(run: Path) -> list[str]:
     """The lines of metrics.jsonl without what depends on the clock or the machine, or tells of recoveries, as text: so a NaN is equal to itself."""
-    groups = ("timing_s/", "recovery/", "perf/")
+    groups = ("timing_s/", "recovery/", "perf/", "plan/", "episode/wait_s")
     rows = read_metrics(run / "metrics.jsonl")
     kept = [
         {k: v for k, v in row.items() if k == "perf/total_num_tokens" or (k != "time" and not k.startswith(groups))}

@@ -120,5 +120,5 @@ def without_times(row: dict[str, float]) -> dict[str, float]:
     return {
         key: value
         for key, value in row.items()
-        if key == "perf/total_num_tokens" or (not key.startswith(("timing_s/", "perf/")) and key != "time")
+        if key == "perf/total_num_tokens" or (not key.startswith(("timing_s/", "perf/", "plan/")) and key != "time")
     }
