@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -41,6 +42,8 @@ from grpo_rl.trainer.sampled.trained import scored
 from grpo_rl.trainer.schedule import training_sampling
 from grpo_rl.types import Metrics, Rollout
 
+SETTINGS, SUMMARY, TRAIN, PARTS = "settings.json", "summary.json", "train.jsonl", "parts"
+
 
 def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
     """Return the file of the collected rows and their metrics; what is not there yet is sampled now.
@@ -48,108 +51,85 @@ def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
     `plan` is the plan of the whole run. A run that goes on from a checkpoint has trained on the rows that are
     there: they stay. Raises DataError where nothing is left to train on.
     """
-    run_dir, console = session.run_dir, session.console
-    files = CollectedFiles(run_dir.collected)
-    if plan.resumes and files.complete:
-        return files.train, files.summary()
+    run_dir, console, folder = session.run_dir, session.console, session.run_dir.collected
+    if plan.resumes and (metrics := summary_of(folder)) is not None:
+        return folder / TRAIN, metrics
     assert plan.collection is not None, "the plan has a collection"
     with ExitStack() as stack:
         inputs = read_inputs(plan.collection, run_dir, console, stack, part="prompts")
         assert inputs.val_data is not None, "a collection has prompts"
-        folder = session.model_folder(plan.config.actor_rollout_ref.model.path)
-        collection = Collection(plan.collection.config, inputs.val_data, files, pairs=plan.objective.needs_pairs)
-        settings = collection.settings(Path(folder))
-        if not files.has(settings):
-            if files.folder.exists():
-                console.info(f"responses that were collected with other settings are now in {run_dir.set_aside(files.folder)}")
-            files.begin(settings)
-        if not files.complete:
+        model = Path(session.model_folder(plan.config.actor_rollout_ref.model.path))
+        pairs = plan.objective.needs_pairs
+        collection = Collection(plan.collection.config, inputs.val_data, folder, model, pairs=pairs)
+        if not collection.is_begun:
+            if folder.exists():
+                console.info(f"responses that were collected with other settings are now in {run_dir.set_aside(folder)}")
+            collection.begin()
+        if summary_of(folder) is None:
             _, roles = session.start(plan.collection, inputs, stack)
             assert roles.rollout is not None and roles.rewarder is not None, "a collection samples and scores"
             collection.run(roles.rollout, roles.rewarder, console, session.phase)
-        metrics = files.summary()
-        collection.check(metrics)
+        metrics = collection.checked()
         console.info(collection.report(metrics))
         session.phase("start")
-        return files.train, metrics
+        return folder / TRAIN, metrics
 
 
-class CollectedFiles:
-    """The folder of a collection. Each of its files is complete or not there at all."""
+def summary_of(folder: Path) -> Metrics | None:
+    """Return the metrics of the collection in this folder; None for one that is not complete."""
+    summary = folder / SUMMARY
+    metrics: Metrics | None = json.loads(summary.read_text()) if summary.is_file() and (folder / TRAIN).is_file() else None
+    return metrics
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._parts = folder, folder / "parts"
-        self.train, self._summary, self._settings = (folder / name for name in ("train.jsonl", "summary.json", "settings.json"))
+
+class Collection:
+    """The phase in which the initial policy answers every prompt `rollout.n` times. Each of its files is complete or not there."""
+
+    def __init__(self, config: Config, prompts: PromptDataset, folder: Path, model: Path, *, pairs: bool) -> None:
+        self.config, self.prompts, self.folder, self.pairs = config, prompts, folder, pairs
+        self.parts = parts_of(config, len(prompts))
+        weights = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.glob("*.safetensors"))
+        self._settings = json.dumps(
+            jsonable(
+                {
+                    "data": prompts.fingerprint,
+                    "model": [str(model), weights],
+                    "sampling": dataclasses.asdict(training_sampling(config, 0)) | {"n": config.actor_rollout_ref.rollout.n},
+                    "prompts": [len(self.parts[0]), config.data.max_prompt_length, config.data.system_prompt],
+                    "reward": hashlib.sha256(repr(config.reward).encode()).hexdigest(),
+                    "kept": "pairs" if pairs else dataclasses.asdict(config.algorithm.rejection),
+                }
+            )
+        )
+        """Everything that the collected rows depend on."""
 
     @property
-    def complete(self) -> bool:
-        """Return whether everything is sampled and the rows can be trained on."""
-        return self._summary.is_file() and self.train.is_file()
-
-    def summary(self) -> Metrics:
-        """Return the metrics of a complete collection."""
-        metrics: Metrics = json.loads(self._summary.read_text())
-        return metrics
-
-    def has(self, settings: dict[str, Any]) -> bool:
+    def is_begun(self) -> bool:
         """Return whether the folder is one of a collection with these settings."""
-        return self._settings.is_file() and json.loads(self._settings.read_text()) == json.loads(json.dumps(jsonable(settings)))
+        file = self.folder / SETTINGS
+        return file.is_file() and file.read_text() == self._settings
 
-    def begin(self, settings: dict[str, Any]) -> None:
+    def begin(self) -> None:
         """Make the folder of a new collection."""
-        self._parts.mkdir(parents=True, exist_ok=True)
-        self._write(self._settings, json.dumps(jsonable(settings)))
+        (self.folder / PARTS).mkdir(parents=True, exist_ok=True)
+        self._write(SETTINGS, self._settings)
 
     def part(self, number: int) -> dict[str, Any] | None:
         """Return the rows and counts of a part; None for one that is not sampled yet."""
-        path = self._parts / f"{number}.json"
+        path = self.folder / PARTS / f"{number}.json"
         return json.loads(path.read_text()) if path.is_file() else None
 
-    def write_part(self, number: int, part: dict[str, Any]) -> None:
-        """Write a part that is done."""
-        self._write(self._parts / f"{number}.json", json.dumps(jsonable(part)))
-
-    def finish(self, rows: Iterator[dict[str, Any]], counted: Callable[[], Metrics]) -> Metrics:
-        """Write the rows, then the metrics that are `counted` with the last of them; the parts are no longer needed."""
-        self._write(self.train, *map(dump_line, rows))
-        metrics = counted()
-        self._write(self._summary, json.dumps(metrics))
-        for path in self._parts.iterdir():
-            path.unlink()
-        self._parts.rmdir()
-        return metrics
-
-    def _write(self, path: Path, *lines: str) -> None:
+    def _write(self, name: str, *lines: str) -> None:
+        path = self.folder / name
         temporary = path.with_name(f".{path.name}")
         temporary.unlink(missing_ok=True)
         write_file(temporary, (line.encode() for line in lines))
         rename(temporary, path)
         flush(path.parent)
 
-
-class Collection:
-    """The phase in which the initial policy answers every prompt `rollout.n` times."""
-
-    def __init__(self, config: Config, prompts: PromptDataset, files: CollectedFiles, *, pairs: bool) -> None:
-        self.config, self.prompts, self.files, self.pairs = config, prompts, files, pairs
-        self.parts = parts_of(config, len(prompts))
-
-    def settings(self, model: Path) -> dict[str, Any]:
-        """Return everything that the collected rows depend on."""
-        sampling = training_sampling(self.config, 0)
-        weights = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in model.glob("*.safetensors"))
-        return {
-            "data": self.prompts.fingerprint,
-            "model": [str(model), weights],
-            "sampling": dataclasses.asdict(sampling) | {"n": self.config.actor_rollout_ref.rollout.n},
-            "prompts": [len(self.parts[0]), self.config.data.max_prompt_length, self.config.data.system_prompt],
-            "reward": hashlib.sha256(repr(self.config.reward).encode()).hexdigest(),
-            "kept": "pairs" if self.pairs else dataclasses.asdict(self.config.algorithm.rejection),
-        }
-
     def run(self, rollout: RolloutPool, rewarder: Rewarder, console: Console, phase: Callable[[str], None]) -> Metrics:
         """Sample what is missing, and write the rows; return the metrics. `phase` is called before every part."""
-        missing = [number for number in range(len(self.parts)) if self.files.part(number) is None]
+        missing = [number for number in range(len(self.parts)) if self.part(number) is None]
         n = self.config.actor_rollout_ref.rollout.n
         total = sum(len(self.parts[number]) for number in missing) * n
         with console.progress("sampling from the initial policy", total) as bar:
@@ -161,21 +141,26 @@ class Collection:
                 rollouts = rollout.generate(prompts, n, sampling, advancing(bar, rewarder.submit))
                 phase("reward")
                 rollouts = scored(rewarder, rollouts, console.warn)
-                self.files.write_part(number, self._part(rollouts))
+                self._write(f"{PARTS}/{number}.json", json.dumps(jsonable(self._part(rollouts))))
         phase("save")
         rejection = self.config.algorithm.rejection
         chosen = Kept(RejectionConfig(min_reward=rejection.min_reward) if self.pairs else rejection)
         counts: dict[str, float] = defaultdict(float)
-        for number in range(len(self.parts)):
-            for name, count in self._written(number)["counts"].items():
-                counts[name] += count
-        rows = (row for number in range(len(self.parts)) for row in self._written(number)["rows"] if chosen.takes(row))
-        return self.files.finish(rows, lambda: self._metrics(counts, chosen))
 
-    def _written(self, number: int) -> dict[str, Any]:
-        part = self.files.part(number)
-        assert part is not None, "a part that was sampled is written"
-        return part
+        def rows() -> Iterator[str]:
+            for number in range(len(self.parts)):
+                part = self.part(number)
+                assert part is not None, "a part that was sampled is written"
+                for name, count in part["counts"].items():
+                    counts[name] += count
+                yield from (dump_line(row) for row in part["rows"] if chosen.takes(row))
+
+        self._write(TRAIN, *rows())
+        metrics = self._metrics(counts, chosen)
+        self._write(SUMMARY, json.dumps(metrics))
+        # The parts are no longer needed.
+        shutil.rmtree(self.folder / PARTS)
+        return metrics
 
     def _part(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
@@ -222,10 +207,12 @@ class Collection:
             f"{int(metrics['collect/duplicates']):,} were there already"
         )
 
-    def check(self, metrics: Metrics) -> None:
-        """Raise DataError where nothing is left to train on."""
+    def checked(self) -> Metrics:
+        """Return the metrics of the complete collection. Raises DataError where nothing is left to train on."""
+        metrics = summary_of(self.folder)
+        assert metrics is not None, "the collection is complete"
         if metrics["collect/kept"]:
-            return
+            return metrics
         sampled, prompts = int(metrics["collect/sampled"]), int(metrics["collect/prompts"])
         n = self.config.actor_rollout_ref.rollout.n
         if self.pairs:

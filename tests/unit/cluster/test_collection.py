@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_rl.cluster.collection import CollectedFiles, Collection
+from grpo_rl.cluster.collection import Collection, summary_of
 from grpo_rl.config.schema.tree import (
     ActorRolloutRefConfig,
     AlgorithmConfig,
@@ -52,18 +52,15 @@ class Pool:
 
 
 class Odd:
-    """A reward of 1 for odd answers, or of nothing for all."""
+    """A reward of 1 for odd answers."""
 
     factors: dict[str, float] = {"odd": 1.0}  # noqa: RUF012
-
-    def __init__(self, right: float = 1.0) -> None:
-        self.right = right
 
     def submit(self, rollout: Rollout) -> None:
         pass
 
     def wait(self, rollouts: list[Rollout]) -> list[Rollout]:
-        return [dataclasses.replace(r, reward=self.right * (int(r.text) % 2) - 2.0 * (self.right == 0)) for r in rollouts]
+        return [dataclasses.replace(r, reward=float(int(r.text) % 2)) for r in rollouts]
 
 
 def config_of(**rejection: Any) -> Config:
@@ -74,16 +71,17 @@ def config_of(**rejection: Any) -> Config:
     )
 
 
-def collect(folder: Path, pool: Pool, *, reward: Odd | None = None, pairs: bool = False, **rejection: Any) -> Metrics:
+def collection_of(folder: Path, pairs: bool = False, **rejection: Any) -> Collection:
     config = config_of(**rejection)
-    files = CollectedFiles(folder)
-    collection = Collection(config, prompts_of(config), files, pairs=pairs)
-    settings = collection.settings(folder / "model")
-    if not files.has(settings):
-        files.begin(settings)
-    collection.run(pool, reward or Odd(), Console(), lambda _: None)  # type: ignore[arg-type]
-    collection.check(files.summary())
-    return files.summary()
+    return Collection(config, prompts_of(config), folder, folder / "model", pairs=pairs)
+
+
+def collect(folder: Path, pool: Pool, pairs: bool = False, **rejection: Any) -> Metrics:
+    collection = collection_of(folder, pairs, **rejection)
+    if not collection.is_begun:
+        collection.begin()
+    collection.run(pool, Odd(), Console(), lambda _: None)  # type: ignore[arg-type]
+    return collection.checked()
 
 
 def prompts_of(config: Config) -> PromptDataset:
@@ -111,7 +109,7 @@ def test_a_killed_collection_goes_on_with_the_part_that_is_missing_and_ends_in_t
     collect(tmp_path / "whole", Pool(), pairs=pairs)
     with pytest.raises(Killed):
         collect(tmp_path / "killed", Pool(dies_at=2), pairs=pairs)
-    assert not CollectedFiles(tmp_path / "killed").complete and not (tmp_path / "killed/train.jsonl").exists()
+    assert summary_of(tmp_path / "killed") is None and not (tmp_path / "killed/train.jsonl").exists()
     pool = Pool()
     collect(tmp_path / "killed", pool, pairs=pairs)
     assert pool.asked == [["row-6", "row-7"]]
@@ -123,11 +121,6 @@ def test_a_killed_collection_goes_on_with_the_part_that_is_missing_and_ends_in_t
 
 def test_what_was_sampled_with_other_settings_is_not_taken_over(tmp_path: Path) -> None:
     collect(tmp_path, Pool(), max_per_prompt=1)
-    files = CollectedFiles(tmp_path)
-
-    def settings(**rejection: Any) -> dict[str, Any]:
-        config = config_of(**rejection)
-        return Collection(config, prompts_of(config), files, pairs=False).settings(tmp_path / "model")
-
-    assert files.has(settings(max_per_prompt=1))
-    assert not files.has(settings(max_per_prompt=2)) and not files.has(settings(max_per_prompt=1, min_reward=0.5))
+    assert collection_of(tmp_path, max_per_prompt=1).is_begun
+    assert not collection_of(tmp_path, max_per_prompt=2).is_begun
+    assert not collection_of(tmp_path, max_per_prompt=1, min_reward=0.5).is_begun
