@@ -169,34 +169,38 @@ _PROBE_TIMEOUT_S = 5.0
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 
 
-def answers_without_token(address: str) -> bool:
-    """Return whether the cluster at `address` (host:port) answers without a token, and so runs any process's code."""
+def _raylet() -> Any:
+    """Return Ray's C++ part, which has no types."""
+    import ray._raylet
+
+    return ray._raylet
+
+
+def _refusal(address: str, headers: Mapping[str, str]) -> Any:
+    """Return grpc's code of the answer to a harmless question with these headers to the cluster at `address`; None: it answers."""
     import grpc
 
     with grpc.insecure_channel(address) as channel:
-        ask = channel.unary_unary(_METHOD)
         try:
-            ask(b"", timeout=_PROBE_TIMEOUT_S)
-        except grpc.RpcError:
-            # Refused; or nothing listens there, which the connection itself will show.
-            return False
-    return True
+            channel.unary_unary(_METHOD)(b"", timeout=_PROBE_TIMEOUT_S, metadata=tuple(headers.items()))
+        except grpc.RpcError as error:
+            return error.code()
+    return None
+
+
+def answers_without_token(address: str) -> bool:
+    """Return whether the cluster at `address` (host:port) answers without a token, and so runs any process's code."""
+    # Where nothing listens the connection itself will show it.
+    return _refusal(address, {}) is None
 
 
 def refuses_our_token(address: str) -> bool:
     """Return whether the cluster at `address` (host:port) refuses this process's token, or its lack of one."""
     import grpc
-    import ray._raylet
 
-    raylet: Any = ray._raylet  # which has no types
-    ours = raylet.AuthenticationTokenLoader.instance()
+    ours = _raylet().AuthenticationTokenLoader.instance()
     headers = ours.get_token_for_http_header() if ours.has_token() else {}
-    with grpc.insecure_channel(address) as channel:
-        try:
-            channel.unary_unary(_METHOD)(b"", timeout=_PROBE_TIMEOUT_S, metadata=tuple(headers.items()))
-        except grpc.RpcError as error:
-            return bool(error.code() == grpc.StatusCode.UNAUTHENTICATED)
-    return False
+    return bool(_refusal(address, headers) == grpc.StatusCode.UNAUTHENTICATED)
 
 
 def refuse_open_cluster(address: str, *, allowed: bool) -> None:
@@ -235,10 +239,7 @@ def own_token() -> Iterator[None]:
 
 def forget_token() -> None:
     """Make Ray look its token up again: its C++ part remembers the first that it found."""
-    import ray._raylet
-
-    raylet: Any = ray._raylet  # which has no types
-    raylet.AuthenticationTokenLoader.instance().reset_cache()
+    _raylet().AuthenticationTokenLoader.instance().reset_cache()
 
 
 def restore_mode(mode: str | None) -> None:
@@ -249,11 +250,8 @@ def restore_mode(mode: str | None) -> None:
     """
     if os.environ.get(MODE_VARIABLE) == mode:
         return
-    import ray._raylet
-
     if mode is None:
         del os.environ[MODE_VARIABLE]
     else:
         os.environ[MODE_VARIABLE] = mode
-    raylet: Any = ray._raylet  # which has no types
-    raylet.Config.initialize("")  # reads the environment again
+    _raylet().Config.initialize("")  # reads the environment again
