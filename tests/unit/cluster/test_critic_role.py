@@ -17,7 +17,7 @@ from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.errors import CheckpointError
 from grpo_rl.plan.decisions import decide
 from grpo_rl.types import Batch
-from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rows, Update
+from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Update
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 
@@ -45,11 +45,6 @@ class Ranks(WorkerGroup):
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return [getattr(self, method)(*args) for args in arguments]
 
-    call_for_two = call_each
-
-    def values(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, torch.Tensor]]:
-        return True, {"values_T": torch.cat([-shard.select(list(rows)).rollout_logprobs_T for rows in micro_batches])}
-
     def update(self, share: Batch, update: Update) -> list[dict[str, float]]:
         batch = update.complete(share)
         assert batch.values_T.shape == batch.returns_T.shape == batch.rollout_logprobs_T.shape
@@ -75,12 +70,6 @@ def make_batch(**columns: torch.Tensor) -> Batch:
 
 def critic(ranks: Ranks, size: int = 1, epochs: int = 1) -> CriticRole:
     return CriticRole(ranks, rule=MicroBatchRule(None, 1), mini_batch_size=size, epochs=epochs)
-
-
-def test_values_of_all_ranks_come_back_in_the_batchs_order():
-    batch = make_batch()
-    out = critic(Ranks(2)).values(batch)
-    assert torch.equal(out.values_T.read(), -batch.rollout_logprobs_T)
 
 
 def test_an_update_makes_mini_batches_of_whole_groups_in_every_pass_with_global_counts():

@@ -106,9 +106,6 @@ def test_the_budget_counts_each_worker_in_its_window_and_its_error_lists_every_c
         "9 s ago, rollout0: third: the first is forgotten",
         "0 s ago, rollout0: fourth",
     ]
-
-
-def test_no_restarts_allowed_means_the_first_failure_is_the_last():
     with pytest.raises(ClusterError, match="max_restarts=0"):
         Recoveries(TrainerConfig(max_restarts=0), print).failed("actor", "gone", "")
 
