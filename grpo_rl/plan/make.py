@@ -71,8 +71,8 @@ def refusals(config: Config, machine: Machine) -> list[str]:
     """Return everything that is wrong between the keys, and with the functions and the model that they name."""
     problems = [*check(config, machine), *machines.problems(config, machine)]
     run = settled(config)
-    problems += _failures(_functions(run))
-    return list(dict.fromkeys(problems or _failures(_fitting(run, machine))))
+    fitting = [] if problems else _failures(_fitting(run, machine))
+    return list(dict.fromkeys([*problems, *_failures(_functions(run)), *fitting]))
 
 
 def _failures(checks: Checks) -> Iterator[str]:
