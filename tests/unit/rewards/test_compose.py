@@ -123,8 +123,6 @@ def test_a_custom_function_is_refused_when_its_options_or_its_name_do_not_fit(my
         load(path=str(my_file), reward_kwargs={"bonsu": 1})
     with pytest.raises(ConfigError, match="has no function 'score'"):
         load(path=str(my_file), name="score")
-    with pytest.raises(ConfigError, match="has no effect without"):
-        load(reward_kwargs={"bonus": 1})
 
 
 def test_options_reach_the_function_that_they_are_named_for(my_file):
