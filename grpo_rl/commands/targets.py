@@ -1,7 +1,7 @@
 """The model or run that a command is about: `RUN`, `RUN@step`, a Hugging Face folder, `builtin:NAME`, or a model on the hub.
 
-A checkpoint of a run becomes a Hugging Face folder once, in `RUN/exports/step_N`, which later commands take as it is. A run that
-somebody else sent runs and reaches nothing before the user allows it.
+A checkpoint of a run becomes a Hugging Face folder once, in `RUN/exports/step_N`, which later commands take as it is. Of a run
+that somebody else sent no code is run and no address is asked before the user allows it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Target:
 def find_target(text: str, *, trusted: bool = False) -> Target:
     """Return what `text` names. Raises ConfigError for nothing, DataError for a run without that step.
 
-    A run that is not `trusted` has no expression in the name of the model that it began with.
+    Where a run is not `trusted`, a model's name that its file computes by an expression is refused.
     """
     if text.startswith(BUILTIN):
         from grpo_rl.models.builtin import get_builtin

@@ -26,9 +26,9 @@ from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout
 
 
 def agreement(rollouts: Sequence[Rollout]) -> Metrics:
-    """Return `iterate/agreement`: the share of the pairs within a group, of different reward by the rules, that the model orders alike.
+    """Return `iterate/agreement`: of the pairs that the rules reward differently, the share that the model orders as they do.
 
-    Within groups, as a model of pairs leaves open a constant per prompt. Nothing where there is nothing to compare.
+    Pairs are of one group, as a model of pairs leaves open a constant per prompt. Nothing where there is nothing to compare.
     """
     groups: dict[str, list[tuple[float, float]]] = {}
     for rollout in rollouts:

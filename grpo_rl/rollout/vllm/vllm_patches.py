@@ -134,8 +134,8 @@ class Reported(NamedTuple):
 class ReportedArrays:
     """What vLLM's workers report of one request's tokens, as the arrays that they send.
 
-    It takes the place of the `LogprobsProcessor` in vLLM's state of the request, which makes a Python number of each entry:
-    at 132 for a token that takes longer than everything else that the engine's thread does with it.
+    It takes the place of the `LogprobsProcessor` in vLLM's state of the request, which makes a Python number of each entry.
+    With 132 entries for a token that takes longer than all other work of the engine's thread.
     """
 
     cumulative_logprob = prompt_logprobs = prompt_token_id_logprobs = None
