@@ -262,10 +262,13 @@ def test_an_exported_checkpoint_has_the_bits_of_the_merged_model_and_of_the_adap
     builtin.build_tokenizer(builtin.BUILTINS["arithmetic"].vocab_size).save_pretrained(path)
     actor = start(ranks[2], spec_for(path))
     update(actor, range(2))
-    checkpoint = CheckpointStore(tmp_path / "checkpoints").save(2, actor.save, {"step": 2})
+    store = CheckpointStore(tmp_path / "checkpoints")
+    draft = store.begin(2, {"step": 2})
+    actor.save(draft.folder)
+    store.publish(draft, actor.saved(60.0) or {})
     actor.export(tmp_path / "by_ranks")
     section = {"lora_rank": 3, "lora_alpha": 6, "target_modules": ["all-linear"], "exclude_modules": []}
-    found = export_policy(checkpoint, str(path), section, tmp_path / "exported")
+    found = export_policy(store.folder / "step_2", str(path), section, tmp_path / "exported")
     for name in ("model.safetensors", f"{lora.FOLDER}/{lora.WEIGHTS}"):
         # The ranks multiply fewer rows at a time, which changes the last bit.
         one, other = load_file(found / name), load_file(tmp_path / "by_ranks" / name)
@@ -276,4 +279,4 @@ def test_an_exported_checkpoint_has_the_bits_of_the_merged_model_and_of_the_adap
         tmp_path / "by_ranks" / lora.FOLDER / lora.SETTINGS
     ).read_text()
     with pytest.raises(CheckpointError, match="has LoRA adapters and no whole model"):
-        export_policy(checkpoint, str(path), {}, tmp_path / "wrong")
+        export_policy(store.folder / "step_2", str(path), {}, tmp_path / "wrong")
