@@ -146,7 +146,7 @@ class Cluster:
 
     def learnt(self, name: str) -> list[dict[str, Any]]:
         """Return a run's metrics without what depends on the clock or the machine."""
-        timed = ("timing_s/", "perf/", "time", "recovery/", "episode/wait_s")
+        timed = ("timing_s/", "perf/", "plan/", "time", "recovery/", "episode/wait_s")
         rows = read_metrics(self.runs / name / "metrics.jsonl")
         return [{key: value for key, value in row.items() if not key.startswith(timed)} for row in rows]
 
