@@ -180,6 +180,9 @@ def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) ->
         segment = Path("/dev/shm") / parent.stdout.readline().decode().strip()
         assert segment.exists()
         [tracker] = descendants(parent.pid)
+        deadline = time.monotonic() + 5.0
+        while not is_tracker(tracker) and time.monotonic() < deadline:
+            time.sleep(0.01)  # forked, and not yet a program of its own
         assert is_tracker(tracker)
         if how == "its group, as Ray does":
             os.killpg(parent.pid, signal.SIGKILL)
