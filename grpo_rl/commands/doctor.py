@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from grpo_rl.arguments import Arguments
 from grpo_rl.telemetry.diagnosis.diagnose import as_text, diagnose
@@ -20,9 +21,8 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().read(argv)
     diagnosis = diagnose(RunRecord.of_folder(find_run(arguments.run)))
-    findings = jsonable([one.as_json() for one in diagnosis.findings])
-    say(json.dumps(findings, indent=2) if arguments.json else as_text(diagnosis))
-    return 1 if arguments.strict and not diagnosis.is_healthy else 0
+    say(json.dumps(jsonable([asdict(one) for one in diagnosis.findings]), indent=2) if arguments.json else as_text(diagnosis))
+    return 1 if arguments.strict and diagnosis.findings else 0
 
 
 def _parser() -> Arguments:

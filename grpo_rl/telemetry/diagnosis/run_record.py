@@ -6,11 +6,10 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from enum import IntEnum
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from grpo_rl.config.convert import value_problem
 from grpo_rl.config.schema.fields import leaves
@@ -20,14 +19,12 @@ from grpo_rl.telemetry.metrics.validation import validation_keys
 from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import run_config
 
-Point = tuple[int, float]
-
 
 @dataclass(frozen=True)
 class Series:
-    """The finite values of one metric over the steps at which it was measured. Without a value it is false."""
+    """The finite values of one metric over the steps at which it was measured, as (step, value). Without a value it is false."""
 
-    points: Sequence[Point]
+    points: Sequence[tuple[int, float]]
 
     def __len__(self) -> int:
         return len(self.points)
@@ -65,11 +62,6 @@ class Series:
             step = at
         return step
 
-    def map(self, change: Callable[[int, float], float | None]) -> Series:
-        """Return the series of `change(step, value)`, without the steps at which that is None."""
-        changed = [(step, change(step, value)) for step, value in self.points]
-        return Series([(step, value) for step, value in changed if value is not None])
-
     def ends(self, digits: int = 3) -> str:
         """Return the means of both ends in words."""
         return f"{self.first:.{digits}f} at first, {self.last:.{digits}f} now"
@@ -83,11 +75,10 @@ class RunRecord:
     """The resolved configuration, nested as in config.yaml."""
     records: Sequence[Mapping[str, float]]
     """The metrics of each step, ascending, as `read_metrics` returns them."""
-    rollout_files: Sequence[tuple[int, Path]] = ()
-    """(step, file) of the training rollouts that were logged, ascending."""
-    val_files: Sequence[tuple[int, Path]] = ()
-    """(step, file) of the validation rollouts that were logged, ascending."""
-    _read: dict[Path, list[dict[str, Any]]] = field(default_factory=dict, repr=False)
+    rollout_files: Mapping[int, Path] = field(default_factory=dict)
+    """The training rollouts that were logged, by step."""
+    val_files: Mapping[int, Path] = field(default_factory=dict)
+    """The validation rollouts that were logged, by step."""
 
     @classmethod
     def of_folder(cls, folder: Path) -> RunRecord:
@@ -100,8 +91,7 @@ class RunRecord:
         config: dict[str, Any] = {}
         with suppress(DataError):
             config = run_config(folder)
-        files = {kind: step_files(folder / kind) for kind in ("rollouts", "val")}
-        return cls(config, records, files["rollouts"], files["val"])
+        return cls(config, records, dict(step_files(folder / "rollouts")), dict(step_files(folder / "val")))
 
     @cached_property
     def training(self) -> Sequence[Mapping[str, float]]:
@@ -159,33 +149,25 @@ class RunRecord:
         """
         return self.series("actor/entropy") or self.series("rollout/entropy")
 
-    def rollouts(self, step: int, *, val: bool = False) -> list[dict[str, Any]]:
-        """Return the logged rollouts of one step, none where there is no file that can be read."""
-        for there, path in self.val_files if val else self.rollout_files:
-            if there == step:
-                if path not in self._read:
-                    self._read[path] = []
-                    with suppress(DataError):
-                        self._read[path] = read_rollouts(path)
-                return self._read[path]
-        return []
-
-    def last_rollouts(self) -> list[dict[str, Any]]:
-        """Return the rollouts of the last logged step."""
-        return self.rollouts(self.rollout_files[-1][0]) if self.rollout_files else []
-
+    @cached_property
     def first_rollouts(self) -> list[dict[str, Any]]:
-        """Return the rollouts of the first logged step."""
-        return self.rollouts(self.rollout_files[0][0]) if self.rollout_files else []
+        """The rollouts of the first logged step; none where there is no file that can be read."""
+        return _read(self.rollout_files, min(self.rollout_files, default=0))
+
+    @cached_property
+    def last_rollouts(self) -> list[dict[str, Any]]:
+        """The rollouts of the last logged step."""
+        return _read(self.rollout_files, max(self.rollout_files, default=0))
+
+    def validated(self, step: int) -> list[dict[str, Any]]:
+        """Return the rollouts of the validation at this step."""
+        return _read(self.val_files, step)
 
 
-class Weight(IntEnum):
-    """The rank of a finding; the smaller, the earlier it is shown."""
-
-    ILL = 0
-    """Training does not work, or what it shows is not true."""
-    WATCH = 1
-    """Something is on its way to go wrong, or costs much."""
+def _read(files: Mapping[int, Path], step: int) -> list[dict[str, Any]]:
+    with suppress(DataError):
+        return read_rollouts(files[step]) if step in files else []
+    return []
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +175,8 @@ class Finding:
     """One diagnosis: what was seen, what it usually means, and what to change."""
 
     name: str
-    weight: Weight
+    weight: Literal["ill", "watch"]
+    """Whether training does not work, or what it shows is not true; or something is on its way to go wrong, or costs much."""
     title: str
     """The diagnosis in one sentence."""
     since: int
@@ -206,7 +189,3 @@ class Finding:
     """The changes to make, the likeliest first, with the keys."""
     source: str
     """The place that describes this: a paper with its section, or the formula itself."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the finding as JSON can hold it."""
-        return asdict(self) | {"weight": self.weight.name.lower()}

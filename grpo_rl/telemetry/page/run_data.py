@@ -9,6 +9,7 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def run_data(
         "folder": str(run),
         "status": status,
         "plan": plan_sections(run),
-        "findings": [one.as_json() for one in diagnosis.findings],
+        "findings": [asdict(one) for one in diagnosis.findings],
         "num_rules": len(RULES),
         "undecided": diagnosis.is_undecided,
         "num_steps": diagnosis.num_steps,

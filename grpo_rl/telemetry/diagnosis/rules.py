@@ -1,0 +1,559 @@
+"""The doctor's rules: each looks at a run for one illness, or a few that show alike. Their words are in illnesses.yaml."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from grpo_rl.run_files import read_yaml
+from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord, Series
+from grpo_rl.telemetry.rollouts.rollout_log import prompt_key
+from grpo_rl.telemetry.terminal.step_line import FAILURES, OVERALL
+
+ILLNESSES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("illnesses.yaml"))
+"""Title, meaning, advice and source of each illness by its name."""
+FEW_STEPS = 3
+"""Steps after which a reward that never varies is no accident."""
+COLLAPSED = 0.1
+"""The share of its first entropy below which a policy hardly explores."""
+FALLEN = 0.5
+"""The share of its first entropy below which a policy hardly explores where its groups have lost their signal meanwhile."""
+LITTLE = 0.02
+"""Nats per token below which a policy is as good as deterministic, whatever it began with."""
+AGREES = 0.02
+"""The mean difference of log-probs, in nats, up to which bfloat16 explains that sampler and trainer differ."""
+DISAGREES = 0.1
+FEW_EFFECTIVE = 0.3
+"""The effective sample size, as a share, below which a corrected batch is worth less than a third of its tokens."""
+FAR_OFF = 0.3
+"""The mean difference of log-probs, in nats, above which stale tokens are far from the policy that they train."""
+CLIPPED_OF_ALL = 0.1
+MANY_CLIPPED = 0.3
+"""The share of clipped tokens above which most of a batch has no gradient."""
+MANY_CUT = 0.5
+LONG = 200
+"""The number of characters that a response needs before its compressed size shows repetition."""
+REPEATS = 0.15
+"""The size after compression, as a share, below which a text says the same again and again; prose has 0.4 to 0.6."""
+KL_STEP = 0.5
+"""Nats per token by which one batch's updates may move the policy. Where they move it further, the ratio says nothing."""
+KL_FAR = 1.0
+"""Nats per token from the reference at which a policy has usually lost what its reference could do."""
+LOST_IN_ROUNDING = 1e-9
+"""The learning rate below which AdamW's step, of about that size, is lost where it is added to a float32 weight of 0.02."""
+MANY_FAILURES = 0.05
+"""The share of rewards that fail from which on they change what is learnt."""
+FALSE_ALARM = 0.05
+"""The chance that an honest run is taken for one whose reward is exploited, by all looks at it together."""
+COMPARED_STEPS = 5
+"""Steps that are compared with as many before them."""
+RISE = NormalDist().inv_cdf(0.95)
+"""Standard errors from which on a reward or an audit has risen: at one look in twenty a rise by chance is taken for one."""
+LEAST_WORTH = 0.25
+"""The rise of an audit, as a share of the reward's and each in its standard deviation, that any honest audit should have."""
+TINY = 1e-9
+
+
+def finding(name: str, since: int, evidence: str, *, watch: bool = False, **values: Any) -> Finding:
+    """Return the finding of this illness, whose words are filled with `values`. With `watch` it is on its way there."""
+    words = ILLNESSES[name]
+    title, meaning = (words[part].format(**values) for part in ("title", "meaning"))
+    advice = tuple(one for text in words["advice"] if (one := text.format(**values)))
+    return Finding(name, "watch" if watch else "ill", title, since, evidence, meaning, advice, words["source"])
+
+
+# ---- the policy and its updates ---------------------------------------------------------------------------
+
+
+def nonfinite(run: RunRecord) -> Finding | None:
+    """Find updates that were left out, as their loss or gradient was not finite."""
+    bad = [step for key in ("actor/nonfinite", "critic/nonfinite") for step, value in run.series(key).points if value > 0]
+    if not bad:
+        return None
+    steps = ", ".join(map(str, bad[:6])) + (", ..." if len(bad) > 6 else "")
+    return finding("nonfinite", bad[0], f"updates were left out at steps {steps}", count=len(bad), steps=run.num_steps)
+
+
+def nothing_trained(run: RunRecord) -> Finding | None:
+    """Find corrections that leave no token to train."""
+    trained = run.series("rollout/trained_token_fraction")
+    if not trained or trained.now > 0:
+        return None
+    step, masked = trained.since(lambda value: value == 0), (run.series("rollout/masked_fraction").values or [0.0])[-1]
+    return finding(
+        "nothing_trained",
+        step,
+        f"rollout/trained_token_fraction is 0 since step {step}; {masked:.0%} of the responses were cut off and left out",
+        length="raise data.max_response_length, or set algorithm.mask_truncated=false" if masked > 0 else "",
+        threshold="widen algorithm.rollout_correction.rollout_rs_threshold, or find out why rollout_corr/* are so large"
+        if masked < 1
+        else "",
+    )
+
+
+def learning_rate_zero(run: RunRecord) -> Finding | None:
+    """Find a learning rate that is 0, or so small that it changes no weight, and is not about to rise."""
+    rates = run.series("actor/lr")
+    if len(rates) < 3 or max(rates.values[-3:]) > LOST_IN_ROUNDING:
+        return None
+    step, end = rates.since(lambda value: value <= LOST_IN_ROUNDING), rates.points[-1][0]
+    if step == end - 2 and len(rates) > 3:
+        return None  # the end of a decay
+    return finding("learning_rate_zero", step, f"actor/lr is at most {max(rates.values[-3:]):.2g} from step {step} to {end}")
+
+
+def learning_rate_too_high(run: RunRecord) -> Finding | None:
+    """Find single batches that move the policy too far, while the reward does not gain by it."""
+    rewards, kl, rates = run.series("reward/mean"), run.series("actor/kl_loss"), run.series("actor/lr")
+    # Stale tokens are several updates away from the policy, each of which may be small.
+    is_stale = max(run.series("staleness/max").values, default=0.0) > 1
+    moves = [] if is_stale else [(step, abs(value)) for step, value in run.series("actor/ppo_kl").points]
+    # A KL that grows from step to step has other causes; one step that does more than all before it is too large.
+    moves += [(at, value - before) for (_, before), (at, value) in itertools.pairwise(kl.points) if value > 3 * before]
+    large = [(step, value) for step, value in moves if value > KL_STEP and not _was_random(run, step)]
+    if not large or not rewards or _gains(rewards):
+        return None
+    step, value = min(large)
+    rate = f", at a learning rate of {rates.values[0]:.1e}" if rates else ""
+    evidence = f"the KL grew by {value:.2f} nats per token in step {step}{rate}; reward {rewards.ends()}"
+    return finding("learning_rate_too_high", step, evidence)
+
+
+def _was_random(run: RunRecord, step: int) -> bool:
+    """Return whether the entropy had grown by half before this step: then the policy was leaving already, for another cause."""
+    points = run.entropy().points
+    before = [value for at, value in points if at < step]
+    return bool(before) and before[-1] > 1.5 * points[0][1]
+
+
+def _gains(rewards: Series) -> bool:
+    """Return whether the reward is above its beginning by a tenth of what it varies by, and not far below its best."""
+    low, high = min(rewards.values), max(rewards.values)
+    return rewards.last > rewards.first + 0.1 * (high - low) and rewards.last > low + 0.5 * (high - low)
+
+
+def kl_runaway(run: RunRecord) -> Finding | None:
+    """Find a policy that moves away from the reference without end."""
+    kl = run.series("actor/kl_loss") or run.series("actor/reward_kl_penalty")
+    if len(kl) < 5 or kl.last < KL_FAR or kl.last < 3 * kl.first:
+        return None
+    step = kl.since(lambda value: value >= KL_FAR)
+    evidence = f"KL in nats per token {kl.ends()}; above {KL_FAR:g} since step {step}"
+    return finding("kl_runaway", step, evidence, coef=run.setting("actor_rollout_ref.actor.kl_loss_coef"))
+
+
+def prompts_cut(run: RunRecord) -> Finding | None:
+    """Find prompts that reach the limit at which they are cut."""
+    limit, way = run.setting("data.max_prompt_length"), run.setting("data.truncation")
+    longest = run.series("prompt_length/max")
+    if not isinstance(limit, int) or way in (None, "error") or not longest:
+        return None
+    share = statistics.fmean(float(value >= limit) for value in longest.values)
+    if share < 0.5:
+        return None
+    mean = statistics.fmean(run.series("prompt_length/mean").values or [0.0])
+    evidence = f"prompt_length/max is {max(longest.values):.0f}, the mean {mean:.1f} tokens"
+    nearly_all = mean >= 0.95 * limit
+    return finding("prompts_cut", longest.points[0][0], evidence, watch=not nearly_all, limit=limit, way=way, share=share)
+
+
+def entropy_collapse(run: RunRecord) -> Finding | None:
+    """Find a policy that has stopped to explore before the task is solved."""
+    entropy, rewards, equal = run.entropy(), run.series("reward/mean"), run.series("advantage/zero_group_fraction")
+    if len(entropy) < 5 or not rewards or run.solved_share >= 0.9 or (equal and equal.last < 0.5):
+        return None
+    # Most groups have lost their signal since the beginning, and not by solving the task.
+    is_stuck = equal and equal.last >= max(0.7, equal.first + 0.3) and run.gain < 0.2
+    bound = max(LITTLE, COLLAPSED * entropy.first, FALLEN * entropy.first if is_stuck else 0.0)
+    if entropy.last > bound or entropy.first <= bound:
+        return None
+    groups = f"; groups of equal rewards {equal.ends(2)}" if equal else ""
+    evidence = f"nats per token {entropy.ends()}; reward {rewards.last:.3f} of {run.reward_range[1]:g}{groups}"
+    return finding("entropy_collapse", entropy.since(lambda value: value <= bound), evidence)
+
+
+def entropy_explosion(run: RunRecord) -> Finding | None:
+    """Find a policy that becomes random while its reward falls."""
+    entropy, rewards = run.entropy(), run.series("reward/mean")
+    if len(entropy) < 5 or not rewards or rewards.last > rewards.first:
+        return None
+    bound = 2 * entropy.first
+    if entropy.last < max(bound, entropy.first + 0.5):
+        return None
+    evidence = f"nats per token {entropy.ends()}; reward {rewards.ends()}"
+    coeff = run.setting("actor_rollout_ref.actor.entropy_coeff")
+    return finding("entropy_explosion", entropy.since(lambda value: value >= bound), evidence, coeff=coeff)
+
+
+def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
+    """Find log-probs of the sampled tokens that differ between engine and trainer."""
+    differences, stale = run.series("rollout/logprob_diff_mean"), run.series("staleness/max")
+    if not differences or differences.last < AGREES or (stale and stale.last > 0):
+        return None
+    given = run.setting("actor_rollout_ref.model.override_config") or {}
+    drops = [f"{name}={value}" for name, value in given.items() if "drop" in str(name) and value]
+    engine, trainer = (run.setting(f"actor_rollout_ref.{key}", "auto") for key in ("rollout.dtype", "actor.fsdp_config.dtype"))
+    if drops:
+        cause = f"The trainer drops at random ({', '.join(drops)}), and the engine does not: they run different models."
+    elif engine != trainer:
+        cause = f"The engine computes in {engine}, and the trainer in {trainer} (auto: bfloat16 on GPUs, float32 on CPUs)."
+    elif differences.last > 3 * differences.first:
+        cause = "The difference grows: the weights of the engine are not the trainer's, or training amplifies rounding."
+    else:
+        cause = "Another precision, another temperature, another chat template or attention, on one of the two sides."
+    return finding(
+        "sampler_trainer_disagree",
+        differences.since(lambda one: one >= AGREES),
+        f"log-probs differ by {differences.last:.3f} nats per token on average ({differences.first:.3f} at first); "
+        "float32 differs by 1e-6",
+        watch=differences.last < DISAGREES,
+        cause=cause,
+        dropout="set the dropout in actor_rollout_ref.model.override_config to 0" if drops else "",
+    )
+
+
+def ratio_out_of_range(run: RunRecord) -> Finding | None:
+    """Find batches of which much is clipped."""
+    equal, of_all = dict(run.series("advantage/zero_group_fraction").points), run.series("actor/pg_clipfrac")
+    # Tokens of groups without a signal have no gradient to clip: the share is that of all others.
+    clipped = Series([(at, value / (1 - equal.get(at, 0.0))) for at, value in of_all.points if equal.get(at, 0.0) < 1])
+    if len(clipped) < 3 or clipped.last < MANY_CLIPPED or of_all.last < CLIPPED_OF_ALL:
+        return None
+    largest = max(run.series("actor/ratio_max").values, default=float("nan"))
+    evidence = f"actor/pg_clipfrac {of_all.last:.2f} of all tokens, the largest ratio {largest:.3g}"
+    since = clipped.since(lambda one: one >= MANY_CLIPPED)
+    return finding("ratio_out_of_range", since, evidence, watch=True, share=clipped.last)
+
+
+def off_policy(run: RunRecord) -> Finding | None:
+    """Find tokens that are too old: the policy has left the one that sampled them."""
+    staleness = run.series("staleness/mean")
+    if not staleness or staleness.last <= 0:
+        return None
+    signs: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+        ("rollout_corr/rollout_is_eff_sample_size", "the effective sample size is", lambda one: one <= FEW_EFFECTIVE),
+        ("actor/pg_clipfrac", "the share of clipped tokens is", lambda one: one >= MANY_CLIPPED),
+        ("rollout/logprob_diff_mean", "log-probs of policy and sampler differ by", lambda one: one >= FAR_OFF),
+    )
+    seen = [(series, words, holds) for key, words, holds in signs if (series := run.series(key)) and holds(series.last)]
+    if not seen:
+        return None
+    shown = "; ".join(f"{words} {series.last:.2f}" for series, words, _ in seen)
+    evidence = f"tokens are {staleness.last:.2f} versions old on average; {shown}"
+    return finding("off_policy", min(series.since(holds) for series, _, holds in seen), evidence, watch=True)
+
+
+def truncation(run: RunRecord) -> Finding | None:
+    """Find responses that end at the limit and not by themselves."""
+    cut = run.series("response_length/clip_ratio")
+    if len(cut) < 3 or cut.last < MANY_CUT or run.setting("actor_rollout_ref.rollout.ignore_eos"):
+        return None
+    unrewarded = max(run.series("reward/max").values, default=1.0) <= 0
+    return finding(
+        "truncation",
+        cut.since(lambda value: value >= MANY_CUT),
+        f"response_length/clip_ratio {cut.ends(2)}" + ("; no response was ever rewarded" if unrewarded else ""),
+        watch=cut.last <= 0.9,
+        share=cut.last,
+        limit=run.setting("data.max_response_length"),
+        cause="Training made the responses longer until most of them do not end: a cut response is judged on half an answer."
+        if cut.last > cut.first + 0.2
+        else "The model does not end its responses: the limit is too short, or it does not know the end token of the template.",
+    )
+
+
+def truncation_grows(run: RunRecord) -> Finding | None:
+    """Find responses that grow into the limit while the reward rises with them."""
+    cut, lengths, rewards = map(run.series, ("response_length/clip_ratio", "response_length/mean", "reward/mean"))
+    if min(map(len, (cut, lengths, rewards))) < 5 or run.setting("actor_rollout_ref.rollout.ignore_eos"):
+        return None
+    if cut.last < cut.first + 0.2 or lengths.last < 1.3 * lengths.first or run.gain < 0.1:
+        return None
+    evidence = f"share that is cut off {cut.ends(2)}; tokens {lengths.ends(0)}; reward {rewards.ends()}"
+    since = cut.since(lambda value: value > cut.first + 0.1)
+    return finding("truncation_grows", since, evidence, watch=cut.last <= MANY_CUT)
+
+
+def length_without_reward(run: RunRecord) -> Finding | None:
+    """Find responses that grow while rewards do not."""
+    lengths, rewards = run.series("response_length/mean"), run.series("reward/mean")
+    if len(lengths) < 10 or len(rewards) < 10:
+        return None
+    bound = 1.5 * lengths.first
+    if lengths.last < max(bound, lengths.first + 4) or run.gain > 0.05:
+        return None
+    evidence = f"tokens {lengths.ends(0)}; reward {rewards.ends()}"
+    return finding("length_without_reward", lengths.since(lambda value: value >= bound), evidence, watch=True)
+
+
+def repetition(run: RunRecord) -> Finding | None:
+    """Find responses that repeat themselves."""
+    now, before = _repeating(run.last_rollouts), _repeating(run.first_rollouts)
+    if now is None or now < 0.2 or (before is not None and now < before + 0.1 and before < 0.5):
+        return None
+    begin, step = min(run.rollout_files), max(run.rollout_files)
+    evidence = f"{before or 0:.0%} in step {begin}, {now:.0%} in step {step}, by their compressed size"
+    return finding("repetition", step, evidence, watch=True, share=now)
+
+
+def _repeating(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the share of long responses that compress to almost nothing; None where fewer than 8 are long."""
+    long = [str(one["response"]).encode() for one in rollouts if len(str(one.get("response", ""))) >= LONG]
+    if len(long) < 8:
+        return None
+    return statistics.fmean(float(len(zlib.compress(text)) < REPEATS * len(text)) for text in long)
+
+
+# ---- rewards and the signal in them -----------------------------------------------------------------------
+
+
+def reward_failures(run: RunRecord) -> Finding | None:
+    """Find rewards that cannot be computed."""
+    kinds = {kind: run.series(f"reward/{kind}") for kind in ("timeouts", "errors", "invalid", "dropped")}
+    totals = {kind: sum(series.values) for kind, series in kinds.items()}
+    failed = totals["timeouts"] + totals["errors"] + totals["invalid"]
+    sampled = _rollouts_per_step(run) * run.num_steps
+    if not failed or failed < MANY_FAILURES * sampled:
+        return None
+    worst = max(("timeouts", "errors", "invalid"), key=lambda kind: totals[kind])
+    cause = next((str(one["failure_cause"]) for one in run.last_rollouts if one.get("failure_cause")), "")
+    return finding(
+        "reward_failures",
+        next(step for step, value in kinds[worst].points if value > 0),
+        ", ".join(f"{value:.0f} {FAILURES[kind]}" for kind, value in totals.items() if value)
+        + (f"; the last cause: {cause.splitlines()[0][:160]}" if cause else ""),
+        failed=failed,
+        sampled=sampled,
+        worst=FAILURES[worst],
+        remedy="raise reward.timeout_s where it is slow" if worst == "timeouts" else "mend the function: docs/rewards.md",
+    )
+
+
+def reward_constant(run: RunRecord) -> Finding | None:
+    """Find that all responses always got the same reward: none, or more than that."""
+    constant = _constant_reward(run)
+    cut = run.series("response_length/clip_ratio")
+    if constant is None:
+        return None
+    if constant <= 0 and cut and min(cut.values) > 0.95 and not run.setting("actor_rollout_ref.rollout.ignore_eos"):
+        return None  # `truncation` names the cause
+    one = next((one for one in run.last_rollouts if one.get("response")), None)
+    example = f"; for instance {one['response'][:60]!r} where {str(one.get('ground_truth'))[:60]!r} is right" if one else ""
+    sampled = f"{_rollouts_per_step(run) * run.num_steps:.0f} responses of {run.num_steps} steps"
+    evidence = f"the reward of all {sampled} is {constant:g}{example}"
+    name = "reward_constant" if constant > 0 else "reward_never_seen"
+    return finding(name, run.series("reward/min").points[0][0], evidence)
+
+
+def groups_without_signal(run: RunRecord) -> Finding | None:
+    """Find that most groups have equal rewards, and say whether they are too easy or too hard."""
+    equal, rewards = run.series("advantage/zero_group_fraction"), run.series("reward/mean")
+    if len(equal) < FEW_STEPS or not rewards or equal.last < 0.7 or _constant_reward(run) is not None:
+        return None
+    if run.gain > 0.1:
+        return None  # a run that has learnt its task has groups without signal
+    solved = run.solved_share
+    name = "groups_too_easy" if solved >= 0.8 else "few_groups_with_signal" if solved > 0.2 else "groups_too_hard"
+    evidence = f"advantage/zero_group_fraction {equal.ends(2)}; reward {rewards.last:.3f}"
+    return finding(name, equal.since(lambda value: value >= 0.7), evidence, watch=equal.last <= 0.9, share=equal.last)
+
+
+def validation_falls(run: RunRecord) -> Finding | None:
+    """Find a training reward that rises while validation falls."""
+    rewards = run.series("reward/mean")
+    for key in run.validation_keys:
+        measured = run.series(key, validation=True)
+        if len(measured) < 3 or len(rewards) < 6:
+            continue
+        best = max(measured.values)
+        at, end = measured.points[measured.values.index(best)][0], measured.points[-1][0]
+        after = Series([point for point in rewards.points if point[0] > at])
+        before = Series([point for point in rewards.points if point[0] <= at] or rewards.points[:1])
+        prompts = len({prompt_key(one) for one in run.validated(end)})
+        margin = 2 * math.sqrt(max(0.0, measured.now * (1 - measured.now)) / prompts) if prompts else 0.0
+        if at == end or best - measured.now <= max(0.05, margin) or len(after) < 3 or after.last < before.last + 0.02:
+            continue
+        hacked = any("reward_model" in name or "judge" in name for name in _parts(run))
+        return finding(
+            "reward_model_hacked" if hacked else "validation_falls",
+            at,
+            f"{key} was {best:.3f} at step {at} and is {measured.now:.3f} now; the training reward went from {before.last:.3f} "
+            f"to {after.last:.3f}",
+            checkpoint=f"take the checkpoint of step {at}",
+        )
+    return None
+
+
+def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
+    """Find a reward model that agrees less and less with the rule that is logged beside it."""
+    agreement = run.series("iterate/agreement")
+    if len(agreement) < 5 or agreement.last >= 0.6 or agreement.last > agreement.first - 0.1:
+        return None
+    evidence = f"share of the pairs on which both agree {agreement.ends(2)}"
+    return finding("reward_model_hacked", agreement.since(lambda value: value < 0.6), evidence, checkpoint="")
+
+
+def reward_exploited(run: RunRecord) -> Finding | None:
+    """Find a training reward that rises while an audit of the same responses falls or stays.
+
+    The last steps are compared with each run of as many before them, by tests of the prompts' means. Found where the reward has
+    risen, the audit has not, and the rise of the paired difference between what the reward should be worth to the audit and the audit is
+    too large for chance. This last test keeps the chance of one false alarm at most FALSE_ALARM over all comparisons of all
+    steps of one audit: Bonferroni's correction, step k having 1/(k (k + 1)) of it.
+    """
+    ending = "/num_prompts"
+    keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("audit/") and key.endswith(ending))
+    for name in (key.removesuffix(ending) for key in keys):
+        needed = {name, *(f"{name}/{end}" for end in ("std", "reward", "reward_std", "correlation"))}
+        points = [record for record in run.training if record.get(name + ending) and record.keys() >= needed]
+        if len(points) < 2 * COMPARED_STEPS:
+            continue
+        # Sums over prompts of 1, reward, audit, their squares and their product, over all steps before each: [steps + 1, 6].
+        sums = np.cumsum([np.zeros(6), *(_moments(record, name) for record in points)], axis=0)
+        windows = sums[COMPARED_STEPS:] - sums[:-COMPARED_STEPS]
+        before, now = windows[:-COMPARED_STEPS], windows[-1]
+        step = points[-1]["step"]
+        chance = FALSE_ALARM / (step * (step + 1) * len(before) * 2)
+        reward, audit, gap = _rises(sums[COMPARED_STEPS:-COMPARED_STEPS], before, now)
+        found = np.flatnonzero((reward > RISE) & (audit < RISE) & (gap > -NormalDist().inv_cdf(chance)))
+        if not len(found):
+            continue
+        start = int(found[np.argmax(gap[found])])
+        begin, end, first = (int(points[at]["step"]) for at in (start, start + COMPARED_STEPS - 1, -COMPARED_STEPS))
+        ends = [f"{before[start][at] / before[start][0]:.3f} -> {now[at] / now[0]:.3f}" for at in (1, 2)]
+        evidence = (
+            f"steps {begin} to {end} -> steps {first} to {step:.0f}: reward {ends[0]}, {name} {ends[1]}; the paired "
+            f"difference has grown by {gap[start]:.1f} standard errors"
+        )
+        return finding("reward_exploited", end, evidence, audit=name)
+    return None
+
+
+def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
+    """Return the sums over the prompts of one step: their number, reward, audit, both squares and the product, [6]."""
+    number, reward, audit = record[f"{name}/num_prompts"], record[f"{name}/reward"], record[name]
+    spread, audit_spread = record[f"{name}/reward_std"], record[f"{name}/std"]
+    product = record[f"{name}/correlation"] * spread * audit_spread + reward * audit
+    return number * np.array([1.0, reward, audit, spread**2 + reward**2, audit_spread**2 + audit**2, product])
+
+
+def _rises(until: np.ndarray, before: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rises of reward and audit, and how much less the audit has risen than it should have: three times [windows].
+
+    All are in standard errors. `before` has the sums of `_moments` over each window, [windows, 6], `until` those over all steps to
+    its end, `now` those of the last window.
+    Each prompt's audit is compared with slope * its reward, by the larger of two tests, whose variance is that of both windows
+    together, as under the hypothesis that nothing has changed. One slope is the regression of audit on reward until then, with
+    its own error: what a reward was worth. The other is a quarter of the ratio of the standard deviations, for a reward that never had
+    to do with the audit.
+    """
+    count, reward, audit, *_ = _central(before)
+    known, _, _, spread, _, shared = _central(until)
+    both = _central(before + now)
+    rise, audit_rise = now[1] / now[0] - reward, now[2] / now[0] - audit
+    error = np.sqrt(1 / count + 1 / now[0])
+    worth = np.divide(shared, spread, out=np.zeros_like(shared), where=spread > TINY)
+    least = LEAST_WORTH * np.sqrt(both[4] / np.maximum(both[3], TINY))
+    short = []
+    for slope, estimated in ((worth, 1.0), (least, 0.0)):
+        variance = np.maximum(both[4] - 2 * slope * both[5] + slope**2 * both[3], TINY)
+        factor = error**2 + estimated * rise**2 / (known * np.maximum(spread, TINY))
+        short.append((slope * rise - audit_rise) / np.sqrt(variance * factor))
+    rises = [one / (error * np.sqrt(np.maximum(variance, TINY))) for one, variance in ((rise, both[3]), (audit_rise, both[4]))]
+    return rises[0], rises[1], np.maximum(*short)
+
+
+def _central(sums: np.ndarray) -> np.ndarray:
+    """Return number, means of reward and audit, their variances and covariance from the sums of `_moments`: [6, windows]."""
+    _, reward, audit, *squares = (sums / sums[:, :1]).T
+    squares = [squares[0] - reward**2, squares[1] - audit**2, squares[2] - reward * audit]
+    return np.array([sums[:, 0], reward, audit, *squares])
+
+
+def format_without_answer(run: RunRecord) -> Finding | None:
+    """Find that the form of the answer is learnt and the answer is not."""
+    parts = {name: run.series(f"reward/{name}") for name in _parts(run)}
+    forms = [name for name in parts if "format" in name.lower()]
+    answers = {
+        name: values
+        for name, values in parts.items()
+        if name not in (*forms, "acc", "overlong") and "/" not in name and len(values) >= FEW_STEPS
+    }
+    for form in forms:
+        shape = parts[form]
+        if len(shape) < 5 or not answers or shape.last < 0.8 or shape.last < shape.first + 0.1:
+            continue
+        if all(values.last < 0.1 and values.last <= values.first + 0.02 for values in answers.values()):
+            others = ", ".join(f"{name} {values.last:.3f}" for name, values in answers.items())
+            since = shape.since(lambda value: value >= 0.8)
+            return finding("format_without_answer", since, f"{form} {shape.ends(2)}; {others}", form=form)
+    return None
+
+
+def memorised(run: RunRecord) -> Finding | None:
+    """Find prompts that are solved after several passes over them, while new ones are not."""
+    epochs, rewards = run.series("trainer/epoch"), run.series("reward/mean")
+    if not epochs or epochs.now < 2 or len(rewards) < 5 or run.solved_share <= 0.9:
+        return None
+    for key in run.validation_keys:
+        measured = run.series(key, validation=True)
+        if measured and measured.now < run.solved_share - 0.25:
+            evidence = f"reward {rewards.last:.3f} in epoch {epochs.now:.0f}, {key} {measured.now:.3f}"
+            return finding("memorised", measured.points[-1][0], evidence)
+    return None
+
+
+def _constant_reward(run: RunRecord) -> float | None:
+    """Return the one reward that all responses of all steps got; None where two differ, or before FEW_STEPS steps."""
+    low, high = run.series("reward/min").values, run.series("reward/max").values
+    if len(low) < FEW_STEPS or not high or max(high) != min(low):
+        return None
+    return low[0]
+
+
+def _parts(run: RunRecord) -> list[str]:
+    keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("reward/"))
+    own = {f"reward/{name}" for name in (*OVERALL, *FAILURES)}
+    return [key.removeprefix("reward/") for key in keys if key not in own and not key.endswith("/std")]
+
+
+def _rollouts_per_step(run: RunRecord) -> float:
+    size, n = run.setting("data.train_batch_size", 0), run.setting("actor_rollout_ref.rollout.n", 1)
+    return float(len(run.last_rollouts) or (size or 0) * (n or 1))
+
+
+RULES: tuple[Callable[[RunRecord], Finding | None], ...] = (
+    nonfinite,
+    learning_rate_zero,
+    prompts_cut,
+    reward_failures,
+    nothing_trained,
+    reward_constant,
+    reward_exploited,
+    sampler_trainer_disagree,
+    learning_rate_too_high,
+    entropy_explosion,
+    truncation_grows,
+    truncation,
+    memorised,
+    opinion_parts_from_rules,
+    validation_falls,
+    format_without_answer,
+    kl_runaway,
+    entropy_collapse,
+    length_without_reward,
+    repetition,
+    off_policy,
+    ratio_out_of_range,
+    groups_without_signal,
+)
+"""Every rule, causes before what they bring about: a learning rate that is far too high also ruins KL, entropy and reward, and
+is named first."""
