@@ -58,12 +58,9 @@ def save_with(
 ) -> Path:
     """Save as a run does (`trainer.saving`), in one call: `write` fills the folder."""
     draft = store.begin(step, state, needed)
-    try:
-        written = write(draft.folder) or {}
-    except OSError as error:
-        store.abandon(draft)
-        raise store.not_written(draft, error) from error
-    store.clear(step, store.publish(draft, written))
+    with store.writing(draft):
+        replaced = store.publish(draft, write(draft.folder) or {})
+    store.clear(step, replaced)
     return store.folder / f"step_{step}"
 
 

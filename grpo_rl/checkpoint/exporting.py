@@ -8,16 +8,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_rl.checkpoint.manifest import MANIFEST, verify
-from grpo_rl.checkpoint.policy_state import load_weights
+from grpo_rl.checkpoint.rank_files import load_weights
 from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.run_files import parsed, read_bytes, read_json
-
-if TYPE_CHECKING:
-    from grpo_rl.models.forward import PolicyModel
 
 MARK = "export.json"
 """The file that is written last: the step, and the digest of the manifest that the export was made from."""
@@ -43,54 +40,41 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
     ConfigError for a base that cannot be used.
     """
     from grpo_rl.models import fsdp, load, lora
+    from grpo_rl.models.forward import PolicyModel
 
     verify(checkpoint)
     own_code = bool(model.get("trust_remote_code"))
-    policy = _policy(base, model)
+    config = load.load_config(base, trust_remote_code=own_code, override=model.get("override_config"))
+    lm = load.load_lm(base, config, trust_remote_code=own_code)
+    names = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+    settings = ModelConfig(path=base, **{name: model[name] for name in names if name in model})
+    if settings.lora_rank:
+        lora.add_adapters(lm, settings)
+    policy = PolicyModel(lm)
+    if settings.lora_rank:
+        policy.adapters = lora.describe(lm, settings)
     load_weights(checkpoint, policy)
     tokenizer = load.load_tokenizer(model.get("tokenizer_path") or base, trust_remote_code=own_code)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True) as folder:
+            fresh = Path(folder) / target.name
+            fresh.mkdir()
+            fsdp.save_model(policy, fresh)
+            if policy.adapters is not None:
+                tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
+                lora.save_adapter(fresh / lora.FOLDER, policy.lm, policy.adapters, tensors)
+            tokenizer.save_pretrained(fresh)
+            mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
+            (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
+            if target.exists():
+                if not (target / MARK).is_file():
+                    raise CheckpointError(f"{target} is there and is no export; give another folder")
+                shutil.rmtree(target)
+            os.replace(fresh, target)
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
-    try:
-        fresh.chmod(0o755)
-        fsdp.save_model(policy, fresh)
-        if policy.adapters is not None:
-            tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
-            lora.save_adapter(fresh / lora.FOLDER, policy.lm, policy.adapters, tensors)
-        tokenizer.save_pretrained(fresh)
-        mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
-        (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
-        if target.exists():
-            if not (target / MARK).is_file():
-                raise CheckpointError(f"{target} is there and is no export; give another folder")
-            shutil.rmtree(target)
-        os.replace(fresh, target)
-    except OSError as error:
-        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return target
-
-
-def _policy(base: str, model: Mapping[str, Any]) -> PolicyModel:
-    """Return the policy of a run as its first step had it, with adapters where the run trains them."""
-    from grpo_rl.models import load, lora
-    from grpo_rl.models.forward import PolicyModel
-
-    own_code = bool(model.get("trust_remote_code"))
-    config = load.load_config(base, trust_remote_code=own_code, override=model.get("override_config"))
-    lm = load.load_lm(base, config, trust_remote_code=own_code)
-    if not model.get("lora_rank"):
-        return PolicyModel(lm)
-    names = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
-    settings = ModelConfig(path=base, **{name: model[name] for name in names if name in model})
-    lora.add_adapters(lm, settings)
-    policy = PolicyModel(lm)
-    policy.adapters = lora.describe(lm, settings)
-    return policy
 
 
 def _seal(checkpoint: Path) -> str:

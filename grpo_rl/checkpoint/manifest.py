@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import stat
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from grpo_rl.checkpoint import files
-from grpo_rl.checkpoint.files import Entry, Files
+from grpo_rl.checkpoint.files import Files, entry_of
 from grpo_rl.errors import CheckpointError, DataError
 from grpo_rl.run_files import parsed, read_bytes
 
@@ -84,12 +83,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder} is not a checkpoint: its {MANIFEST} cannot be read ({_reason(error)})") from error
 
 
-def verify(folder: Path, entry_of: Callable[[Path], Entry] = files.entry_of) -> Checkpoint:
+def verify(folder: Path) -> Checkpoint:
     """Return the checkpoint in `folder` after reading every file: each is as it was written, and holds what it should.
 
     Raises CheckpointError naming the first thing that is not so: a file that is missing, changed or unknown, or a field or
-    tensor that cannot be used. Nothing outside the folder is read, whatever the
-    manifest names. `entry_of` reads a file.
+    tensor that cannot be used. Nothing outside the folder is read, whatever the manifest names.
     """
     manifest = read_manifest(folder)
     named = step_of(folder.name)
@@ -98,8 +96,6 @@ def verify(folder: Path, entry_of: Callable[[Path], Entry] = files.entry_of) -> 
     for name, entry in manifest.files.items():
         path = _inside(folder, name)
         try:
-            if not stat.S_ISREG(path.lstat().st_mode):
-                raise CheckpointError(f"{folder}: {name} is missing (something that is no file is in its place)")
             if path.stat().st_size != entry[0] or entry_of(path) != entry:
                 raise CheckpointError(f"{folder}: {name} is not the file that was written (size or SHA-256 differs)")
         except FileNotFoundError as error:

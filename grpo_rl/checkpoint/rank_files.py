@@ -1,27 +1,45 @@
-"""One rank's part of a checkpoint: written at once, or copied and written by a thread while the training goes on."""
+"""One rank's part of a checkpoint: its rows of a policy's weights and optimizer, and its random state.
+
+Every rank writes its own files, at once, or from a copy in a thread while the training goes on; any number of ranks reads them.
+A frozen policy, which has neither optimizer nor schedule, has weights alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from grpo_rl.checkpoint import policy_state
-from grpo_rl.checkpoint.files import Files, entry_of, not_written, write_file
-from grpo_rl.checkpoint.tensors import HostMemory
+from grpo_rl.background import has_ended, in_background
+from grpo_rl.checkpoint.files import Files, entry_of, flush, not_written, write_file
+from grpo_rl.checkpoint.manifest import TRAINING
+from grpo_rl.checkpoint.tensors import HostMemory, Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
+from grpo_rl.models.lora import Adapters
+from grpo_rl.models.optim import AVERAGE
+from grpo_rl.models.sharded_load import is_first_replica, local_of, rows_of
 
 NICER = 4
 """The niceness that a writing thread adds to that of a training one. More would hold up the training: the writing thread
 needs the interpreter's lock for moments, and a thread with less right to a busy core gives the lock back late."""
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq", AVERAGE)
+
+Training = tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]
+"""The optimizer and the schedule of a policy that is trained."""
 
 
 class RankFiles:
@@ -43,8 +61,7 @@ class RankFiles:
         self._copied.set()
         if optimizer is not None:
             optimizer.register_step_pre_hook(self.wait_for_copy)
-        self._thread: threading.Thread | None = None
-        self._outcome: Files | CheckpointError | None = None
+        self._saving: Future[Files] | None = None
 
     def save(
         self, folder: Path, *, check: bool = False, background: bool = False, texts: Mapping[str, str] | None = None
@@ -55,47 +72,62 @@ class RankFiles:
         read back. `texts` are files that rank 0 writes beside its own. `saved` returns the outcome. Raises CheckpointError
         when an earlier save does not end.
         """
-        if self._thread is not None:
-            self._thread.join(self.patience_s)
-            if self._thread.is_alive():
-                raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
-        self._outcome = self._thread = None
+        if self._saving is not None and not has_ended(self._saving, self.patience_s):
+            raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
         fsdp.reshard(self.policy)
-        share = policy_state.take(self.policy, self.training, self.rank)
+        # The thread takes the share out of the list: its tensors can be freed as soon as they are copied.
+        shares = [take(self.policy, self.training, self.rank)]
         texts = texts if texts and self.rank == 0 else {}
         if not background:
-            self._write(folder, share, texts, check)
+            self._saving = Future()
+            try:
+                self._saving.set_result(self._written(folder, shares.pop(), texts, check))
+            except CheckpointError as error:
+                self._saving.set_exception(error)
             return
         self._copied.clear()
-        # The thread takes the share out of the list: its tensors can be freed as soon as they are copied.
-        arguments = (folder, [share], texts, check, _Moment.of(share))
-        self._thread = threading.Thread(target=self._copy_and_write, args=arguments, name="checkpoint", daemon=True)
-        self._thread.start()
+        # A stream whose copies wait for the GPU's work until now, and for none that the training starts after it.
+        on_gpu = [part.tensor.device for parts in shares[0].parts.values() for part in parts.values() if part.tensor.is_cuda]
+        stream = torch.cuda.Stream(on_gpu[0]) if on_gpu else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(on_gpu[0]))
+        self._saving = in_background("checkpoint", lambda: self._copied_and_written(folder, shares, texts, check, stream))
 
     def saved(self, wait_s: float = 0.0) -> Files | None:
         """The files that the last `save` wrote; None when it is not done within `wait_s`; none where nothing was saved here.
 
         Raises CheckpointError when they could not be written.
         """
-        if self._thread is not None:
-            self._thread.join(wait_s)
-            if self._thread.is_alive():
-                return None
-            self._thread = None
-        outcome = self._outcome
-        if isinstance(outcome, CheckpointError):
-            raise outcome
-        return outcome or {}
+        if self._saving is None:
+            return {}
+        return self._saving.result(0) if has_ended(self._saving, wait_s) else None
 
     def num_bytes(self) -> int:
-        """Return about how many bytes `save` writes."""
-        return policy_state.state_bytes(self.policy, frozen=self.training is None)
+        """Return about how many bytes `save` writes: this rank's rows of the weights and, unless frozen, of AdamW's two moments of each."""
+        written = [p for p in kept_parameters(self.policy).values() if is_first_replica(p)]
+        return sum((1 if self.training is None else 3) * local_of(p).numel() * p.element_size() for p in written)
 
     def load(self, folder: Path) -> None:
-        """Restore what ranks of any number wrote into `folder`."""
+        """Restore what ranks of any number wrote into `folder`; every rank reads its own rows, whatever files they are in.
+
+        Random states are per rank, so with another number of ranks they start from the run's seed again. Raises
+        CheckpointError when names or shapes are not those of this policy.
+        """
         self.wait_for_copy()
         fsdp.reshard(self.policy)
-        policy_state.load(folder, self.policy, self.training, self.rank)
+        noted = load_weights(folder, self.policy)
+        if self.training is None:
+            return
+        optimizer, scheduler = self.training
+        world_size = int(noted["world_size"])
+        with Shards([_path(folder, "optimizer", number) for number in range(world_size)]) as shards:
+            _load_optimizer(shards, self.policy, optimizer)
+        _set_schedule(scheduler, noted["num_optimizer_steps"])
+        if world_size == dist.get_world_size():
+            with Shards([_path(folder, "rng", self.rank)]) as shards:
+                torch.set_rng_state(shards.whole("rng_cpu"))
+                if "rng_cuda" in shards.shapes and torch.cuda.is_available():
+                    torch.cuda.set_rng_state(shards.whole("rng_cuda"))
 
     def wait_for_copy(self, *_: Any) -> None:
         """Wait for a running copy; to be called before anything changes what is being copied."""
@@ -104,65 +136,196 @@ class RankFiles:
                 f"the state of rank {self.rank} was not copied for its checkpoint within {self.patience_s:.0f} s"
             )
 
-    def _copy_and_write(
-        self, folder: Path, state: list[policy_state.Share], texts: Mapping[str, str], check: bool, moment: _Moment
-    ) -> None:
+    def _copied_and_written(
+        self, folder: Path, shares: list[Share], texts: Mapping[str, str], check: bool, stream: torch.cuda.Stream | None
+    ) -> Files:
         try:
-            with moment.copying():
-                share = policy_state.copied(state.pop(), self._memory)
+            with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+                share = copied(shares.pop(), self._memory)
+            if stream is not None:
+                stream.synchronize()
         except Exception as error:
-            self._outcome = CheckpointError(f"cannot copy what {folder} is to hold: {type(error).__name__}: {error}")
-            return
+            raise CheckpointError(f"cannot copy what {folder} is to hold: {type(error).__name__}: {error}") from error
         finally:
             self._copied.set()
-        _step_back()
-        self._write(folder, share, texts, check)
+        if sys.platform == "linux":  # elsewhere niceness is the whole process's
+            with contextlib.suppress(OSError):
+                os.nice(NICER)
+        return self._written(folder, share, texts, check)
 
-    def _write(self, folder: Path, share: policy_state.Share, texts: Mapping[str, str], check: bool) -> None:
-        """Write the files and keep the outcome for `saved`, errors included: in a thread nothing else would see them."""
+    def _written(self, folder: Path, share: Share, texts: Mapping[str, str], check: bool) -> Files:
+        """Return the files that are written, all of them flushed. Raises CheckpointError."""
         try:
             entries = {name: write_file(folder / name, [text.encode()]) for name, text in texts.items()}
-            entries |= policy_state.write(folder, share)
+            for kind, parts in share.parts.items():
+                path = _path(folder, kind, self.rank)
+                entries[path.name] = write_parts(path, parts)
+            if self.rank == 0:
+                entries[TRAINING] = write_file(folder / TRAINING, [json.dumps(share.noted).encode()])
+            flush(folder)
             for name, entry in entries.items() if check else ():
                 if entry_of(folder / name) != entry:
                     raise OSError(5, f"{name} does not read back as it was written")
-            self._outcome = entries
+            return entries
         except OSError as error:
-            self._outcome = not_written(folder, error, policy_state.share_bytes(share))
+            raise not_written(folder, error, self.num_bytes()) from error
         except Exception as error:
-            self._outcome = CheckpointError(f"cannot write {folder}: {type(error).__name__}: {error}")
+            raise CheckpointError(f"cannot write {folder}: {type(error).__name__}: {error}") from error
 
 
-class _Moment:
-    """A point in a GPU's main stream; a copy that another thread makes waits for the work before it."""
-
-    def __init__(self, device: torch.device | None) -> None:
-        self.device, self.event = device, None
-        if device is not None:
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(device))
-
-    @staticmethod
-    def of(share: policy_state.Share) -> _Moment:
-        """Return the present point of the stream of the GPU that holds the share; an empty one where no GPU does."""
-        parts = (*share.weights.values(), *share.moments.values())
-        return _Moment(next((part.tensor.device for part in parts if part.tensor.is_cuda), None))
-
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        """Make copies inside wait for that point, and for nothing that the training starts after it."""
-        if self.event is None:
-            yield
-            return
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_event(self.event)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+# ---- a rank's share ------------------------------------------------------------------------------------------------
 
 
-def _step_back() -> None:
-    """Raise this thread's niceness; only Linux has one for each thread, so elsewhere nothing changes."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.nice(NICER)
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank writes into a checkpoint."""
+
+    parts: dict[str, dict[str, Part]]
+    """Its tensors, by the kind of their file (`weights`, `optimizer`, `rng`) and by name."""
+    noted: dict[str, Any]
+    """The content of the file that rank 0 writes for all."""
+
+
+def kept_parameters(policy: nn.Module) -> dict[str, Any]:
+    """Return the parameters that a state consists of, by name: those that are trained, and of a frozen policy all.
+
+    The frozen weights under adapters are the base model's, which are read from its own files.
+    """
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    return trained or dict(policy.named_parameters())
+
+
+@torch.no_grad()  # with gradients a shard is looked up through autograd, which takes three times as long
+def take(policy: nn.Module, training: Training | None, rank: int) -> Share:
+    """This rank's rows of everything that decides the policy's future, of a frozen one of its weights; not a collective.
+
+    Weights and moments are the ones in use, until the next optimizer step: see `copied`. The parameters must be
+    sharded (see `fsdp.reshard`).
+    """
+    weights: dict[str, Part] = {}
+    moments: dict[str, Part] = {}
+    for name, parameter in kept_parameters(policy).items():
+        _keep(weights, name, parameter, rank)
+        for key, value in training[0].state.get(parameter, {}).items() if training else ():
+            _keep(moments, f"{key}:{name}", value, rank)
+    noted: dict[str, Any] = {"num_optimizer_steps": 0, "world_size": dist.get_world_size()}
+    if training is None:
+        return Share({"weights": weights}, noted | {"frozen": True})
+    noted["num_optimizer_steps"] = training[1].last_epoch
+    if (adapters := _adapters_of(policy)) is not None:
+        noted["lora"] = asdict(adapters)
+    random = {"rng_cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        random["rng_cuda"] = torch.cuda.get_rng_state()
+    rng = {name: Part(state, 0, tuple(state.shape)) for name, state in random.items()}
+    return Share({"weights": weights, "optimizer": moments, "rng": rng}, noted)
+
+
+def copied(share: Share, memory: HostMemory) -> Share:
+    """The share in this host memory, where it stays what it is while training goes on."""
+    return Share(
+        {
+            kind: {name: replace(part, tensor=memory.keep((kind, name), part.tensor)) for name, part in parts.items()}
+            for kind, parts in share.parts.items()
+        },
+        share.noted,
+    )
+
+
+@torch.no_grad()
+def load_weights(folder: Path, policy: nn.Module) -> dict[str, Any]:
+    """Restore the weights that ranks wrote, and return what was noted beside them.
+
+    Raises CheckpointError when names or shapes are not those of this policy.
+    """
+    noted: dict[str, Any] = json.loads((folder / TRAINING).read_text(encoding="utf-8"))
+    _check_adapters(folder, noted.get("lora"), _adapters_of(policy))
+    kept = kept_parameters(policy)
+    with Shards([_path(folder, "weights", number) for number in range(int(noted["world_size"]))]) as shards:
+        _check_names(folder, shards.shapes, {name: tuple(p.shape) for name, p in kept.items()})
+        for name, parameter in kept.items():
+            local_of(parameter).copy_(shards.rows(name, *rows_of(parameter)) if parameter.dim() else shards.whole(name))
+    return noted
+
+
+def weights_of(policy: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of this rank's share of the weights that are trained, of a frozen policy of all. Not a collective."""
+    return {name: local_of(p.detach()).to("cpu", copy=True) for name, p in kept_parameters(policy).items()}
+
+
+@torch.no_grad()
+def put_weights(weights: dict[str, Tensor], policy: nn.Module) -> None:
+    """Give a rank, of the same place in a group of the same size, the weights of another. Not a collective."""
+    for name, parameter in kept_parameters(policy).items():
+        local_of(parameter).copy_(weights[name])
+
+
+def _path(folder: Path, kind: str, rank: int) -> Path:
+    return folder / f"{kind}_rank{rank}.safetensors"
+
+
+def _load_optimizer(shards: Shards, policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    names = {parameter: name for name, parameter in policy.named_parameters()}
+    state: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(one for group in optimizer.param_groups for one in group["params"]):
+        stored = {key: f"{key}:{names[parameter]}" for key in _MOMENTS if f"{key}:{names[parameter]}" in shards.shapes}
+        if stored:
+            state[index] = {key: _moment(shards, name, parameter) for key, name in stored.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _moment(shards: Shards, name: str, parameter: Any) -> Tensor:
+    """The moment as the optimizer holds it: sharded as its parameter is; AdamW's step counter is a number."""
+    if not shards.shapes[name]:
+        return shards.whole(name)
+    moment = torch.zeros_like(parameter, requires_grad=False)
+    local_of(moment).copy_(shards.rows(name, *rows_of(parameter)))
+    return moment
+
+
+def _keep(into: dict[str, Part], name: str, tensor: Any, rank: int) -> None:
+    """Note this rank's rows of the tensor. Of replicas the first writes; what every rank has as a whole is rank 0's to write."""
+    if (not isinstance(tensor, DTensor) and rank != 0) or not is_first_replica(tensor):
+        return
+    rows = local_of(tensor).detach()
+    start = rows_of(tensor)[0] if tensor.dim() else 0
+    into[name] = Part(rows, start, tuple(tensor.shape))
+
+
+def _adapters_of(policy: nn.Module) -> Adapters | None:
+    return getattr(policy, "adapters", None)
+
+
+def _check_adapters(folder: Path, stored: dict[str, Any] | None, own: Adapters | None) -> None:
+    """Raise CheckpointError for adapters where the whole model is trained, for the reverse, and for adapters of another kind."""
+    ways_out = "or start anew with trainer.resume_mode=disable or another trainer.experiment_name"
+    key = "actor_rollout_ref.model.lora_rank"
+    if own is None and stored is not None:
+        raise CheckpointError(
+            f"{folder} has LoRA adapters and no whole model, and this run trains all weights: set {key}={stored.get('rank')}, {ways_out}"
+        )
+    if own is not None and stored is None:
+        raise CheckpointError(
+            f"{folder} has a whole model and no LoRA adapters, and this run trains adapters ({key}={own.rank}): set {key}=0, {ways_out}"
+        )
+    if own is not None and stored is not None:
+        own.check_fits(folder, stored)
+
+
+def _check_names(folder: Path, stored: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    missing, extra = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
+    shapes = sorted(name for name in expected.keys() & stored.keys() if stored[name] != expected[name])
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"{folder} holds another model: missing {missing[:3]}, unknown {extra[:3]}, other shapes {shapes[:3]}. "
+            "Use the model it was trained with, or trainer.resume_mode=disable and another trainer.experiment_name."
+        )
+
+
+def _set_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR, num_steps: int) -> None:
+    """Continue the configured schedule after `num_steps` steps: the rates are the configuration's, not the checkpoint's."""
+    rates = [base * factor(num_steps) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    position = {"last_epoch": num_steps, "_step_count": num_steps + 1, "_last_lr": rates}
+    scheduler.load_state_dict(position | {"lr_lambdas": [None] * len(rates)})

@@ -6,7 +6,8 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,39 +61,45 @@ class CheckpointStore:
         Raises CheckpointError, with nothing written, where fewer than the `needed` bytes are free.
         """
         draft = Draft(step, self.folder / _temporary("writing", f"step_{step}"), needed, json.dumps(state).encode())
-        try:
+        with self.writing(draft):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._tidy()
             if files.free_bytes(self.folder) < needed:
                 raise OSError(28, "No space left on device (nothing was written)")
             files.make_folder(draft.folder)
             fault_point("ckpt.before_write")
-        except OSError as error:
-            self.abandon(draft)
-            raise self.not_written(draft, error) from error
         return draft
 
+    @contextmanager
+    def writing(self, draft: Draft) -> Iterator[None]:
+        """Remove what there is of the draft where the inside fails; what the disk refuses is a CheckpointError."""
+        try:
+            yield
+        except Exception as error:
+            self.abandon(draft)
+            if isinstance(error, OSError):
+                raise files.not_written(self.folder / f"step_{draft.step}", error, draft.needed) from error
+            raise
+
     def publish(self, draft: Draft, written: Files) -> Path | None:
-        """Give the checkpoint its name, complete, with all that its draft's folder holds. From here on it is committed.
+        """Give the checkpoint its name, complete, with all that its draft's folder holds, inside of `writing`. Then it is committed.
 
         Returns the present place of an earlier checkpoint of the same name, for `clear`.
         `written` are files that are flushed, with what they must hold; others are flushed and read here.
-        Raises CheckpointError when that fails; the draft is gone then, and earlier checkpoints are untouched.
         """
-        final = self.folder / f"step_{draft.step}"
-        try:
-            state = {STATE: files.write_file(draft.folder / STATE, [draft.state])}
-            entries = self._entries(draft, written | state)
-            write_manifest(draft.folder, draft.step, entries)
-            files.flush(draft.folder)
-            fault_point("ckpt.before_rename")
-            replaced = self._publish(draft.folder, final)
-        except OSError as error:
-            self.abandon(draft)
-            raise self.not_written(draft, error) from error
-        except CheckpointError:
-            self.abandon(draft)
-            raise
+        final, replaced = self.folder / f"step_{draft.step}", None
+        state = {STATE: files.write_file(draft.folder / STATE, [draft.state])}
+        write_manifest(draft.folder, draft.step, self._entries(draft, written | state))
+        files.flush(draft.folder)
+        fault_point("ckpt.before_rename")
+        if final.exists() or final.is_symlink():
+            if self._is_ours(final):
+                replaced = self.folder / _temporary("replaced", final.name)
+                files.rename(final, replaced)
+            else:
+                self.warn(f"{final} was not written by this run; it is now {self._set_aside(final)}")
+        files.rename(draft.folder, final)
+        files.flush(self.folder)
         fault_point("ckpt.after_rename")
         return replaced
 
@@ -117,10 +124,6 @@ class CheckpointStore:
                     self.warn(f"{folder} is kept: {error}")
                     continue
             self._remove(going)
-
-    def not_written(self, draft: Draft, error: OSError) -> CheckpointError:
-        """Return the error for a draft that the disk refused."""
-        return files.not_written(self.folder / f"step_{draft.step}", error, draft.needed)
 
     def abandon(self, draft: Draft) -> None:
         """Remove what there is of the draft; the next start removes what cannot be removed now."""
@@ -171,7 +174,8 @@ class CheckpointStore:
 
     # ---- parts ---------------------------------------------------------------------------------------------
 
-    def _entries(self, draft: Draft, written: Files) -> Files:
+    @staticmethod
+    def _entries(draft: Draft, written: Files) -> Files:
         """Every file of the draft, all of them on the disk."""
         entries = dict(written)
         present = list(files.walk(draft.folder))
@@ -188,19 +192,6 @@ class CheckpointStore:
         if missing:
             raise OSError(5, f"{missing[0]} was written and is not there")
         return entries
-
-    def _publish(self, temporary: Path, final: Path) -> Path | None:
-        """Give the finished folder its name. Returns where one of that name, from before, is now."""
-        replaced = None
-        if final.exists() or final.is_symlink():
-            if self._is_ours(final):
-                replaced = self.folder / _temporary("replaced", final.name)
-                files.rename(final, replaced)
-            else:
-                self.warn(f"{final} was not written by this run; it is now {self._set_aside(final)}")
-        files.rename(temporary, final)
-        files.flush(self.folder)
-        return replaced
 
     def _is_ours(self, folder: Path) -> bool:
         """Return whether everything in the folder was written here."""

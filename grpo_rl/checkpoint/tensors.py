@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -44,7 +43,8 @@ class Part:
 
 def write_parts(path: Path, parts: Mapping[str, Part]) -> Entry:
     """Write a safetensors file piece by piece, never a second copy of it in memory; its size and SHA-256."""
-    names = in_order(parts)
+    # In this order every tensor of the file is aligned.
+    names = sorted(parts, key=lambda name: (-parts[name].tensor.element_size(), name))
     header: dict[str, Any] = {
         "__metadata__": {_LAYOUT: json.dumps({name: [parts[name].start, list(parts[name].shape)] for name in names})}
     }
@@ -57,63 +57,33 @@ def write_parts(path: Path, parts: Mapping[str, Part]) -> Entry:
     return write_file(path, _pieces(header, [parts[name].tensor for name in names]))
 
 
-def in_order(parts: Mapping[str, Part]) -> list[str]:
-    """The names in the order in which a file has them: every tensor is aligned in it."""
-    return sorted(parts, key=lambda name: (-parts[name].tensor.element_size(), name))
-
-
 def _pieces(header: Mapping[str, Any], tensors: Sequence[Tensor]) -> Iterator[bytes | memoryview]:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
-    for run in _runs(tensors):
-        raw: Any = run.numpy()
-        yield memoryview(raw)
-
-
-def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The tensors' bytes; what lies in one block of memory without a gap comes as one: a thread that writes few large pieces
-    asks for the interpreter's lock less often."""
-    run: Tensor | None = None
     for tensor in tensors:
-        if not tensor.numel():
-            continue
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        if run is not None and raw.data_ptr() == run.data_ptr() + len(run) and _block(raw) == _block(run):
-            whole = torch.empty(0, dtype=torch.uint8)
-            run = whole.set_(run.untyped_storage(), int(run.storage_offset()), (len(run) + len(raw),), (1,))
-            continue
-        if run is not None:
-            yield run
-        run = raw
-    if run is not None:
-        yield run
+        if tensor.numel():
+            raw: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            yield memoryview(raw)
 
 
-def _block(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-class Shards:
+class Shards(ExitStack):
     """Whole tensors, of which every file holds some rows; to be used as a context."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
+        super().__init__()
         self.paths = paths
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._parts: dict[str, list[tuple[int, int, Any]]] = {}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Shards:
         for path in self.paths:
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
+            file = self.enter_context(safe_open(path, framework="pt"))
             for name, (start, shape) in json.loads((file.metadata() or {})[_LAYOUT]).items():
                 rows = file.get_slice(name).get_shape()[0] if shape else 1
                 self.shapes.setdefault(name, tuple(shape))
                 self._parts.setdefault(name, []).append((start, start + rows, file))
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
 
     def whole(self, name: str) -> Tensor:
         """Return the whole tensor."""
@@ -142,39 +112,21 @@ SLAB, ALIGNMENT = 256 << 20, 512
 
 
 class HostMemory:
-    """Blocks that are kept: new memory from the kernel takes several times as long as a copy into kept memory.
+    """Memory that is kept: new memory from the kernel takes several times as long as a copy into kept memory.
 
-    Blocks for what lies on a GPU are page-locked: the GPU copies into them by itself, where of other memory the driver copies
+    Memory for what lies on a GPU is page-locked: the GPU copies into it by itself, where of other memory the driver copies
     everything once more, through a small buffer of its own.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[object, Tensor] = {}
         self._kept: dict[object, Tensor] = {}
         self._left = torch.empty(0, dtype=torch.uint8)
-        """The part of the newest slab that no kept tensor has."""
-
-    def copy(self, kind: str, parts: Mapping[str, Part]) -> dict[str, Part]:
-        """Copies of the parts, in one block, as a file has them. The last copy of this kind is gone with that."""
-        names = in_order(parts)
-        size = sum(_bytes(part) for part in parts.values())
-        block = self._block(kind, size, locked=any(part.tensor.is_cuda for part in parts.values()))
-        copies: dict[str, Part] = {}
-        position = 0
-        for name in names:
-            tensor, end = parts[name].tensor, position + _bytes(parts[name])
-            copies[name] = Part(block[position:end].view(tensor.dtype).view(tensor.shape), parts[name].start, parts[name].shape)
-            position = end
-        filled = [name for name in names if parts[name].tensor.numel()]
-        if filled:  # before its first step an optimizer has nothing
-            # One call, in which the interpreter's lock is free from the first tensor to the last.
-            torch._foreach_copy_([copies[name].tensor for name in filled], [parts[name].tensor for name in filled])
-        return copies
+        """The part of the newest block that no kept tensor has."""
 
     def keep(self, key: object, tensor: Tensor) -> Tensor:
         """Return a copy of one tensor in the memory that is kept for this key; the last copy there is gone with that.
 
-        A copy from a GPU is complete when the GPU's present work is.
+        A copy from a GPU is complete when the work of the GPU's present stream is.
         """
         if not tensor.numel():  # a rank that has no rows of it
             return torch.empty_like(tensor, device="cpu")
@@ -191,24 +143,10 @@ class HostMemory:
             self._left = self._left[begin:]
         return place.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
 
-    def _block(self, key: object, size: int, *, locked: bool) -> Tensor:
-        block = self._blocks.get(key)
-        if block is None or len(block) != size:
-            if block is not None and block.numel() and torch.cuda.is_initialized() and block.is_pinned():
-                torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
-            block = self._blocks[key] = torch.empty(size, dtype=torch.uint8)
-            if locked:
-                _lock(block)
-        return block
-
 
 def _lock(block: Tensor) -> None:
     """Page-lock memory, where the system allows it. Torch's own page-locked memory is rounded up to powers of two."""
-    if block.numel() and int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)):
+    if int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)):
         # CUDA reports the failure once more to whoever starts the next kernel: here, and not in the middle of a pass.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
-
-
-def _bytes(part: Part) -> int:
-    return part.tensor.numel() * part.tensor.element_size()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from grpo_rl.background import has_ended, in_background
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.store import CheckpointStore, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError
-from grpo_rl.trainer.background import BackgroundThread
 from grpo_rl.trainer.schedule import Output, Roles
 from grpo_rl.types import Metrics
 
@@ -44,7 +46,6 @@ class Saving:
         self._next_own = time.monotonic() + OWN_EVERY_S
         self.num_failed = 0
         self._going: _Save | None = None
-        self._needed: int | None = None
 
     def is_saved(self, step: int) -> bool:
         """Return whether there is a checkpoint of this step, or will be unless its save fails."""
@@ -56,7 +57,7 @@ class Saving:
         Raises CheckpointError when that fails and `on_save_error` is stop.
         """
         self.finish()
-        with self._tolerant():
+        with self._tolerant(self.store):
             self._begin(step, state, self.store)
 
     def begin_own(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
@@ -64,25 +65,24 @@ class Saving:
         began = time.monotonic()
         if self.own is None or began < self._next_own:
             return
-        try:
-            self.finish()
-            if self.own is not None:  # the one before may just have failed
+        self.finish()
+        if self.own is not None:  # the one before may just have failed
+            with self._tolerant(self.own):
                 self._begin(step, state(), self.own)
-        except CheckpointError as error:
-            self._give_up_own(error)
         now = time.monotonic()
         self._next_own = now + max(OWN_EVERY_S, (now - began) / OWN_SHARE)
 
     def poll(self) -> None:
         """Commit the save that is going on if all of it is written, without waiting. Raises as `begin`."""
         if self._going is not None:
-            with self._tolerant():
+            with self._tolerant(self._going.store):
                 self._advance(0.0)
 
     def finish(self) -> None:
         """Wait for the save that is going on, and commit it. Raises as `begin`."""
-        with self._tolerant():
-            self._finish(self.trainer.step_timeout_s)
+        if self._going is not None:
+            with self._tolerant(self._going.store):
+                self._finish(self.trainer.step_timeout_s)
 
     def settle(self, step: int, state: Callable[[], dict[str, Any]]) -> None:
         """Commit this step, the last of a run, before this returns. Raises CheckpointError where that fails.
@@ -109,8 +109,8 @@ class Saving:
     # ---- parts ---------------------------------------------------------------------------------------------
 
     def _begin(self, step: int, state: dict[str, Any], store: CheckpointStore) -> None:
-        draft = store.begin(step, state, self._bytes())
-        with self._abandoning(draft, store):
+        draft = store.begin(step, state, self._bytes)
+        with self._writing(draft, store):
             for role in self.roles:
                 role.save(draft.folder, store.keep is not None, self.in_background)
             if self.exported is not None and store is self.store:
@@ -119,24 +119,18 @@ class Saving:
         if not self.in_background:
             self._finish(self.trainer.step_timeout_s)
 
+    @cached_property
     def _bytes(self) -> int:
-        """Return the bytes that a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
-        if self._needed is None:
-            self._needed = sum(role.save_bytes() for role in self.roles)
-            # Of weights and Adam's two moments the export has the first.
-            self._needed += self.exported.save_bytes() // 3 if self.exported is not None else 0
-        return self._needed
+        """The bytes that a checkpoint needs: the same for all of a run, so that the ranks are asked once."""
+        # Of weights and Adam's two moments the export has the first.
+        exported = self.exported.save_bytes() // 3 if self.exported is not None else 0
+        return sum(role.save_bytes() for role in self.roles) + exported
 
     def _finish(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while self._going is not None and not self._advance(_WAIT_S):
             if time.monotonic() > deadline:
                 going, self._going = self._going, None
-                if going.is_committed:
-                    self.output.console.warn(
-                        f"older checkpoints than that of step {going.draft.step} cannot be removed in time"
-                    )
-                    return
                 going.store.abandon(going.draft)
                 raise CheckpointError(
                     f"the checkpoint of step {going.draft.step} was not written within {timeout_s:.0f} s, and is given up; "
@@ -147,7 +141,7 @@ class Saving:
         """Return whether the save that is going on is done, waiting about `wait_s` at most. Raises the error that ended it."""
         going = self._going
         assert going is not None
-        with self._abandoning(going.draft, going.store):
+        with self._writing(going.draft, going.store):
             if going.commit is None:
                 written: Files = {}
                 for role in self.roles:
@@ -155,10 +149,10 @@ class Saving:
                     if part is None:
                         return False
                     written |= part
-                going.commit = BackgroundThread("commit", lambda: self._commit(going, written))
-            if not going.commit.ended(wait_s):
+                going.commit = in_background("commit", lambda: self._commit(going, written))
+            if not has_ended(going.commit, wait_s):
                 return False
-            going.commit.returned()
+            going.commit.result(0)
         self._going = None
         return True
 
@@ -167,36 +161,27 @@ class Saving:
         self.output.sinks.flush()
         self.output.rollouts.flush()
         replaced = going.store.publish(going.draft, written)
-        going.is_committed = True
         if going.store is self.store:
             self.output.status.update(last_commit=going.draft.step)
         going.store.clear(going.draft.step, replaced)
 
     @contextmanager
-    def _abandoning(self, draft: Draft, store: CheckpointStore) -> Iterator[None]:
+    def _writing(self, draft: Draft, store: CheckpointStore) -> Iterator[None]:
         try:
-            yield
-        except OSError as error:
-            self._going = None
-            store.abandon(draft)
-            raise store.not_written(draft, error) from error
+            with store.writing(draft):
+                yield
         except Exception:
             self._going = None
-            store.abandon(draft)
             raise
 
-    def _give_up_own(self, error: CheckpointError) -> None:
-        self.output.console.warn(f"{error}. This run has no other checkpoint to go back to when it loses ranks")
-        self.own = None
-
     @contextmanager
-    def _tolerant(self) -> Iterator[None]:
-        is_own = self._going is not None and self._going.store is self.own
+    def _tolerant(self, store: CheckpointStore) -> Iterator[None]:
         try:
             yield
         except CheckpointError as error:
-            if is_own:
-                self._give_up_own(error)
+            if store is self.own:
+                self.output.console.warn(f"{error}. This run has no other checkpoint to go back to when it loses ranks")
+                self.own = None
                 return
             self.num_failed += 1
             if self.trainer.on_save_error == "stop":
@@ -212,5 +197,4 @@ class _Save:
 
     draft: Draft
     store: CheckpointStore
-    commit: BackgroundThread[None] | None = None
-    is_committed: bool = False
+    commit: Future[None] | None = None

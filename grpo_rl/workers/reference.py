@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.checkpoint import policy_state
 from grpo_rl.checkpoint.files import Files
-from grpo_rl.checkpoint.rank_files import RankFiles
+from grpo_rl.checkpoint.rank_files import RankFiles, put_weights
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
@@ -72,7 +71,7 @@ class ReferenceWorker:
         """Take over the weights of an actor's rank in the same place of a set of the same size."""
         self.files.wait_for_copy()
         fsdp.reshard(self.policies[0])
-        policy_state.put_weights(weights, self.policies[0])
+        put_weights(weights, self.policies[0])
 
     def save(self, folder: str, check: bool = False, in_background: bool = False) -> None:
         """Write this rank's share of the weights, or begin to; with `check` it is read back."""

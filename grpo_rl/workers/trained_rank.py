@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_rl.checkpoint import policy_state
 from grpo_rl.checkpoint.files import Files
-from grpo_rl.checkpoint.rank_files import RankFiles
+from grpo_rl.checkpoint.rank_files import RankFiles, weights_of
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
@@ -181,7 +180,7 @@ class TrainedRank(ABC, Generic[S, M]):
     def weights(self) -> tuple[int, dict[str, Tensor]]:
         """Return the number of tensors in this rank's share of the weights, and a copy of it: for a frozen model of the same sharding."""
         fsdp.reshard(self.model)
-        weights = policy_state.weights_of(self.model)
+        weights = weights_of(self.model)
         return len(weights), weights
 
     # ---- memory -----------------------------------------------------------------------------------------

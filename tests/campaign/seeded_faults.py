@@ -279,21 +279,21 @@ FAULTS: list[Fault] = [
     # ---- envs
     _F(
         "lost version",
-        "envs/playing.py",
+        "envs/episode_pool.py",
         "        for version, number in turn.versions:\n            self.versions = extended(self.versions, version, number)\n",
         "        self.versions = turn.versions\n",
         "unit/envs",
     ),
     _F(
         "context trained",
-        "envs/playing.py",
+        "envs/episode_pool.py",
         "while self.pieces and self.turns and self.length > self.turns[-1].end:",
         "while False:",
         "unit/envs",
     ),
     _F(
         "no room left out",
-        "envs/playing.py",
+        "envs/episode_pool.py",
         "min(self.sampling.max_tokens, max_model_len - len(self.prompt.token_ids)) - self.length",
         "self.sampling.max_tokens - self.length",
         "unit/envs",
@@ -352,8 +352,8 @@ FAULTS: list[Fault] = [
     _F(
         "lost prompt",
         "trainer/overlap.py",
-        '"waiting": [[group.batch, group.row, group.prompt.uid] for group in self.waiting],',
-        '"waiting": [[group.batch, group.row, group.prompt.uid] for group in self.waiting if not group.missing],',
+        "waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups]",
+        "waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups if not group.missing]",
         "unit/trainer",
     ),
     _F(
@@ -425,8 +425,8 @@ FAULTS: list[Fault] = [
     _F(
         "skipped flush of the name",
         "checkpoint/store.py",
-        "        files.rename(temporary, final)\n        files.flush(self.folder)\n",
-        "        files.rename(temporary, final)\n",
+        "        files.rename(draft.folder, final)\n        files.flush(self.folder)\n",
+        "        files.rename(draft.folder, final)\n",
         "unit/checkpoint faults/test_checkpoints.py",
     ),
     _F(

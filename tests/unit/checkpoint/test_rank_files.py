@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from grpo_rl.checkpoint import policy_state, tensors
+from grpo_rl.checkpoint import rank_files
 from grpo_rl.checkpoint.files import entry_of
 from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.checkpoint.tensors import HostMemory, Part, write_parts
@@ -35,31 +35,13 @@ def mixed() -> dict[str, Part]:
     }
 
 
-def test_a_copy_holds_what_was_there_and_is_written_as_the_original_in_one_piece(tmp_path, monkeypatch):
+def test_a_copy_holds_what_was_there_and_is_written_as_the_original(tmp_path):
     parts = mixed()
-    copies = HostMemory().copy("weights", parts)
+    copies = rank_files.copied(rank_files.Share({"weights": parts}, {}), HostMemory()).parts["weights"]
     assert all(torch.equal(copies[name].tensor, parts[name].tensor) for name in parts)
     expected = write_parts(tmp_path / "original", parts)
-    pieces: list[int] = []
-    write_file = tensors.write_file
-    monkeypatch.setattr(
-        tensors,
-        "write_file",
-        lambda path, found: write_file(path, (pieces.append(memoryview(piece).nbytes) or piece for piece in found)),
-    )
     assert write_parts(tmp_path / "copy", copies) == expected == entry_of(tmp_path / "copy")
-    assert pieces[1:] == [8 + 12 * 4 + 5 * 2 + 3], "after the header"
     assert load_file(tmp_path / "copy")["b"].tolist() == [[0.0, 4.0, 8.0], [1.0, 5.0, 9.0], [2.0, 6.0, 10.0], [3.0, 7.0, 11.0]]
-
-
-def test_the_next_copy_goes_into_the_same_memory_and_another_size_into_new(tmp_path):
-    memory = HostMemory()
-    first = memory.copy("weights", {"w": part(torch.ones(4))})["w"].tensor
-    other = memory.copy("moments", {"w": part(torch.full((4,), 3.0))})["w"].tensor
-    again = memory.copy("weights", {"w": part(torch.full((4,), 2.0))})["w"].tensor
-    assert again.data_ptr() == first.data_ptr() and again.tolist() == [2.0] * 4 and other.tolist() == [3.0] * 4
-    assert memory.copy("moments", {}) == {}
-    assert memory.copy("weights", {"w": part(torch.ones(5))})["w"].tensor.tolist() == [1.0] * 5
 
 
 def test_kept_tensors_share_one_block_and_each_has_its_own_place() -> None:
@@ -69,6 +51,7 @@ def test_kept_tensors_share_one_block_and_each_has_its_own_place() -> None:
     assert len({one.untyped_storage().data_ptr() for one in kept.values()}) == 1
     again = memory.keep(2, torch.full((3, 5), 7.0))
     assert again.data_ptr() == kept[2].data_ptr() and int(kept[1][2, 4]) == 1 and int(kept[3][0, 0]) == 3
+    assert memory.keep(1, torch.ones(5)).tolist() == [1.0] * 5, "another size has a place of its own"
 
 
 class Rank:
@@ -90,7 +73,7 @@ class Rank:
 
 @pytest.fixture
 def rank(monkeypatch) -> Rank:
-    monkeypatch.setattr(policy_state.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(rank_files.dist, "get_world_size", lambda: 1)
     return Rank()
 
 
@@ -98,14 +81,14 @@ def test_an_optimizer_step_waits_until_the_state_is_copied_and_changes_nothing_o
     rank.train()
     expected = {name: value.tolist() for name, value in rank.model.state_dict().items()}
     moment = rank.optimizer.state[rank.model.weight]["exp_avg"].tolist()
-    copied, may_copy, stepped = policy_state.copied, threading.Event(), threading.Event()
+    copied, may_copy, stepped = rank_files.copied, threading.Event(), threading.Event()
 
     def slow(*arguments: Any) -> Any:
         assert may_copy.wait(WAIT_S)
         assert not stepped.is_set(), "the step did not wait"
         return copied(*arguments)
 
-    monkeypatch.setattr(policy_state, "copied", slow)
+    monkeypatch.setattr(rank_files, "copied", slow)
     rank.files.save(tmp_path, background=True, texts={"actor.json": "{}"})
     loss = rank.model(torch.ones(1, 3)).sum()  # what only reads does not wait
     loss.backward()
@@ -127,7 +110,7 @@ def test_a_copy_that_fails_is_told_and_lets_the_training_go_on(rank, tmp_path, m
     def fail(*_: Any) -> Any:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(policy_state, "copied", fail)
+    monkeypatch.setattr(rank_files, "copied", fail)
     rank.files.save(tmp_path, background=True)
     rank.train()
     with pytest.raises(CheckpointError, match=r"cannot copy what .* is to hold: MemoryError: no room"):
@@ -137,7 +120,7 @@ def test_a_copy_that_fails_is_told_and_lets_the_training_go_on(rank, tmp_path, m
 
 def test_a_copy_that_never_ends_is_an_error_and_not_a_wait_for_ever(rank, tmp_path, monkeypatch):
     end = threading.Event()
-    monkeypatch.setattr(policy_state, "copied", lambda *_: end.wait(WAIT_S))
+    monkeypatch.setattr(rank_files, "copied", lambda *_: end.wait(WAIT_S))
     rank.files.patience_s = 0.01
     rank.files.save(tmp_path, background=True)
     with pytest.raises(CheckpointError, match="rank 0 was not copied for its checkpoint within 0 s"):

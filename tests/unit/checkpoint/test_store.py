@@ -11,7 +11,7 @@ from pathlib import Path
 
 import checkpoint_trials as trials
 import pytest
-from checkpoint_trials import Crash, Scene, break_save, breaking, save_with
+from checkpoint_trials import DAMAGE, SCENES, Crash, Scene, Trials, break_save, breaking, save_with
 
 from grpo_rl.checkpoint.files import write_file
 from grpo_rl.checkpoint.manifest import MANIFEST, verify
@@ -226,7 +226,34 @@ def test_a_file_that_is_not_what_its_writer_said_is_not_committed(store, harm):
     assert names(store) == ["step_1"]
 
 
-# ---- crashes: see also test_crash_points.py ---------------------------------------------------------------
+# ---- crashes and damage --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scene", "power_cut"), [*((scene, False) for scene in SCENES), (SCENES[2], True), (SCENES[-1], True)], ids=str
+)
+def test_a_save_that_dies_at_any_call_leaves_the_newest_committed_state(tmp_path, scene, power_cut):
+    calls = break_save(tmp_path / "whole", scene, None, power_cut=power_cut)
+    assert calls >= 12 + 6 * (scene.shards - 1)
+    for at in range(calls):
+        break_save(tmp_path / str(at), scene, at, power_cut=power_cut)
+
+
+def test_the_harness_notices_a_save_that_forgets_to_flush(tmp_path, monkeypatch):
+    """Without flushing the folder after the rename, a power cut takes a commit back that was said to be there."""
+    monkeypatch.setattr(trials.files, "flush", lambda path: None)
+    with pytest.raises(AssertionError):
+        break_save(tmp_path, Scene((1,), 2), None, power_cut=True)
+
+
+def test_damage_of_every_kind_is_noticed(tmp_path):
+    found = Trials(tmp_path)
+    outcomes = {(name, seed): found.run(name, seed) for name in DAMAGE for seed in range(4)}
+    bad = {trial: outcome for trial, outcome in outcomes.items() if outcome.kind == "LOADED"}
+    assert bad == {}
+    unharmed = {name for (name, _), outcome in outcomes.items() if outcome.kind == "unharmed"}
+    assert unharmed == {"a copy as step_99"}
+    assert {outcome.kind for outcome in outcomes.values()} == {"unharmed", "fell back", "refused"}
 
 
 def test_what_a_broken_off_save_left_is_removed_at_the_next_start_and_nothing_else(store):
