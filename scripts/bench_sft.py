@@ -118,7 +118,7 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
     from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
-    from grpo_rl.trainer.rows.offline import OfflineSchedule
+    from grpo_rl.trainer.offline import OfflineSchedule
     from grpo_rl.trainer.schedule import Context, Output
 
     rows = make_rows(folder / f"{kind}.jsonl", BATCH * (steps + 2), ragged=kind == "ragged")

@@ -25,7 +25,7 @@ from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import decide
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.rows import offline
+from grpo_rl.trainer import offline
 from grpo_rl.types import Metrics
 
 COMPLETE = "warm_start.json"

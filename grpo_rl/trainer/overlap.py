@@ -13,30 +13,24 @@ as it was asked for within the bound (`AsyncSchedule.room`): the deadlines can b
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_rl.background import has_ended, in_background
 from grpo_rl.config.derived import gen_batch_size
 from grpo_rl.errors import DataError, NoRewardError, WeightVersionError
-from grpo_rl.protocols import RolloutPool
-from grpo_rl.telemetry.metrics.timeline import Timeline
-from grpo_rl.trainer.background import BackgroundThread
 from grpo_rl.trainer.metrics import staleness_metrics
 from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.sampled.selection import Selected
+from grpo_rl.trainer.sampled.selection import Selected, by_uid
 from grpo_rl.trainer.schedule import Context, training_sampling
 from grpo_rl.trainer.sync import SyncSchedule
-from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import GREEDY, Metrics, Prompt, Rollout
 
 LOOK_S = 0.05
 """Seconds for which responses are waited for before another look at the training beside which they are sampled."""
-
-OnEnd = Callable[[Rollout], None]
-Look = Callable[[float], bool]
-"""A function that looks which groups can be trained, waiting so many seconds at most; it returns whether it has to look again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,176 +46,12 @@ class Group:
     ids: Sequence[str] = ()
     """The names of its responses in the pool."""
     missing: int = 0
-    """The number of responses that have not ended."""
+    """The number of responses that were asked for and have not ended."""
     rollouts: list[Rollout] = field(default_factory=list)
-    is_ready: bool = False
-    """True once it can be trained: all of its responses have ended, and where that is asked for it has a signal."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether all of its responses have ended."""
-        return self.asked_at is not None and self.missing == 0
 
     def ordered(self) -> list[Rollout]:
         """Return the responses by sample, the greedy one last, in whatever order they ended."""
         return sorted(self.rollouts, key=lambda rollout: (rollout.sample_index == GREEDY, rollout.sample_index))
-
-
-class GroupsInFlight:
-    """All groups between draw and training, in the order in which their prompts were drawn.
-
-    It is part of a checkpoint as a list of prompts: a run that resumes asks for all of them again, so that none is lost and
-    none is trained twice.
-    """
-
-    def __init__(
-        self,
-        pool: RolloutPool,
-        n: int,
-        sampling: Callable[[int], Sampling],
-        *,
-        greedy: bool = False,
-        timeline: Timeline | None = None,
-    ) -> None:
-        """`sampling` returns the parameters of a batch of prompts, by its number; `timeline` records when there are requests."""
-        self.pool, self.n, self.greedy, self.sampling = pool, n, greedy, sampling
-        self.timeline = timeline or Timeline()
-        self._busy_since: float | None = None
-        self.waiting: list[Group] = []
-        """The groups that were not taken."""
-        self.num_batches = 0
-        """The number of batches of prompts that were drawn."""
-        self.ready: list[Group] = []
-        """The groups that can be trained, in the order in which that was known."""
-        self.unjudged: list[Group] = []
-        """The groups that are complete, and of which nobody has looked yet whether they can be trained."""
-        self.unfinished = 0
-        """The number of responses that were asked for and have not ended."""
-        self._by_uid: dict[str, Group] = {}
-        self._idle_since: float | None = None
-        self._idle_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self.waiting)
-
-    def __contains__(self, group: Group) -> bool:
-        return self._by_uid.get(group.prompt.uid) is group
-
-    # ---- asking --------------------------------------------------------------------------------------------
-
-    def add(self, drawn: Iterable[tuple[int, Prompt]], number: int | None = None) -> None:
-        """Take in the next batch of prompts, each with its row; `ask` asks for their responses. `number` (next): what seeds them."""
-        self.num_batches += 1
-        number = self.num_batches if number is None else number
-        self.waiting += [Group(number, row, prompt) for row, prompt in drawn]
-
-    def ask(self, most: int) -> None:
-        """Ask for the responses of the first `most` groups, where that was not done before."""
-        new = [group for group in self.waiting[: max(0, most)] if group.asked_at is None]
-        size = self.n + self.greedy
-        for batch in dict.fromkeys(group.batch for group in new):
-            groups, version = [group for group in new if group.batch == batch], self.pool.version
-            ids = self.pool.submit([group.prompt for group in groups], self.n, self.sampling(batch), greedy=self.greedy)
-            for number, group in enumerate(groups):
-                group.asked_at, group.missing = version, size
-                group.ids = ids[number * size : (number + 1) * size]
-                self._by_uid[group.prompt.uid] = group
-        self.unfinished += len(new) * size
-        if new and self._busy_since is None:
-            self._busy_since = self.timeline.now()
-        if new and self._idle_since is not None:
-            self._idle_s += time.monotonic() - self._idle_since
-            self._idle_since = None
-
-    # ---- taking in -----------------------------------------------------------------------------------------
-
-    def wait(self, enough: Callable[[], bool], on_end: OnEnd, look: Look, beside: BackgroundThread[Any] | None = None) -> None:
-        """Take in responses as they end, until there are enough; `on_end` is called with each, and `look` after each group.
-
-        `beside` is the other work that is done meanwhile, whose end is to be noticed when it comes.
-        """
-        while True:
-            idle_s = 0.0 if self.unfinished else LOOK_S
-            is_judging = look(0.0 if beside else idle_s)
-            if beside:
-                beside.ended(idle_s)
-            if enough():
-                return
-            assert self.unfinished or is_judging or beside, "all that was asked for has ended, and it was asked for enough"
-            # While something is judged, more may be wanted although nothing ends: then the wait is a short one.
-            for rollout in self.pool.completed(LOOK_S if is_judging or beside else None) if self.unfinished else ():
-                self._take_in(rollout)
-                on_end(rollout)
-                if self._by_uid[rollout.prompt.uid].is_complete and (look(0.0) != is_judging or enough()):
-                    break
-
-    def _take_in(self, rollout: Rollout) -> None:
-        group = self._by_uid[rollout.prompt.uid]
-        group.rollouts.append(rollout)
-        group.missing -= 1
-        self.unfinished -= 1
-        if group.missing == 0:
-            self.unjudged.append(group)
-        if self.unfinished == 0:
-            self.record()
-            self._idle_since = time.monotonic()
-
-    # ---- taking out ----------------------------------------------------------------------------------------
-
-    def make_ready(self, groups: Iterable[Group]) -> None:
-        """Note that these groups, which are complete, can be trained."""
-        for group in groups:
-            group.is_ready = True
-            self.ready.append(group)
-
-    def take(self, groups: Collection[Group]) -> None:
-        """Let go of these groups; responses of theirs that are being sampled are forgotten."""
-        self._forget(groups)
-        taken = set(groups)
-        self.waiting, self.ready, self.unjudged = (
-            [group for group in some if group not in taken] for some in (self.waiting, self.ready, self.unjudged)
-        )
-        for group in groups:
-            self._by_uid.pop(group.prompt.uid, None)
-
-    def _forget(self, groups: Iterable[Group]) -> None:
-        going = [group for group in groups if group.missing]
-        if going:
-            self.pool.forget([one for group in going for one in group.ids])
-            self.unfinished -= sum(group.missing for group in going)
-
-    def record(self) -> None:
-        """Record in the timeline that there were requests until now; to be called once in a step, where they may never end."""
-        if self._busy_since is not None:
-            now = self.timeline.now()
-            self.timeline.record("rollout", "gen", self._busy_since, now)
-            self._busy_since = now if self.unfinished else None
-
-    def idle_s(self) -> float:
-        """Return for how many seconds, since the last call, nothing was there to sample before more was asked for."""
-        seconds, self._idle_s = self._idle_s, 0.0
-        return seconds
-
-    # ---- a checkpoint ----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the prompts that were drawn and not trained: batch, row and uid of each."""
-        return {
-            "num_batches": self.num_batches,
-            "waiting": [[group.batch, group.row, group.prompt.uid] for group in self.waiting],
-        }
-
-    def load_state_dict(self, state: dict[str, Any], prompt: Callable[[int, str], Prompt] | None) -> None:
-        """Go on with the prompts of this state, none of which is asked for yet; with none of them where `prompt` is None.
-
-        `prompt` returns that of a row, by its uid. Responses that are being sampled are forgotten.
-        """
-        self._forget(self.waiting)
-        self.num_batches = int(state["num_batches"])
-        rows = [(int(batch), int(row), str(uid)) for batch, row, uid in state["waiting"]]
-        self.waiting = [] if prompt is None else [Group(batch, row, prompt(row, uid)) for batch, row, uid in rows]
-        self.ready, self.unjudged, self.unfinished = [], [], 0
-        self._by_uid, self._idle_since, self._idle_s, self._busy_since = {}, None, 0.0, None
 
 
 class OverlappingSchedule(SyncSchedule):
@@ -234,36 +64,47 @@ class OverlappingSchedule(SyncSchedule):
     collectives.
 
     With refilling, the groups that have ended are scored in one more thread, one lot of them at a time.
+
+    The groups between draw and training are part of a checkpoint as a list of prompts: a run that resumes asks for all of them
+    again, so that none is lost and none is trained twice.
     """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        n, greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
-        timeline, own = context.output.timeline, self.config.algorithm.filter_groups
+        own = self.config.algorithm.filter_groups
+        self.n, self.greedy = self.config.actor_rollout_ref.rollout.n, "baselines" in self.advantage.needs
         self.refills, self.max_draws = own.enable and own.refill, own.max_num_gen_batches
-        self.groups = GroupsInFlight(
-            self.rollout,
-            n,
-            lambda batch: training_sampling(self.config, batch),
-            greedy=greedy,
-            timeline=timeline,
-        )
         self.batch_size, self.draw_size = self.config.data.train_batch_size, gen_batch_size(self.config)
         self.max_staleness, self.in_batches = 1, True
         """True where a batch is sampled as a whole: it has the first groups that were drawn and have a signal, and further ones of the
         last draw are dropped, as in `SyncSchedule`."""
+        self.num_batches = 0
+        """The number of batches of prompts that were drawn."""
         self._begin_step()
-        self._forget_judging()
+        self._set_groups([])
 
     def _begin_step(self) -> None:
         self._version, self._num_taken = self.actor.version, 0
         """The version that the step trains, and 1 once its batch was taken: what is drawn then is for later steps."""
 
-    def _forget_judging(self) -> None:
-        self._judging: tuple[list[Group], BackgroundThread[list[Rollout]]] | None = None
+    def _set_groups(self, groups: list[Group]) -> None:
+        self.groups = groups
+        """The groups that were not taken, in the order in which their prompts were drawn."""
+        self.ready: dict[Group, None] = {}
+        """Those that can be trained, in the order in which that was known: all of their responses have ended, and where that is
+        asked for they have a signal."""
+        self._unjudged: list[Group] = []
+        """Those whose responses have ended, and of which nobody has looked yet whether they can be trained."""
+        self._judging: tuple[list[Group], Future[list[Rollout]]] | None = None
         self._useless: list[Group] = []
         """The groups without a signal that were found for the batch that is taken next."""
         self._num_draws = self._num_surplus = self._num_failed = 0
+        self._by_uid: dict[str, Group] = {}
+        self._unfinished = 0
+        """The number of responses that were asked for and have not ended."""
+        self._since: float | None = None
+        """The moment since which there are requests, or none."""
+        self._idle_s = 0.0
 
     # ---- asking ------------------------------------------------------------------------------------------------
 
@@ -283,86 +124,153 @@ class OverlappingSchedule(SyncSchedule):
             while len(self.groups) < wanted and not self.selection.exhausted:
                 if self.refills and len(self._useless) > self.max_draws * self.draw_size - self.batch_size:
                     raise self._too_few()
+                drawn = self.selection.prompts()
+                self.num_batches, self._num_draws = self.num_batches + 1, self._num_draws + 1
                 # Of one step all that is drawn has the same seed where it is refilled, as in `SyncSchedule`.
-                self.groups.add(self.selection.prompts(), self.context.step if self.refills else None)
-                self._num_draws += 1
+                number = self.context.step if self.refills else self.num_batches
+                self.groups += [Group(number, row, prompt) for row, prompt in drawn]
             if self.refills and len(self.groups) < min(self.batch_size, wanted):
                 raise self._too_few("; all other prompts are retired")
         except DataError:
             if not self._num_taken:
                 raise
         is_refilled = self.refills and self.in_batches and len(self.groups) > num_before
-        self.groups.ask(len(self.groups) if is_refilled else most)
+        self._ask([group for group in self.groups[: None if is_refilled else max(0, most)] if group.asked_at is None])
 
     def _too_few(self, more: str = "") -> DataError:
-        num_ready, num_useless = len(self.groups.ready), len(self._useless)
+        num_ready, num_useless = len(self.ready), len(self._useless)
         return DataError(self.selection.too_few(num_ready, num_ready + num_useless, self._num_draws) + more)
 
-    # ---- which groups have a signal ----------------------------------------------------------------------------
+    def _ask(self, new: list[Group]) -> None:
+        size = self.n + self.greedy
+        for batch in dict.fromkeys(group.batch for group in new):
+            groups, version = [group for group in new if group.batch == batch], self.rollout.version
+            sampling = training_sampling(self.config, batch)
+            ids = self.rollout.submit([group.prompt for group in groups], self.n, sampling, greedy=self.greedy)
+            for number, group in enumerate(groups):
+                group.asked_at, group.missing = version, size
+                group.ids = ids[number * size : (number + 1) * size]
+                self._by_uid[group.prompt.uid] = group
+        if new:
+            self._count(len(new) * size)
 
-    def look(self, wait_s: float) -> bool:
-        """Take in the rewards of groups that have ended, and replace those without a signal; return whether others are being scored."""
+    def _count(self, change: int) -> None:
+        """Count so many more responses that have not ended, and note when they become none or some."""
+        if not self._unfinished or self._unfinished + change == 0:
+            self._note_load()
+        self._unfinished += change
+
+    def _note_load(self) -> None:
+        """Record how long there were requests until now, or add up how long there were none."""
+        now = self.output.timeline.now()
+        if self._since is not None and self._unfinished:
+            self.output.timeline.record("rollout", "gen", self._since, now)
+        elif self._since is not None:
+            self._idle_s += now - self._since
+        self._since = now
+
+    def _forget(self, groups: Iterable[Group]) -> None:
+        """Let the pool forget the responses of these groups that are being sampled."""
+        going = [group for group in groups if group.missing]
+        if going:
+            self.rollout.forget([one for group in going for one in group.ids])
+            self._count(-sum(group.missing for group in going))
+
+    # ---- which groups can be trained -----------------------------------------------------------------------------
+
+    def wait(self, enough: Callable[[], bool], training: Future[Any] | None = None) -> None:
+        """Take in responses as they end, hand them to the rewards, and look which groups can be trained, until there is enough.
+
+        `training` is the work that is done meanwhile, whose end is to be noticed when it comes.
+        """
+        on_end = self.context.progress.counting(self.rewarder.submit, None if self.refills or training else self._unfinished)
+        while True:
+            idle_s = 0.0 if self._unfinished else LOOK_S
+            is_judging = self._look(0.0 if training else idle_s)
+            if training:
+                has_ended(training, idle_s)
+            if enough():
+                return
+            assert self._unfinished or is_judging or training, "all that was asked for has ended, and it was asked for enough"
+            # While something is judged, more may be wanted although nothing ends: then the wait is a short one.
+            for rollout in self.rollout.completed(LOOK_S if is_judging or training else None) if self._unfinished else ():
+                group = self._by_uid[rollout.prompt.uid]
+                group.rollouts.append(rollout)
+                group.missing -= 1
+                self._count(-1)
+                on_end(rollout)
+                if group.missing == 0:
+                    self._unjudged.append(group)
+                    if self._look(0.0) != is_judging or enough():
+                        break
+
+    def _look(self, wait_s: float) -> bool:
+        """Take in the rewards of groups that have ended, and replace those without a signal; return whether others are being scored.
+
+        It waits `wait_s` at most.
+        """
         if not self.refills:  # all are trained
-            self.groups.make_ready(self.groups.unjudged)
-            self.groups.unjudged = []
+            self.ready |= dict.fromkeys(self._unjudged)
+            self._unjudged = []
             return False
-        if self._judging is not None and self._judging[1].ended(wait_s):
+        if self._judging is not None and has_ended(self._judging[1], wait_s):
             (groups, scoring), self._judging = self._judging, None
             self._judge(groups, scoring)
             self.top_up()
-        if self._judging is None and self.groups.unjudged:
-            groups, self.groups.unjudged = self.groups.unjudged, []
+        if self._judging is None and self._unjudged:
+            groups, self._unjudged = self._unjudged, []
             rollouts = [rollout for group in groups for rollout in group.ordered()]
-            self._judging = groups, BackgroundThread("rewards", lambda: self.rewarded(rollouts))
+            self._judging = groups, in_background("rewards", lambda: self.rewarded(rollouts))
         return self._judging is not None
 
-    def _judge(self, groups: list[Group], scoring: BackgroundThread[list[Rollout]]) -> None:
-        rollouts: dict[str, list[Rollout]] = {group.prompt.uid: [] for group in groups}
+    def _judge(self, groups: list[Group], scoring: Future[list[Rollout]]) -> None:
         try:
-            for rollout in scoring.returned():
-                rollouts[rollout.prompt.uid].append(rollout)
+            rewarded = by_uid(scoring.result(0))
             self._num_failed = 0
         except NoRewardError:
             # Of a whole batch of groups it is an error, and of a few that ended together it may happen.
             self._num_failed += len(groups)
             if self._num_failed >= self.batch_size:
                 raise
-            rollouts = {
-                group.prompt.uid: [rollout for rollout in group.ordered() if rollout.sample_index != GREEDY] for group in groups
-            }
-        groups = [group for group in groups if group in self.groups]
+            rewarded = by_uid([one for group in groups for one in group.ordered() if one.sample_index != GREEDY])
+        groups = [group for group in groups if self._by_uid.get(group.prompt.uid) is group]
         for group in groups:
-            group.rollouts = rollouts[group.prompt.uid]
+            group.rollouts = rewarded[group.prompt.uid]
         useful = self.selection.judged({group.prompt.uid: group.row for group in groups}, _rollouts(groups))
-        self.groups.make_ready([group for group in groups if group.prompt.uid in useful])
+        self.ready |= dict.fromkeys(group for group in groups if group.prompt.uid in useful)
         useless = [group for group in groups if group.prompt.uid not in useful]
-        self.groups.take(useless)
+        self._remove(useless)
         self._useless += useless
 
     # ---- a batch -----------------------------------------------------------------------------------------------
 
-    def ready(self) -> list[Group] | None:
+    def next_batch(self) -> list[Group] | None:
         """Return the groups of the next batch, as they were drawn; None while one of them is not ready."""
-        first = self.groups.waiting[: self.batch_size]
-        return first if all(group.is_ready for group in first) else None
-
-    def wait(self, enough: Callable[[], bool]) -> None:
-        """Take in what ends until there is enough."""
-        total = None if self.refills else self.groups.unfinished
-        self.groups.wait(enough, self.context.progress.counting(self.rewarder.submit, total), self.look)
+        first = self.groups[: self.batch_size]
+        return first if all(group in self.ready for group in first) else None
 
     def take(self) -> list[Group]:
         """Wait for the groups of the next batch, and return them; they leave the others."""
-        self.wait(lambda: self.ready() is not None)
-        batch = self.ready()
+        self.wait(lambda: self.next_batch() is not None)
+        batch = self.next_batch()
         assert batch is not None
-        self.groups.take(batch)
+        self._remove(batch)
         self._num_taken = 1
         if self.refills and self.in_batches:
-            surplus = [group for group in self.groups.waiting if group.asked_at is not None]
+            surplus = [group for group in self.groups if group.asked_at is not None]
             self._num_surplus = len(surplus)
-            self.groups.take(surplus)
+            self._remove(surplus)
         return batch
+
+    def _remove(self, groups: Collection[Group]) -> None:
+        """Let go of these groups; responses of theirs that are being sampled are forgotten."""
+        self._forget(groups)
+        for group in groups:
+            self._by_uid.pop(group.prompt.uid, None)
+            self.ready.pop(group, None)
+        gone = set(groups)
+        self.groups = [group for group in self.groups if group not in gone]
+        self._unjudged = [group for group in self._unjudged if group not in gone]
 
     def selected(self, groups: list[Group], timer: Timer) -> Selected:
         """Return what is trained of these groups, which were taken; in the order in which their prompts were drawn."""
@@ -384,16 +292,16 @@ class OverlappingSchedule(SyncSchedule):
         # A signal must not leave the main thread while the weights change: it is answered when the step is done.
         self.output.stop.finishing()
         with self.rollout.keep_weights():
-            training = BackgroundThread("training", lambda: self.train(selected, timer))
+            training = in_background("training", lambda: self.train(selected, timer))
             try:
-                on_end = self.context.progress.counting(self.rewarder.submit)
-                self.groups.wait(lambda: training.ended(0.0), on_end, self.look, beside=training)
+                self.wait(training.done, training)
             finally:
                 # Also where sampling has failed: the processes must not be ended below a thread that starts them again.
-                training.ended(self.config.trainer.step_timeout_s)
-        self.groups.record()
-        waits = {"timing_s/rollout_waits_for_trainer": self.groups.idle_s()}
-        return training.returned() | staleness | waits | timer.metrics()
+                has_ended(training, self.config.trainer.step_timeout_s)
+        if self._unfinished:
+            self._note_load()
+        waits, self._idle_s = {"timing_s/rollout_waits_for_trainer": self._idle_s}, 0.0
+        return training.result(0) | staleness | waits | timer.metrics()
 
     # ---- the rest of the contract --------------------------------------------------------------------------------
 
@@ -402,8 +310,9 @@ class OverlappingSchedule(SyncSchedule):
         return None if len(self.groups) >= (self.batch_size if self.refills else 1) else super().ended()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of `SyncSchedule`, and the prompts that were drawn and not trained."""
-        return super().state_dict() | {"groups": self.groups.state_dict()}
+        """Return the state of `SyncSchedule`, and the prompts that were drawn and not trained: batch, row and uid of each."""
+        waiting = [[group.batch, group.row, group.prompt.uid] for group in self.groups]
+        return super().state_dict() | {"groups": {"num_batches": self.num_batches, "waiting": waiting}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this state; what was drawn and not trained is asked for again. Raises CheckpointError for other data.
@@ -412,8 +321,10 @@ class OverlappingSchedule(SyncSchedule):
         """
         same_data = self.selection.load_state_dict(state["sampler"])
         self.advantage.load_state_dict(state["advantage"])
-        self.groups.load_state_dict(state["groups"], self.train_data.prompt if same_data else None)
-        self._forget_judging()
+        self._forget(self.groups)
+        self.num_batches = int(state["groups"]["num_batches"])
+        rows = [(int(batch), int(row), str(uid)) for batch, row, uid in state["groups"]["waiting"]]
+        self._set_groups([Group(batch, row, self.train_data.prompt(row, uid)) for batch, row, uid in rows] if same_data else [])
 
 
 def _rollouts(groups: Iterable[Group]) -> list[Rollout]:
@@ -431,7 +342,7 @@ class OneStepOffSchedule(OverlappingSchedule):
         """Wait for this step's batch, begin to sample the next one with the newest weights, and train."""
         timer = self.context.progress.timer()
         self._begin_step()
-        if not any(group.asked_at is not None for group in self.groups.waiting):
+        if not any(group.asked_at is not None for group in self.groups):
             # The first batch of a start: there is none that was sampled beside a training.
             with timer("sync_weights"):
                 self.rollout.sync_weights(self.actor)
@@ -447,7 +358,7 @@ class OneStepOffSchedule(OverlappingSchedule):
     def evaluate(self) -> Metrics:
         """Validate the current policy. What is being sampled is sampled to its end first: new weights would come into it."""
         if self.context.validates:
-            self.wait(lambda: self.groups.unfinished == 0 and self._judging is None)
+            self.wait(lambda: self._unfinished == 0 and self._judging is None)
         return super().evaluate()
 
 
@@ -510,17 +421,18 @@ class AsyncSchedule(OverlappingSchedule):
         lag = self._version + self._num_taken - self.rollout.version
         return max(0, self.max_staleness + 1 - lag) * self.batch_size
 
-    def ready(self) -> list[Group] | None:
+    def next_batch(self) -> list[Group] | None:
         """Return the groups of a batch that keeps the bound for all others; None while it cannot be made of those that are ready."""
         if self.in_batches:
-            return super().ready()
-        asked = [self._deadline(group) for group in self.groups.waiting if group.asked_at is not None]
+            return super().next_batch()
+        asked = [self._deadline(group) for group in self.groups if group.asked_at is not None]
         size = min(self.batch_size, len(self.groups) if self.refills else len(asked))
-        places = choose([self._deadline(group) for group in self.groups.ready], asked, self.actor.version, size)
+        ready = list(self.ready)
+        places = choose([self._deadline(group) for group in ready], asked, self.actor.version, size)
         if places is None:
             return None
-        chosen = {self.groups.ready[place] for place in places}
-        return [group for group in self.groups.waiting if group in chosen]
+        chosen = {ready[place] for place in places}
+        return [group for group in self.groups if group in chosen]
 
     def _deadline(self, group: Group) -> int:
         """Return the version at which this group has to be trained at the latest."""

@@ -1,10 +1,9 @@
-"""The display of the step that is going on: its phase, how many responses there are already, and the time left."""
+"""The display of the step that is going on: its phase, and how many responses there are already."""
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,8 +29,6 @@ PHASES: dict[str, tuple[str, Role]] = {
     "save": ("saving", "controller"),
 }
 """A phase of a step in words, and the role that is busy in it; in others it is the controller."""
-RECENT_STEPS = 20
-"""The number of steps from which the time left is estimated."""
 
 
 class StepProgress:
@@ -105,25 +102,6 @@ class Timer:
     def metrics(self) -> Metrics:
         """Return `timing_s/<phase>` of every phase."""
         return {f"timing_s/{phase}": seconds for phase, seconds in self.seconds.items()}
-
-
-class TimeLeft:
-    """Estimates how long the remaining steps take, from the latest ones with their share of validation and saving."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._num_steps = 0
-
-    def step_took(self, seconds: float) -> None:
-        """Take note of one step, the first of which is slower than all others: compilers and caches are cold."""
-        if self._num_steps == 1:
-            self._seconds.clear()
-        self._num_steps += 1
-        self._seconds.append(seconds)
-
-    def seconds(self, steps: int) -> float | None:
-        """Return the estimate for so many further steps; None before the first one is done."""
-        return statistics.fmean(self._seconds) * steps if self._seconds else None
 
 
 def advancing(bar: Bar, submit: Callable[[Rollout], None]) -> Callable[[Rollout], None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,13 +17,14 @@ from grpo_rl.telemetry.diagnosis.diagnose import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
-from grpo_rl.trainer.progress import TimeLeft
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.schedule import Context, Schedule, is_due
 from grpo_rl.types import Metrics
 
 NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """The exceptions of a state of another form, where it is read."""
+RECENT_STEPS = 20
+"""The number of steps from which the time left is estimated."""
 
 
 class RunLoop:
@@ -39,7 +41,8 @@ class RunLoop:
         self.store = self.saving.store
         self._nonfinite_in_a_row = 0
         """The last steps, without a break, in which a role left out an update, as its loss or gradient was not finite."""
-        self.time_left = TimeLeft()
+        self._seconds: list[float] = []
+        """The seconds that each step took."""
         self.alarms = Alarms(dataclasses.asdict(context.config))
         self._begun: Sequence[Finding] = ()
         """The alarms that began with the step that was logged last."""
@@ -87,7 +90,7 @@ class RunLoop:
                 self._whole_step()
                 self.progress.done()
                 self._answer_alarms()
-                bar.left(self.time_left.seconds(self.total_steps - self.step))
+                bar.left(self._left_s())
             if trainer.save_freq > 0 and self.step > 0:
                 self.progress.phase("save")
                 self.saving.settle(self.step, self.state_dict)
@@ -155,7 +158,7 @@ class RunLoop:
             self.saving.begin_own(self.step, self.state_dict)
         metrics |= self.saving.metrics()
         metrics["timing_s/step"] += time.perf_counter() - started
-        self.time_left.step_took(metrics["timing_s/step"])
+        self._seconds.append(metrics["timing_s/step"])
         if self.roles.instruments is not None:
             metrics |= self.roles.instruments.end(metrics)
         self._log(metrics | self.roles.recoveries())
@@ -167,12 +170,17 @@ class RunLoop:
             fault_point("driver.log")
             self._begun = begun = self.alarms.see(self.step, metrics)
             self.output.sinks.log(self.step, metrics | {f"{ALARM}{finding.name}": 1.0 for finding in begun})
-            left_s = self.time_left.seconds(self.total_steps - self.step)
-            self.output.console.step(self.step, self.total_steps, metrics, left_s)
+            self.output.console.step(self.step, self.total_steps, metrics, self._left_s())
             for finding in begun:
                 self.output.console.warn(as_warning(finding))
             self.timeline.write()
             self.output.page.step(self.step)
+
+    def _left_s(self) -> float | None:
+        """Return about how long the remaining steps take, with their share of validation and saving; None before the first one is done."""
+        # The first step is slower than all others: compilers and caches are cold.
+        recent = self._seconds[1:][-RECENT_STEPS:] or self._seconds
+        return statistics.fmean(recent) * (self.total_steps - self.step) if recent else None
 
     def _answer_alarms(self) -> None:
         """End the run, and save it, where an alarm of `trainer.stop_on` has begun and steps are left.
@@ -232,17 +240,15 @@ class RunLoop:
 
     def resume(self, checkpoint: Checkpoint | Path) -> None:
         """Go on from this checkpoint; one that is only a path is verified first."""
-        checkpoint = verify(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+        checkpoint, part = verify(checkpoint) if isinstance(checkpoint, Path) else checkpoint, STATE
         try:
             self.load_state_dict(checkpoint.state)
-        except NOT_LOADABLE as error:
-            said = f"it has no field {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{checkpoint.folder}: {STATE} cannot be used: {said}") from error
-        try:
             for role in self.roles.with_state():
+                part = f"what {type(role).__name__} saved"
                 role.load(checkpoint.folder)
         except NOT_LOADABLE as error:
-            raise CheckpointError(f"{checkpoint.folder} cannot be used: {type(error).__name__}: {error}") from error
+            said = f"it has no field {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{checkpoint.folder}: {part} cannot be used: {said}") from error
         self.output.sinks.truncate_after(self.step)
         logged = read_metrics(self.output.run_dir.metrics_file)
         self.alarms.resume(logged)

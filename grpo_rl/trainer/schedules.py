@@ -9,9 +9,9 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry, guarded
 from grpo_rl.trainer.iterate import IterateSchedule
+from grpo_rl.trainer.offline import OfflineSchedule
 from grpo_rl.trainer.overlap import AsyncSchedule, OneStepOffSchedule
-from grpo_rl.trainer.rows.offline import OfflineSchedule
-from grpo_rl.trainer.rows.reward_training import RewardModelSchedule
+from grpo_rl.trainer.reward_training import RewardModelSchedule
 from grpo_rl.trainer.schedule import Roles, Schedule
 from grpo_rl.trainer.sync import SyncSchedule
 from grpo_rl.trainer.validation import ValidationOnly

@@ -61,7 +61,7 @@ class Selection:
         cannot be used; the next step then begins with the same row.
         """
         with self.sampler.rewinding():
-            sampled = self._draw(sample)
+            sampled = self.draw(sample)
             if not self.refills:
                 return self._of_batch(sampled)
             kept, num_batches, num_wanted = self._with_signal(sampled), 1, self.num_wanted - spared
@@ -69,14 +69,19 @@ class Selection:
                 if num_batches == self.groups.max_num_gen_batches or self.exhausted:
                     retired = "; all other prompts are retired" if num_batches < self.groups.max_num_gen_batches else ""
                     raise DataError(self.too_few(len(kept), len(by_uid(sampled)), num_batches) + retired)
-                rollouts = self._draw(sample)
+                rollouts = self.draw(sample)
                 sampled, kept, num_batches = sampled + rollouts, kept + self._with_signal(rollouts), num_batches + 1
             return self._selected(kept, sampled, num_batches, num_wanted)
 
     def draw(self, sample: Sample) -> list[Rollout]:
-        """Return all scored rollouts of the next batch of prompts, whatever their signal is. Raises DataError as `next`."""
-        with self.sampler.rewinding():
-            return self._draw(sample)
+        """Return all scored rollouts of the next batch of prompts, whatever their signal is; their pass rates are noted.
+
+        Raises DataError as `next`.
+        """
+        drawn = self.prompts()
+        rollouts = sample([prompt for _, prompt in drawn])
+        self._record({prompt.uid: row for row, prompt in drawn}, rollouts)
+        return rollouts
 
     def prompts(self) -> list[tuple[int, Prompt]]:
         """Return the next batch of prompts, each with its row, for a schedule that samples ahead. Raises DataError as `next`."""
@@ -136,13 +141,6 @@ class Selection:
         self.retired.clear()  # what draws looks at this very set
         self.retired |= set(() if self.retire_above is None else state.get("retired", ()))
         return True
-
-    def _draw(self, sample: Sample) -> list[Rollout]:
-        """Return scored rollouts of the next batch of prompts; their pass rates are noted."""
-        drawn = self.prompts()
-        rollouts = sample([prompt for _, prompt in drawn])
-        self._record({prompt.uid: row for row, prompt in drawn}, rollouts)
-        return rollouts
 
     def _record(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> None:
         """Note how many responses to each prompt passed, where what is drawn next depends on it; `rows` are by uid."""

@@ -16,7 +16,7 @@ from grpo_rl.data.training_rows.pairs import PairSet
 from grpo_rl.errors import DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.rows.reference_rows import ReferenceRows
+from grpo_rl.trainer.offline import ReferenceRows
 from grpo_rl.types import Batch
 
 TOKENIZER = build_tokenizer(128)

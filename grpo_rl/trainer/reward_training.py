@@ -14,7 +14,7 @@ from grpo_rl.algos.scoring_quality import auc, calibration, pair_accuracy, pair_
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.protocols import TrainedRewardModel
-from grpo_rl.trainer.rows.offline import RowSchedule
+from grpo_rl.trainer.offline import RowSchedule
 from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.types import Metrics
 
@@ -39,14 +39,7 @@ class RewardModelSchedule(RowSchedule):
         measured = {f"train/{name}": metrics[f"reward_model/{name}"] for name in ("loss", "accuracy")}
         if self.settings.loss == "bradley_terry":
             measured["train/margin"] = metrics["reward_model/margin"]
-        num_tokens = float(len(batch.token_ids_S))
-        return (
-            measured
-            | metrics
-            | {"trainer/epoch": float(self.sampler.epoch)}
-            | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
-            | timer.metrics()
-        )
+        return measured | metrics | self.step_metrics(batch, timer)
 
     def evaluate(self) -> Metrics:
         """Measure loss, accuracy, ranking and calibration on the validation rows."""

@@ -6,10 +6,11 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.losses.contract import LossInput
@@ -20,12 +21,18 @@ from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.row_set import TrainingRows, TrainingSet
 from grpo_rl.data.training_rows.conversations import Demonstration, supervised_batch
 from grpo_rl.errors import DivergedError
+from grpo_rl.faults import fault_point
 from grpo_rl.protocols import Actor
-from grpo_rl.trainer.rows.reference_rows import ReferenceRows
+from grpo_rl.trainer.progress import Timer
+from grpo_rl.trainer.sampled.advantage import check_finite
 from grpo_rl.trainer.sampled.selection import resume_order
 from grpo_rl.trainer.schedule import Context, required
 from grpo_rl.trainer.validation import Validation
 from grpo_rl.types import Batch, Counts, Metrics, Rollout
+
+if TYPE_CHECKING:
+    # The plan looks up the schedule, and need not wait for what draws.
+    from grpo_rl.telemetry.terminal.console import Console
 
 
 class RowSchedule:
@@ -47,6 +54,12 @@ class RowSchedule:
             rows = [row for row, _ in self.sampler.next_batch()]
             batch = self.train_data.batch(rows)
             return batch if self.reference is None else self.reference.fill("train", rows, batch)
+
+    def step_metrics(self, batch: Batch, timer: Timer) -> Metrics:
+        """Return what is measured of each step, whatever the model is."""
+        num_tokens = float(len(batch.token_ids_S))
+        throughput = {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
+        return {"trainer/epoch": float(self.sampler.epoch)} | throughput | timer.metrics()
 
     def ended(self) -> str | None:
         """Return None: there are always further rows."""
@@ -73,15 +86,10 @@ class OfflineSchedule(RowSchedule):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.actor = required(context.roles.actor, "actor")
-        self.objective = context.objective
-        self.reference = self._reference(required(context.rows, "rows"))
-        self.answers = Validation(context)
-
-    def _reference(self, rows: TrainingRows) -> ReferenceRows | None:
-        """Return the reference's log-probs of the rows; None where the objective compares with none."""
-        if not self.objective.needs_ref:
-            return None
-        return ReferenceRows(rows, self.actor, self.config.data.train_batch_size, self.context.output.console)
+        self.objective, self.answers = context.objective, Validation(context)
+        if self.objective.needs_ref:
+            rows, batch_size = required(context.rows, "rows"), self.config.data.train_batch_size
+            self.reference = ReferenceRows(rows, self.actor, batch_size, context.output.console)
 
     def step(self) -> Metrics:
         """Train on the next batch of rows."""
@@ -97,16 +105,10 @@ class OfflineSchedule(RowSchedule):
                 batch, taught = self.context.roles.teacher.logprobs(batch)
         with timer("update_actor"):
             metrics = self.actor.update(batch) | taught
-        num_tokens = float(len(batch.token_ids_S))
-        measured = {name.removeprefix("actor/"): value for name, value in metrics.items()}
-        return (
-            named_measures("train", measured, self.objective)
-            | {"train/num_tokens": float(batch.num_trained_tokens)}
-            | metrics
-            | {"trainer/epoch": float(self.sampler.epoch)}
-            | {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
-            | timer.metrics()
+        measured = named_measures(
+            "train", {name.removeprefix("actor/"): value for name, value in metrics.items()}, self.objective
         )
+        return measured | {"train/num_tokens": float(batch.num_trained_tokens)} | metrics | self.step_metrics(batch, timer)
 
     def evaluate(self) -> Metrics:
         """Measure the loss on the validation rows, and answer the validation prompts."""
@@ -147,27 +149,15 @@ def fit(
         on_step(step, metrics)
 
 
-LARGEST_EXPONENT = 700.0
-"""e to this is near the largest float."""
-
-
-MEASURES = {"reward_accuracy": "accuracy", "reward_margin": "margin"}
-"""Statistics of losses over pairs that are logged beside the loss, with their names there."""
-
-
 def named_measures(part: str, measured: Metrics, objective: Objective) -> Metrics:
     """Return the loss of rows, and what it means: a perplexity, or how the policy orders pairs, as metrics `part/...`."""
     found = {f"{part}/loss": measured["pg_loss"]}
     if objective.loss_mode == "sft":
-        found[f"{part}/perplexity"] = perplexity(measured["pg_loss"])
-    if objective.needs_pairs:
-        found |= {f"{part}/{name}": measured[stat] for stat, name in MEASURES.items() if stat in measured}
+        found[f"{part}/perplexity"] = math.exp(min(measured["pg_loss"], 700.0))  # near the largest exponent of a float
+    for name in ("accuracy", "margin") if objective.needs_pairs else ():
+        if f"reward_{name}" in measured:
+            found[f"{part}/{name}"] = measured[f"reward_{name}"]
     return found
-
-
-def perplexity(loss: float) -> float:
-    """Return e to the mean loss of a token."""
-    return math.exp(min(loss, LARGEST_EXPONENT))
 
 
 def measure(
@@ -211,7 +201,7 @@ def with_kl(batch: Batch, actor: Actor) -> Batch:
     return answers.replace(kl_N=kl.expand(answers.num_rollouts).clone())
 
 
-def loss_input(batch: Batch, policy_logprobs_T: torch.Tensor) -> LossInput:
+def loss_input(batch: Batch, policy_logprobs_T: Tensor) -> LossInput:
     """Return a whole batch as its loss reads it."""
     advantages_T = torch.ones(batch.num_trained_tokens) if batch.advantages_T is None else batch.advantages_T
     return LossInput(
@@ -224,3 +214,48 @@ def loss_input(batch: Batch, policy_logprobs_T: torch.Tensor) -> LossInput:
         kl_N=batch.kl_N,
         group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N),
     )
+
+
+# ---- the reference's log-probs -------------------------------------------------------------------------------------
+
+
+class ReferenceRows:
+    """The reference's log-prob of every trained token of the rows, by part (`train`, `val`) and row: computed once.
+
+    The reference of a run on rows is the initial policy. Before the first step the actor is just that, also in a run that is
+    about to load a checkpoint, so no other process has to hold those weights.
+    """
+
+    def __init__(self, rows: TrainingRows, actor: Actor, batch_size: int, console: Console) -> None:
+        """Compute them with the actor, which must not have been trained yet. Raises DivergedError for log-probs that are not finite."""
+        sets = {part: found for part, found in (("train", rows.train), ("val", rows.val)) if found is not None}
+        total = sum(map(len, sets.values()))
+        with console.progress("computing the reference's log-probs of all rows, once", total=total) as bar:
+            self._columns = {part: _computed(part, data, actor, batch_size, bar.advance) for part, data in sets.items()}
+
+    def fill(self, part: str, rows: list[int], batch: Batch) -> Batch:
+        """Return the batch of these rows of a part with `ref_logprobs_T`."""
+        logprobs_T, starts_R = self._columns[part]
+        pieces = [logprobs_T[int(starts_R[row]) : int(starts_R[row + 1])] for row in rows]
+        return batch.replace(ref_logprobs_T=torch.cat(pieces))
+
+
+def _computed(part: str, data: TrainingSet[Any], actor: Actor, batch_size: int, done: Any) -> tuple[Tensor, Tensor]:
+    """Return the log-probs of one part back to back, and where each row's begin."""
+    pieces: list[Tensor] = []
+    lengths: list[int] = []
+    for start in range(0, len(data), batch_size):
+        rows = list(range(start, min(start + batch_size, len(data))))
+        usable = [row for row in rows if data.usable(row)]
+        sizes = dict.fromkeys(rows, 0)
+        if usable:
+            batch = data.batch(usable)
+            logprobs_T = actor.logprobs(batch).float()
+            check_finite(batch.replace(ref_logprobs_T=logprobs_T))
+            pieces.append(logprobs_T)
+            per_row = torch.zeros(len(usable), dtype=torch.long).index_add(0, batch.group_N, batch.trained_lengths_N)
+            sizes |= dict(zip(usable, per_row.tolist(), strict=True))
+        lengths += sizes.values()
+        fault_point("driver.reference", part=part, row=rows[-1])
+        done(len(rows))
+    return torch.cat(pieces) if pieces else torch.empty(0), torch.tensor([0, *lengths], dtype=torch.long).cumsum(0)
