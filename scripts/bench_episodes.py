@@ -31,7 +31,7 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import Named
 from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
-from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
@@ -164,7 +164,7 @@ def measure(options: argparse.Namespace, folder: Path, wait_s: float) -> dict[st
             frozenset(ends),
         )
     named = Named(f"{folder / 'waits.py'}:Waits", {"turns": options.turns, "wait_s": wait_s, "share": options.share})
-    environments = EnvironmentPool(PoolSetup(HostSetup(named), options.workers, options.episodes))
+    environments = EnvironmentPool(HostSetup(named), options.workers, max_episodes=options.episodes)
     turns = Turns(engine)
     deltas = ChatDeltas(Renderer(DataConfig(), tokenizer), tokenizer, stop_ids)
     pool = EpisodePool(turns, environments, deltas, EpisodeRules(max_model_len=longest))  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ The fields are those of OpenAI's API reference, sections "Create chat completion
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ from grpo_rl.envs.contract import Message, ToolCall, Turn
 from grpo_rl.envs.tool_formats import parse, spoken
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_PIECES = re.compile(r"\s*\S+|\s+\Z")
 _ONE_ANSWER: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("n", (1, None)),
     ("stop", ([], "", None)),
@@ -156,9 +154,8 @@ def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
     A call that cannot be read stays in the text, where the agent sees it. Ids are letters and digits, nine of them, and
     differ between the turns of a conversation: templates such as Mistral's want that.
     """
-    found = (
-        parse(tool_format, turn.raw_text).calls if request.tools and request.may_call and turn.finish_reason == "stop" else ()
-    )
+    may_call = request.tools and request.may_call and turn.finish_reason == "stop"
+    found = parse(tool_format, turn.raw_text)[0] if may_call else ()
     if request.one_call:
         found = found[:1]
     calls = tuple(
@@ -173,8 +170,7 @@ def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
 
 def said(answer: ChatAnswer) -> Message:
     """Return the assistant's message as `read_request` reads it when the agent sends it back."""
-    message: Message = {"role": "assistant", "content": answer.content}
-    return message | ({"tool_calls": [_compared(_written(call)) for call in answer.calls]} if answer.calls else {})
+    return _message(answer.message(), 0)
 
 
 def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
@@ -194,25 +190,16 @@ def completion(answer: ChatAnswer, model: str) -> dict[str, Any]:
 
 
 def stream(answer: ChatAnswer, request: ChatRequest) -> Iterator[bytes]:
-    """Yield the server-sent events of an answer: its role, its text word by word, its calls, the reason of its end, and [DONE].
+    """Yield the server-sent events of an answer: the message, the reason of its end, the numbers of tokens if asked for, and [DONE].
 
     The turn is whole before the first event: an environment gets turns and no tokens.
     """
     head = _head("chat.completion.chunk", request.model) | ({"usage": None} if request.with_usage else {})
-
-    def event(delta: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return _event({**head, "choices": [choice]})
-
-    yield event({"role": "assistant", "content": "" if answer.content or not answer.calls else None})
-    for piece in _PIECES.findall(answer.content):
-        yield event({"content": piece})
-    for number, call in enumerate(answer.calls):
-        written = _written(call)
-        function = {"name": written["function"]["name"], "arguments": ""}
-        yield event({"tool_calls": [{"index": number, "id": written["id"], "type": "function", "function": function}]})
-        yield event({"tool_calls": [{"index": number, "function": {"arguments": written["function"]["arguments"]}}]})
-    yield event({}, answer.finish_reason)
+    message = answer.message()
+    if answer.calls:
+        message["tool_calls"] = [{"index": number, **call} for number, call in enumerate(message["tool_calls"])]
+    for delta, finish_reason in ((message, None), ({}, answer.finish_reason)):
+        yield _event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}]})
     if request.with_usage:
         yield _event({**head, "choices": [], "usage": answer.usage()})
     yield b"data: [DONE]\n\n"

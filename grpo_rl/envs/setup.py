@@ -13,8 +13,8 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import Named, interaction_file, tools_of
 from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules, TurnPool
-from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
-from grpo_rl.envs.runtime.episode_host import HostSetup, with_schemas
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
+from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.envs.tool_formats import check_format
 from grpo_rl.errors import ConfigError
 
@@ -36,12 +36,11 @@ class EpisodeSetup:
         """
         if not plays_episodes(config):
             return None
-        own = config.actor_rollout_ref.rollout.multi_turn
-        problems: list[str] = []
-        host: HostSetup | None = None
-        schemas: list[dict[str, Any]] = []
+        own, problems = config.actor_rollout_ref.rollout.multi_turn, list[str]()
         try:
-            host, schemas = with_schemas(_host(own))
+            host = _host(own)
+            # Environment and tools are made once here, which shows what is wrong with them.
+            schemas = tuple(EpisodeHost(host).schemas.values())
         except ConfigError as error:
             problems += error.problems
         if own.tools or own.tool_config_path is not None:
@@ -49,9 +48,11 @@ class EpisodeSetup:
                 check_format(own.format)
             except ConfigError as error:
                 problems += error.problems
-        if problems or host is None:
+        if problems:
             raise ConfigError([f"actor_rollout_ref.rollout.multi_turn: {problem}" for problem in problems])
-        return EpisodeSetup(config, host, tuple(schemas))
+        tools = tuple(dataclasses.replace(named, schema=schema) for named, schema in zip(host.tools, schemas, strict=True))
+        shown = tuple({"type": "function", "function": schema} for schema in schemas)
+        return EpisodeSetup(config, dataclasses.replace(host, tools=tools), shown)
 
     @property
     def data(self) -> DataConfig:
@@ -86,8 +87,9 @@ class EpisodeSetup:
         """Start the environment processes."""
         own = self.config.actor_rollout_ref.rollout.multi_turn.environment
         limit = None if own.memory_limit_gb is None else int(own.memory_limit_gb * 2**30)
-        setup = PoolSetup(self.host, own.num_workers, step_timeout_s=own.step_timeout_s, memory_limit=limit)
-        return EnvironmentPool(setup, log_folder)
+        return EnvironmentPool(
+            self.host, own.num_workers, step_timeout_s=own.step_timeout_s, memory_limit=limit, log_folder=log_folder
+        )
 
     def pool(
         self, turns: TurnPool, environments: EnvironmentPool, tokenizer: Any, stop_ids: frozenset[int], max_model_len: int

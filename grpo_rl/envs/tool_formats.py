@@ -5,21 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from grpo_rl.envs.contract import ToolCall
 from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
-
-
-@dataclass(frozen=True, slots=True)
-class Parsed:
-    """The tool calls of a turn, and what was wrong with those that could not be read."""
-
-    calls: tuple[ToolCall, ...] = ()
-    malformed: tuple[str, ...] = ()
-
 
 FORMATS: Registry[Callable[[str], Iterable[Any]]] = Registry("tool-call format")
 """A format returns each call that a turn contains, whose special tokens are in the text: {"name": ..., "arguments": {...}}, the same as
@@ -50,10 +40,10 @@ def check_format(name: str) -> None:
     FORMATS.get(name)
 
 
-def parse(name: str, text: str) -> Parsed:
-    """Return the calls in a turn, whose text has its special tokens; what is written inside of thoughts is no call.
+def parse(name: str, text: str) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
+    """Return the calls in a turn, and what is wrong with those that cannot be read; inside of thoughts is no call.
 
-    `name` is a registered format, or a user's own parser as `file.py:function`.
+    `name` is a registered format, or a user's own parser as `file.py:function`. The text has its special tokens.
     """
     calls: list[ToolCall] = []
     malformed: list[str] = []
@@ -65,7 +55,7 @@ def parse(name: str, text: str) -> Parsed:
                 malformed.append(_cause(error))
     except ValueError as error:
         malformed.append(str(error) or "the tool call cannot be read")
-    return Parsed(tuple(calls), tuple(malformed))
+    return tuple(calls), tuple(malformed)
 
 
 def spoken(name: str, text: str) -> str:

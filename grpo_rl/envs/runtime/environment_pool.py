@@ -90,18 +90,6 @@ class _Asked:
     """True once the process has noticed that it is cancelled."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSetup:
-    """The configuration of the pool."""
-
-    host: HostSetup
-    num_workers: int = 2
-    max_episodes: int = 512
-    step_timeout_s: float = 60.0
-    memory_limit: int | None = None
-    """Address space of a process in bytes; None: no limit."""
-
-
 class EnvironmentPool:
     """Environments of many episodes in a few processes. It is used from one thread, and nothing but `events` waits.
 
@@ -110,11 +98,23 @@ class EnvironmentPool:
     one that dies: its other episodes are lost, and may be begun again.
     """
 
-    def __init__(self, setup: PoolSetup, log_folder: Path | None = None) -> None:
-        """Start the processes; they print to `log_folder`/environment-N.log."""
-        self.setup = setup
-        self._message = {"host": dataclasses.asdict(setup.host), "memory_limit": setup.memory_limit}
-        paths = [None if log_folder is None else log_folder / f"environment-{n}.log" for n in range(setup.num_workers)]
+    def __init__(
+        self,
+        host: HostSetup,
+        num_workers: int = 2,
+        *,
+        max_episodes: int = 512,
+        step_timeout_s: float = 60.0,
+        memory_limit: int | None = None,
+        log_folder: Path | None = None,
+    ) -> None:
+        """Start the processes, each for `max_episodes` at a time; they print to `log_folder`/environment-N.log.
+
+        `memory_limit` is the address space of a process in bytes; None: no limit.
+        """
+        self.max_episodes, self.step_timeout_s = max_episodes, step_timeout_s
+        self._message = {"host": dataclasses.asdict(host), "memory_limit": memory_limit}
+        paths = [None if log_folder is None else log_folder / f"environment-{n}.log" for n in range(num_workers)]
         self._logs = [OutputLog(path) for path in paths]
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._serials = itertools.count()
@@ -128,7 +128,7 @@ class EnvironmentPool:
         self._closed = False
         self._tried_again: set[int] = set()
         """Numbers of the processes whose first start ended before they were ready."""
-        self._processes = [self._start(number) for number in range(setup.num_workers)]
+        self._processes = [self._start(number) for number in range(num_workers)]
         self._retired: list[EnvironmentProcess] = []
         """Those that get no further episodes, because some work in them cannot be ended."""
 
@@ -209,7 +209,7 @@ class EnvironmentPool:
         """Give waiting episodes to the processes with the fewest, once all are ready: the first one would get all of them."""
         while self._waiting and all(process.is_ready for process in self._processes):
             process = min(self._processes, key=lambda one: len(one.episodes))
-            if len(process.episodes) >= self.setup.max_episodes:
+            if len(process.episodes) >= self.max_episodes:
                 return
             episode, start = self._waiting.popleft()
             process.episodes.add(episode)
@@ -217,7 +217,7 @@ class EnvironmentPool:
             self._ask(process, episode, "reset", start)
 
     def _ask(self, process: EnvironmentProcess, episode: str, op: Op, values: Any) -> None:
-        serial = self._note(process, episode, op, self.setup.step_timeout_s)
+        serial = self._note(process, episode, op, self.step_timeout_s)
         if op != "close":
             self._serial_of[episode] = serial
         process.send({"id": episode, "op": op, "serial": serial, "values": values})
@@ -280,7 +280,7 @@ class EnvironmentPool:
                 continue
             self._cancel(serial)
             if late.op != "close":
-                cause = f"no answer within step_timeout_s={self.setup.step_timeout_s:g}"
+                cause = f"no answer within step_timeout_s={self.step_timeout_s:g}"
                 found.append(Event(late.episode, "timeout", cause=cause, seconds=now - late.began))
         return found
 

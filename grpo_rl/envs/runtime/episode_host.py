@@ -79,8 +79,8 @@ class EpisodeHost:
         is_last, token_ids = own.pop("is_last"), np.asarray(own.pop("token_ids"), dtype=np.int32)
         turn = Turn(**own, token_ids=token_ids)
         if self.tools:
-            found = parse(self.setup.format, turn.raw_text)
-            turn = replace(turn, tool_calls=found.calls, malformed=found.malformed)
+            calls, malformed = parse(self.setup.format, turn.raw_text)
+            turn = replace(turn, tool_calls=calls, malformed=malformed)
         counts: Counter[str] = Counter(malformed_calls=len(turn.malformed))
         if turn.finish_reason == "stop" and not is_last and (turn.tool_calls or turn.malformed):
             answer = await self._with_calls(turn, counts)
@@ -194,17 +194,6 @@ def _finite(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"a reward or a logged number is {number}; a finite number is needed")
     return number
-
-
-def with_schemas(setup: HostSetup) -> tuple[HostSetup, list[dict[str, Any]]]:
-    """Return the setup with the schemas of its tools, which the chat template shows, in OpenAI's form.
-
-    The tools and the environment are made once for it. Raises ConfigError for a tool or an environment that cannot be found,
-    or whose options are wrong, and for two tools of one name.
-    """
-    schemas = EpisodeHost(setup).schemas.values()
-    tools = tuple(replace(named, schema=schema) for named, schema in zip(setup.tools, schemas, strict=True))
-    return replace(setup, tools=tools), [{"type": "function", "function": schema} for schema in schemas]
 
 
 # ---- the process -----------------------------------------------------------------------------------------

@@ -182,10 +182,10 @@ def noted(tmp_path: Path) -> list[Any]:
     return [json.loads(line) for line in (tmp_path / "answer").read_text().splitlines()]
 
 
-def test_openais_client_reads_a_stream_word_by_word(played, tmp_path: Path) -> None:
+def test_openais_client_reads_a_stream(played, tmp_path: Path) -> None:
     text = " one two\n\n  three \u00e4\n "
     assert played("streamed", text)[-1].done
-    assert noted(tmp_path) == [text, 5, "assistant", "stop", 13, 1]
+    assert noted(tmp_path) == [text, 1, "assistant", "stop", 13, 1]
     (tmp_path / "answer").unlink()
     assert played("in_an_event_loop", text)[-1].done and noted(tmp_path) == [text]
 

@@ -16,7 +16,7 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import Named
 from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
-from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.types import Completion, Prompt, Request, Rollout, Sampling
 
@@ -82,7 +82,7 @@ def played(tmp_path: Path, family: str, *texts: str) -> tuple[Rollout, Any]:
         Renderer(DataConfig(apply_chat_template_kwargs=dict(kwargs)), tokenizer), tokenizer, frozenset([tokenizer.eos_token_id])
     )
     host = HostSetup(Named("endpoint", {"agent": f"{tmp_path / 'agent.py'}:solve"}))
-    environments = EnvironmentPool(PoolSetup(host, 1, step_timeout_s=30.0))
+    environments = EnvironmentPool(host, 1, step_timeout_s=30.0)
     try:
         pool = EpisodePool(
             EngineTurns(Speaking(tokenizer, texts)),  # type: ignore[arg-type]

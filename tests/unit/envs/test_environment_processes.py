@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_rl.envs.environments import Named
-from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event, PoolSetup
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.errors import ClusterError
 
@@ -21,10 +21,10 @@ HERE = Path(__file__).parent / "played_environments.py"
 def make() -> Iterator[Callable[..., EnvironmentPool]]:
     pools: list[EnvironmentPool] = []
 
-    def build(name: str | None, *, tools: tuple[Named, ...] = (), workers: int = 1, step_timeout_s: float = 20.0, tool_timeout_s: float = 5.0, max_episodes: int = 64, **options: Any) -> EnvironmentPool:  # fmt: skip
+    def build(name: str | None, *, tools: tuple[Named, ...] = (), workers: int = 1, step_timeout_s: float = 20.0, tool_timeout_s: float = 5.0, **options: Any) -> EnvironmentPool:  # fmt: skip
         named = None if name is None else Named(name if ":" in name else f"{HERE}:{name}", options)
         host = HostSetup(named, tools, max_parallel_calls=4, tool_timeout_s=tool_timeout_s, max_tool_response_length=60)
-        pools.append(EnvironmentPool(PoolSetup(host, workers, max_episodes, step_timeout_s)))
+        pools.append(EnvironmentPool(host, workers, step_timeout_s=step_timeout_s))
         return pools[-1]
 
     yield build

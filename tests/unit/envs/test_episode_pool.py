@@ -19,7 +19,7 @@ from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import ENVIRONMENTS, Named
 from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
-from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, PoolSetup
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.models import builtin
 from grpo_rl.models.forward import PolicyModel
@@ -71,7 +71,7 @@ def make(
         name: str, *, rules: dict[str, Any] | None = None, workers: int = 1, step_timeout_s: float = 20.0, **options: Any
     ):  # type: ignore[no-untyped-def]
         host = HostSetup(Named(name if name in ENVIRONMENTS else f"{HERE}:{name}", options))
-        environments = EnvironmentPool(PoolSetup(host, workers, step_timeout_s=step_timeout_s))
+        environments = EnvironmentPool(host, workers, step_timeout_s=step_timeout_s)
         pools.append(environments)
         turns = EngineTurns(HfEngine(spec))
         deltas = ChatDeltas(Renderer(DataConfig(), tokenizer), tokenizer, stop_ids)

@@ -18,7 +18,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
-from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
+from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules, Playing
 from grpo_rl.types import Prompt, Sampling
 
 TEXTS = ["", "no", "in 11 turns\n", "\n\n 1", "<think>hm</think> as", "caf\u00e9 \u4f60\u597d", "end <|im_end|> </s>", " "]
@@ -105,3 +105,23 @@ def test_the_trained_tokens_are_the_engines_record(families, family: str, role: 
     chosen = collate(rollouts).select([4, 1])
     starts = np.cumsum([0, *(sum(length for _, length in r.spans) for r in rollouts)])
     assert chosen.token_ids_S[chosen.positions()].tolist() == sampled[starts[4] : starts[5]] + sampled[starts[1] : starts[2]]
+
+
+@pytest.mark.parametrize(("max_tokens", "max_model_len", "room"), [(20, 100, 14), (20, 12, 3), (20, 9, 0)])
+def test_an_episode_ends_at_its_own_limit_or_at_the_models_positions(max_tokens: int, max_model_len: int, room: int) -> None:
+    playing = Playing("e", Prompt("e", np.array([1, 2, 3], np.int32), "text", "test"), 0, Sampling(max_tokens=max_tokens), 1)
+    playing.add_context(np.arange(6))
+    assert playing.room(max_model_len) == room
+
+
+def test_equal_states_have_equal_numbers_and_without_a_state_the_messages_are_it() -> None:
+    playing = Playing("e", Prompt("e", np.array([1], np.int32), "text", "test"), 0, Sampling(max_tokens=9), 1)
+
+    def number(state: str | None, *contents: str) -> int:
+        playing.comes_to(state, [{"role": "user", "content": content} for content in contents])
+        return playing.state
+
+    assert number("here", "a") == number("here", "b") != number("there", "a")
+    assert number(None, "a") == number(None, "a") != number(None, "b")
+    assert len({number(None), number(None, ""), number(None, "a", "b"), number(None, "ab")}) == 4
+    assert number("a grid of ten by ten cells") == -4175360491201906180  # the same on every machine

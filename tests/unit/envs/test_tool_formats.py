@@ -37,10 +37,10 @@ CALL = '{"name": "add", "arguments": {"a": 1}}'
     ],
 )
 def test_calls_are_read_and_broken_ones_are_counted(form: str, text: str, names: list[str], wrong: int) -> None:
-    found = parse(form, text)
-    assert [call.name for call in found.calls] == names
-    assert len(found.malformed) == wrong and all(found.malformed)
-    assert len({call.call_id for call in found.calls}) == len(names) and all(len(call.call_id) == 9 for call in found.calls)
+    calls, malformed = parse(form, text)
+    assert [call.name for call in calls] == names
+    assert len(malformed) == wrong and all(malformed)
+    assert len({call.call_id for call in calls}) == len(names) and all(len(call.call_id) == 9 for call in calls)
 
 
 @pytest.mark.parametrize("form", list(FORMATS))
@@ -48,8 +48,7 @@ def test_calls_are_read_and_broken_ones_are_counted(form: str, text: str, names:
     text=st.text() | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "<|python_tag|>", CALL, "{", "["])).map("".join)
 )
 def test_no_text_makes_a_format_fail(form: str, text: str) -> None:
-    found = parse(form, text)
-    assert all(isinstance(call.name, str) for call in found.calls)
+    assert all(isinstance(call.name, str) for call in parse(form, text)[0])
 
 
 def test_a_parser_of_the_users_own_is_taken_from_its_file(tmp_path: Path) -> None:
@@ -59,8 +58,8 @@ def test_a_parser_of_the_users_own_is_taken_from_its_file(tmp_path: Path) -> Non
         "    if '!' in text: raise ValueError('no shouting')\n"
         "    return [{'name': word[1:], 'arguments': {}} for word in text.split() if word[0] == '@']\n"
     )
-    assert [call.name for call in parse(f"{path}:calls", "use @one and @two").calls] == ["one", "two"]
-    assert parse(f"{path}:calls", "@one!").malformed == ("no shouting",)
+    assert [call.name for call in parse(f"{path}:calls", "use @one and @two")[0]] == ["one", "two"]
+    assert parse(f"{path}:calls", "@one!")[1] == ("no shouting",)
 
 
 SCHEMA = {
