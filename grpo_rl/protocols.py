@@ -21,11 +21,8 @@ from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 class Saved(Protocol):
     """A part of a checkpoint: it has a state that decides the steps to come."""
 
-    def save(self, folder: Path, check: bool, in_background: bool) -> None:
-        """Write weights, optimizer, scheduler and random states of this moment into `folder`, or begin to, in the background.
-
-        With `check` the files are read back.
-        """
+    def save(self, folder: Path, in_background: bool) -> None:
+        """Write weights, optimizer, scheduler and random states of this moment into `folder`, or begin to, in the background."""
 
     def saved(self, wait_s: float) -> Files | None:
         """Return size and SHA-256 of each file that the last `save` wrote; None when it has not ended within `wait_s`.

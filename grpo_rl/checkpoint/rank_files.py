@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_rl.background import has_ended, in_background
-from grpo_rl.checkpoint.files import Files, entry_of, flush, not_written, write_file
+from grpo_rl.checkpoint.files import Files, flush, not_written, write_file
 from grpo_rl.checkpoint.manifest import TRAINING
 from grpo_rl.checkpoint.tensors import HostMemory, Part, Shards, write_parts
 from grpo_rl.errors import CheckpointError
@@ -63,14 +63,11 @@ class RankFiles:
             optimizer.register_step_pre_hook(self.wait_for_copy)
         self._saving: Future[Files] | None = None
 
-    def save(
-        self, folder: Path, *, check: bool = False, background: bool = False, texts: Mapping[str, str] | None = None
-    ) -> None:
+    def save(self, folder: Path, *, background: bool = False, texts: Mapping[str, str] | None = None) -> None:
         """Write this rank's files into `folder`; in the background, a thread does it all while the training goes on.
 
-        What it writes is the state of this moment: an optimizer step waits until it is copied. With `check` files are
-        read back. `texts` are files that rank 0 writes beside its own. `saved` returns the outcome. Raises CheckpointError
-        when an earlier save does not end.
+        What it writes is the state of this moment: an optimizer step waits until it is copied. `texts` are files that rank 0
+        writes beside its own. `saved` returns the outcome. Raises CheckpointError when an earlier save does not end.
         """
         if self._saving is not None and not has_ended(self._saving, self.patience_s):
             raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
@@ -81,7 +78,7 @@ class RankFiles:
         if not background:
             self._saving = Future()
             try:
-                self._saving.set_result(self._written(folder, shares.pop(), texts, check))
+                self._saving.set_result(self._written(folder, shares.pop(), texts))
             except CheckpointError as error:
                 self._saving.set_exception(error)
             return
@@ -91,7 +88,7 @@ class RankFiles:
         stream = torch.cuda.Stream(on_gpu[0]) if on_gpu else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(on_gpu[0]))
-        self._saving = in_background("checkpoint", lambda: self._copied_and_written(folder, shares, texts, check, stream))
+        self._saving = in_background("checkpoint", lambda: self._copied_and_written(folder, shares, texts, stream))
 
     def saved(self, wait_s: float = 0.0) -> Files | None:
         """The files that the last `save` wrote; None when it is not done within `wait_s`; none where nothing was saved here.
@@ -137,7 +134,7 @@ class RankFiles:
             )
 
     def _copied_and_written(
-        self, folder: Path, shares: list[Share], texts: Mapping[str, str], check: bool, stream: torch.cuda.Stream | None
+        self, folder: Path, shares: list[Share], texts: Mapping[str, str], stream: torch.cuda.Stream | None
     ) -> Files:
         try:
             with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
@@ -151,9 +148,9 @@ class RankFiles:
         if sys.platform == "linux":  # elsewhere niceness is the whole process's
             with contextlib.suppress(OSError):
                 os.nice(NICER)
-        return self._written(folder, share, texts, check)
+        return self._written(folder, share, texts)
 
-    def _written(self, folder: Path, share: Share, texts: Mapping[str, str], check: bool) -> Files:
+    def _written(self, folder: Path, share: Share, texts: Mapping[str, str]) -> Files:
         """Return the files that are written, all of them flushed. Raises CheckpointError."""
         try:
             entries = {name: write_file(folder / name, [text.encode()]) for name, text in texts.items()}
@@ -163,9 +160,6 @@ class RankFiles:
             if self.rank == 0:
                 entries[TRAINING] = write_file(folder / TRAINING, [json.dumps(share.noted).encode()])
             flush(folder)
-            for name, entry in entries.items() if check else ():
-                if entry_of(folder / name) != entry:
-                    raise OSError(5, f"{name} does not read back as it was written")
             return entries
         except OSError as error:
             raise not_written(folder, error, self.num_bytes()) from error

@@ -77,7 +77,7 @@ class Replay:
         self.num_seen = 0
         self._written: Files = {}
 
-    def save(self, folder: Path, check: bool = False, in_background: bool = False) -> None:
+    def save(self, folder: Path, in_background: bool = False) -> None:
         """Write all of it, which is done when this returns: a few megabytes at most."""
         head = {"num_seen": self.num_seen}
         lines = [json.dumps(row, ensure_ascii=False) for row in (head, *(one.row() for one in self.kept))]

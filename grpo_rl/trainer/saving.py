@@ -112,7 +112,7 @@ class Saving:
         draft = store.begin(step, state, self._bytes)
         with self._writing(draft, store):
             for role in self.roles:
-                role.save(draft.folder, store.keep is not None, self.in_background)
+                role.save(draft.folder, self.in_background)
             if self.exported is not None and store is self.store:
                 self.exported.export(draft.folder / "huggingface")
         self._going = _Save(draft, store)

@@ -73,9 +73,9 @@ class ReferenceWorker:
         fsdp.reshard(self.policies[0])
         put_weights(weights, self.policies[0])
 
-    def save(self, folder: str, check: bool = False, in_background: bool = False) -> None:
-        """Write this rank's share of the weights, or begin to; with `check` it is read back."""
-        self.files.save(Path(folder), check=check, background=in_background)
+    def save(self, folder: str, in_background: bool = False) -> None:
+        """Write this rank's share of the weights, or begin to."""
+        self.files.save(Path(folder), background=in_background)
 
     def saved(self, wait_s: float) -> Files | None:
         """Return the files of the last save; None while they are written, and where this process has not begun one."""

@@ -156,14 +156,9 @@ class TrainedRank(ABC, Generic[S, M]):
 
     # ---- checkpoints, and a copy of the weights: nothing here is a collective ---------------------------
 
-    def save(
-        self, folder: str, check: bool = False, in_background: bool = False, texts: Mapping[str, str] | None = None
-    ) -> None:
-        """Write this rank's share of weights, optimizer, scheduler and random state, or begin to; rank 0 also writes `texts`.
-
-        With `check` it is read back.
-        """
-        self.files.save(Path(folder), check=check, background=in_background, texts=texts)
+    def save(self, folder: str, in_background: bool = False, texts: Mapping[str, str] | None = None) -> None:
+        """Write this rank's share of weights, optimizer, scheduler and random state, or begin to; rank 0 also writes `texts`."""
+        self.files.save(Path(folder), background=in_background, texts=texts)
 
     def saved(self, wait_s: float) -> Files | None:
         """Return the files of the last save; None while they are written, and where this process has not begun one."""

@@ -124,7 +124,7 @@ def test_what_is_saved_in_the_background_is_the_state_of_the_moment_it_began(ran
     update(actor, range(2))
     actor.save(at_once)
     expected = actor.saved(0.0)
-    actor.save(meanwhile, check=True, in_background=True)
+    actor.save(meanwhile, in_background=True)
     update(actor, range(2, 4))
     while (found := actor.saved(1.0)) is None:
         pass

@@ -250,12 +250,12 @@ class SavedRole:
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Go on from what `own_state` returned."""
 
-    def save(self, folder: Path, check: bool = False, in_background: bool = False) -> None:
-        """Write the present state, or begin to, beside the training; with `check` the files are read back."""
+    def save(self, folder: Path, in_background: bool = False) -> None:
+        """Write the present state, or begin to, beside the training."""
         if self.folder:
             make_folder(folder / self.folder)
         own = ({self.own_file: json.dumps(self.own_state())},) if self.own_file else ()
-        self.worker_group.call("save", str(folder / self.folder), check, in_background, *own)
+        self.worker_group.call("save", str(folder / self.folder), in_background, *own)
 
     def saved(self, wait_s: float) -> Files | None:
         """Return what the last `save` has written; None when it has not ended within `wait_s`.

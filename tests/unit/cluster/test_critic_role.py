@@ -103,7 +103,7 @@ def test_its_state_lies_in_a_folder_of_its_own_and_is_missed_where_there_is_none
     critic(ranks).save(tmp_path)
     critic(ranks).load(tmp_path)
     assert (tmp_path / "critic").is_dir()
-    assert ranks.calls == [("save", (str(tmp_path / "critic"), False, False)), ("load", (str(tmp_path / "critic"),))]
+    assert ranks.calls == [("save", (str(tmp_path / "critic"), False)), ("load", (str(tmp_path / "critic"),))]
 
 
 def test_the_critic_starts_from_the_actors_model_unless_it_has_its_own():

@@ -31,8 +31,8 @@ class Slow:
         self.policy, self.looks, self.left = policy, looks, 0
         self.waits: list[float] = []
 
-    def save(self, folder: Path, check: bool, in_background: bool) -> None:
-        Policy.save(self.policy, folder, check, in_background)
+    def save(self, folder: Path, in_background: bool) -> None:
+        Policy.save(self.policy, folder, in_background)
         self.left = self.looks
 
     def saved(self, wait_s: float) -> dict[str, tuple[int, str]] | None:

@@ -41,7 +41,7 @@ class Part:
 
     file = number = "version"
 
-    def save(self, folder: Path, check: bool, in_background: bool) -> None:
+    def save(self, folder: Path, in_background: bool) -> None:
         self.written = {self.file: write_file(folder / self.file, [repr(getattr(self, self.number)).encode()])}
 
     def saved(self, wait_s: float) -> Files:
@@ -110,9 +110,9 @@ class Policy(Part):
         self.version += 1
         return {"actor/loss": 0.0, "actor/version": float(self.version)}
 
-    def save(self, folder: Path, check: bool, in_background: bool) -> None:
+    def save(self, folder: Path, in_background: bool) -> None:
         self.calls.append("save")
-        super().save(folder, check, in_background)
+        super().save(folder, in_background)
 
     def load(self, folder: Path) -> None:
         self.calls.append("load")
