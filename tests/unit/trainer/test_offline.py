@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,13 @@ from grpo_rl.config.schema.tree import Config, DataConfig, PolicyLossConfig
 from grpo_rl.data.row_set import TrainingRows
 from grpo_rl.data.training_rows.conversations import Demonstration, DemonstrationSet
 from grpo_rl.data.training_rows.pairs import LabelledSet, PairSet
+from grpo_rl.errors import DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal.console import Console
+from grpo_rl.trainer.offline import ReferenceRows
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Batch, Metrics
@@ -147,3 +151,20 @@ def test_every_epoch_trains_every_row_once_and_validation_measures_the_loss_of_a
     )
     assert last["trainer/epoch"] == 1.0
     assert last["train/num_tokens"] == actor.batches[-1].num_trained_tokens < last["perf/total_num_tokens"]
+
+
+def test_the_references_log_probs_are_those_of_each_row_in_whatever_order_they_are_asked_for_and_finite() -> None:
+    keys = {"chosen_key": "reward_model.ground_truth", "rejected_key": "extra_info.demonstration"}
+    config = with_loss(make_config(), "dpo", max_prompt_length=32, **keys)
+    data = PairSet([f"{PAIRED}&num_rows=7"], config, build_tokenizer(128)).checked()
+    for factor in (1.0, math.nan):
+        actor: Any = SimpleNamespace(logprobs=lambda batch, f=factor: -batch.token_ids_S[batch.positions()].float() * f)
+        if factor != factor:
+            with pytest.raises(DivergedError, match="the reference's log-probs are not finite"):
+                ReferenceRows(TrainingRows(data), actor, 3, Console())
+            return
+        found = ReferenceRows(TrainingRows(data, data), actor, 3, Console())
+        for part, chosen in (("train", [5, 0, 3]), ("val", [1])):
+            batch = data.batch(chosen)
+            filled = found.fill(part, chosen, batch)
+            assert filled.ref_logprobs_T is not None and torch.equal(filled.ref_logprobs_T, actor.logprobs(batch))
