@@ -10,7 +10,7 @@ from test_sync_trainer import Policy, dataset, make, make_config, run_of  # noqa
 
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import CheckpointError, ConfigError, FunctionError
+from grpo_rl.errors import EXIT_CODES, CheckpointError, ConfigError, FunctionError, StoppedByAlarm, details, headline
 from grpo_rl.main import main
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -144,3 +144,46 @@ def test_validation_alone_takes_the_engines_own_weights_and_saves_nothing(reward
     assert policy.calls == ["generate 3x1"] and run.store.steps() == []
     [row] = read_metrics(run.output.run_dir.metrics_file)
     assert row["step"] == 0 and "val/arithmetic/mean@1" in row
+
+
+SICKENING = '''
+
+class Sickening(Phases):
+    """From step 5 on no token is trained, and in step 7 the update is not finite."""
+
+    def step(self):
+        step = self.context.step
+        return {"rollout/trained_token_fraction": float(step < 5), "actor/nonfinite": float(step == 7)}
+
+    def ended(self):
+        return None
+'''
+
+
+def sickening(tmp_path: Path, **trainer: Any) -> RunLoop:
+    (tmp_path / "sickening.py").write_text(OWN + SICKENING)
+    config = make_config(schedule=f"{tmp_path / 'sickening.py'}:Sickening", val_before_train=False, **trainer)
+    return own_run(config, tmp_path, total_steps=9, actor=Policy())
+
+
+def steps_of(run: RunLoop) -> list[int]:
+    return [int(row["step"]) for row in read_metrics(run.output.run_dir.metrics_file)]
+
+
+def test_an_alarm_that_stop_on_names_ends_the_run_in_the_step_in_which_it_begins_saved(tmp_path: Path) -> None:
+    run = sickening(tmp_path, stop_on=["nothing_trained"])
+    with pytest.raises(StoppedByAlarm) as stopped:
+        run.fit()
+    assert steps_of(run) == [1, 2, 3, 4, 5] and run.store.steps() == [5]
+    assert read_metrics(run.output.run_dir.metrics_file)[-1]["alarm/nothing_trained"] == 1
+    assert "No token of this step is trained" in headline(stopped.value) and "[nothing_trained, since step 5" in headline(
+        stopped.value
+    )
+    text = "\n".join(details(stopped.value))
+    assert "step 5 of 9 is saved: the same command goes on from it" in text and "likeliest remedy:" in text
+    assert stopped.value.exit_code == 76 and 76 in EXIT_CODES
+    again = sickening(tmp_path, stop_on=["nothing_trained", "nonfinite"])
+    again.resume(again.store.folder / "step_5")
+    with pytest.raises(StoppedByAlarm, match="nonfinite, since step 7"):
+        again.fit()
+    assert steps_of(again) == [1, 2, 3, 4, 5, 6, 7], "the same alarm does not stop it again"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,7 +20,7 @@ from grpo_rl.columns import Block, RemoteColumn
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, RewardConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import DataError
+from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.rewards.audit import Audit
@@ -33,7 +34,8 @@ from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
-from grpo_rl.types import GREEDY, Batch, Completion, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import GREEDY, Batch, Completion, Counts, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.workers.trained_rank import step_optimizer
 
 
 class Part:
@@ -420,10 +422,35 @@ def test_the_policy_stays_while_the_critic_warms_up(make):
     assert [("actor/loss" in row) for row in read_metrics(trainer.output.run_dir.metrics_file)] == [False, False, True]
 
 
-def test_checkpoints_are_written_every_so_often_and_at_the_end(make):
-    trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=2), total_steps=5, with_val=False)
-    trainer.fit()
-    assert policy.calls.count("save") == 3 and "export" not in policy.calls
-    assert trainer.store.steps() == [4, 5]
-    saved = [row["step"] for row in read_metrics(trainer.output.run_dir.metrics_file) if "timing_s/save" in row]
-    assert saved == [2, 4, 5]
+def test_so_many_bad_steps_in_a_row_pass_and_the_next_one_stops_the_run(make) -> None:
+    run, policy = make(make_config(max_nonfinite_steps=2), total_steps=9, with_val=False)
+    bad, update = (1, 2, 4, 5, 6), policy.update
+    policy.update = lambda batch: update(batch) | {"actor/nonfinite": 0.5 * (policy.version in bad)}
+    with pytest.raises(DivergedError, match=r"actor not finite in 3 steps in a row \(trainer.max_nonfinite_steps\)"):
+        run.fit()
+    folder = run.output.run_dir.path
+    assert run.step == 6 and not (folder / "nonfinite_step_3.jsonl").exists()
+    assert [row["sample"] for row in read_rollouts(folder / "nonfinite_step_6.jsonl")] == [0, 1, 2, 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("loss", "grad_norm", "tokens", "nonfinite", "moves"),
+    [
+        (1.0, 2.0, 5, 0.0, True),
+        (math.nan, 2.0, 5, 1.0, False),
+        (1.0, math.inf, 5, 1.0, False),
+        (0.0, 0.0, 0, 0.0, False),
+    ],
+)
+def test_weights_and_moments_move_only_by_a_finite_step_on_trained_tokens(
+    loss: float, grad_norm: float, tokens: int, nonfinite: float, moves: bool
+) -> None:
+    weight_D = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([weight_D], lr=0.1, weight_decay=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    weight_D.grad = torch.full((2,), grad_norm)
+    counts = Counts(num_tokens=tokens, num_sequences=1, num_groups=1)
+    assert step_optimizer(optimizer, scheduler, counts, loss, grad_norm) == {"same/nonfinite": nonfinite}
+    assert (weight_D.tolist() != [1.0, 1.0]) == moves
+    assert bool(optimizer.state) == moves
+    assert optimizer.param_groups[0]["lr"] == (0.05 if moves else 0.1)
