@@ -8,7 +8,7 @@ reward model's steps open the iteration instead of closing it, so that the last 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -48,27 +48,6 @@ def agreement(rollouts: Sequence[Rollout]) -> Metrics:
     return {"iterate/agreement": pair_accuracy(better_P, worse_P)}
 
 
-class Position(NamedTuple):
-    """The place of a step in its iteration."""
-
-    iteration: int = 1
-    in_policy_phase: bool = False
-    number: int = 0
-    """The number of the step in its phase, from 0."""
-
-    def after(self, model_steps: int, policy_steps: int) -> Position:
-        """Return the place of the next step, where the phases of an iteration have so many steps."""
-        if self.number + 1 < (policy_steps if self.in_policy_phase else model_steps):
-            return self._replace(number=self.number + 1)
-        if not self.in_policy_phase:
-            return Position(self.iteration, True)
-        return Position(self.iteration + 1, model_steps == 0)
-
-    def begins(self, model_steps: int) -> bool:
-        """Return whether this is the first step of its iteration."""
-        return self.number == 0 and (not self.in_policy_phase or model_steps == 0)
-
-
 class IterateSchedule(SyncSchedule):
     """Iterations of steps of the reward model, then steps of the policy: those of `SyncSchedule`, on the model's score alone."""
 
@@ -78,7 +57,8 @@ class IterateSchedule(SyncSchedule):
         super().__init__(context)
         self.settings, self.seed = self.config.trainer.iterate, self.config.trainer.seed
         self.model_steps, self.policy_steps = self.settings.reward_model_steps, self.settings.steps_per_iteration
-        self.position = Position(in_policy_phase=self.model_steps == 0)
+        self.iteration, self.place = 1, 0
+        """The iteration, and the number of the next step in it, from 0: first come the reward model's steps, then the policy's."""
         self.sampled: list[Rollout] = []
         """All that the step has sampled."""
         if self.model_steps:
@@ -88,22 +68,21 @@ class IterateSchedule(SyncSchedule):
 
     def step(self) -> Metrics:
         """Do the next step of the iteration: its first ones train the reward model, the others the policy."""
-        position, timer = self.position, self.context.progress.timer()
+        iteration, in_policy_phase, timer = self.iteration, self.place >= self.model_steps, self.context.progress.timer()
         self.sampled = []
-        if position.begins(self.model_steps) and isinstance(self.reference, MovingReference):
+        if self.place == 0 and isinstance(self.reference, MovingReference):
             with timer("refresh_reference"):
                 self.reference.become(self.actor)
-        if position.in_policy_phase:
-            metrics = super().step() | agreement(self.sampled)
-        else:
-            metrics = self._train_reward_model()
-        self.position = position.after(self.model_steps, self.policy_steps)
-        place = {"iterate/iteration": float(position.iteration), "iterate/policy_phase": float(position.in_policy_phase)}
-        return metrics | place | timer.metrics()
+        metrics = super().step() | agreement(self.sampled) if in_policy_phase else self._train_reward_model()
+        self.place += 1
+        if self.place == self.model_steps + self.policy_steps:
+            self.iteration, self.place = self.iteration + 1, 0
+        at = {"iterate/iteration": float(iteration), "iterate/policy_phase": float(in_policy_phase)}
+        return metrics | at | timer.metrics()
 
     def _train_reward_model(self) -> Metrics:
         """Sample groups of the policy, label them by the rules, and train on the best against the worst of each."""
-        timer, iteration = self.context.progress.timer(), self.position.iteration
+        timer, iteration = self.context.progress.timer(), self.iteration
         with timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
         rollouts = self.selection.draw(lambda prompts: self._sample(prompts, timer))
@@ -132,10 +111,16 @@ class IterateSchedule(SyncSchedule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the steps that train the policy, and the place in the iteration."""
-        return super().state_dict() | {"iterate": list(self.position)}
+        in_policy_phase = self.place >= self.model_steps
+        number = self.place - self.model_steps if in_policy_phase else self.place
+        return super().state_dict() | {"iterate": [self.iteration, in_policy_phase, number]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this state; phases of another length count from the place in the present one."""
         super().load_state_dict(state)
         iteration, in_policy_phase, number = state["iterate"]
-        self.position = Position(int(iteration), bool(in_policy_phase) or self.model_steps == 0, int(number))
+        self.iteration = int(iteration)
+        if in_policy_phase or self.model_steps == 0:
+            self.place = self.model_steps + min(int(number), self.policy_steps - 1)
+        else:
+            self.place = min(int(number), self.model_steps - 1)
