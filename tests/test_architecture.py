@@ -19,6 +19,7 @@ PACKAGE = ROOT / "grpo_rl"
 
 FLOORS = {
     "types": 0,
+    "background": 0,
     "columns": 0,
     "control_words": 0,
     "episode": 0,
