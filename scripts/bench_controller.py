@@ -206,6 +206,7 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     from grpo_rl.cluster.processes.placement import Pool
     from grpo_rl.cluster.processes.worker_group import WorkerGroup, wait_all
     from grpo_rl.cluster.recovery.replicas import Replicas
+    from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
     from grpo_rl.cluster.roles.reference_role import ReferenceRole
     from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
     from grpo_rl.cluster.roles.trained_roles import ActorRole
@@ -243,8 +244,10 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     reference = None
     if options.reference:
         reference = ReferenceRole(ranks, rule=rule, want_hidden=False)
-    settings = PoolOptions(max_num_seqs=256, sleeps=False, verify_checksum=False, step_timeout_s=600.0)
-    pool = ReplicaPool(Replicas(replicas), Transfer("object_store", ranks, replicas, 1, START_S), settings)
+    settings = PoolOptions(max_num_seqs=256, sleeps=False, step_timeout_s=600.0)
+    supervisor = Supervisor(config.trainer, Recoveries(config.trainer, print))
+    stack.callback(supervisor.close)
+    pool = ReplicaPool(Replicas(replicas, supervisor), Transfer("object_store", ranks, replicas, 1, START_S), settings)
     train: Any = Prompts(2 * num_prompts, options.prompt_tokens)
     log = None
     if options.log:

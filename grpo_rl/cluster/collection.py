@@ -69,8 +69,8 @@ def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
             _, roles = session.start(plan.collection, inputs, stack)
             assert roles.rollout is not None and roles.rewarder is not None, "a collection samples and scores"
             collection.run(roles.rollout, roles.rewarder, console, session.phase)
-        metrics = collection.checked()
-        console.info(collection.report(metrics))
+        metrics, report = collection.checked()
+        console.info(report)
         session.phase("start")
         return folder / TRAIN, metrics
 
@@ -127,8 +127,8 @@ class Collection:
         rename(temporary, path)
         flush(path.parent)
 
-    def run(self, rollout: RolloutPool, rewarder: Rewarder, console: Console, phase: Callable[[str], None]) -> Metrics:
-        """Sample what is missing, and write the rows; return the metrics. `phase` is called before every part."""
+    def run(self, rollout: RolloutPool, rewarder: Rewarder, console: Console, phase: Callable[[str], None]) -> None:
+        """Sample what is missing, and write the rows and their summary. `phase` is called before every part."""
         missing = [number for number in range(len(self.parts)) if self.part(number) is None]
         n = self.config.actor_rollout_ref.rollout.n
         total = sum(len(self.parts[number]) for number in missing) * n
@@ -156,74 +156,57 @@ class Collection:
                 yield from (dump_line(row) for row in part["rows"] if chosen.takes(row))
 
         self._write(TRAIN, *rows())
-        metrics = self._metrics(counts, chosen)
-        self._write(SUMMARY, json.dumps(metrics))
-        # The parts are no longer needed.
+        self._write(SUMMARY, json.dumps(self._metrics(counts, chosen)))
         shutil.rmtree(self.folder / PARTS)
-        return metrics
 
     def _part(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        least = self.config.algorithm.rejection.min_reward
         records = [record_of(rollout) | {"messages": rollout.prompt.messages} for rollout in rollouts]
-        rows = pair_rows(records) if self.pairs else answer_rows(records, least)
+        rows = pair_rows(records) if self.pairs else answer_rows(records, self.config.algorithm.rejection.min_reward)
         groups = {rollout.prompt.uid for rollout in rollouts}
-        useful = {row["uid"] for row in rows}
         counts = {
             "prompts": len(groups),
             "sampled": len(rollouts),
             "failed": len(rollouts) - len(rewards),
             "reward": sum(rewards),
-            "without": len(groups) - len(useful),
+            "without": len(groups) - len({row["uid"] for row in rows}),
         }
         return {"rows": rows, "counts": counts}
 
     def _metrics(self, counts: dict[str, float], kept: Kept) -> Metrics:
-        scored_ones = max(1, counts["sampled"] - counts["failed"])
         metrics = {
-            "collect/prompts": counts["prompts"],
-            "collect/sampled": counts["sampled"],
-            "collect/failed_rewards": counts["failed"],
-            "collect/reward_mean": counts["reward"] / scored_ones,
-            "collect/kept": kept.num_kept,
-            "collect/duplicates": kept.num_duplicates,
+            "prompts": counts["prompts"],
+            "sampled": counts["sampled"],
+            "failed_rewards": counts["failed"],
+            "reward_mean": counts["reward"] / max(1, counts["sampled"] - counts["failed"]),
+            "kept": kept.num_kept,
+            "duplicates": kept.num_duplicates,
+            "tied_prompts" if self.pairs else "unsolved_prompts": counts["without"] / counts["prompts"],
         }
-        if self.pairs:
-            metrics["collect/tied_prompts"] = counts["without"] / counts["prompts"]
-        else:
-            metrics["collect/kept_share"] = kept.num_kept / counts["sampled"]
-            metrics["collect/unsolved_prompts"] = counts["without"] / counts["prompts"]
-            metrics["collect/over_the_cap"] = kept.num_over
-        return {name: float(value) for name, value in metrics.items()}
+        if not self.pairs:
+            metrics |= {"kept_share": kept.num_kept / counts["sampled"], "over_the_cap": kept.num_over}
+        return {f"collect/{name}": float(value) for name, value in metrics.items()}
 
-    def report(self, metrics: Metrics) -> str:
-        """Return the metrics as a sentence."""
-        kept, prompts = int(metrics["collect/kept"]), int(metrics["collect/prompts"])
-        sampled = f"{int(metrics['collect/sampled']):,} responses to {prompts:,} prompts, mean reward {metrics['collect/reward_mean']:.3g}"
-        if self.pairs:
-            return f"collected {kept:,} pairs from {sampled}; in {metrics['collect/tied_prompts']:.1%} of the groups none is better"
-        return (
-            f"collected {kept:,} of {sampled}; {metrics['collect/unsolved_prompts']:.1%} of the prompts have no good one, "
-            f"{int(metrics['collect/duplicates']):,} were there already"
-        )
-
-    def checked(self) -> Metrics:
-        """Return the metrics of the complete collection. Raises DataError where nothing is left to train on."""
+    def checked(self) -> tuple[Metrics, str]:
+        """Return the metrics of the complete collection, and as a sentence. Raises DataError where nothing is left to train on."""
         metrics = summary_of(self.folder)
         assert metrics is not None, "the collection is complete"
-        if metrics["collect/kept"]:
-            return metrics
-        sampled, prompts = int(metrics["collect/sampled"]), int(metrics["collect/prompts"])
-        n = self.config.actor_rollout_ref.rollout.n
-        if self.pairs:
-            found = f"in none of the {prompts} groups of {n} responses is one better than another"
-        else:
-            least = self.config.algorithm.rejection.min_reward
-            found = (
-                f"none of the {sampled} responses to {prompts} prompts has a reward of algorithm.rejection.min_reward={least:g}"
+        kept, sampled, prompts = (int(metrics[f"collect/{name}"]) for name in ("kept", "sampled", "prompts"))
+        found = f"{sampled:,} responses to {prompts:,} prompts (mean reward {metrics['collect/reward_mean']:.4g})"
+        if kept and self.pairs:
+            tied = metrics["collect/tied_prompts"]
+            return metrics, f"collected {kept:,} pairs from {found}; in {tied:.1%} of the groups none is better"
+        if kept:
+            unsolved, same = metrics["collect/unsolved_prompts"], int(metrics["collect/duplicates"])
+            return (
+                metrics,
+                f"collected {kept:,} of {found}; {unsolved:.1%} of the prompts have no good one, {same:,} were there already",
             )
-        mean = metrics["collect/reward_mean"]
+        least = self.config.algorithm.rejection.min_reward
+        none = (
+            "is better than another of its group" if self.pairs else f"has a reward of algorithm.rejection.min_reward={least:g}"
+        )
         raise DataError(
-            f"nothing to train on: {found} (mean reward {mean:.4g}). Raise actor_rollout_ref.rollout.n, give easier prompts or "
+            f"nothing to train on: none of {found} {none}. Raise actor_rollout_ref.rollout.n, give easier prompts or "
             "a better initial policy, or look whether the reward recognises its answers"
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.reward_model_role import ModelRewards
@@ -19,7 +19,6 @@ from grpo_rl.data.training_rows.conversations import DemonstrationSet
 from grpo_rl.data.training_rows.pairs import LabelledSet, PairSet
 from grpo_rl.data.training_rows.rated_steps import RatedStepSet
 from grpo_rl.envs.setup import EpisodeSetup
-from grpo_rl.models import builtin
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.rewards.compose import RewardFunction
@@ -37,14 +36,6 @@ _ROWS: dict[str, Callable[..., TrainingSet[Any]]] = {
     "rated steps": RatedStepSet,
 }
 """The kinds of rows that are trained as they stand, by their names in the plan."""
-
-
-class _Data(NamedTuple):
-    """The data of a run."""
-
-    train: PromptDataset | None
-    val: PromptDataset | None
-    rows: TrainingRows | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +65,8 @@ def read_inputs(
     Raises ConfigError, DataError and RewardError for what cannot be used.
     """
     config = plan.config
-    path = config.actor_rollout_ref.model.path
-    folder = warm_start.unstarted_folder(path) if path.startswith(builtin.PREFIX) else path
-    scorer = config.reward.reward_model.model_path or ""
-    scorer = warm_start.unstarted_folder(scorer) if scorer.startswith(builtin.PREFIX) else scorer
+    folder = warm_start.unstarted_folder(config.actor_rollout_ref.model.path)
+    scorer = warm_start.unstarted_folder(config.reward.reward_model.model_path or "")
     with console.progress("reading the model's settings and its tokenizer"):
         tokenizer = _tokenizer(config, folder)
     episodes = EpisodeSetup.of(config) if plan.plays_episodes else None
@@ -85,22 +74,21 @@ def read_inputs(
         for note in episodes.check(tokenizer):
             console.warn(note)
     shown = plan if episodes is None else plan.with_data(episodes.data)
-    data = _data(shown, tokenizer, console, run_dir.path, collected, part)
+    train, val, rows = _data(shown, tokenizer, console, run_dir.path, collected, part)
     models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
     rules = None
     if plan.reward.rules:
         decode = decoder(tokenizer) if plan.reward.steps_from == "rules" else None
         reward = RewardFunction.from_config(config.reward, decode=decode)
-        data_sources = {source for part in (data.train, data.val) if part is not None for source in part.data_sources}
+        data_sources = {source for part in (train, val) if part is not None for source in part.data_sources}
         reward.check_data_sources(data_sources)
         rules = RewardRunner(reward, config.reward, data_sources=data_sources, log_folder=run_dir.logs)
         stack.callback(rules.close)
-    if rules is not None:
         rules.check_started()
-    trained = data.train if data.rows is None else data.rows.train
+    trained = train if rows is None else rows.train
     if trained is not None:
         plan = plan.with_rows(len(trained))
-    return Inputs(plan, tokenizer, data.train, data.val, data.rows, rules, models, episodes)
+    return Inputs(plan, tokenizer, train, val, rows, rules, models, episodes)
 
 
 def _tokenizer(config: Config, folder: str) -> Any:
@@ -111,39 +99,38 @@ def _tokenizer(config: Config, folder: str) -> Any:
 
 
 def _data(
-    plan: Plan, tokenizer: Any, console: Console, folder: Path, collected: Path | None, validation: str = "validation"
-) -> _Data:
-    """Read the data; what is not named, or not used, is None. `validation` names the prompts of a plan that only samples."""
-    config = plan.config
-    data = config.data
+    plan: Plan, tokenizer: Any, console: Console, folder: Path, collected: Path | None, validation: str
+) -> tuple[PromptDataset | None, PromptDataset | None, TrainingRows | None]:
+    """Return prompts to train on, prompts of the validation, and rows; what is not named, or not used, is None.
+
+    `validation` names the prompts of a plan that only samples.
+    """
+    config, data = plan.config, plan.config.data
     notes: list[str] = []
 
-    def read(kind: Callable[..., T], part: str, name: str, files: Sequence[str], of: Any, most: int, *, whole: bool) -> T:
+    def read(kind: Callable[..., T], part: str, name: str, files: Sequence[str], of: Any, most: int | None = None) -> T:
+        """Read one set. Every validation uses all of its rows, so none can wait for its turn: they are checked as a whole."""
         bad_rows = BadRows(data.on_bad_row, folder / f"bad_rows_{name}.jsonl", console.warn)
-        opened = kind(files, of, tokenizer, max_samples=most, bad_rows=bad_rows)
-        found = opened.checked(whole, lambda text: bar.advance(0, note=text))
+        opened = kind(files, of, tokenizer, max_samples=data.val_max_samples if most is None else most, bad_rows=bad_rows)
+        found = opened.checked(most is None, lambda text: bar.advance(0, note=text))
         notes.append(f"{part}: {found.report}")
         bar.advance(note="; ".join(notes))
         return found
 
-    # Every validation uses all of its rows, so none can wait for its turn: they are checked `whole`.
-    most, most_val = data.train_max_samples, data.val_max_samples
     with console.progress("reading the data") as bar:
+        train_prompts = val_prompts = val = None
         if plan.rows is not None:
-            kind, rows = _ROWS[plan.rows], config
+            kind, rows, most = _ROWS[plan.rows], config, data.train_max_samples
             if collected is not None:
                 rows, most = rejection.reading(config, str(collected)), -1
-            train = read(kind, "train", "train", rows.data.train_files, rows, most, whole=False)
-            val = val_prompts = None
+            train = read(kind, "train", "train", rows.data.train_files, rows, most)
             if data.val_files:
-                val = read(kind, "validation", "val", data.val_files, config, most_val, whole=True)
+                val = read(kind, "validation", "val", data.val_files, config)
             if data.val_prompt_files:
-                part, files = "validation prompts", data.val_prompt_files
-                val_prompts = read(PromptDataset, part, "val_prompts", files, data, most_val, whole=True)
-            return _Data(None, val_prompts, TrainingRows(train, val))
-        train_prompts = val_prompts = None
+                val_prompts = read(PromptDataset, "validation prompts", "val_prompts", data.val_prompt_files, data)
+            return None, val_prompts, TrainingRows(train, val)
         if plan.trains:
-            train_prompts = read(PromptDataset, "train", "train", data.train_files, data, most, whole=False)
+            train_prompts = read(PromptDataset, "train", "train", data.train_files, data, data.train_max_samples)
         if data.val_files:
-            val_prompts = read(PromptDataset, validation, "val", data.val_files, data, most_val, whole=True)
-    return _Data(train_prompts, val_prompts, None)
+            val_prompts = read(PromptDataset, validation, "val", data.val_files, data)
+        return train_prompts, val_prompts, None

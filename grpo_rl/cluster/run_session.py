@@ -80,12 +80,10 @@ class RunSession:
         """Start the workers of a plan, and return them and their roles, the reward among them; `stack` ends them."""
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.recovery.stuck import StuckReport
-        from grpo_rl.cluster.recovery.supervisor import Recoveries
         from grpo_rl.cluster.start_roles import Cluster, start_roles
 
         policy = self.model_folder(plan.config.actor_rollout_ref.model.path)
         scorer = self.model_folder(plan.config.reward.reward_model.model_path or "")
-        recoveries = recoveries or Recoveries(plan.config.trainer, self.console.warn, self.status.count_restart)
         cluster = Cluster(plan, policy, scorer, self.run_dir.logs, self.console, recoveries)
         stack.callback(cluster.shutdown)
         cluster.on_engines = self.status.update
@@ -94,7 +92,7 @@ class RunSession:
         self.connection.watch_nodes(raylets(cluster.fixed_places()))
         stuck = StuckReport(plan.config.trainer, self.status, cluster.worker_groups, self.console.warn)
         stack.callback(stuck.close)
-        cluster.supervisor.monitor.before_kill = stuck.report
+        cluster.supervisor.before_kill = stuck.report
         if plan.reward.scores:
             roles.rewarder = inputs.models.beside(inputs.rules, scorers)
             stack.callback(roles.rewarder.close)

@@ -18,8 +18,7 @@ from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.forks import environment_of
 from grpo_rl.cluster.processes.placement import Pool, Slot, check_machines, raylets, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, make_worker, wait_all
-from grpo_rl.cluster.recovery.engine_orders import EngineOrders
-from grpo_rl.cluster.recovery.replicas import Elastic, Replicas
+from grpo_rl.cluster.recovery.replicas import Elastic, EngineOrders, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.reference_role import (
     BaseReferenceRole,
@@ -37,7 +36,6 @@ from grpo_rl.config.schema.model import ModelConfig, RefFsdpConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.setup import EpisodeSetup
-from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
@@ -57,8 +55,8 @@ from grpo_rl.workers.specs import (
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """The environment of trainer.deterministic: cuBLAS keeps to one workspace, without which torch refuses its products, and NCCL to
 one way of adding up, where it would choose by message size and topology."""
-Started = tuple[WorkerGroup, list[ray.ObjectRef], str]
-"""A worker group that is being built, the answers that say when it is, and what a terminal calls that."""
+Started = tuple[WorkerGroup, list[ray.ObjectRef]]
+"""A worker group that is being built, and the answers that say when it is."""
 
 
 class Cluster:
@@ -101,38 +99,32 @@ class Cluster:
                 timeout_s=self.config.trainer.start_timeout_s,
                 grow_s=self.config.ray_kwargs.ray_init.wait_for_nodes_s,
                 nodes_per_slot=planned.nodes_per_engine,
+                check=None if runs_here() else partial(self._check_machines, name),
             )
-            self.check_machines(name, self.pools[name].nodes())
         return self.pools[name]
 
-    def check_machines(self, pool: str, nodes: Iterable[str]) -> None:
+    def _check_machines(self, pool: str, nodes: Iterable[str]) -> None:
         """Raise ClusterError where one of these nodes of a cluster lacks what workers in this pool need."""
-        if not runs_here():
-            own_files, models = self._read_in(pool)
-            check_machines(nodes, self.log_dir.parent, own_files, models)
+        own_files, models = self._read_in(pool)
+        check_machines(nodes, self.log_dir.parent, own_files, models)
 
     def _read_in(self, pool: str) -> tuple[list[str], dict[str, str]]:
         """Return what the workers in a pool read: files of the user's functions, and folders of models with their settings."""
-        roles = {role.name for role in self.plan.roles if role.pool == pool}
-        policy, actor = self.config.actor_rollout_ref.model, self.config.actor_rollout_ref.actor
-        models = {self.reward_model_path: "reward.reward_model.model_path"} if "reward_model" in roles else {}
-        if "critic" in roles and self.plan.critic_model is not None:
-            models[self.plan.critic_model] = "critic.model.path"
-        if roles - {"reward_model", "critic", "teacher"} or ("critic" in roles and self.plan.critic_model is None):
-            models[self.model_path] = "actor_rollout_ref.model.path"
-        if "teacher" in roles:
-            named = {one.model_path: f"distillation.teacher_models.{name}.model_path" for name, one in self.plan.teachers}
-            models |= {path: key for path, key in named.items() if path is not None}
-        if "actor" in roles and policy.lora_adapter_path is not None:
-            models[policy.lora_adapter_path] = "actor_rollout_ref.model.lora_adapter_path"
-        if "rollout" in roles and policy.tokenizer_path is not None:
-            models[policy.tokenizer_path] = "actor_rollout_ref.model.tokenizer_path"
-        functions = [
-            actor.policy_loss.loss_mode,
-            actor.loss_agg_mode,
-            actor.kl_loss_type,
-            self.config.actor_rollout_ref.rollout.name,
+        parts, critic = self.config.actor_rollout_ref, self.plan.critic_model
+        policy, of_policy = parts.model, {"actor", "rollout", "reference", *(["critic"] if critic is None else [])}
+        read_by: list[tuple[str | None, str, set[str]]] = [
+            (self.reward_model_path, "reward.reward_model.model_path", {"reward_model"}),
+            (critic, "critic.model.path", {"critic"}),
+            (self.model_path, "actor_rollout_ref.model.path", of_policy),
+            (policy.lora_adapter_path, "actor_rollout_ref.model.lora_adapter_path", {"actor"}),
+            (policy.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", {"rollout"}),
         ]
+        for name, teacher in self.plan.teachers:
+            read_by.append((teacher.model_path, f"distillation.teacher_models.{name}.model_path", {"teacher"}))
+        roles = {str(role.name) for role in self.plan.roles if role.pool == pool}
+        models = {path: key for path, key, readers in read_by if path and roles & readers}
+        actor = parts.actor
+        functions = [actor.policy_loss.loss_mode, actor.loss_agg_mode, actor.kl_loss_type, parts.rollout.name]
         return function_files(functions), models
 
     def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> WorkerGroup | None:
@@ -185,24 +177,23 @@ class Cluster:
     def start_ranks(self, worker_group: WorkerGroup, worker: str, spec: Any, **options: Any) -> Started:
         """Start building ranks, each an object of this class of `grpo_rl.workers`, from this spec."""
         ranks = [(spec, rank) for rank in self.ranks(worker_group)]
-        refs = worker_group.start_build(partial(make_worker, worker, **options), ranks)
-        return worker_group, refs, f"starting the {worker_group.role.replace('_', ' ')}"
+        return worker_group, worker_group.start_build(partial(make_worker, worker, **options), ranks)
 
     def build(self, starts: Sequence[Started], began: float | None = None) -> None:
         """Wait until all workers are made. One progress line per role has the time since `began`: they start side by side."""
-        for worker_group, refs, title in starts:
-            with self.console.progress(title, since=began):
+        for worker_group, refs in starts:
+            role = "rollout engine" if worker_group.role == "rollout" else worker_group.role.replace("_", " ")
+            with self.console.progress(f"starting the {role}", since=began):
                 wait_all(worker_group.workers, refs, self.config.trainer.start_timeout_s, f"start {worker_group.role}")
             # Replicas are watched by those who replace them.
             for worker in worker_group.workers if worker_group.role != "rollout" else ():
-                self.supervisor.monitor.watch(worker)
+                self.supervisor.watch(worker)
 
     @contextmanager
     def vacated(self) -> Iterator[None]:
         """Clear the engines' GPUs of all ranks, inside of this context."""
-        engines = self.plan.role("rollout")
         pools: dict[str, str] = {role.name: role.pool for role in self.plan.roles}
-        ranks = [one for one in self.worker_groups if one.role != "rollout" and engines and pools[one.role] == engines.pool]
+        ranks = [one for one in self.worker_groups if one.role != "rollout" and pools[one.role] == pools["rollout"]]
         try:
             for worker_group in ranks:
                 worker_group.call("vacate")
@@ -212,13 +203,8 @@ class Cluster:
                 worker_group.call("occupy")
 
     def pids(self) -> dict[str, int]:
-        """Return the process id of every worker, by its name."""
-        timeout_s = self.config.trainer.start_timeout_s
-        return {
-            worker.name: pid
-            for worker_group in self.worker_groups
-            for worker, (_, pid, _) in zip(worker_group.workers, worker_group.where(timeout_s), strict=True)
-        }
+        """Return the process id of every worker that is known to run, by its name."""
+        return {worker.name: worker.pid for worker_group in self.worker_groups for worker in worker_group.workers if worker.pid}
 
     def places(self) -> dict[str, Slot]:
         """Return where every worker is, by its name."""
@@ -271,13 +257,12 @@ def start_roles(
         with cluster.console.progress("starting processes"):
             engines.where(timeout_s)
         arguments = (engine_spec, timeout_s, config.trainer.step_timeout_s)
-        refs = engines.start_build(_ENGINE, [arguments] * len(engines))
-        starts.append((engines, refs, "starting the rollout engine"))
+        starts.append((engines, engines.start_build(_ENGINE, [arguments] * len(engines))))
         if plan.engines_share_gpus:
             cluster.build(starts, began)
             starts = []
             if engine_spec.sleep_mode:
-                wait_all(engines.workers, [worker.call("sleep") for worker in engines.workers], timeout_s, "rollout.sleep")
+                engines.call("sleep")
     spec = actor_spec(plan, cluster.model_path, engine_spec)
     if actors is not None:
         starts.append(cluster.start_ranks(actors, "actor.ActorWorker", spec))
@@ -330,57 +315,36 @@ def start_roles(
 
 def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec) -> ReplicaPool:
     """Return the rollout role over its engines. Their weights come from the actors, if any."""
-    trainer = cluster.config.trainer
-    transfer = Transfer(spec.weight_backend, actors, engines, spec.tensor_parallel_size, trainer.start_timeout_s)
+    plan, trainer = cluster.plan, cluster.config.trainer
+    options = PoolOptions(
+        max_num_seqs=spec.max_num_seqs,
+        sleeps=spec.sleep_mode,
+        step_timeout_s=trainer.step_timeout_s,
+        max_staleness=None if plan.overlaps else 0,
+        keep_cache=trainer.asynchronous.keep_cache,
+        partial_rollout=trainer.asynchronous.partial_rollout,
+        starts_asleep=plan.engines_share_gpus and spec.sleep_mode,
+    )
+    if actors is None:
+        return ReplicaPool(Replicas(engines, cluster.supervisor), None, options)
 
     def build_engine(worker: Worker) -> ray.ObjectRef:
         return worker.actor.build.remote(_ENGINE, spec, trainer.start_timeout_s, trainer.step_timeout_s)
 
-    can_replace = actors is not None and cluster.supervisor.recoveries.restarts
-    vacated = cluster.vacated if cluster.plan.engines_share_gpus else None
-    elastic = _elastic(cluster, spec) if can_replace else None
-    replicas = Replicas(engines, build_engine if can_replace else None, cluster.supervisor, vacated, elastic)
+    devices, (fewest, most), planned = spec.tensor_parallel_size, plan.replica_bounds, plan.role("rollout")
+    can_replace, elastic = cluster.supervisor.recoveries.restarts, None
+    if can_replace and planned is not None and fewest < most:
+        elastic = Elastic(fewest, most, cluster.pool(planned.pool), devices)
+    vacated = cluster.vacated if plan.engines_share_gpus else None
+    replicas = Replicas(engines, cluster.supervisor, build_engine if can_replace else None, vacated, elastic)
     if elastic is not None:
-        orders = RunDir(cluster.log_dir.parent).engine_orders
-        on_engines = partial(_tell_engines, cluster)
-        cluster.on_shutdown.append(EngineOrders(replicas, elastic, orders, spec.tensor_parallel_size, on_engines).close)
-    options = PoolOptions(
-        max_num_seqs=spec.max_num_seqs,
-        sleeps=spec.sleep_mode,
-        verify_checksum=spec.verify_checksum,
-        step_timeout_s=trainer.step_timeout_s,
-        max_staleness=None if cluster.plan.overlaps else 0,
-        keep_cache=trainer.asynchronous.keep_cache,
-        partial_rollout=trainer.asynchronous.partial_rollout,
-        starts_asleep=cluster.plan.engines_share_gpus and spec.sleep_mode,
-    )
+
+        def tell(engines: dict[str, Any]) -> None:
+            cluster.on_engines(engines=engines, workers=cluster.pids())
+
+        cluster.on_shutdown.append(EngineOrders(replicas, elastic, RunDir(cluster.log_dir.parent).engine_orders, tell).close)
+    transfer = Transfer(spec.weight_backend, actors, engines, devices, trainer.start_timeout_s, verify=spec.verify_checksum)
     return ReplicaPool(replicas, transfer, options)
-
-
-def _elastic(cluster: Cluster, spec: EngineSpec) -> Elastic | None:
-    """Return the bounds of the number of engines, and where one more finds its place; None where the number is fixed."""
-    planned = cluster.plan.role("rollout")
-    fewest, most = cluster.plan.replica_bounds
-    if planned is None or fewest == most:
-        return None
-    pool = cluster.pool(planned.pool)
-
-    def take(node: str | None) -> Slot:
-        slot = pool.another(spec.tensor_parallel_size, cluster.config.trainer.start_timeout_s, node)
-        try:
-            cluster.check_machines(planned.pool, pool.nodes([slot.placement_group]))
-        except ClusterError:
-            pool.give_back(slot)
-            raise
-        return slot
-
-    return Elastic(fewest, most, take, pool.give_back)
-
-
-def _tell_engines(cluster: Cluster, engines: dict[str, Any]) -> None:
-    """Bring status.json up to date with engines that came or went."""
-    pids = {worker.name: worker.pid for worker_group in cluster.worker_groups for worker in worker_group.workers}
-    cluster.on_engines(engines=engines, workers=pids)
 
 
 def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRole:
@@ -398,17 +362,13 @@ def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRo
 
 def make_reference(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole | None) -> ReferenceRole | None:
     """Return the reference's role over its processes, or over the actor's where it is the base model there; else None."""
-    passes, planned = plan.passes, plan.role("reference")
-    options: dict[str, Any] = {
-        "rule": passes.reference,
-        "want_hidden": plan.objective.needs_full_kl,
-    }
+    options: dict[str, Any] = {"rule": plan.passes.reference, "want_hidden": plan.objective.needs_full_kl}
     if plan.base_reference is not None and actor is not None:
         return BaseReferenceRole(actor, **options)
     if worker_group is None:
         return None
-    moves = planned is not None and planned.stateful
-    return (MovingReferenceRole if moves else ReferenceRole)(worker_group, **options)
+    planned = plan.role("reference")
+    return (MovingReferenceRole if planned is not None and planned.stateful else ReferenceRole)(worker_group, **options)
 
 
 def teacher_specs(plan: Plan, policy: PolicySpec) -> tuple[PolicySpec, ...]:

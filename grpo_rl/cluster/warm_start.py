@@ -34,8 +34,10 @@ COMPLETE = "warm_start.json"
 def unstarted_folder(name: str, warm: Path | None = None) -> str:
     """Return a folder with the embedded model as it was initialised, beside `warm`, by default the one in the cache.
 
-    Its tokenizer and config are those of the warm one.
+    Its tokenizer and config are those of the warm one. The folder of any other model is returned as it is.
     """
+    if not name.startswith(builtin.PREFIX):
+        return name
     warm = warm or builtin.cache_folder(name)
     if _is_complete(warm):
         return str(warm)
@@ -50,21 +52,18 @@ def ready_folder(path: str, machine: Machine, log_dir: Path, console: Console) -
     if not path.startswith(builtin.PREFIX):
         return path
     cached = builtin.cache_folder(path)
-    if runs_here():
-        return str(ensure(path, cached, machine, log_dir, console))
-    shared = log_dir.parent / "models" / cached.name
-    if not _is_complete(shared) and _is_complete(cached):
-        _copy(cached, shared)
-    ensure(path, shared, machine, log_dir, console)
+    warm = cached if runs_here() else log_dir.parent / "models" / cached.name
+    if not _is_complete(warm) and _is_complete(cached):
+        _copy(cached, warm)
+    if not _is_complete(warm):
+        _train(path, warm, machine, log_dir, console)
     if not _is_complete(cached):
-        _copy(shared, cached)
-    return str(shared)
+        _copy(warm, cached)
+    return str(warm)
 
 
-def ensure(name: str, warm: Path, machine: Machine, log_dir: Path, console: Console) -> Path:
-    """Return `warm`, the folder of the warm-started model, which is trained now if it is not there."""
-    if _is_complete(warm):
-        return warm
+def _train(name: str, warm: Path, machine: Machine, log_dir: Path, console: Console) -> None:
+    """Train the model and put it into `warm`."""
     unstarted = unstarted_folder(name, warm)
     tokenizer = load_tokenizer(unstarted)
     spec = builtin.get_builtin(name).warm_start
@@ -88,7 +87,6 @@ def ensure(name: str, warm: Path, machine: Machine, log_dir: Path, console: Cons
     finally:
         cluster.shutdown()
     _publish(fresh, warm)
-    return warm
 
 
 def _config(spec: builtin.WarmStart, folder: str) -> Config:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import resource_tracker, util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpo_rl.columns import Block
@@ -323,9 +324,13 @@ def track_apart() -> None:
 
     def spawn(path: str, arguments: Sequence[Any], passed: Sequence[int]) -> int:
         words = [os.fsdecode(word) for word in arguments]
+        tracker = subprocess.Popen(words, executable=path, pass_fds=passed, process_group=0)
+        # It is told from others by its command line (`run_watcher.is_tracker`), which is empty for an instant of its start.
+        while not Path(f"/proc/{tracker.pid}/cmdline").read_bytes() and tracker.poll() is None:
+            time.sleep(0.001)
         # Kept, or its destructor would warn of a child that still runs.
-        _trackers.append(subprocess.Popen(words, executable=path, pass_fds=passed, process_group=0))
-        return _trackers[-1].pid
+        _trackers.append(tracker)
+        return tracker.pid
 
     before = util.spawnv_passfds
     util.spawnv_passfds = spawn  # type: ignore[assignment]

@@ -129,4 +129,4 @@ def test_an_engine_that_joins_serves_soon_and_holds_no_step(tmp_path):
         assert run.wait(END_S) == 0, run.describe()
     finally:
         run.end()
-    assert any(one.role == "engines" and one.what == "rollout2 joins" for one in read_timeline(run.path / "timeline.jsonl"))
+    assert any(one.role == "engines" and one.what == "rollout2 joined" for one in read_timeline(run.path / "timeline.jsonl"))

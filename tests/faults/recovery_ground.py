@@ -101,10 +101,9 @@ class Ground:
         def build(worker: Worker) -> Any:
             return worker.actor.build.remote(factory, argument)
 
-        options = PoolOptions(max_num_seqs=4, sleeps=False, verify_checksum=False, step_timeout_s=STEP_S, **more)
+        options = PoolOptions(max_num_seqs=4, sleeps=False, step_timeout_s=STEP_S, **more)
         transfer = Transfer("object_store", actors, worker_group, 1, START_S)
-        elastic = Elastic(1, 4, lambda node: self.slots.another(1, START_S, node), self.slots.give_back)
-        return ReplicaPool(Replicas(worker_group, build, supervisor, elastic=elastic), transfer, options)
+        return ReplicaPool(Replicas(worker_group, supervisor, build, elastic=Elastic(1, 4, self.slots, 1)), transfer, options)
 
     def close(self) -> None:
         for supervisor in self.supervisors:

@@ -189,7 +189,7 @@ def test_replicas_that_join_and_leave_while_sampling_change_no_token(scene):
     scene.generate()
     assert len(replicas.serving) == 2 == replicas.wanted
     lines = [line for _, line in scene.ground.lines.warnings]
-    until(lambda: sum("has left" in line for _, line in scene.ground.lines.warnings) == 2, SERVING_AGAIN_S, "all have left")
+    until(lambda: sum(" left after " in line for _, line in scene.ground.lines.warnings) == 2, SERVING_AGAIN_S, "all have left")
     assert sum(line.startswith("engines: rollout") and "joined after" in line for line in lines) == 2
     counted = scene.ground.supervisors[0].recoveries.metrics()
     assert (counted["recovery/engines_joined"], counted["recovery/engines_left"]) == (2.0, 2.0)
@@ -199,9 +199,9 @@ def test_a_stopped_replica_is_named_with_what_all_others_do_before_it_is_given_u
     said: list[str] = []
     status = Status(None)
     status.update(step=3, phase="gen")
-    ground, monitor = scene.ground, scene.ground.supervisors[0].monitor
+    ground, supervisor = scene.ground, scene.ground.supervisors[0]
     report = StuckReport(TrainerConfig(), status, ground.worker_groups, said.append)
-    monitor.before_kill = report.report
+    supervisor.before_kill = report.report
     victim = scene.pool.replicas.serving[0]
     try:
         scene.arm(scene.pool.replicas.serving[1], "rollout.step:delay=8@n=3")
@@ -209,7 +209,7 @@ def test_a_stopped_replica_is_named_with_what_all_others_do_before_it_is_given_u
         scene.generate()
         scene.wait_until_all_serve()
     finally:
-        monitor.before_kill = lambda why: None
+        supervisor.before_kill = lambda why: None
         report.close()
     assert len(said) == 1
     assert said[0].startswith(f"stuck? {victim.name} is given up: the process froze: no heartbeat for ")

@@ -49,8 +49,17 @@ class Pool:
     """
 
     def __init__(
-        self, nnodes: int, per_node: int, *, use_gpu: bool, timeout_s: float, grow_s: float = 5.0, nodes_per_slot: int = 1
+        self,
+        nnodes: int,
+        per_node: int,
+        *,
+        use_gpu: bool,
+        timeout_s: float,
+        grow_s: float = 5.0,
+        nodes_per_slot: int = 1,
+        check: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
+        """`check` raises ClusterError for nodes, by Ray's ids, that lack what the processes need."""
         self._bundle = bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
         self.per_node = per_node
         self._free: list[Slot] = []
@@ -65,6 +74,9 @@ class Pool:
         one_node = [[*range(per_node)]]
         self.on_nodes = [one_node if nodes_per_slot == 1 else self._by_node(group, nodes_per_slot) for group in self.groups]
         """The bundles of each group, node by node."""
+        self._check = check
+        if check is not None:
+            check(self._nodes(self.groups))
 
     def slots(self, devices_per_slot: int = 1) -> list[Slot]:
         """The pool cut into slots of so many devices each; colocated roles ask for the same ones."""
@@ -80,14 +92,13 @@ class Pool:
                 slots.append(Slot(group, tuple(bundles), tuple(gpu_ids[b] for b in own) if gpu_ids else ()))
         return slots
 
-    def nodes(self, groups: Sequence[PlacementGroup] | None = None) -> set[str]:
-        """Return Ray's ids of the nodes that the pool is on, or these groups of it."""
-        return {node for group in groups or self.groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
+    def _nodes(self, groups: Sequence[PlacementGroup]) -> set[str]:
+        return {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}
 
     def another(self, devices: int, timeout_s: float, node: str | None = None) -> Slot:
         """Return a slot for one process more: one that was given back, or `devices` reserved on one node, on `node` where there is room.
 
-        Raises ClusterError where there is no room in time.
+        Raises ClusterError where there is no room in time, or the check of the node fails.
         """
         if node is None and self._free:
             return self._free.pop()
@@ -100,7 +111,13 @@ class Pool:
         if not has_room:
             self.give_back(Slot(group, (), ()))
             raise ClusterError(f"the cluster had no room for {devices} more devices on one node within {timeout_s:.0f} s")
-        gpu_ids = _probe_gpus(group, timeout_s) if "GPU" in self._bundle else []
+        try:
+            if self._check is not None:
+                self._check(self._nodes([group]))
+            gpu_ids = _probe_gpus(group, timeout_s) if "GPU" in self._bundle else []
+        except ClusterError:
+            self.give_back(Slot(group, (), ()))
+            raise
         return Slot(group, tuple(range(devices)), tuple(gpu_ids))
 
     def give_back(self, slot: Slot, is_gone: bool = False) -> None:

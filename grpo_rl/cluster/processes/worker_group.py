@@ -561,21 +561,17 @@ def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
 
 
 def settle(
-    workers: Sequence[Worker],
-    refs: Sequence[ray.ObjectRef],
-    timeout_s: float,
-    what: str,
-    on_loss: Callable[[Worker, WorkerFailed], None],
+    calls: Mapping[Worker, ray.ObjectRef], timeout_s: float, what: str, on_loss: Callable[[Worker, WorkerFailed], None]
 ) -> dict[Worker, Any]:
     """The results of those workers that have one; `on_loss` is called for each that failed for good.
 
     For workers that do not work in step: one's end does not concern the others. Raises what `fetch` raises
     for a failure that a new process would not mend.
     """
-    by_ref = dict(zip(refs, workers, strict=True))
+    by_ref = {ref: worker for worker, ref in calls.items()}
     results: dict[Worker, Any] = {}
     deadline = time.monotonic() + timeout_s
-    pending = list(refs)
+    pending = list(by_ref)
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         for ref in done:

@@ -1,4 +1,4 @@
-"""What all recoveries share: the monitor that notices workers which died or froze, the budget of restarts, the log of events."""
+"""What all recoveries share: the thread that notices workers which died or froze, the budget of restarts, the log of events."""
 
 from __future__ import annotations
 
@@ -57,50 +57,38 @@ class Recoveries:
             self._spent.append((now, name, cause))
             restarts = sum(1 for _, other, _ in self._spent if other == name) - 1
             if restarts >= self._max_restarts:
-                raise ClusterError(self._message(name, restarts, now))
-        self.warn(f"recovery: {name} failed: {_first_line(cause)}; {then}")
+                causes = [f"\n  {now - when:.0f} s ago, {failed}: {why}" for when, failed, why in self._spent]
+                raise ClusterError(
+                    f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={self._max_restarts} "
+                    f"within trainer.restart_window_s={self._window_s:.0f}). Every failure in that time:{''.join(causes)}"
+                )
+        self.warn(f"recovery: {name} failed: {first_line(cause)}; {then}")
 
     def recovered(self, name: str, kind: str, seconds: float, how: str) -> None:
         """Report that it works again, `seconds` after the failure was noticed."""
         self.warn(f"recovery: {name} is back after {seconds:.1f} s: {how}")
         if kind == "rollout":
             self.timeline.ended("engines", f"{name} is replaced", seconds)
-        with self._lock:
-            self._total += 1
-            self._add(f"recovery/{kind}_restarts", 1.0)
-            self._add("recovery/seconds", seconds)
+        self.count(f"{kind}_restarts", 1.0)
+        self.count("seconds", seconds)
+        self._total += 1
 
-    def joined(self, name: str, kind: str, seconds: float, how: str) -> None:
-        """Report that another engine serves, `seconds` after it was asked for."""
-        self.warn(f"engines: {name} joined after {seconds:.1f} s: {how}")
-        self.timeline.ended("engines", f"{name} joins", seconds)
-        self.count("engines_joined", 1.0)
-
-    def left(self, name: str, seconds: float, how: str) -> None:
-        """Report that an engine has left, which took so long."""
-        self.warn(f"engines: {name} has left: {how}")
-        self.timeline.ended("engines", f"{name} leaves", seconds)
-        self.count("engines_left", 1.0)
+    def came_or_went(self, name: str, what: str, seconds: float, how: str) -> None:
+        """Report that an engine has `joined` the run or `left` it, which took so long."""
+        self.warn(f"engines: {name} {what} after {seconds:.1f} s: {how}")
+        self.timeline.ended("engines", f"{name} {what}", seconds)
+        self.count(f"engines_{what}", 1.0)
 
     def count(self, name: str, number: float) -> None:
         """Add to the number of this name until the next `metrics`."""
         with self._lock:
-            self._add(f"recovery/{name}", number)
+            self._since[f"recovery/{name}"] = self._since.get(f"recovery/{name}", 0.0) + number
 
     def metrics(self) -> Metrics:
         """Return the counts noted since the last call; nothing where nothing happened."""
         with self._lock:
             since, self._since = self._since, {}
             return since | {"recovery/restarts_total": float(self._total)} if since else {}
-
-    def _add(self, key: str, number: float) -> None:
-        self._since[key] = self._since.get(key, 0.0) + number
-
-    def _message(self, name: str, restarts: int, now: float) -> str:
-        allowed = f"trainer.max_restarts={self._max_restarts} within trainer.restart_window_s={self._window_s:.0f}"
-        head = f"{name} failed and is not started again: restarts so far: {restarts} ({allowed}). Every failure in that time:"
-        causes = [f"  {now - when:.0f} s ago, {failed}: {cause}" for when, failed, cause in self._spent]
-        return "\n".join([head, *causes])
 
 
 def verdict(
@@ -129,8 +117,8 @@ class _Watched:
     last: float = field(default_factory=time.monotonic)
 
 
-class Monitor:
-    """Ends workers that are frozen, and reports every end, whatever caused it.
+class Supervisor(threading.Thread):
+    """Watches over the processes of one cluster: ends workers that are frozen, and reports every end, whatever caused it.
 
     Every worker answers a call (`beat`) a heartbeat after it was made, in a thread of its own, and is called again at once.
 
@@ -139,49 +127,53 @@ class Monitor:
     noticed at once.
     """
 
-    def __init__(self, heartbeat_s: float, first_s: float) -> None:
-        self.heartbeat_s = heartbeat_s
-        self.first_s = first_s
+    def __init__(self, trainer: TrainerConfig, recoveries: Recoveries) -> None:
+        super().__init__(name="heartbeats", daemon=True)
+        self.recoveries = recoveries
+        self.start_timeout_s, self._heartbeat_s = trainer.start_timeout_s, trainer.heartbeat_s
         self.before_kill: Callable[[str], None] = lambda why: None
-        """Called in the monitor's thread with the reason before a worker is given up."""
+        """Called in this thread with the reason before a worker is given up."""
         self._watched: dict[Worker, _Watched] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
-        self._thread.start()
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self.start()
+
+    @property
+    def closed(self) -> bool:
+        """True once the cluster is being ended: nothing is started again."""
+        return self._over.is_set()
+
+    def close(self) -> None:
+        """Stop watching and starting again, before workers are ended in good order."""
+        self._over.set()
+        self.join(10.0)
 
     def watch(self, worker: Worker, on_end: Callable[[Worker, str], None] = lambda worker, cause: None) -> None:
-        """Watch this worker from now on; `on_end` is called in the monitor's thread, and has to be quick."""
+        """Watch this worker from now on; `on_end` is called in this thread, and has to be quick."""
         with self._lock:
             self._watched[worker] = _Watched(worker, on_end, worker.beat(0.0))
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: Worker) -> bool:
+        """Watch this worker no more; return whether it was watched."""
         with self._lock:
-            self._watched.pop(worker, None)
+            return self._watched.pop(worker, None) is not None
 
-    def close(self) -> None:
-        """Stop listening, before workers are ended in good order."""
-        self._stop.set()
-        self._thread.join(10.0)
-
-    def _run(self) -> None:
+    def run(self) -> None:
         looked = time.monotonic()
-        while not self._stop.is_set():
+        while not self.closed:
             with self._lock:
-                watched = list(self._watched.values())
-            if not watched:
-                self._stop.wait(_LOOK_S)
+                by_ref = {entry.ref: entry for entry in self._watched.values()}
+            if not by_ref:
+                self._over.wait(_LOOK_S)
                 looked = time.monotonic()
                 continue
-            by_ref = {entry.ref: entry for entry in watched}
             refs = list(by_ref)
             ray.wait(refs, num_returns=1, timeout=_LOOK_S)
             done, silent = ray.wait(refs, num_returns=len(refs), timeout=0)
             # When the controller itself stood still (Ctrl-Z, a busy machine), no worker is late.
             late_s = time.monotonic() - looked
             looked += late_s
-            if late_s > self.heartbeat_s:
-                for entry in watched:
+            if late_s > self._heartbeat_s:
+                for entry in by_ref.values():
                     entry.last += late_s
             for ref in done:
                 self._answered(by_ref[ref])
@@ -192,46 +184,28 @@ class Monitor:
         try:
             activity = ray.get(entry.ref, timeout=10.0)
         except ray.exceptions.RayActorError as error:
-            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            self._ended(entry, entry.worker.verdict or f"the process died ({first_line})")
+            self._ended(entry, entry.worker.verdict or f"the process died ({first_line(str(error)) or type(error).__name__})")
             return
         except ray.exceptions.RayError:
             activity = None  # a worker that is not built yet, or whose report failed: its process lives
         entry.last = time.monotonic()
         self._judge(entry, activity)
-        entry.ref = entry.worker.beat(self.heartbeat_s)
+        entry.ref = entry.worker.beat(self._heartbeat_s)
 
     def _judge(self, entry: _Watched, activity: tuple[str, float, float | None] | None) -> None:
         if entry.worker.excused:
             entry.last = time.monotonic()
-        cause = verdict(time.monotonic() - entry.last, activity, self.heartbeat_s, self.first_s)
+        cause = verdict(time.monotonic() - entry.last, activity, self._heartbeat_s, self.start_timeout_s)
         if cause is not None:
             self.before_kill(f"{entry.worker.name} is given up: {cause}")
             entry.worker.kill(cause)
             self._ended(entry, cause)
 
     def _ended(self, entry: _Watched, cause: str) -> None:
-        with self._lock:
-            known = self._watched.pop(entry.worker, None)
-        if known is not None:
+        if self.forget(entry.worker):
             entry.on_end(entry.worker, cause)
 
 
-class Supervisor:
-    """Watches over the processes of one cluster."""
-
-    def __init__(self, trainer: TrainerConfig, recoveries: Recoveries) -> None:
-        self.recoveries = recoveries
-        self.closed = False
-        """True once the cluster is being ended: nothing is started again."""
-        self.start_timeout_s = trainer.start_timeout_s
-        self.monitor = Monitor(trainer.heartbeat_s, trainer.start_timeout_s)
-
-    def close(self) -> None:
-        """Stop watching and starting again, before workers are ended in good order."""
-        self.closed = True
-        self.monitor.close()
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0] if text.strip() else "no reason given"
+def first_line(text: str) -> str:
+    """Return the first line of a text, "" of an empty one."""
+    return text.strip().partition("\n")[0]

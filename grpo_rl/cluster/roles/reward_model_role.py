@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.balance import cut_shards, split_over_ranks
 from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.models.heads import load_score_config
@@ -170,43 +169,6 @@ def model_score(scorable: Scorable, scores: Sequence[float]) -> Outcome:
     return RewardResult(mean, values, tuple(zip(scorable.step_tokens, scores, strict=True)))
 
 
-def prepare(
-    config: Config, folder: str, tokenizer: Any, decode: Decode, *, trained: bool = False
-) -> Callable[[WorkerGroup], RewardModelRole]:
-    """Read config and tokenizer of the reward model in `folder`; return what makes the role over its processes.
-
-    One that is `trained` may start as a causal LM.
-
-    Raises ConfigError for what cannot be a reward model of this policy.
-    """
-    own = config.reward.reward_model
-    model_config = load_score_config(folder, trust_remote_code=own.trust_remote_code, trained=trained)
-    its_tokenizer = load_tokenizer(own.tokenizer_path or folder, trust_remote_code=own.trust_remote_code)
-    rendered_by = tokenizer_for(tokenizer, its_tokenizer, own.rerender)
-    if rendered_by is not None and trained:
-        raise ConfigError(
-            f"reward.reward_model.model_path={own.model_path}: is trained on the policy's own tokens, and would score others, of "
-            "its own tokenizer or chat template; start from a model with the policy's, or set reward.reward_model.rerender=never"
-        )
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    limit = getattr(model_config, "max_position_embeddings", None) or own.max_token_len_per_gpu
-    if rendered_by is None and limit < longest:
-        raise ConfigError(
-            f"reward.reward_model.model_path={own.model_path}: takes at most {limit} tokens, and a rollout may have "
-            f"data.max_prompt_length + data.max_response_length = {longest}"
-        )
-    # A shell hands on backslash and n where a line break was meant, and so does Hydra.
-    separator = None if own.step_separator is None else own.step_separator.replace("\\n", "\n")
-    return partial(
-        RewardModelRole,
-        renderer=ScorableRenderer(decode, rendered_by, separator),
-        weight=own.weight,
-        pass_tokens=own.max_token_len_per_gpu,
-        max_length=min(limit, own.max_token_len_per_gpu),
-        vocab_size=getattr(model_config, "vocab_size", None),
-    )
-
-
 class ModelRewards:
     """The reward model, whose settings and tokenizer lie in `folder`, and the judge of a run, as far as the plan has them.
 
@@ -214,13 +176,9 @@ class ModelRewards:
     """
 
     def __init__(self, plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> None:
-        self._config = plan.config.reward
-        self._episodes = plan.config.actor_rollout_ref.rollout.multi_turn if plan.plays_episodes else None
-        self._models_alone = plan.reward.model_alone
-        self._every_turn = "states" in plan.advantage_needs
-        trained = plan.trains_reward_model
+        self._plan, self._config = plan, plan.config.reward
         scores = plan.reward.scores and plan.role("reward_model") is not None
-        self._model = prepare(plan.config, folder, tokenizer, decode, trained=trained) if scores else None
+        self._model = _prepare(plan, folder, tokenizer, decode) if scores else None
         self._judge = None
         if plan.reward.judge:
             # The HTTP client is loaded only where there is an endpoint to ask.
@@ -236,7 +194,42 @@ class ModelRewards:
             models.append(self._model(scorers))
         if self._judge is not None:
             models.append(self._judge.start())
-        alone = self._models_alone
-        if self._episodes is None:
+        alone = self._plan.reward.model_alone
+        if not self._plan.plays_episodes:
             return CombinedRewarder(rules, models, self._config, models_alone=alone)
-        return EpisodeRewarder(rules, models, self._config, self._episodes, models_alone=alone, every_turn=self._every_turn)
+        episodes, every_turn = self._plan.config.actor_rollout_ref.rollout.multi_turn, "states" in self._plan.advantage_needs
+        return EpisodeRewarder(rules, models, self._config, episodes, models_alone=alone, every_turn=every_turn)
+
+
+def _prepare(plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> Callable[[WorkerGroup], RewardModelRole]:
+    """Read config and tokenizer of the reward model in `folder`; return what makes the role over its processes.
+
+    One that is trained may start as a causal LM. Raises ConfigError for what cannot be a reward model of this policy.
+    """
+    config, trained = plan.config, plan.trains_reward_model
+    own, key = config.reward.reward_model, f"reward.reward_model.model_path={config.reward.reward_model.model_path}"
+    model_config = load_score_config(folder, trust_remote_code=own.trust_remote_code, trained=trained)
+    its_tokenizer = load_tokenizer(own.tokenizer_path or folder, trust_remote_code=own.trust_remote_code)
+    rendered_by = tokenizer_for(tokenizer, its_tokenizer, own.rerender)
+    if rendered_by is not None and trained:
+        raise ConfigError(
+            f"{key}: is trained on the policy's own tokens, and would score others, of its own tokenizer or chat template; start "
+            "from a model with the policy's, or set reward.reward_model.rerender=never"
+        )
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    limit = getattr(model_config, "max_position_embeddings", None) or own.max_token_len_per_gpu
+    if rendered_by is None and limit < longest:
+        raise ConfigError(
+            f"{key}: takes at most {limit} tokens, and a rollout may have "
+            f"data.max_prompt_length + data.max_response_length = {longest}"
+        )
+    # A shell hands on backslash and n where a line break was meant, and so does Hydra.
+    separator = None if own.step_separator is None else own.step_separator.replace("\\n", "\n")
+    return partial(
+        RewardModelRole,
+        renderer=ScorableRenderer(decode, rendered_by, separator),
+        weight=own.weight,
+        pass_tokens=own.max_token_len_per_gpu,
+        max_length=min(limit, own.max_token_len_per_gpu),
+        vocab_size=getattr(model_config, "vocab_size", None),
+    )

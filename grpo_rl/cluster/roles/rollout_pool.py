@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -21,7 +21,7 @@ from grpo_rl.rollout.requests import WholeBatches, rollout_id, sampling_of
 from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
 
 HOMES = 2**17
-"""Conversations whose replica is remembered."""
+"""The most conversations whose replica is remembered."""
 W = TypeVar("W", bound=Hashable)
 
 
@@ -32,13 +32,8 @@ class Ledger(Generic[W]):
         self.waiting: deque[Request] = deque(requests)
         self.in_flight: dict[W, dict[str, Request]] = {}
         """The replicas that may be asked, and the requests that each has, in the order given."""
-        self._homes: OrderedDict[str, W] = OrderedDict()
-        """The replica that each conversation was last at, of the newest ones."""
-
-    @property
-    def open(self) -> bool:
-        """Return whether an answer is still missing."""
-        return bool(self.waiting) or self.begun
+        self._homes: dict[str, W] = {}
+        """The replica that each conversation was last at."""
 
     @property
     def begun(self) -> bool:
@@ -75,10 +70,9 @@ class Ledger(Generic[W]):
                 break
             request = self.waiting.popleft()
             if request.conversation:
+                if len(self._homes) >= HOMES:
+                    self._homes.clear()  # the next turns go anywhere, and cost a prefix each
                 self._homes[request.conversation] = worker
-                self._homes.move_to_end(request.conversation)
-                if len(self._homes) > HOMES:
-                    self._homes.popitem(last=False)
             self.in_flight[worker][request.request_id] = request
             given.setdefault(worker, []).append(request)
         return given
@@ -115,7 +109,6 @@ class PoolOptions:
     max_num_seqs: int
     sleeps: bool
     """True where engines give their memory back between generation and the next weight transfer."""
-    verify_checksum: bool
     step_timeout_s: float
     max_staleness: int | None = 0
     """The largest number of versions by which a rollout's token may be older than the engines' weights at hand-over; None
@@ -139,9 +132,10 @@ class ReplicaPool(WholeBatches):
     def __init__(
         self,
         replicas: Replicas,
-        transfer: Transfer,
+        transfer: Transfer | None,
         options: PoolOptions,
     ) -> None:
+        """`transfer` is None in a run whose engines keep the weights of the model's folder."""
         self.replicas = replicas
         self.transfer = transfer
         self.options = options
@@ -173,7 +167,7 @@ class ReplicaPool(WholeBatches):
         replaced; the others get all tensors, and only replicas that have all of them serve.
         """
         self._actor = actor
-        self.replicas.drop_lost()
+        self.replicas.let_go()
         self._build_lost()
         if self.version == actor.version and not self._sleeping.intersection(self.replicas.serving):
             return {}
@@ -205,19 +199,19 @@ class ReplicaPool(WholeBatches):
         They are asked once: a busy engine answers between two of its steps.
         """
         if self._updates_in_flight is None:
-            serving = self.replicas.serving
-            calls = [worker.call("updates_in_flight") for worker in serving]
-            timeout_s, failed = self.options.step_timeout_s, self.replicas.failed
-            answers = settle(serving, calls, timeout_s, "rollout.updates_in_flight", failed)
+            calls = {worker: worker.call("updates_in_flight") for worker in self.replicas.serving}
+            answers = self._settle(calls, "updates_in_flight")
             self._updates_in_flight = all(answers.values()) if answers else None
         return self._updates_in_flight is not False
 
+    def _settle(self, calls: Mapping[Worker, ray.ObjectRef], method: str) -> dict[Worker, Any]:
+        """Return the answers of those replicas that answer; the others are lost."""
+        return settle(calls, self.options.step_timeout_s, f"rollout.{method}", self.replicas.failed)
+
     def _build_lost(self) -> None:
         """Build replacements that share GPUs with ranks. No rank works now; before, memory for an engine was not there."""
-        if self.options.sleeps:
-            self._sleeping.update(self.replicas.build_apart())
-        else:
-            self.replicas.build_apart()
+        built = self.replicas.build_apart()
+        self._sleeping.update(built if self.options.sleeps else ())
 
     def _update(self, workers: list[Worker], version: int) -> int:
         """Give these replicas the actor's weights; those that have them serve from now on. Return the bytes moved.
@@ -229,34 +223,22 @@ class ReplicaPool(WholeBatches):
         versions), then every bucket, then that this was all (it checks that nothing is missing, drops or keeps its
         cache, and samples on under the new version). A replica that fails at any point is left out of what follows.
         """
-        actor, failed = self._actor, self.replicas.failed
-        assert actor is not None
+        assert self.transfer is not None, "weights move where there is an actor"
         alive = list(workers)
 
-        def call(method: str, *arguments: Any, only: Collection[Worker] | None = None) -> dict[Worker, Any]:
-            nonlocal alive
-            asked = alive if only is None else [worker for worker in alive if worker in only]
-            refs = [worker.call(method, *arguments) for worker in asked]
-            answers = settle(asked, refs, self.options.step_timeout_s, f"rollout.{method}", failed)
-            alive = [worker for worker in alive if worker in answers or worker not in asked]
-            return answers
+        def left(worker: Worker, error: WorkerFailed) -> None:
+            alive.remove(worker)
+            self.replicas.failed(worker, error)
+
+        def call(method: str, *arguments: Any, only: Collection[Worker] = workers) -> dict[Worker, Any]:
+            calls = {worker: worker.call(method, *arguments) for worker in alive if worker in only}
+            return settle(calls, self.options.step_timeout_s, f"rollout.{method}", left)
 
         sleeping = self._sleeping.intersection(workers)
         call("wake_up", "weights", only=sleeping)
         call("start_weight_update", version)
-        lost: set[Worker] = set()
-
-        def left(worker: Worker, error: WorkerFailed) -> None:
-            lost.add(worker)
-            failed(worker, error)
-
-        num_bytes = self.transfer.run(actor, alive, left)
-        alive = [worker for worker in alive if worker not in lost]
-        if self.options.verify_checksum:
-            self.transfer.check(actor, alive, left)
-            alive = [worker for worker in alive if worker not in lost]
+        num_bytes = self.transfer.run(alive, left)
         versions = call("finish_weight_update", self.options.keep_cache)
-        actor.worker_group.call("end_weight_sync")
         call("wake_up", "kv_cache", only=sleeping)
         self._sleeping -= sleeping
         for worker, live in versions.items():
@@ -345,10 +327,7 @@ class ReplicaPool(WholeBatches):
     def rest(self) -> None:
         """Let the engines give their memory back, where they do that and nothing is asked for."""
         if self.options.sleeps and not self._wanted:
-            serving = self.replicas.serving
-            calls = [worker.call("sleep") for worker in serving]
-            settle(serving, calls, self.options.step_timeout_s, "rollout.sleep", self.replicas.failed)
-            self._sleeping.update(serving)
+            self._sleeping.update(self._settle({worker: worker.call("sleep") for worker in self.replicas.serving}, "sleep"))
 
     def _collect(self, wait_s: float, *, top_up: bool = True) -> None:
         """Take what the replicas have completed; wait up to `wait_s` for the first of them that reports."""
@@ -367,7 +346,7 @@ class ReplicaPool(WholeBatches):
             done = ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]
         else:
             done = []
-            self.replicas.wait_for_one(min(wait_s, POLL_S))
+            self.replicas.wait(min(wait_s, POLL_S))
         news = [self._take(ref) for ref in done]
         self._quiet_s = 0.0 if any(news) else self._quiet_s + time.monotonic() - began
         if self._quiet_s > self.options.step_timeout_s:
@@ -398,13 +377,13 @@ class ReplicaPool(WholeBatches):
 
     def _admit(self) -> None:
         """Bring the ledger up to date with the replicas that serve; replacements that are ready get the weights first."""
-        self.replicas.drop_lost()
+        self.replicas.let_go()
         if not self.replicas.serving and not self._keeps_weights:
             # Otherwise the next weight transfer is soon enough: the others sample meanwhile.
             self._build_lost()
         for worker in [worker for worker in self._ledger.in_flight if worker not in self.replicas.serving]:
             if number := self._ledger.leave(worker):
-                self.replicas.note_resampled(number)
+                self.replicas.supervisor.recoveries.count("resampled", float(number))
         ready = self.replicas.ready()
         if self.version == 0 and not self._sleeping.intersection(ready):
             for worker in ready:
@@ -421,8 +400,7 @@ class ReplicaPool(WholeBatches):
         # Half of what a replica has in advance is sent at once: a call costs the controller about as much as 30 requests.
         refill_below = capacity - (capacity - self.options.max_num_seqs) // 2
         given = self._ledger.dispatch(capacity, refill_below)
-        calls = {worker: worker.call("submit", requests) for worker, requests in given.items()}
-        settle(list(calls), list(calls.values()), self.options.step_timeout_s, "rollout.submit", self.replicas.failed)
+        self._settle({worker: worker.call("submit", requests) for worker, requests in given.items()}, "submit")
 
     def _hand_over(self, request_id: str) -> Rollout:
         """Return a rollout that has ended, and forget it. Raises WeightVersionError."""

@@ -8,7 +8,6 @@ from types import MappingProxyType
 import ray
 
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, fetch, settle, wait_all
-from grpo_rl.cluster.roles.trained_roles import ActorRole
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.weights import check_digests, merge_ranks
 
@@ -34,18 +33,16 @@ class Transfer:
     def __init__(
         self,
         backend: WeightBackend,
-        actors: WorkerGroup | None,
+        actors: WorkerGroup,
         engines: WorkerGroup,
         devices_per_engine: int,
         start_timeout_s: float,
+        *,
+        verify: bool = False,
     ) -> None:
-        """`actors` is None in a run whose engines keep the weights of the model's folder: then nothing can be transferred.
-
-        `start_timeout_s` is how long the members of a group by NCCL wait for each other.
-        """
+        """`start_timeout_s` is how long the members of a group by NCCL wait for each other; with `verify` checksums are compared."""
         self._start_timeout_s = start_timeout_s
-        self.backend = backend
-        self._actors = actors
+        self.backend, self.actors, self.verify = backend, actors, verify
         self._devices_per_engine = devices_per_engine
         self._connected: tuple[Worker, ...] = ()
         """The members of the NCCL group: the rank that sends, and the engines in their order."""
@@ -53,48 +50,36 @@ class Transfer:
         if backend == "nccl":
             self._connect(engines.workers)
 
-    @property
-    def actors(self) -> WorkerGroup:
-        """The processes that send."""
-        assert self._actors is not None, "nothing is transferred without an actor"
-        return self._actors
-
-    def run(self, actor: ActorRole, engines: list[Worker], on_loss: OnLoss) -> int:
+    def run(self, engines: list[Worker], on_loss: OnLoss) -> int:
         """Send every tensor to every engine; return the number of bytes of one copy, 0 where no engine is left.
 
-        The caller has the engines begin the update before and finish it after. `on_loss` is called with each that failed.
+        The caller has the engines begin the update before and finish it after. `on_loss` is called with each that failed, and
+        takes it out of `engines`. Raises WeightTransferError, naming the tensors, where an engine received something else than
+        what was sent.
         """
-        loaded = list(engines)
 
         def lost(engine: Worker, error: WorkerFailed) -> None:
             if self.backend == "nccl":
                 raise error
-            loaded.remove(engine)
             on_loss(engine, error)
 
-        num_bytes = self._walk(actor, loaded, lost)
-        return num_bytes if loaded else 0
-
-    def check(self, actor: ActorRole, engines: list[Worker], on_loss: OnLoss) -> None:
-        """Raise WeightTransferError, naming the tensors, unless every engine received exactly what was sent."""
-        sent = actor.worker_group.call("sent_digests")[0]
-        calls = [engine.call("received_digests") for engine in engines]
-        for engine, received in settle(engines, calls, self.call_timeout_s, "rollout.received_digests", on_loss).items():
-            check_digests(sent, received, engine.name)
-
-    def _walk(self, actor: ActorRole, loaded: list[Worker], lost: OnLoss) -> int:
-        """Walk over the weights once; an engine of `loaded` that fails is to be removed from it by `lost`."""
-        num_bytes = sum(actor.worker_group.call("begin_weight_sync")[:1])
-        if self.backend == "nccl" and self._connected != (self.actors.workers[0], *loaded):
-            self._connect(loaded)
+        num_bytes = sum(self.actors.call("begin_weight_sync")[:1])
+        if self.backend == "nccl" and self._connected != (self.actors.workers[0], *engines):
+            self._connect(engines)
         more, buckets = self._next()
-        while more and loaded:
+        while more and engines:
             bucket = merge_ranks(ray.get(buckets, timeout=self.call_timeout_s)) if self.backend == "ipc" else buckets[0]
-            loading = {engine: engine.call("load_bucket", bucket) for engine in loaded}
+            loading = {engine: engine.call("load_bucket", bucket) for engine in engines}
             following = None if self.backend == "ipc" else self._next(loading if self.backend == "nccl" else {})
-            settle(list(loading), list(loading.values()), self.call_timeout_s, "rollout.load_bucket", lost)
+            settle(loading, self.call_timeout_s, "rollout.load_bucket", lost)
             more, buckets = following or self._next()
-        return num_bytes
+        if self.verify:
+            sent = self.actors.call("sent_digests")[0]
+            calls = {engine: engine.call("received_digests") for engine in engines}
+            for engine, received in settle(calls, self.call_timeout_s, "rollout.received_digests", on_loss).items():
+                check_digests(sent, received, engine.name)
+        self.actors.call("end_weight_sync")
+        return num_bytes if engines else 0
 
     def _next(self, loading: Mapping[Worker, ray.ObjectRef] = MappingProxyType({})) -> tuple[bool, list[ray.ObjectRef]]:
         """Return whether there is another bucket, and a reference to what each rank made of it.

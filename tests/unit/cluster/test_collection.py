@@ -81,7 +81,7 @@ def collect(folder: Path, pool: Pool, pairs: bool = False, **rejection: Any) -> 
     if not collection.is_begun:
         collection.begin()
     collection.run(pool, Odd(), Console(), lambda _: None)  # type: ignore[arg-type]
-    return collection.checked()
+    return collection.checked()[0]
 
 
 def prompts_of(config: Config) -> PromptDataset:

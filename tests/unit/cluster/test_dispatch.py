@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
-from grpo_rl.cluster.roles.trained_roles import ActorRole, Dispatched, combine_stats
-from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.cluster.roles.trained_roles import ActorRole, CriticRole, Dispatched, combine_stats
+from grpo_rl.cluster.start_roles import critic_spec
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig
-from grpo_rl.plan.decisions import OldLogprobs
+from grpo_rl.errors import CheckpointError
+from grpo_rl.plan.decisions import OldLogprobs, decide
 from grpo_rl.rollout.requests import sample_seed, sampling_of
 from grpo_rl.types import GREEDY, Batch, Counts, Sampling
-from grpo_rl.workers.specs import OptimizerStep, Rows, Update
+from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rows, Update
 
 
 def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None = None) -> Batch:
@@ -39,8 +42,8 @@ def make_batch(lengths: Sequence[tuple[int, int]], groups: Sequence[int] | None 
 class Ranks(WorkerGroup):
     """A worker group without processes, which records each rank's calls."""
 
-    def __init__(self, size: int, answer: Any = None) -> None:
-        self.size, self.role = size, "actor"
+    def __init__(self, size: int, answer: Any = None, role: str = "actor") -> None:
+        self.size, self.role = size, role
         self.answer = answer
         self.asked: list[tuple[str, Sequence[tuple[Any, ...]]]] = []
         self.sent: list[Sequence[Batch]] = []
@@ -129,25 +132,16 @@ def test_a_rank_without_rollouts_is_asked_for_an_empty_pass():
     assert [rows for _, rows in ranks.asked[0][1]] == [[(0,)], [()], [()]]
 
 
-# ---- old log-probs ----------------------------------------------------------------------------------
-
-
-def test_old_logprobs_are_left_out_where_the_plan_has_none():
-    ranks = Ranks(2, echo)
-    batch = make_batch([(1, 2), (1, 2)], groups=[0, 1])
-    assert actor(ranks, "none", ppo_mini_batch_size=2).old_logprobs(batch).old_logprobs_T is None
-    assert ranks.asked == []
-
-
 # ---- mini-batches -----------------------------------------------------------------------------------
 
 
-def groups_of(steps: Sequence[Sequence[Step]], batch: Batch) -> list[list[int]]:
+def gathered(steps: Sequence[Sequence[Step]], step: int) -> list[Batch]:
+    return [batch for rank in steps for batch in rank[step].micro_batches if batch is not None]
+
+
+def groups_of(steps: Sequence[Sequence[Step]]) -> list[list[int]]:
     """The prompt groups of each optimizer step, over all ranks."""
-    return [
-        sorted({int(g) for rank in steps for b in rank[step].micro_batches if b is not None for g in b.group_N})
-        for step in range(len(steps[0]))
-    ]
+    return [sorted({int(g) for b in gathered(steps, step) for g in b.group_N}) for step in range(len(steps[0]))]
 
 
 INTERLEAVED = make_batch([(1, 1 + n % 4) for n in range(15)], groups=[n % 5 for n in range(15)])
@@ -165,40 +159,26 @@ def run_update(batch: Batch, num_ranks: int = 2, times: int = 1, **config: Any) 
 
 
 def test_mini_batches_are_whole_groups_in_order_and_the_last_may_be_smaller():
-    [steps] = run_update(INTERLEAVED, ppo_mini_batch_size=2)
-    assert groups_of(steps, INTERLEAVED) == [[0, 1], [2, 3], [4]]
+    [steps] = run_update(INTERLEAVED, num_ranks=3, ppo_mini_batch_size=2)
+    assert groups_of(steps) == [[0, 1], [2, 3], [4]]
+    assert len({tuple(len(step.micro_batches) for step in rank) for rank in steps}) == 1, "all ranks make as many passes"
     for step, groups in enumerate([[0, 1], [2, 3], [4]]):
-        tokens = sorted(
-            token for rank in steps for b in rank[step].micro_batches if b is not None for token in b.token_ids_S.tolist()
-        )
+        tokens = sorted(token for b in gathered(steps, step) for token in b.token_ids_S.tolist())
         chosen = INTERLEAVED.select([n for n in range(15) if n % 5 in groups])
         assert tokens == sorted(chosen.token_ids_S.tolist())
         assert {rank[step].counts for rank in steps} == {chosen.counts()}
 
 
-def test_all_ranks_make_the_same_number_of_passes():
-    [steps] = run_update(INTERLEAVED, num_ranks=3, ppo_mini_batch_size=1)
-    assert len({tuple(len(step.micro_batches) for step in rank) for rank in steps}) == 1
-
-
 def test_shuffling_orders_groups_anew_in_every_epoch_and_by_the_seed_alone():
     settings = {"ppo_mini_batch_size": 1, "ppo_epochs": 3, "shuffle": True}
     first, again = (run_update(INTERLEAVED, times=2, **settings) for _ in range(2))
-    orders = [groups_of(steps, INTERLEAVED) for steps in first]
-    assert orders == [groups_of(steps, INTERLEAVED) for steps in again]
+    orders = [groups_of(steps) for steps in first]
+    assert orders == [groups_of(steps) for steps in again]
     epochs = [order[i : i + 5] for order in orders for i in (0, 5, 10)]
     assert all(sorted(epoch) == [[0], [1], [2], [3], [4]] for epoch in epochs)
     assert len({str(epoch) for epoch in epochs}) > 3
     other = run_update(INTERLEAVED, times=2, data_loader_seed=43, **settings)
-    assert [groups_of(steps, INTERLEAVED) for steps in other] != orders
-
-
-def test_every_update_makes_new_weights():
-    group = actor(Ranks(1, empty_stats))
-    assert group.version == 0
-    group.update(INTERLEAVED)
-    group.update(INTERLEAVED)
-    assert group.version == 2
+    assert [groups_of(steps) for steps in other] != orders
 
 
 # ---- what the objective knows of a whole mini-batch ---------------------------------------------------
@@ -207,10 +187,6 @@ def test_every_update_makes_new_weights():
 def with_advantages(batch: Batch) -> Batch:
     values = torch.sin(torch.arange(batch.num_trained_tokens, dtype=torch.float32))
     return batch.replace(advantages_T=values, old_logprobs_T=-values.abs())
-
-
-def gathered(steps: Sequence[Sequence[Step]], step: int) -> list[Batch]:
-    return [batch for rank in steps for batch in rank[step].micro_batches if batch is not None]
 
 
 def test_tokens_of_a_group_are_counted_over_all_ranks_and_micro_batches():
@@ -355,6 +331,8 @@ def test_token_ids_go_to_a_rank_once_per_step_and_later_calls_carry_new_columns_
         assert torch.equal(complete.rollout_logprobs_T % 3 != 0, torch.ones(complete.num_trained_tokens, dtype=torch.bool))
     group.update(with_advantages(INTERLEAVED))
     assert len(ranks.sent) == 2, "another step is another batch"
+    assert group.version == 2, "every update makes new weights"
+    assert actor(Ranks(2, echo), "none").old_logprobs(INTERLEAVED).old_logprobs_T is None, "where the plan has none"
 
 
 def test_rollouts_without_a_trained_token_are_not_passed_through_the_model():
@@ -382,3 +360,64 @@ def test_the_two_sides_of_a_pair_meet_in_one_micro_batch():
     [steps] = run_update(batch, ppo_mini_batch_size=6, policy_loss=loss, loss_agg_mode="seq-mean-token-mean")
     for part in gathered(steps, 0):
         assert all(int((part.group_N == group).sum()) == 2 for group in part.group_N)
+
+
+# ---- the critic ------------------------------------------------------------------------------------------
+
+
+def critic(ranks: Ranks, size: int = 1, epochs: int = 1) -> CriticRole:
+    return CriticRole(ranks, rule=MicroBatchRule(None, 1), mini_batch_size=size, epochs=epochs)
+
+
+def test_a_critic_takes_whole_groups_in_every_pass_and_counts_trained_tokens_only():
+    steps: list[Sequence[OptimizerStep]] = []
+
+    def answer(share: Batch, update: Update) -> list[dict[str, float]]:
+        steps.append(update.steps)
+        assert update.complete(share).values_T.shape == update.complete(share).returns_T.shape
+        return [{"share/vf_loss": 0.5, "sum/vf_clipfrac": 3.0, "same/lr": 0.1} for _ in update.steps]
+
+    keep = torch.tensor([True, False] * 7 + [True])
+    values_T = torch.arange(15.0)
+    returns_T, values_T[~keep] = values_T.clone(), 1000.0
+    batch = make_batch([(1, n) for n in (2, 3, 1, 3, 4, 2)], groups=[0, 0, 1, 1, 2, 2])
+    batch = batch.replace(values_T=values_T, returns_T=returns_T)
+    whole = critic(Ranks(2, answer, "critic"), size=2, epochs=2).update(batch)
+    assert [[step.counts.num_tokens for step in rank] for rank in steps] == [[9, 6, 9, 6]] * 2
+    # Two ranks: shares add up; counts are divided by the tokens of their step, and steps are averaged.
+    assert (whole["critic/vf_loss"], whole["critic/lr"]) == (1.0, 0.1)
+    assert whole["critic/vf_clipfrac"] == pytest.approx((6 / 9 + 6 / 6) / 2)
+    metrics = critic(Ranks(1, answer, "critic"), size=3).update(batch.keep(keep))
+    assert steps[-1][0].counts.num_tokens == 8
+    assert metrics["critic/vf_explained_var"] == 1.0
+    assert metrics["critic/values/mean"] == metrics["critic/returns/mean"] == 7.0
+
+
+def test_a_critics_state_lies_in_a_folder_of_its_own_and_is_missed_where_there_is_none(tmp_path: Path):
+    class WithFiles(Ranks):
+        def call(self, method: str, *arguments: Any) -> list[Any]:
+            calls.append((method, arguments))
+            return [None]
+
+    calls: list[tuple[str, Any]] = []
+    role = critic(WithFiles(1))
+    with pytest.raises(CheckpointError, match="has no critic"):
+        role.load(tmp_path)
+    role.save(tmp_path)
+    role.load(tmp_path)
+    folder = str(tmp_path / "critic")
+    assert Path(folder).is_dir() and calls == [("save", (folder, False)), ("load", (folder,))]
+
+
+def test_the_critic_starts_from_the_actors_model_unless_it_has_its_own():
+    words = ["recipe=arithmetic/ppo", "trainer.total_training_steps=10"]
+    words.append("actor_rollout_ref.model.override_config={attention_dropout: 0.1}")
+    cpu, config = Machine(num_gpus=0, num_cpus=2, device="cpu"), compose(words).config
+    policy = PolicySpec(config.actor_rollout_ref.model, temperature=1.0, dtype="auto")
+    spec = critic_spec(decide(config, cpu), policy)
+    assert (spec.model.model.path, spec.model.model.override_config) == (policy.model.path, {"attention_dropout": 0.1})
+    assert spec.model.train
+    config = compose([*words, "critic.model.path=/other", "critic.ppo_epochs=3", "critic.ppo_mini_batch_size=32"]).config
+    spec = critic_spec(decide(config, cpu), policy)
+    assert (spec.model.model.path, spec.model.model.override_config) == ("/other", {})
+    assert spec.total_optimizer_steps == 10 * 2 * 3

@@ -111,9 +111,9 @@ class FakeSet:
         return [ref.get() for ref in [worker.call(method, *arguments) for worker in self.workers]]
 
 
-def settle(workers: Any, refs: Any, timeout_s: float, what: str, on_loss: Callable[[Any, WorkerFailed], None]) -> Any:
+def settle(calls: Any, timeout_s: float, what: str, on_loss: Callable[[Any, WorkerFailed], None]) -> Any:
     answers = {}
-    for worker, ref in zip(workers, refs, strict=True):
+    for worker, ref in calls.items():
         try:
             answers[worker] = ref.get()
         except WorkerFailed as error:
@@ -149,9 +149,7 @@ class FakeCluster(start_roles.Cluster):
 
     def __init__(self, plan: Plan, log: Log) -> None:
         supervisor = SimpleNamespace(
-            recoveries=SimpleNamespace(restarts=True, metrics=dict),
-            monitor=SimpleNamespace(watch=lambda *_: None),
-            closed=False,
+            recoveries=SimpleNamespace(restarts=True, metrics=dict), watch=lambda *_: None, closed=False
         )
         console: Any = SimpleNamespace(progress=lambda *_, **__: contextlib.nullcontext(), warn=log.append)
         super().__init__(plan, "model", "", Path(), console)
@@ -168,7 +166,7 @@ class FakeCluster(start_roles.Cluster):
         return [None] * len(worker_group)
 
     def build(self, starts: Any, began: float | None = None) -> None:
-        self.log.append(f"waited for {', '.join(title.removeprefix('starting the ') for _, _, title in starts)}")
+        self.log.append(f"waited for {', '.join(worker_group.role for worker_group, _ in starts)}")
 
 
 def start_events(machine: Machine, *words: str) -> Log:
@@ -181,7 +179,7 @@ def start_events(machine: Machine, *words: str) -> Log:
 def test_on_one_gpu_the_engine_is_built_alone_and_sleeps_before_any_rank_touches_the_device() -> None:
     assert start_events(ONE_GPU) == [
         "rollout0 build",
-        "waited for rollout engine",
+        "waited for rollout",
         "rollout0 sleep",
         "actor0 build",
         "reference0 build",
@@ -197,7 +195,7 @@ def test_on_one_gpu_the_engine_is_built_alone_and_sleeps_before_any_rank_touches
 def test_engines_on_devices_of_their_own_come_up_beside_the_ranks(machine, words) -> None:
     events = [event for event in start_events(machine, *words) if "connect" not in event]
     waits = [event for event in events if event.startswith("waited")]
-    assert waits == ["waited for rollout engine, actor, reference"] and not any("sleep" in event for event in events)
+    assert waits == ["waited for rollout, actor, reference"] and not any("sleep" in event for event in events)
 
 
 @pytest.mark.parametrize(("engines_on", "meets_at"), [("10.0.0.1", "127.0.0.1"), ("10.0.0.2", "10.0.0.1")])
@@ -224,8 +222,8 @@ def supervisor_of(log: Log) -> Any:
     notes = SimpleNamespace(
         failed=lambda *_: None, on_restart=lambda *_: None, recovered=lambda *_: None, count=lambda *_: None
     )
-    monitor = SimpleNamespace(watch=lambda *_: None, forget=lambda *_: None)
-    return SimpleNamespace(monitor=monitor, recoveries=notes, closed=False, start_timeout_s=1.0)
+    watching = {"watch": lambda *_: None, "forget": lambda *_: None}
+    return SimpleNamespace(recoveries=notes, closed=False, start_timeout_s=1.0, **watching)
 
 
 def engines_of(log: Log, size: int, state: dict[str, int]) -> FakeSet:
@@ -262,12 +260,12 @@ class Shared:
         self.actor: Any = SimpleNamespace(worker_group=self.ranks, version=0)
         self.replicas = Replicas(
             self.engines,  # type: ignore[arg-type]
-            lambda worker: worker.call("build"),
             supervisor_of(self.log),
+            lambda worker: worker.call("build"),
             self.vacated if shares else None,
         )
         transfer = Transfer(backend, self.ranks, self.engines, 1, 1.0)  # type: ignore[arg-type]
-        options = PoolOptions(4, sleeps=sleeps, verify_checksum=False, step_timeout_s=1.0, starts_asleep=sleeps)
+        options = PoolOptions(4, sleeps=sleeps, step_timeout_s=1.0, starts_asleep=sleeps)
         self.pool = ReplicaPool(self.replicas, transfer, options)
 
     @contextlib.contextmanager
@@ -298,8 +296,8 @@ def test_engines_that_started_asleep_get_the_first_weights_and_their_cache_last(
         "actor0 next_bucket",
         "rollout0 load_bucket",
         "actor0 next_bucket",
-        "rollout0 finish_weight_update",
         "actor0 end_weight_sync",
+        "rollout0 finish_weight_update",
         "rollout0 wake_up",
     ]
     shared.log.clear()
