@@ -76,7 +76,7 @@ _DIRECT: dict[str, Callable[[float], None]] = {
     "delay": time.sleep,
 }
 _DEFAULTS = {"hold_gil": _FOREVER_S, "loop": _FOREVER_S}
-ACTIONS = (*_DIRECT, "raise", "oom", "nan", *_ERRNO)
+ACTIONS = (*_DIRECT, "raise", "nan", *_ERRNO)
 
 
 class InjectedFault(RuntimeError):
@@ -110,7 +110,7 @@ _unread = bool(os.environ.get("GRPO_FAULT"))
 def fault_point(name: str, **told: Any) -> str | None:
     """Do what is armed here. `nan` is returned for the caller to do; mostly there is nothing: None.
 
-    Raises InjectedFault, OSError or torch's OutOfMemoryError where those are the armed action.
+    Raises InjectedFault or OSError where those are the armed action.
     """
     if _unread:
         arm()
@@ -210,11 +210,6 @@ def _parse(text: str, state: str | None) -> _Entry:
 def _act(entry: _Entry) -> None:
     if entry.action == "raise":
         raise InjectedFault(f"injected at {entry.point}")
-    if entry.action == "oom":
-        # Imported late: most of the processes that read this file never load torch.
-        import torch
-
-        raise torch.OutOfMemoryError("out of memory (injected). Tried to allocate 2.50 GiB.")
     if entry.action in _ERRNO:
         code = _ERRNO[entry.action]
         raise OSError(code, f"{os.strerror(code)} (injected)", entry.point)

@@ -116,9 +116,7 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
             copied = modules_for(plan.config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
             ray_init, num_cpus, log = plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
             lost = ends_the_run(plan, status, run_dir, console)
-            starting = connecting(
-                ray_init, num_cpus, run_dir.session_file, lost, console.warn, copied, log, alone=plan.computes_alone
-            )
+            starting = connecting(ray_init, num_cpus, run_dir.session_file, lost, copied, log, alone=plan.computes_alone)
             yield RunSession(plan, run_dir, console, status, stop, stack.enter_context(starting))
         except BaseException as raised:
             # What a signal's handler raises in the middle of Ray's C++ part comes out of it as a SystemError.

@@ -494,13 +494,7 @@ def cause_line(text: str, *, at_end: bool) -> str:
     return lines[-1 if at_end else 0].strip() if lines else ""
 
 
-def wait_all(
-    workers: Sequence[Worker],
-    refs: Sequence[ray.ObjectRef],
-    timeout_s: float,
-    what: str,
-    on_tick: Callable[[], None] | None = None,
-) -> list[Any]:
+def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s: float, what: str) -> list[Any]:
     """The results of `refs`, one per worker, in order.
 
     The first failure ends the wait: in a set that works in step, the others would only hang.
@@ -514,8 +508,6 @@ def wait_all(
     pending = list(refs)
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=min(1.0, max(0.0, deadline - time.monotonic())))
-        if on_tick is not None:
-            on_tick()
         for ref in done:
             try:
                 results[ref] = fetch(by_ref[ref], ref, what)

@@ -23,8 +23,6 @@ Build = Callable[[Worker], ray.ObjectRef]
 Vacated = Callable[[], AbstractContextManager[None]]
 """A function that clears the engines' GPUs of everything else, for as long as the context lasts."""
 ORDERS_S = 0.5
-MOST_ANSWERS = 16
-"""Answers that are kept in status.json, the newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +315,6 @@ class EngineOrders(threading.Thread):
         while not self._over.wait(ORDERS_S):
             for key, change in self._orders():
                 self._answers[key] = self._obey(change)
-            self._answers = dict(list(self._answers.items())[-MOST_ANSWERS:])
             for node in _nodes():
                 if node["Alive"] and node["NodeID"] not in self._nodes:
                     self._nodes.add(node["NodeID"])

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import ray
 
-from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, fetch, settle, wait_all
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerFailed, WorkerGroup, settle, wait_all
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.weights import check_digests, merge_ranks
 
@@ -57,12 +57,6 @@ class Transfer:
         takes it out of `engines`. Raises WeightTransferError, naming the tensors, where an engine received something else than
         what was sent.
         """
-
-        def lost(engine: Worker, error: WorkerFailed) -> None:
-            if self.backend == "nccl":
-                raise error
-            on_loss(engine, error)
-
         num_bytes = sum(self.actors.call("begin_weight_sync")[:1])
         if self.backend == "nccl" and self._connected != (self.actors.workers[0], *engines):
             self._connect(engines)
@@ -71,7 +65,8 @@ class Transfer:
             bucket = merge_ranks(ray.get(buckets, timeout=self.call_timeout_s)) if self.backend == "ipc" else buckets[0]
             loading = {engine: engine.call("load_bucket", bucket) for engine in engines}
             following = None if self.backend == "ipc" else self._next(loading if self.backend == "nccl" else {})
-            settle(loading, self.call_timeout_s, "rollout.load_bucket", lost)
+            if self.backend != "nccl":
+                settle(loading, self.call_timeout_s, "rollout.load_bucket", on_loss)
             more, buckets = following or self._next()
         if self.verify:
             sent = self.actors.call("sent_digests")[0]
@@ -84,20 +79,15 @@ class Transfer:
     def _next(self, loading: Mapping[Worker, ray.ObjectRef] = MappingProxyType({})) -> tuple[bool, list[ray.ObjectRef]]:
         """Return whether there is another bucket, and a reference to what each rank made of it.
 
-        `loading` are engines that take part in the broadcast of the bucket before, for which the sending rank waits: where
-        one of them fails, this raises its WorkerFailed and not the rank's at its deadline.
+        `loading` are engines that take part in the broadcast of the bucket before, for which the sending rank waits: their answers
+        are waited for as well, and where one of them fails, this raises its WorkerFailed and not the rank's at its deadline.
         """
-
-        def look() -> None:
-            waiting = list(loading.values())
-            done = set(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0]) if waiting else set()
-            for engine, ref in loading.items():
-                if ref in done:
-                    fetch(engine, ref, "rollout.load_bucket")
-
-        workers = self.actors.workers
-        pairs = [worker.call_for_two("next_bucket") for worker in workers]
-        there = wait_all(workers, [pair[0] for pair in pairs], self.actors.call_timeout_s, "actor.next_bucket", look)
+        ranks = self.actors.workers
+        pairs = [rank.call_for_two("next_bucket") for rank in ranks]
+        refs = [pair[0] for pair in pairs] + list(loading.values())
+        there = wait_all(
+            [*ranks, *loading], refs, self.actors.call_timeout_s, "weight transfer" if loading else "actor.next_bucket"
+        )
         return there[0], [pair[1] for pair in pairs]
 
     def _connect(self, engines: Sequence[Worker]) -> None:

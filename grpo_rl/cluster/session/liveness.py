@@ -29,8 +29,6 @@ REMOTE_PATIENCE_S = 60.0
 """Seconds that Ray's own processes wait for a head that is started again, or for a network that comes back."""
 NODE_PATIENCE_S = 6.0
 """Seconds of patience with a node: where its raylet has ended, all that ran on it is gone."""
-NAMED_S = 5.0
-"""Silence of a remote cluster that is worth a warning."""
 OWN_ADDRESS_S = 1.0
 """The longest wait for this machine's own address to answer."""
 _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
@@ -100,32 +98,27 @@ def unanswered(address: tuple[str, int] | str) -> str | None:
     return None
 
 
-class ClusterWatch:
+class ClusterWatch(threading.Thread):
     """Watches the cluster from a thread of its own: `on_lost` is called once, with the cause, when it has gone."""
 
     def __init__(
         self,
         places: Mapping[str, tuple[str, int] | str],
         on_lost: Callable[[str], None],
-        warn: Callable[[str], None] = lambda _: None,
         patience_s: float = LOCAL_PATIENCE_S,
     ) -> None:
-        self.places = dict(places)
-        self.on_lost = on_lost
-        self.warn = warn
-        self.patience_s = patience_s
+        super().__init__(name="cluster", daemon=True)
+        self.places, self.on_lost, self.patience_s = dict(places), on_lost, patience_s
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="cluster", daemon=True)
-        self._thread.start()
+        self.start()
 
     def close(self) -> None:
         """Stop looking, before the cluster is left in good order."""
         self._over.set()
-        self._thread.join(CONNECT_S + LOOK_S)
+        self.join(CONNECT_S + LOOK_S)
 
-    def _run(self) -> None:
+    def run(self) -> None:
         since = dict.fromkeys(self.places, time.monotonic())
-        named = False
         while not self._over.wait(LOOK_S):
             for name, address in self.places.items():
                 began = time.monotonic()
@@ -135,15 +128,9 @@ class ClusterWatch:
                     continue
                 # What a controller that stood still itself has missed does not count: only looks that failed do.
                 silent_s = began - since[name]
-                cause = f"the Ray cluster is lost: {name} has not answered for {silent_s:.1f} s ({reason})"
-                if self._over.is_set():
+                if silent_s > self.patience_s and not self._over.is_set():
+                    self.on_lost(f"the Ray cluster is lost: {name} has not answered for {silent_s:.1f} s ({reason})")
                     return
-                if silent_s > self.patience_s:
-                    self.on_lost(cause)
-                    return
-                if silent_s > NAMED_S and not named:
-                    named = True
-                    self.warn(f"{cause}; the run ends when that lasts {self.patience_s:.0f} s")
 
 
 def is_only_on_loopback(address: str) -> bool:

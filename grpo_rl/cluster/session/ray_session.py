@@ -50,7 +50,6 @@ def connecting(
     num_cpus: int,
     record: Path | None = None,
     on_lost: Callable[[str], None] | None = None,
-    warn: Callable[[str], None] = lambda _: None,
     copied: Sequence[str] = (),
     log: Path | None = None,
     *,
@@ -68,7 +67,7 @@ def connecting(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with watched(record) as folder, ExitStack() as stack:
-        connection = Connection(config, num_cpus, folder, on_lost, warn, log or folder / LOG_OF_RAY)
+        connection = Connection(config, num_cpus, folder, on_lost, log or folder / LOG_OF_RAY)
         if connection.is_local:
             stack.enter_context(liveness.own_token())
         if copied and connection.is_local:
@@ -90,7 +89,6 @@ class Connection(threading.Thread):
         num_cpus: int,
         folder: Path,
         on_lost: Callable[[str], None] | None,
-        warn: Callable[[str], None],
         log: Path,
     ) -> None:
         super().__init__(name="connecting to Ray", daemon=True)
@@ -107,8 +105,7 @@ class Connection(threading.Thread):
                 # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
                 "_temp_dir": str(folder / OF_RAY),
             }
-        self._log = log
-        self._on_lost, self._warn = on_lost, warn
+        self._log, self._on_lost = log, on_lost
         self._watches: list[liveness.ClusterWatch] = []
         self._error: BaseException | None = None
         self._patched = ExitStack()
@@ -152,7 +149,7 @@ class Connection(threading.Thread):
     def watch_nodes(self, raylets: Mapping[str, tuple[str, int]]) -> None:
         """Watch over these nodes of a cluster as well; a local one has none but its own."""
         if self._on_lost is not None and self._address:
-            self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, self._warn, liveness.NODE_PATIENCE_S))
+            self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, liveness.NODE_PATIENCE_S))
 
     def close(self) -> None:
         """Disconnect from Ray, and end a local one, whether or not it had started."""
@@ -188,10 +185,10 @@ class Connection(threading.Thread):
         liveness.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
         if self._on_lost is not None:
             self._patched.enter_context(ray_patches.called_at_exit_of_ray(self._on_lost))
-            self._watches.append(_watch(self._on_lost, self._warn, is_local=not self._address))
+            self._watches.append(_watch(self._on_lost, is_local=self.is_local))
 
 
-def _watch(on_lost: Callable[[str], None], warn: Callable[[str], None], *, is_local: bool) -> liveness.ClusterWatch:
+def _watch(on_lost: Callable[[str], None], *, is_local: bool) -> liveness.ClusterWatch:
     import ray
 
     host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
@@ -201,7 +198,7 @@ def _watch(on_lost: Callable[[str], None], warn: Callable[[str], None], *, is_lo
         assert node is not None
         places["its raylet"] = str(node.raylet_socket_name)
     patience_s = liveness.LOCAL_PATIENCE_S if is_local else liveness.REMOTE_PATIENCE_S
-    return liveness.ClusterWatch(places, on_lost, warn, patience_s)
+    return liveness.ClusterWatch(places, on_lost, patience_s)
 
 
 @contextmanager

@@ -80,19 +80,6 @@ def test_a_place_that_is_gone_is_told_once_with_its_name(
     assert lost[0].startswith("the Ray cluster is lost: its raylet has not answered for 0.") and "refused" in lost[0]
 
 
-def test_a_remote_cluster_is_named_before_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "LOOK_S", 0.01)
-    monkeypatch.setattr(liveness, "NAMED_S", 0.05)
-    warned: list[str] = []
-    given_up = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-    watch = ClusterWatch({"its head": address}, lambda _: given_up.set(), warned.append, patience_s=0.4)
-    assert given_up.wait(5.0)
-    watch.close()
-    assert len(warned) == 1 and warned[0].endswith("; the run ends when that lasts 0 s")
-
-
 def test_another_version_of_ray_than_the_patches_were_tried_with_is_refused_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -83,6 +83,30 @@ def test_requests_are_added_and_forgotten_while_others_are_under_way():
     assert all(ledger.answered("a", name) for name in ("r0", "late1", "late2")) and not (ledger.waiting or ledger.begun)
 
 
+def test_the_turns_of_a_conversation_go_where_it_was_as_long_as_there_is_room():
+    def turn(number: int, conversation: str) -> Request:
+        return Request(f"{conversation}/{number}", [1], Sampling(1), conversation)
+
+    ledger: Ledger[str] = Ledger([turn(0, "a"), turn(0, "b"), turn(0, "c")])
+    for worker in ("x", "y"):
+        ledger.join(worker)
+    first = {one.conversation: worker for worker, some in ledger.dispatch(4).items() for one in some}
+    assert sorted(first.values()) in (["x", "x", "y"], ["x", "y", "y"])
+    for conversation, worker in first.items():
+        assert ledger.answered(worker, f"{conversation}/0")
+    # The other replica has less to do, and the conversation stays; where there is no room it goes on elsewhere.
+    home = first["b"]
+    other = "y" if home == "x" else "x"
+    ledger.add([turn(1, "b"), turn(2, "b"), turn(3, "b")])
+    shares = ledger.dispatch(2)
+    assert [one.request_id for one in shares[home]] == ["b/1", "b/2"] and [one.request_id for one in shares[other]] == ["b/3"]
+    # Conversations of a replica that is gone go on elsewhere.
+    ledger.leave(home)
+    ledger.leave(other)
+    ledger.join("z")
+    assert {one.request_id for one in ledger.dispatch(9)["z"]} == {"b/1", "b/2", "b/3"}
+
+
 # ---- the budget ---------------------------------------------------------------------------------------
 
 
@@ -90,12 +114,10 @@ def test_the_budget_counts_each_worker_in_its_window_and_its_error_lists_every_c
     now = [0.0]
     trainer = TrainerConfig(max_restarts=2, restart_window_s=100.0)
     budget = Recoveries(trainer, lambda line: None, clock=lambda: now[0])
-    budget.failed("rollout0", "first", "")
+    failures = [(0.0, "first"), (50.0, "second"), (101.0, "third: the first is forgotten")]
+    for now[0], cause in failures:
+        budget.failed("rollout0", cause, "")
     budget.failed("rollout1", "of another", "")
-    now[0] = 50.0
-    budget.failed("rollout0", "second", "")
-    now[0] = 101.0
-    budget.failed("rollout0", "third: the first is forgotten", "")
     now[0] = 110.0
     with pytest.raises(ClusterError) as caught:
         budget.failed("rollout0", "fourth", "")
@@ -104,6 +126,7 @@ def test_the_budget_counts_each_worker_in_its_window_and_its_error_lists_every_c
     assert [line.strip() for line in lines[1:]] == [
         "60 s ago, rollout0: second",
         "9 s ago, rollout0: third: the first is forgotten",
+        "9 s ago, rollout1: of another",
         "0 s ago, rollout0: fourth",
     ]
     with pytest.raises(ClusterError, match="max_restarts=0"):
@@ -197,27 +220,3 @@ def test_shared_memory_of_a_killed_worker_is_removed_by_its_tracker(how: str) ->
         parent.wait(10)
         assert parent.stdout is not None
         parent.stdout.close()
-
-
-def test_the_turns_of_a_conversation_go_where_it_was_as_long_as_there_is_room():
-    def turn(number: int, conversation: str) -> Request:
-        return Request(f"{conversation}/{number}", [1], Sampling(1), conversation)
-
-    ledger: Ledger[str] = Ledger([turn(0, "a"), turn(0, "b"), turn(0, "c")])
-    for worker in ("x", "y"):
-        ledger.join(worker)
-    first = {one.conversation: worker for worker, some in ledger.dispatch(4).items() for one in some}
-    assert sorted(first.values()) in (["x", "x", "y"], ["x", "y", "y"])
-    for conversation, worker in first.items():
-        assert ledger.answered(worker, f"{conversation}/0")
-    # The other replica has less to do, and the conversation stays; where there is no room it goes on elsewhere.
-    home = first["b"]
-    other = "y" if home == "x" else "x"
-    ledger.add([turn(1, "b"), turn(2, "b"), turn(3, "b")])
-    shares = ledger.dispatch(2)
-    assert [one.request_id for one in shares[home]] == ["b/1", "b/2"] and [one.request_id for one in shares[other]] == ["b/3"]
-    # Conversations of a replica that is gone go on elsewhere.
-    ledger.leave(home)
-    ledger.leave(other)
-    ledger.join("z")
-    assert {one.request_id for one in ledger.dispatch(9)["z"]} == {"b/1", "b/2", "b/3"}

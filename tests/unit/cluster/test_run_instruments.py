@@ -33,17 +33,12 @@ def instruments(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(run_instruments, "wait_all", lambda workers, refs, timeout_s, what: refs)
     update = PhaseMeasure(2.0, 4e12, {"resident": GIB})
 
-    def make(role: str, size: int) -> Any:
-        workers = [Process(f"{role}{rank}", log, (None, {"update": update})) for rank in range(size)]
+    class Group(list[Any]):
+        def __init__(self, role: str, size: int) -> None:
+            super().__init__(Process(f"{role}{rank}", log, (None, {"update": update})) for rank in range(size))
+            self.role, self.workers = role, list(self)
 
-        class Set(list[Any]):
-            pass
-
-        found = Set(workers)
-        found.role, found.workers = role, workers  # type: ignore[attr-defined]
-        return found
-
-    sets = [make("rollout", 1), make("actor", 4), make("reference", 4)]
+    sets: Any = [Group("rollout", 1), Group("actor", 4), Group("reference", 4)]
     pools = [SimpleNamespace(nnodes=2, devices_per_node=2)]
     plan: Any = SimpleNamespace(config=config, pools=pools)
     return RunInstruments(plan, sets, tmp_path, lambda text: None, {"plan/timing_s/step": 4.0}), log
@@ -62,30 +57,22 @@ def config_with(tool: str | None, steps: list[int] | None, **profiler: Any) -> C
         ({"enable": True}, ["actor0"]),
         ({"enable": True, "ranks": [1, 3]}, ["actor1", "actor3"]),
         ({"enable": True, "all_ranks": True}, ["actor0", "actor1", "actor2", "actor3"]),
+        (None, ["actor0", "reference0"]),
     ],
 )
-def test_chosen_steps_are_traced_on_chosen_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiler: dict[str, Any], names: list[str]
+def test_chosen_steps_are_traced_on_chosen_ranks_and_the_next_one_where_a_file_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profiler: dict[str, Any] | None, names: list[str]
 ) -> None:
-    own, log = instruments(tmp_path, config_with("torch", [2], **profiler), monkeypatch)
-    own.begin(1)
-    own.end({})
-    assert log == []
-    own.begin(2)
-    own.end({})
+    config = Config() if profiler is None else config_with("torch", [2], **profiler)
+    own, log = instruments(tmp_path, config, monkeypatch)
+    for step in (1, 2, 3):
+        if step == 2 and profiler is None:
+            (tmp_path / REQUEST).touch()
+        own.begin(step)
+        own.end({})
     folder = str(tmp_path / "profile" / "step_000002")
     assert log == [(name, folder) for name in names] + [(name, None) for name in names]
-
-
-def test_a_file_in_the_runs_folder_traces_the_next_step_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own, log = instruments(tmp_path, Config(), monkeypatch)
-    (tmp_path / REQUEST).touch()
-    own.begin(5)
-    assert log == [(name, str(tmp_path / "profile" / "step_000005")) for name in ("actor0", "reference0")]
-    own.end({})
-    log.clear()
-    own.begin(6)
-    assert log == [] and not (tmp_path / REQUEST).exists()
+    assert not (tmp_path / REQUEST).exists()
 
 
 def test_throughput_is_per_device_and_an_absolute_folder_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
