@@ -127,11 +127,10 @@ class Cluster:
         functions = [actor.policy_loss.loss_mode, actor.loss_agg_mode, actor.kl_loss_type, parts.rollout.name]
         return function_files(functions), models
 
-    def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> WorkerGroup | None:
-        """Start the processes of a role, with nothing in them yet; None where the plan does not have it."""
+    def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> WorkerGroup:
+        """Start the processes of a role that the plan has, with nothing in them yet."""
         role = self.plan.role(name)
-        if role is None:
-            return None
+        assert role is not None, f"the plan has no {name}"
         slots = self.pool(role.pool).slots(role.devices_per_worker)[: role.num_workers]
         return self.worker_group(name, slots, role.threads, environment, calls_at_once=role.calls_at_once)
 
@@ -226,7 +225,7 @@ class Cluster:
             pool.release()
 
 
-_ENGINE, _REFERENCE = partial(make_worker, "rollout.RolloutWorker"), "reference.ReferenceWorker"
+_ENGINE = partial(make_worker, "rollout.RolloutWorker")
 
 
 def start_roles(
@@ -248,15 +247,15 @@ def start_roles(
     if environments is not None:
         cluster.on_shutdown.append(environments.close)
     engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
-    actors, references = cluster.start("actor"), cluster.start("reference")
-    critics, scorers, teachers = cluster.start("critic"), cluster.start("reward_model"), cluster.start("teacher")
+    ranks = {role.name: cluster.start(role.name) for role in plan.roles if role.name != "rollout"}
+    actors, critics, scorers = ranks.get("actor"), ranks.get("critic"), ranks.get("reward_model")
 
-    config, starts = plan.config, list[Started]()
+    starts = list[Started]()
     if engines is not None and engine_spec is not None:
-        timeout_s = config.trainer.start_timeout_s
+        trainer = plan.config.trainer
         with cluster.console.progress("starting processes"):
-            engines.where(timeout_s)
-        arguments = (engine_spec, timeout_s, config.trainer.step_timeout_s)
+            engines.where(trainer.start_timeout_s)
+        arguments = (engine_spec, trainer.start_timeout_s, trainer.step_timeout_s)
         starts.append((engines, engines.start_build(_ENGINE, [arguments] * len(engines))))
         if plan.engines_share_gpus:
             cluster.build(starts, began)
@@ -264,31 +263,9 @@ def start_roles(
             if engine_spec.sleep_mode:
                 engines.call("sleep")
     spec = actor_spec(plan, cluster.model_path, engine_spec)
-    if actors is not None:
-        starts.append(cluster.start_ranks(actors, "actor.ActorWorker", spec))
-    if references is not None:
-        fsdp = config.actor_rollout_ref.ref.fsdp_config
-        frozen = replace(spec.policy.sharded_as(fsdp, plan.passes.reference.sequence_ranks), train=False)
-        starts.append(cluster.start_ranks(references, _REFERENCE, (frozen,), offload=fsdp.param_offload))
-    if teachers is not None:
-        models, offload = teacher_specs(plan, spec.policy), config.distillation.param_offload
-        starts.append(cluster.start_ranks(teachers, _REFERENCE, models, offload=offload))
-    critic, reward_model = None, None
-    if critics is not None:
-        starts.append(cluster.start_ranks(critics, "critic.CriticWorker", critic_spec(plan, spec.policy)))
-        size, epochs = plan.sizes.critic_mini_batch_size, plan.sizes.critic_epochs
-        critic = CriticRole(critics, rule=plan.passes.critic, mini_batch_size=size, epochs=epochs)
-    if scorers is not None:
-        own = config.reward.reward_model
-        scorer = RewardModelSpec(cluster.reward_model_path, own.dtype, own.trust_remote_code, own.param_offload)
-        if plan.trains_reward_model:
-            shares, updates = config.actor_rollout_ref.actor.use_prefix_grouper is not False, plan.sizes.reward_model_updates
-            trained = TrainedRewardModelSpec(scorer, own.train, updates, config.trainer.seed, shares)
-            starts.append(cluster.start_ranks(scorers, "reward_model.TrainedRewardModelWorker", trained))
-            rule, pairs = MicroBatchRule(own.max_token_len_per_gpu, None, shares), own.train.loss == "bradley_terry"
-            reward_model = TrainedRewardModelRole(scorers, rule=rule, pairs=pairs, tokenizer=tokenizer)
-        else:
-            starts.append(cluster.start_ranks(scorers, "reward_model.RewardModelWorker", scorer))
+    for name, worker_group in ranks.items():
+        worker, own_spec, options = _built_from(name, cluster, spec)
+        starts.append(cluster.start_ranks(worker_group, worker, own_spec, **options))
     cluster.build(starts, began)
 
     rollout: ReplicaPool | EpisodePool | None = None
@@ -301,16 +278,46 @@ def start_roles(
             stop_ids = frozenset(stop_token_ids(engine_spec))
             rollout = episodes.pool(pool, environments, tokenizer, stop_ids, engine_spec.max_model_len)
     actor = None if actors is None else make_actor(plan, actors, tokenizer)
+    reward_model = None
+    if scorers is not None and plan.trains_reward_model:
+        own = plan.config.reward.reward_model
+        rule = MicroBatchRule(own.max_token_len_per_gpu, None, spec.policy.share_prompts)
+        pairs = own.train.loss == "bradley_terry"
+        reward_model = TrainedRewardModelRole(scorers, rule=rule, pairs=pairs, tokenizer=tokenizer)
+    size, epochs = plan.sizes.critic_mini_batch_size, plan.sizes.critic_epochs
     roles = Roles(
         actor=actor,
         rollout=rollout,
-        reference=make_reference(plan, references, actor),
-        teacher=None if actor is None else make_teacher(plan, teachers, actor, tokenizer),
-        critic=critic,
+        reference=make_reference(plan, ranks.get("reference"), actor),
+        teacher=None if actor is None else make_teacher(plan, ranks.get("teacher"), actor, tokenizer),
+        critic=None if critics is None else CriticRole(critics, rule=plan.passes.critic, mini_batch_size=size, epochs=epochs),
         reward_model=reward_model,
         recoveries=cluster.supervisor.recoveries.metrics,
     )
     return roles, scorers
+
+
+def _built_from(name: RoleName, cluster: Cluster, actor: ActorSpec) -> tuple[str, Any, dict[str, Any]]:
+    """Return what a role's ranks are: their class, what they are built from, and its options."""
+    plan, policy = cluster.plan, actor.policy
+    if name == "actor":
+        return "actor.ActorWorker", actor, {}
+    if name == "critic":
+        return "critic.CriticWorker", critic_spec(plan, policy), {}
+    if name == "reference":
+        fsdp = plan.config.actor_rollout_ref.ref.fsdp_config
+        frozen = replace(policy.sharded_as(fsdp, plan.passes.reference.sequence_ranks), train=False)
+        return "reference.ReferenceWorker", (frozen,), {"offload": fsdp.param_offload}
+    if name == "teacher":
+        return "reference.ReferenceWorker", teacher_specs(plan, policy), {"offload": plan.config.distillation.param_offload}
+    own = plan.config.reward.reward_model
+    scorer = RewardModelSpec(cluster.reward_model_path, own.dtype, own.trust_remote_code, own.param_offload)
+    if not plan.trains_reward_model:
+        return "reward_model.RewardModelWorker", scorer, {}
+    trained = TrainedRewardModelSpec(
+        scorer, own.train, plan.sizes.reward_model_updates, plan.config.trainer.seed, policy.share_prompts
+    )
+    return "reward_model.TrainedRewardModelWorker", trained, {}
 
 
 def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec) -> ReplicaPool:

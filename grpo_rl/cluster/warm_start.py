@@ -71,7 +71,6 @@ def _train(name: str, warm: Path, machine: Machine, log_dir: Path, console: Cons
     cluster = Cluster(plan, unstarted, "", log_dir / "warm_start", console)
     try:
         worker_group = cluster.start("actor")
-        assert worker_group is not None, "a plan that trains has an actor"
         cluster.build([cluster.start_ranks(worker_group, "actor.ActorWorker", actor_spec(plan, cluster.model_path))])
         actor = make_actor(plan, worker_group, tokenizer)
         learnt = task_demonstrations(spec.task, tokenizer)

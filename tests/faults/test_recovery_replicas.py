@@ -98,13 +98,12 @@ def quiet(scene: Scene) -> None:
 WHILE_SAMPLING = [
     "rollout.submitted:kill9",
     "rollout.step:kill9@n=5",
-    pytest.param("rollout.step:stop@n=5", marks=pytest.mark.campaign),
     pytest.param("rollout.step:loop@n=5", marks=pytest.mark.campaign),
 ]
 
 
 @pytest.mark.parametrize("fault", WHILE_SAMPLING)
-def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, fault, record_property):
+def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, fault):
     scene.actor.train()
     scene.pool.sync_weights(scene.actor)
     victim = scene.pool.replicas.serving[0]
@@ -120,8 +119,6 @@ def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, f
     assert seconds < SERVING_AGAIN_S
     until(lambda: not is_alive(victim.pid), NOTICED_S, "the lost process is gone")
     assert victim not in scene.pool.replicas.worker_group.workers
-    record_property("noticed_s", noticed - began)
-    record_property("serving_again_s", seconds)
     print(f"MEASURED {fault}: noticed {noticed - began:.2f} s after sampling began, all serve {seconds:.2f} s after that")
 
 

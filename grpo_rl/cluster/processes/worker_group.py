@@ -313,7 +313,7 @@ _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset 
 
 
 class WorkerFailed(ClusterError):
-    """An error: a worker cannot go on, and a new process in its place could."""
+    """An error: a worker cannot go on, does not answer, or has lost its neighbours, and a new process in its place could help."""
 
     def __init__(self, message: str, workers: Sequence[Worker] = ()) -> None:
         super().__init__(message)
@@ -322,14 +322,6 @@ class WorkerFailed(ClusterError):
 
 class WorkerDied(WorkerFailed):
     """An error: a worker's process has ended."""
-
-
-class WorkerBroken(WorkerFailed):
-    """An error: a worker's process reports that what it hosts has ended, or that it has lost its neighbours."""
-
-
-class NoAnswer(WorkerFailed):
-    """Raised for workers that did not answer before the deadline."""
 
 
 class Worker:
@@ -521,7 +513,7 @@ def wait_all(workers: Sequence[Worker], refs: Sequence[ray.ObjectRef], timeout_s
         if pending and not done and time.monotonic() > deadline:
             names = ", ".join(by_ref[ref].name for ref in pending)
             logs = ", ".join(str(by_ref[ref].log_file) for ref in pending)
-            raise NoAnswer(
+            raise WorkerFailed(
                 f"{what}: no answer from {names} within {timeout_s:.0f} s\n  log: {logs}", [by_ref[ref] for ref in pending]
             )
     return [results[ref] for ref in refs]
@@ -548,7 +540,7 @@ def fetch(worker: Worker, ref: ray.ObjectRef, what: str) -> Any:
         if isinstance(error, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError):
             raise WorkerDied(message, [worker]) from error
         if isinstance(cause, RemoteError) and is_broken(cause):
-            raise WorkerBroken(message, [worker]) from error
+            raise WorkerFailed(message, [worker]) from error
         raise ClusterError(message) from error
 
 
@@ -573,7 +565,7 @@ def settle(
                 on_loss(by_ref[ref], error)
         if not done:
             for ref in pending:
-                on_loss(by_ref[ref], NoAnswer(f"{what}: no answer from {by_ref[ref].name} within {timeout_s:.0f} s"))
+                on_loss(by_ref[ref], WorkerFailed(f"{what}: no answer from {by_ref[ref].name} within {timeout_s:.0f} s"))
             break
     return results
 

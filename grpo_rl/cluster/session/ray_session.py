@@ -30,7 +30,6 @@ LEAST_STORE_BYTES = 2 * 2**30
 """The smallest object store that is chosen: weights travel through it two buckets at a time."""
 WATCH_S = 15.0
 START_S = 120.0
-LOOK_S = 60.0
 # Ray puts its sockets below, and a socket's path has at most 107 characters.
 LONGEST_FOLDER = 36
 OF_RAY, LOG_OF_RAY = "ray", "ray.log"
@@ -67,12 +66,11 @@ def connecting(
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with watched(record) as folder, ExitStack() as stack:
-        connection = Connection(config, num_cpus, folder, on_lost, log or folder / LOG_OF_RAY)
+        connection = Connection(config, num_cpus, folder, on_lost, log or folder / LOG_OF_RAY, waits_for_copies=bool(copied))
         if connection.is_local:
             stack.enter_context(liveness.own_token())
-        if copied and connection.is_local:
-            stack.callback(ForkServer(folder, copied, alone=alone).close)
-            connection.wait_for_copies()
+            if copied:
+                stack.callback(ForkServer(folder, copied, alone=alone).close)
         connection.start()
         try:
             yield connection
@@ -90,6 +88,8 @@ class Connection(threading.Thread):
         folder: Path,
         on_lost: Callable[[str], None] | None,
         log: Path,
+        *,
+        waits_for_copies: bool,
     ) -> None:
         super().__init__(name="connecting to Ray", daemon=True)
         self._config = config
@@ -105,6 +105,10 @@ class Connection(threading.Thread):
                 # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
                 "_temp_dir": str(folder / OF_RAY),
             }
+            if waits_for_copies:
+                # None of the usual workers starts before it is asked for, and Ray waits for those that wait for imports.
+                patience = {"worker_register_timeout_seconds": int(START_S)}
+                self._options["_system_config"] = {"prestart_worker_first_driver": False} | patience
         self._log, self._on_lost = log, on_lost
         self._watches: list[liveness.ClusterWatch] = []
         self._error: BaseException | None = None
@@ -118,11 +122,6 @@ class Connection(threading.Thread):
         """True where Ray is started here, for this run alone."""
         return not self._address
 
-    def wait_for_copies(self) -> None:
-        """Make Ray start none of the usual workers before it is asked to, and wait for those that wait for imports."""
-        patience = {"worker_register_timeout_seconds": int(START_S)}
-        self._options["_system_config"] = {"prestart_worker_first_driver": False} | patience
-
     def run(self) -> None:
         try:
             self._connect()
@@ -131,8 +130,7 @@ class Connection(threading.Thread):
         finally:
             self._tried.set()
         # The kernel ends a local Ray's processes with the thread that started them.
-        while not self._closed.wait(LOOK_S):
-            pass
+        self._closed.wait()
 
     @property
     def has_tried(self) -> bool:
@@ -185,20 +183,12 @@ class Connection(threading.Thread):
         liveness.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
         if self._on_lost is not None:
             self._patched.enter_context(ray_patches.called_at_exit_of_ray(self._on_lost))
-            self._watches.append(_watch(self._on_lost, is_local=self.is_local))
-
-
-def _watch(on_lost: Callable[[str], None], *, is_local: bool) -> liveness.ClusterWatch:
-    import ray
-
-    host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
-    places: dict[str, tuple[str, int] | str] = {"its head (gcs_server)": (host, int(port))}
-    if is_local:
-        node = ray._private.worker.global_worker.node
-        assert node is not None
-        places["its raylet"] = str(node.raylet_socket_name)
-    patience_s = liveness.LOCAL_PATIENCE_S if is_local else liveness.REMOTE_PATIENCE_S
-    return liveness.ClusterWatch(places, on_lost, patience_s)
+            host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
+            places: dict[str, tuple[str, int] | str] = {"its head (gcs_server)": (host, int(port))}
+            if self.is_local and (node := ray._private.worker.global_worker.node) is not None:
+                places["its raylet"] = str(node.raylet_socket_name)
+            patience_s = liveness.LOCAL_PATIENCE_S if self.is_local else liveness.REMOTE_PATIENCE_S
+            self._watches.append(liveness.ClusterWatch(places, self._on_lost, patience_s))
 
 
 @contextmanager

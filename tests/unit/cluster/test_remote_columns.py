@@ -17,7 +17,7 @@ from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes import worker_group
 from grpo_rl.cluster.processes.worker_group import Stored, WorkerGroup, WorkerHost
 from grpo_rl.cluster.roles.reference_role import ReferenceRole
-from grpo_rl.cluster.roles.trained_roles import ActorRole, CriticRole, Dispatched
+from grpo_rl.cluster.roles.trained_roles import ActorRole, Dispatched
 from grpo_rl.columns import Block, RemoteColumn, View, values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AlgorithmConfig, RolloutCorrectionConfig
@@ -129,9 +129,14 @@ def test_tokens_that_are_read_later_are_those_that_were_packed(support: bool) ->
     for mine, theirs in zip(away(support), here(support), strict=True):
         assert isinstance(mine.response_ids, View) and mine == theirs and mine.same_response(theirs)
     READS.clear()
+    one = away(support)[0]
+    assert one.same_response(dataclasses.replace(one, reward=0.5)), "recognised without a look at it"
     batch = collate(away(support))
     assert isinstance(batch.token_ids_S, RemoteColumn) and isinstance(batch.rollout_logprobs_T, RemoteColumn) and READS == []
     assert (len(batch.token_ids_S), batch.num_trained_tokens) == (sum(LENGTHS) + 36, sum(LENGTHS))
+    metrics = batch_metrics(batch, Timer())
+    assert metrics == batch_metrics(collate(here(support)), Timer()) and (metrics.get("rollout/support_mean", 0) > 1) == support
+    assert READS == [], "counted without a look"
     assert_equal(batch.local(fetch), collate(here(support)))
     assert sorted(READS) == ["a", "b", "c"], "each block is fetched once for all columns"
 
@@ -147,12 +152,6 @@ def test_what_is_done_to_remote_columns_is_what_is_done_to_their_values(support:
     assert_equal(remote.keep(kept_T).select([5, 0, 1, 3]).local(fetch), read.keep(kept_T).select([5, 0, 1, 3]))
     assert_equal(remote.select([7, 2, 6]).local(fetch), read.select([7, 2, 6]))
     assert_equal(remote.select([]).local(fetch), read.select([]))
-
-
-def test_the_same_response_is_recognised_without_a_look_at_it() -> None:
-    one, other = away()[:2]
-    assert one.same_response(dataclasses.replace(one, reward=0.5)) and READS == []
-    assert not one.same_response(other)
 
 
 def test_texts_are_decoded_where_something_asks_for_them() -> None:
@@ -185,9 +184,7 @@ class Rank:
         parts = [torch.empty(0), *(shard.select(list(rows)).rollout_logprobs_T for rows in micro_batches)]
         column = torch.cat(parts) * self.factor - 0.375
         hidden = {"hidden_TD": (column[:, None] * torch.arange(1, 3)).bfloat16()} if want_hidden else {}
-        return as_block({"logprobs_T": column, "values_T": column} | hidden)
-
-    values = logprobs
+        return as_block({"logprobs_T": column} | hidden)
 
     def update(self, shard: Batch, update: Any) -> list[dict[str, float]]:
         self.trained = update.complete(shard)
@@ -331,11 +328,6 @@ def test_advantages_of_whole_rollouts_are_sent_as_one_number_for_each() -> None:
         assert torch.equal(mine.advantages_T.unique(), mine.advantages_T.unique_consecutive().sort().values)
 
 
-def test_the_critic_reads_the_same_shards() -> None:
-    role: Any = CriticRole(Ranks(3), rule=RULE, mini_batch_size=4, epochs=1)  # type: ignore[arg-type]
-    assert torch.equal(values(role.values(collate(away())).values_T), collate(here()).rollout_logprobs_T - 0.375)
-
-
 # ---- what the controller needs of the values -----------------------------------------------------------------
 
 
@@ -370,11 +362,6 @@ def test_corrections_weigh_tokens_by_the_engines_log_probs_wherever_they_lie(mas
     (ours, our_metrics), (theirs, their_metrics) = results
     assert our_metrics == their_metrics and len(our_metrics) > 3
     assert_equal(ours.local(fetch), theirs)
-
-
-def test_the_mean_support_is_counted_without_a_look() -> None:
-    lazy, read = batch_metrics(collate(away(True)), Timer()), batch_metrics(collate(here(True)), Timer())
-    assert READS == [] and lazy == read and lazy["rollout/support_mean"] > 1
 
 
 def test_completions_whose_tokens_and_log_probs_differ_in_number_are_refused_where_they_are_packed() -> None:
