@@ -10,9 +10,9 @@ import math
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracles
@@ -37,30 +37,8 @@ MID_STEP = "driver.phase:delay=60@step=4,phase=update_actor"
 MID_GENERATION = "driver.response:delay=60@step=4,count=5"
 
 
-@dataclass
-class Story:
-    """Observations of the run while it was broken."""
-
-    run: Training
-    shared_before: set[str]
-    lost: dict[str, Any]
-    """The status before the controller was killed in step 4, when all workers had been lost once."""
-    names: set[str]
-    """The names of the run's processes then."""
-    num_ports: int
-    left_after_kill: oracles.Left
-    stopped_in: dict[str, Any]
-    """The status before the SIGTERM."""
-    stop_code: int
-    stopped: dict[str, Any]
-    stop_lines: list[str]
-    left_after_stop: oracles.Left
-    end_code: int
-    left_after_end: oracles.Left
-
-
 @pytest.fixture(scope="module")
-def story(run_words: list[str], undisturbed: Training, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+def story(run_words: list[str], undisturbed: Training, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The same command three times: killed in step 4, stopped in step 4, and left alone."""
     run = Training(tmp_path_factory.mktemp("broken"), "broken", run_words)
     try:
@@ -69,45 +47,32 @@ def story(run_words: list[str], undisturbed: Training, tmp_path_factory: pytest.
         run.end()
 
 
-def _broken(run: Training) -> Story:
-    shared_before = oracles.shared_memory()
+def _broken(run: Training) -> SimpleNamespace:
+    seen = SimpleNamespace(run=run, shared_before=oracles.shared_memory())
     run.faults = ";".join([BAD_GRADIENT, REPLICA, REFERENCE, ACTOR, MID_STEP])
-    lost = run.start().until(lambda status: status["step"] == 4 and status["phase"] == "update_actor", END_S)
+    # All workers have been lost once by then.
+    seen.lost = run.start().until(lambda status: status["step"] == 4 and status["phase"] == "update_actor", END_S)
     family = list(run_watcher.processes(run.sessions[-1]["token"]))
-    names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
-    num_ports, ports = len(ports_of(family)), ports_of([*family, run.process.pid])
+    seen.names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
+    seen.num_ports, ports = len(ports_of(family)), ports_of([*family, run.process.pid])
     run.kill()
-    left_after_kill = oracles.left(run, ports=ports)
+    seen.left_after_kill = oracles.left(run, ports=ports)
 
     run.faults = ";".join([BAD_GRADIENT, MID_GENERATION])
-    stopped_in = run.start().until(lambda _: MID_GENERATION in happened(run), END_S)
+    seen.stopped_in = run.start().until(lambda _: MID_GENERATION in happened(run), END_S)
     # To each process, as a batch system does that finds a job's by their control group: it is the controller's alone.
     for pid in [*run_watcher.processes(run.sessions[-1]["token"]), run.process.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    stop_code = run.wait(END_S)
-    left_after_stop = oracles.left(run, STOPPED_S)
-    stopped, stop_lines = run.status, run.error_lines()
+    seen.stop_code = run.wait(END_S)
+    seen.left_after_stop = oracles.left(run, STOPPED_S)
+    seen.stopped, seen.stop_lines = run.status, run.error_lines()
 
     run.faults = ""
     run.start().until(lambda status: status["phase"] != "start", END_S)
-    end_code = run.wait(END_S)
-    left_after_end = oracles.left(run)
-    return Story(
-        run,
-        shared_before,
-        lost,
-        names,
-        num_ports,
-        left_after_kill,
-        stopped_in,
-        stop_code,
-        stopped,
-        stop_lines,
-        left_after_stop,
-        end_code,
-        left_after_end,
-    )
+    seen.end_code = run.wait(END_S)
+    seen.left_after_end = oracles.left(run)
+    return seen
 
 
 def happened(run: Training) -> list[str]:

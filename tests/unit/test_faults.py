@@ -54,12 +54,8 @@ def test_a_fault_happens_where_all_its_conditions_hold_and_nowhere_else() -> Non
         fault_point(POINT, rank=1)
     tell(step=4)
     assert fault_point(POINT, rank=1) is None
-
-
-def test_n_counts_the_times_that_the_other_conditions_hold() -> None:
     arm(f"{POINT}:nan@rank=1,n=2")
-    ranks = (1, 0, 0, 1, 1)
-    assert [fault_point(POINT, rank=rank) for rank in ranks] == [None, None, None, "nan", None]
+    assert [fault_point(POINT, rank=rank) for rank in (1, 0, 0, 1, 1)] == [None, None, None, "nan", None]
 
 
 def test_a_fault_that_happens_once_does_not_come_back_in_another_process(tmp_path: Path) -> None:
@@ -70,15 +66,14 @@ def test_a_fault_that_happens_once_does_not_come_back_in_another_process(tmp_pat
     assert [(note["fault"], note["pid"], note["rank"]) for note in noted] == [(f"{POINT}:nan@once", os.getpid(), "0")]
 
 
-@pytest.mark.parametrize(("action", "code"), [("enospc", errno.ENOSPC), ("eio", errno.EIO), ("erofs", errno.EROFS)])
-def test_a_disk_s_errors_are_raised_as_the_system_raises_them(action: str, code: int) -> None:
-    arm(f"ckpt.before_write:{action}")
+def test_a_disk_s_error_is_raised_as_the_system_raises_it() -> None:
+    arm("ckpt.before_write:enospc")
     with pytest.raises(OSError) as caught:
         fault_point("ckpt.before_write")
-    assert caught.value.errno == code
+    assert caught.value.errno == errno.ENOSPC
 
 
-@pytest.mark.parametrize(("action", "code"), [("kill9", -signal.SIGKILL), ("delay=0", 0), ("loop=0", 0)])
+@pytest.mark.parametrize(("action", "code"), [("kill9", -signal.SIGKILL), ("loop=0", 0)])
 def test_a_process_ends_as_the_action_says(action: str, code: int) -> None:
     program = "from grpo_rl.faults import fault_point; fault_point('driver.step')"
     environment = {**os.environ, "GRPO_FAULT": f"driver.step:{action}"}
@@ -93,19 +88,19 @@ def test_what_is_told_travels_only_where_something_is_armed() -> None:
     assert told() == {"step": 2}
 
 
-@pytest.mark.parametrize(
-    ("spec", "rule"),
-    [
-        ("actor.update:kill9", "no fault point 'actor.update'"),
-        ("driver.step:kill", "no action 'kill'"),
-        ("driver.step", "is not POINT:ACTION"),
-        ("driver.step:delay", "needs a number"),
-        ("driver.step:delay=soon", "is not POINT:ACTION"),
-        ("driver.step:kill9=3", "delay needs a number, and"),
-        ("driver.step:raise@step", "is not POINT:ACTION"),
-        ("driver.step:raise@once", "GRPO_FAULT_STATE"),
-    ],
-)
-def test_what_cannot_be_armed_is_refused_with_the_rule(spec: str, rule: str) -> None:
-    with pytest.raises(ConfigError, match=rule):
+REFUSED = {
+    "actor.update:kill9": "no fault point 'actor.update'",
+    "driver.step:kill": "no action 'kill'",
+    "driver.step": "is not POINT:ACTION",
+    "driver.step:delay": "needs a number",
+    "driver.step:delay=soon": "is not POINT:ACTION",
+    "driver.step:kill9=3": "delay needs a number, and",
+    "driver.step:raise@step": "is not POINT:ACTION",
+    "driver.step:raise@once": "GRPO_FAULT_STATE",
+}
+
+
+@pytest.mark.parametrize("spec", REFUSED)
+def test_what_cannot_be_armed_is_refused_with_the_rule(spec: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[spec]):
         arm(spec)
