@@ -130,7 +130,8 @@ class Connection(threading.Thread):
         finally:
             self._tried.set()
         # The kernel ends a local Ray's processes with the thread that started them.
-        self._closed.wait()
+        while not self._closed.wait(START_S):
+            pass
 
     @property
     def has_tried(self) -> bool:
