@@ -102,30 +102,11 @@ def exit_code_after(
     `refusal` stands before the list of what is wrong with the words. `on_error` gets the exception too.
     """
     try:
-        try:
-            return work()
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                raise
-            # No name of ours is that long: it was given.
-            raise ConfigError(f"{str(error.filename)[:60]}...: {error.strerror}") from error
-    except (GrpoRlError, Preempted) as error:
+        return work()
+    except (Exception, KeyboardInterrupt, Preempted) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # no name of ours is that long: it was given
+            error = ConfigError(f"{str(error.filename)[:60]}...: {error.strerror}")
         _explain(error, refusal)
-        on_error(error)
-        return error.exit_code
-    except KeyboardInterrupt as error:
-        print("\ninterrupted", file=sys.stderr)
-        on_error(error)
-        return exit_code_of(error)
-    except ModuleNotFoundError as error:
-        print(redact(f"error: {headline(error)}"), file=sys.stderr)
-        on_error(error)
-        return exit_code_of(error)
-    except Exception as error:  # the last resort: whatever it is, the user gets a line and a file, not a wall of text
-        print(redact(f"unexpected {headline(error)}"), file=sys.stderr)
-        place = _traceback_file(error)
-        print(f"  the traceback is in {place}", file=sys.stderr)
-        error.add_note(f"the traceback is in {place}")
         on_error(error)
         return exit_code_of(error)
 
@@ -186,29 +167,29 @@ def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
     return found, rest
 
 
-def _explain(error: GrpoRlError | Preempted, refusal: str = REFUSAL) -> None:
-    if not isinstance(error, ConfigError):
+def _explain(error: BaseException, refusal: str) -> None:
+    """Print what ended the command on stderr: whatever it is, the user gets lines and a file, not a wall of text."""
+    if isinstance(error, ConfigError):
+        count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
+        lines = [f"{refusal}, {count}:", *(f"  • {problem}" for problem in error.problems)]
+    elif isinstance(error, KeyboardInterrupt):
+        lines = ["\ninterrupted"]
+    elif isinstance(error, GrpoRlError | Preempted):
         kind = "stopped" if isinstance(error, Preempted | StoppedByAlarm) else "error"
-        print(redact(f"{kind}: {headline(error)}"), file=sys.stderr)
         # A worker's last words are in its log; the traceback of this process in its own.
-        for line in [*details(error), *getattr(error, "__notes__", [])]:
-            print(redact(f"  {line}"), file=sys.stderr)
-        return
-    count = "1 problem" if len(error.problems) == 1 else f"{len(error.problems)} problems"
-    print(f"{refusal}, {count}:", file=sys.stderr)
-    for problem in error.problems:
-        print(redact(f"  • {problem}"), file=sys.stderr)
-
-
-def _traceback_file(error: Exception) -> str:
-    """Return the file that the traceback is in: it is in the run's logs, or, where the run had none yet, in a file made now."""
-    for note in getattr(error, "__notes__", []):
-        if note.startswith("log: "):
-            return str(note.removeprefix("log: "))
-    descriptor, path = tempfile.mkstemp(prefix="grpo_rl-", suffix=".traceback.txt")
-    with os.fdopen(descriptor, "w") as file:
-        file.write(redact(traceback.format_exc()))
-    return path
+        more = [*details(error), *getattr(error, "__notes__", [])]
+        lines = [f"{kind}: {headline(error)}", *(f"  {line}" for line in more)]
+    elif isinstance(error, ModuleNotFoundError):
+        lines = [f"error: {headline(error)}"]
+    else:
+        notes = (note for note in getattr(error, "__notes__", []) if note.startswith("log: "))
+        if (place := next(notes, "").removeprefix("log: ")) == "":  # there was no run yet with logs that have it
+            descriptor, place = tempfile.mkstemp(prefix="grpo_rl-", suffix=".traceback.txt")
+            with os.fdopen(descriptor, "w") as file:
+                file.write(redact(traceback.format_exc()))
+        error.add_note(f"the traceback is in {place}")
+        lines = [f"unexpected {headline(error)}", f"  the traceback is in {place}"]
+    print(redact("\n".join(lines)), file=sys.stderr)
 
 
 # ---- the course of a run: what earlier ones left, Ray, workers, training, end ------------------------------------

@@ -135,7 +135,7 @@ def _data_settings(planned: SamplingPlan) -> dict[str, Any]:
     data = planned.composed.config.data
     found: dict[str, Any] = {"data.val_files": list(data.val_files)}
     if data.custom_cls.path is None:
-        found["digest of the data"] = fingerprint_of([open_source(name, data.cache_dir) for name in data.val_files])
+        found["digest of the data"] = fingerprint_of([open_source(name) for name in data.val_files])
     return found
 
 

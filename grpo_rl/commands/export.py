@@ -26,7 +26,7 @@ from grpo_rl.telemetry.rundir import RunDir, run_config, shown_value
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import safe_text
 
-_LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_from_path", "data.cache_dir")
+_LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_from_path")
 """Keys that are about one machine's folders and say nothing about the model."""
 
 

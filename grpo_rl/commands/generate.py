@@ -103,7 +103,7 @@ def _has_ground_truth(data: Sequence[str], config: DataConfig) -> bool:
     from grpo_rl.data.rows import BadRow, example
     from grpo_rl.data.sources.locate import open_source
 
-    source = open_source(data[0], config.cache_dir)
+    source = open_source(data[0])
     try:
         return example(source.row(0), source.where(0), config).ground_truth is not None
     except BadRow:

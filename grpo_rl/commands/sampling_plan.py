@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _A, _R = "actor_rollout_ref", "actor_rollout_ref.rollout"
 _DATA = (
     *("prompt_key", "reward_fn_key", "data_source", "ground_truth_key", "extra_info_key", "system_prompt", "chat_template"),
-    *("apply_chat_template_kwargs", "custom_cls.path", "custom_cls.name", "on_bad_row", "cache_dir", "max_prompt_length"),
+    *("apply_chat_template_kwargs", "custom_cls.path", "custom_cls.name", "on_bad_row", "max_prompt_length"),
     *("max_response_length", "filter_overlong_prompts", "truncation"),
 )
 _ENGINE = (

@@ -16,7 +16,6 @@ from typing import Any
 
 from grpo_rl.config.schema.fields import Kind, annotations_of, kind_of, leaves, nearest, sections, siblings
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.errors import ConfigError
 
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
@@ -25,20 +24,9 @@ class _Wrong(Exception):
     """The fault of one value, without its key."""
 
 
-def convert(raw: Mapping[str, Any]) -> Config:
-    """Return the Config that `raw` describes; keys that are not in it have their defaults.
-
-    Raises ConfigError with one line per problem: unknown keys, wrong types, values out of range or not
-    among the choices.
-    """
-    config, problems = convert_or_explain(raw)
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
 def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return the Config, with defaults where a value cannot be used, and a line for each of these."""
+    """Return the Config that `raw` describes, and a line for each problem: unknown keys, wrong types, values out of range or not
+    among the choices. Keys that are not in it, or have a problem, have their defaults."""
     problems: list[str] = []
     config: Config = section(Config, raw, "", problems)
     return config, problems
@@ -167,22 +155,18 @@ def _int(value: Any) -> int:
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, float) and math.isfinite(value):
-        if value == int(value):
-            raise _Wrong(f"is written as a fraction; write {int(value)}")
-        raise _Wrong(f"is not a whole number; write {math.floor(value)} or {math.ceil(value)}")
-    raise _Wrong("is not a whole number")
+    raise _Wrong(
+        "is not a whole number" + (f"; write {round(value)}" if isinstance(value, float) and math.isfinite(value) else "")
+    )
 
 
 def _float(value: Any) -> float:
-    if isinstance(value, bool):
-        raise _Wrong("is not a number")
     try:
-        number = float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise _Wrong("is not a number") from None
+        number = math.nan
     if math.isnan(number):
-        raise _Wrong("is not a number (NaN)")
+        raise _Wrong("is not a number")
     if math.isinf(number):
         raise _Wrong("is not finite")
     return number

@@ -6,6 +6,7 @@ The decisions of a run are made in plan/decisions.py, and only from these functi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +34,9 @@ ITERATE = "iterate"
 REWARD_MODEL = "reward_model"
 """The schedule that trains the reward model alone."""
 
+Pool = Literal["actor", "rollout", "teacher", "reward_model"]
+"""Roles that may have devices of their own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -55,9 +59,26 @@ class Machine:
     host_memory: int = 0
     """Bytes of host memory of each of them; 0 where it was not looked up."""
 
-    def world_size(self, config: Config) -> int:
-        """Return the number of actor ranks over all nodes."""
-        return config.trainer.nnodes * ranks_per_node(config, self)
+    def devices(self, config: Config, role: Pool) -> tuple[int, int]:
+        """Return the nodes of a role, and its devices on each: those of its own pool, or the actor's.
+
+        The actor's are all GPUs of a node, or one process, unless the configuration says otherwise.
+        """
+        trainer, scorer = config.trainer, config.reward.reward_model
+        per_node = trainer.n_gpus_per_node or (max(self.num_gpus, 1) if self.device == "cuda" else 1)
+        pools: dict[str, Any] = {
+            "rollout": config.actor_rollout_ref.rollout,
+            "teacher": config.distillation,
+            "reward_model": scorer,
+        }
+        own = pools.get(role, trainer)
+        if not (scorer.enable_resource_pool if own is scorer else own.nnodes):
+            own = trainer
+        return own.nnodes, own.n_gpus_per_node or per_node
+
+    def world_size(self, config: Config, role: Pool = "actor") -> int:
+        """Return the number of devices of a role, which are its ranks, over all nodes."""
+        return math.prod(self.devices(config, role))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +138,6 @@ def teachers_of(config: Config) -> dict[str, TeacherConfig]:
     if problems or not found:
         raise ConfigError(problems or f"{key}: distillation.enabled=true names no teacher; {key}.teacher_model.model_path=...")
     return found
-
-
-def may_have_critic(config: Config) -> bool:
-    """Return whether the estimator reads the values of a critic. What one of the user's own needs is known only once it is imported."""
-    return config.algorithm.adv_estimator in VALUE_ESTIMATORS or ":" in config.algorithm.adv_estimator
 
 
 def collects(config: Config) -> bool:
@@ -234,26 +250,41 @@ def longest_sequence(config: Config) -> int:
     return data.max_prompt_length + data.max_response_length
 
 
-def update_rule(config: Config) -> MicroBatchRule:
-    """Return the rule for micro-batches of the actor's update."""
-    actor = config.actor_rollout_ref.actor
-    dynamic = actor.use_dynamic_bsz if actor.use_dynamic_bsz is not None else actor.ppo_micro_batch_size_per_gpu is None
-    shares, together = actor.use_prefix_grouper is not False, actor.ulysses_sequence_parallel_size
-    if dynamic or actor.ppo_micro_batch_size_per_gpu is None:
-        return MicroBatchRule(actor.ppo_max_token_len_per_gpu * together, None, shares, together)
-    return MicroBatchRule(None, actor.ppo_micro_batch_size_per_gpu, shares, together)
+def pass_rule(config: Config, role: Literal["actor", "old", "ref", "critic"]) -> MicroBatchRule:
+    """Return the rule for the passes of a role; without settings of its own they are cut like the actor's update.
 
-
-def critic_rule(config: Config) -> MicroBatchRule:
-    """Return the rule for micro-batches of the critic; without settings of its own it is the actor's."""
-    critic, actor = config.critic, update_rule(config)
-    rollouts, tokens = critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu
-    return _own_rule(config, critic.use_dynamic_bsz, tokens, rollouts, actor, critic.ulysses_sequence_parallel_size)
-
-
-def critic_mini_batch_size(config: Config) -> int:
-    """Return the number of prompts per optimizer step of the critic."""
-    return config.critic.ppo_mini_batch_size or config.actor_rollout_ref.actor.ppo_mini_batch_size
+    `old` are the actor's passes for old log-probs, whose keys are those of the rollout, as in verl.
+    """
+    parts, critic = config.actor_rollout_ref, config.critic
+    actor, rollout, ref, ranks = parts.actor, parts.rollout, parts.ref, parts.actor.ulysses_sequence_parallel_size
+    # With adapters the reference is the base model in the actor's ranks.
+    of_ref = ranks if parts.model.lora_rank else ref.ulysses_sequence_parallel_size or ranks
+    size = actor.ppo_micro_batch_size_per_gpu
+    by_tokens, rollouts, tokens, together = {
+        "actor": (bool(actor.use_dynamic_bsz) or size is None, size, None, ranks),
+        "old": (
+            rollout.log_prob_use_dynamic_bsz,
+            rollout.log_prob_micro_batch_size_per_gpu,
+            rollout.log_prob_max_token_len_per_gpu,
+            ranks,
+        ),
+        "ref": (
+            ref.log_prob_use_dynamic_bsz,
+            ref.log_prob_micro_batch_size_per_gpu,
+            ref.log_prob_max_token_len_per_gpu,
+            of_ref,
+        ),
+        "critic": (
+            critic.use_dynamic_bsz,
+            critic.ppo_micro_batch_size_per_gpu,
+            critic.ppo_max_token_len_per_gpu,
+            critic.ulysses_sequence_parallel_size,
+        ),
+    }[role]
+    if by_tokens is None:
+        by_tokens = rollouts is None and (tokens is not None or pass_rule(config, "actor").max_tokens is not None)
+    most = (tokens or actor.ppo_max_token_len_per_gpu) * together if by_tokens else None
+    return MicroBatchRule(most, None if by_tokens else rollouts or size, actor.use_prefix_grouper is not False, together)
 
 
 def critic_has_own_model(config: Config) -> bool:
@@ -261,67 +292,14 @@ def critic_has_own_model(config: Config) -> bool:
     return config.critic.model.path not in ("", config.actor_rollout_ref.model.path)
 
 
-def logprob_rule(config: Config, role: Literal["ref", "rollout"]) -> MicroBatchRule:
-    """Return the rule for the reference's log-probs (`ref`), or for the actor's own old ones (`rollout`, as in verl).
-
-    Without settings of its own such a pass is cut like the update.
-    """
-    settings = config.actor_rollout_ref.ref if role == "ref" else config.actor_rollout_ref.rollout
-    update = update_rule(config)
-    rollouts = settings.log_prob_micro_batch_size_per_gpu
-    tokens = settings.log_prob_max_token_len_per_gpu
-    together = reference_sequence_ranks(config) if role == "ref" else update.sequence_ranks
-    return _own_rule(config, settings.log_prob_use_dynamic_bsz, tokens, rollouts, update, together)
-
-
-def reference_sequence_ranks(config: Config) -> int:
-    """Return how many ranks of the reference compute a pass together; without a setting of its own as many as the actor's."""
-    parts = config.actor_rollout_ref
-    if parts.model.lora_rank:  # the reference is the base model in the actor's ranks
-        return parts.actor.ulysses_sequence_parallel_size
-    return parts.ref.ulysses_sequence_parallel_size or parts.actor.ulysses_sequence_parallel_size
-
-
-def _own_rule(
-    config: Config, dynamic: bool | None, tokens: int | None, rollouts: int | None, update: MicroBatchRule, together: int
-) -> MicroBatchRule:
-    """Return the rule of a pass with these settings of its own, in whose absence it is cut like the update."""
-    actor = config.actor_rollout_ref.actor
-    if dynamic is None:
-        dynamic = rollouts is None and (tokens is not None or update.max_tokens is not None)
-    if dynamic:
-        most = (tokens or actor.ppo_max_token_len_per_gpu) * together
-        return MicroBatchRule(most, None, update.shares_prompts, together)
-    return MicroBatchRule(None, rollouts or actor.ppo_micro_batch_size_per_gpu, update.shares_prompts, together)
-
-
-def ranks_per_node(config: Config, machine: Machine) -> int:
-    """Return the actor ranks on each node: all GPUs, or one process, unless the configuration says otherwise."""
-    if config.trainer.n_gpus_per_node is not None:
-        return config.trainer.n_gpus_per_node
-    return max(machine.num_gpus, 1) if machine.device == "cuda" else 1
-
-
 def is_colocated(config: Config) -> bool:
     """Return whether engines share the actor's devices."""
     return config.actor_rollout_ref.rollout.nnodes == 0
 
 
-def rollout_devices_per_node(config: Config, machine: Machine) -> int:
-    """Return the number of devices for engines on each of their nodes."""
-    own = config.actor_rollout_ref.rollout.n_gpus_per_node
-    return own if own is not None and not is_colocated(config) else ranks_per_node(config, machine)
-
-
 def nodes_per_engine(config: Config, machine: Machine) -> int:
     """Return the number of nodes over which one engine is spread: more than one where its devices are more than a node's."""
-    return max(1, config.actor_rollout_ref.rollout.tensor_model_parallel_size // rollout_devices_per_node(config, machine))
-
-
-def num_rollout_devices(config: Config, machine: Machine) -> int:
-    """Return the number of devices for engines over all nodes."""
-    nodes = config.trainer.nnodes if is_colocated(config) else config.actor_rollout_ref.rollout.nnodes
-    return nodes * rollout_devices_per_node(config, machine)
+    return max(1, config.actor_rollout_ref.rollout.tensor_model_parallel_size // machine.devices(config, "rollout")[1])
 
 
 def updates_per_step(config: Config) -> int:
@@ -346,11 +324,6 @@ def has_kl_in_reward(config: Config) -> bool:
     return config.algorithm.use_kl_in_reward and config.algorithm.kl_ctrl.kl_coef > 0
 
 
-def has_reward_model(config: Config) -> bool:
-    """Return whether a reward model adds its score."""
-    return config.reward.reward_model.enable
-
-
 def trains_reward_model(config: Config) -> bool:
     """Return whether the run trains its reward model. A schedule of the user's own may."""
     if is_iterated(config):
@@ -370,21 +343,7 @@ def has_judge(config: Config) -> bool:
 
 def scores_steps_by_model(config: Config) -> bool:
     """Return whether a reward model gives the rewards of reasoning steps."""
-    return has_reward_model(config) and config.reward.reward_model.step_separator is not None
-
-
-def reward_model_ranks_per_node(config: Config, machine: Machine) -> int:
-    """Return the ranks of the reward model on each node of its own pool, or of the actor's."""
-    own = config.reward.reward_model
-    wanted = own.n_gpus_per_node if own.enable_resource_pool else None
-    return wanted if wanted is not None else ranks_per_node(config, machine)
-
-
-def num_reward_model_ranks(config: Config, machine: Machine) -> int:
-    """Return the ranks of the reward model over all nodes."""
-    own = config.reward.reward_model
-    nodes = own.nnodes if own.enable_resource_pool else config.trainer.nnodes
-    return nodes * reward_model_ranks_per_node(config, machine)
+    return config.reward.reward_model.enable and config.reward.reward_model.step_separator is not None
 
 
 def profilers_of(config: Config) -> dict[str, ProfilerConfig]:

@@ -292,7 +292,7 @@ def _of_learning(config: Config) -> list[Rule]:
         f"{DISTANCE}.use_task_rewards=false learns from teachers alone",
     )
     of_rewards = "algorithm: adv_* norm_adv_by_std_in_grpo gamma lam reward_parts use_kl_in_reward kl_*"
-    no_critic = not pairs and not derived.may_have_critic(config)
+    no_critic = not pairs and algorithm.adv_estimator not in derived.VALUE_ESTIMATORS and ":" not in algorithm.adv_estimator
     of_critic = _CRITIC.replace("*", "model.* optim.* fsdp.* profiler.* ppo_* use_dynamic_bsz ulysses_* cliprange_value")
     of_critic += "" if config.critic.enable is False else "; critic: enable"
     return [
@@ -356,11 +356,11 @@ def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
 
 def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
     """Passes that are cut otherwise, groups of more ranks than there are (verl's commands say 8 wherever they run)."""
-    update, most = derived.update_rule(config), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    update, most = derived.pass_rule(config, "actor"), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
     own = {
-        f"{REF}: log_prob": derived.logprob_rule(config, "ref"),
-        f"{R}: log_prob": derived.logprob_rule(config, "rollout"),
-        "critic: ppo": derived.critic_rule(config),
+        f"{REF}: log_prob": derived.pass_rule(config, "ref"),
+        f"{R}: log_prob": derived.pass_rule(config, "old"),
+        "critic: ppo": derived.pass_rule(config, "critic"),
     }
     by_rollouts, by_tokens = "its passes are cut by rollouts", "its passes are cut by tokens (use_dynamic_bsz=true)"
     passes, ranks = (update, *own.values()), machine.world_size(config)

@@ -25,14 +25,6 @@ WITHOUT_DUAL_CLIP = ("gspo",)
 
 
 @dataclass(frozen=True, slots=True)
-class FixedKey:
-    """A key of verl's that sets options by itself."""
-
-    options: tuple[str, ...]
-    verl_default: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """A place where the configuration names a function. All keys are relative to `section`."""
 
@@ -43,7 +35,8 @@ class Choice:
     """The function's name."""
     options_key: str
     """The mapping of its options."""
-    fixed: Mapping[str, FixedKey] = field(default_factory=dict)
+    fixed: Mapping[str, tuple[tuple[str, ...], Any]] = field(default_factory=dict)
+    """Keys of verl's that set options by themselves: these options, and verl's default."""
 
     def name(self, config: Config) -> str:
         """Return the name of the chosen function."""
@@ -67,12 +60,12 @@ def chosen_options(choice: Choice, section: ActorConfig | AlgorithmConfig, known
 
 def _settings(choice: Choice, section: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield option, key and value of every setting that is not null."""
-    for key, fixed in choice.fixed.items():
+    for key, (options, _) in choice.fixed.items():
         value = value_of(section, key)
         if key == "norm_adv_by_std_in_grpo":
             value = None if value else "none"
         if value is not None:
-            yield from ((option, key, value) for option in fixed.options)
+            yield from ((option, key, value) for option in options)
     for option, value in value_of(section, choice.options_key).items():
         yield option, f"{choice.options_key}.{option}", value
 
@@ -83,9 +76,9 @@ ESTIMATOR = Choice(
     "adv_estimator",
     "adv_options",
     {
-        "gamma": FixedKey(("gamma",), 1.0),
-        "lam": FixedKey(("lam",), 1.0),
-        "norm_adv_by_std_in_grpo": FixedKey(("std",), True),
+        "gamma": (("gamma",), 1.0),
+        "lam": (("lam",), 1.0),
+        "norm_adv_by_std_in_grpo": (("std",), True),
     },
 )
 LOSS = Choice(
@@ -94,10 +87,10 @@ LOSS = Choice(
     "policy_loss.loss_mode",
     "policy_loss.options",
     {
-        "clip_ratio": FixedKey(("clip_low", "clip_high"), 0.2),
-        "clip_ratio_low": FixedKey(("clip_low",), 0.2),
-        "clip_ratio_high": FixedKey(("clip_high",), 0.2),
-        "clip_ratio_c": FixedKey(("clip_c",), 3.0),
+        "clip_ratio": (("clip_low", "clip_high"), 0.2),
+        "clip_ratio_low": (("clip_low",), 0.2),
+        "clip_ratio_high": (("clip_high",), 0.2),
+        "clip_ratio_c": (("clip_c",), 3.0),
     },
 )
 AVERAGE = Choice(
@@ -105,7 +98,7 @@ AVERAGE = Choice(
     ACTOR,
     "loss_agg_mode",
     "loss_agg_options",
-    {"loss_scale_factor": FixedKey(("loss_scale_factor",), None)},
+    {"loss_scale_factor": (("loss_scale_factor",), None)},
 )
 KL_IN_LOSS = Choice("KL estimator", ACTOR, "kl_loss_type", "kl_loss_options")
 KL_IN_REWARD = Choice("KL estimator", "algorithm", "kl_penalty", "kl_penalty_options")

@@ -19,7 +19,7 @@ _FUNCTION = re.compile(r"(?P<factor>[^:*]*\*\s*)?(?P<file>[^:*]+\.py)(?P<rest>:\
 _DATA = ("data.train_files", "data.val_files")
 FILES = (
     *_DATA,
-    *("data.cache_dir", "reward.custom_reward_function.path", "trainer.resume_from_path"),
+    *("reward.custom_reward_function.path", "trainer.resume_from_path"),
     *(f"{_R}.multi_turn.tool_config_path", f"{_R}.multi_turn.interaction_config_path"),
 )
 """Keys whose values are paths, whatever they look like."""

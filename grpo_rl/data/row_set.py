@@ -44,29 +44,21 @@ class BadRows:
         self, action: Literal["error", "skip"], file: Path | None = None, warn: Callable[[str], None] = lambda text: None
     ) -> None:
         self.action, self.file, self.warn = action, file, warn
-        self._messages: dict[int, str] = {}
-
-    @property
-    def num_rows(self) -> int:
-        """Bad rows so far."""
-        return len(self._messages)
-
-    def collect(self, index: int, error: DataError) -> None:
-        """Take note of a bad row for `report`."""
-        self._messages.setdefault(index, str(error))
+        self.found: dict[int, str] = {}
+        """What is wrong with the bad rows so far, by their number."""
 
     def report(self, num_checked: int) -> None:
-        """Show what was collected. Raises one DataError for all of it under `error`."""
-        if not self._messages:
+        """Show what was `found` at the start. Raises one DataError for all of it under `error`."""
+        if not self.found:
             return
-        messages = list(self._messages.values())
+        messages = list(self.found.values())
         if self.action == "error" and len(messages) == 1:
             raise DataError(messages[0])
         self._write(messages)
-        more = [f"and {self.num_rows - LISTED} more"] if self.num_rows > LISTED else []
+        more = [f"and {len(messages) - LISTED} more"] if len(messages) > LISTED else []
         more += [f"see {self.file}"] if self.file is not None else []
         # The first line has one of them, for it may be all that is shown.
-        title = f"{self.num_rows} bad row{'s' if self.num_rows > 1 else ''} of the {num_checked} checked: "
+        title = f"{len(messages)} bad row{'s' if len(messages) > 1 else ''} of the {num_checked} checked: "
         text = "\n  ".join([title + messages[0], *messages[1:LISTED], *([", ".join(more)] if more else [])])
         if self.action == "error":
             raise DataError(text)
@@ -76,11 +68,11 @@ class BadRows:
         """Take note of a bad row whose turn has come. Raises `error` under `error`."""
         if self.action == "error":
             raise error
-        if index in self._messages:
+        if index in self.found:
             return
-        self.collect(index, error)
+        self.found[index] = str(error)
         self._write([str(error)])
-        if self.num_rows <= SHOWN:
+        if len(self.found) <= SHOWN:
             self.warn(f"bad row left out: {error}")
 
     def _write(self, messages: Sequence[str]) -> None:
@@ -171,7 +163,7 @@ class RowSet(ABC, Generic[Row]):
         if config.custom_cls.path is not None:
             parts = [custom_source(files, config, tokenizer)]
         else:
-            parts = [open_source(name, config.cache_dir) for name in files]
+            parts = [open_source(name) for name in files]
         self._source = Joined("all sources", parts)
         total = len(self._source) if max_samples < 0 else min(max_samples, len(self._source))
         self.report = RowReport(total)
@@ -255,11 +247,11 @@ class RowSet(ABC, Generic[Row]):
                 too_long.append(error)
                 unusable.append(index)
             except BadRow as error:
-                self.bad_rows.collect(index, error)
+                self.bad_rows.found[index] = str(error)
                 unusable.append(index)
             if note is not None and number % CHECKED_OF_MANY == 0:
                 note(f"{number} of {len(indices)} rows checked")
-        report.num_checked, report.num_bad = len(indices), self.bad_rows.num_rows
+        report.num_checked, report.num_bad = len(indices), len(self.bad_rows.found)
         self.bad_rows.report(len(indices))
         if too_long and not self.config.filter_overlong_prompts:
             others = f"; {len(too_long)} rows are too long (longest: {report.longest})" if len(too_long) > 1 else ""

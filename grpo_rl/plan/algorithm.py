@@ -149,19 +149,19 @@ def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
     """Yield the fixed keys whose option the function does not have, and options that are set twice."""
     section, own = value_of(config, choice.section), value_of(config, f"{choice.section}.{choice.options_key}")
     name, options = choice.name(config), options_of(function)
-    for key, fixed in choice.fixed.items():
+    for key, (fixed, verls_default) in choice.fixed.items():
         value = value_of(section, key)
         if key == "clip_ratio_c" and name in WITHOUT_DUAL_CLIP:
             continue
-        if value not in (None, fixed.verl_default) and not set(fixed.options) & set(options):
+        if value not in (None, verls_default) and not set(fixed) & set(options):
             shown_value = f"{value:g}" if isinstance(value, float) else show(value)
             yield (
                 f"{choice.section}.{key}={shown_value}: has no effect with {choice.section}.{choice.key}={name}, which has no "
-                f"option {' or '.join(fixed.options)}; it takes {', '.join(options) or 'none'}; leave it out"
+                f"option {' or '.join(fixed)}; it takes {', '.join(options) or 'none'}; leave it out"
             )
         for option in own:
             # clip_ratio sets both bounds, which have keys of their own too; std has no key, only a switch.
-            if option in fixed.options and key != "clip_ratio" and value is not True:
+            if option in fixed and key != "clip_ratio" and value is not True:
                 yield f"{choice.section}.{choice.options_key}: {option} is set by {choice.section}.{key}; give one of them"
 
 
@@ -205,7 +205,7 @@ def _pairs(config: Config, chosen: str) -> Iterator[str]:
         yield f"{ACTOR}.loss_agg_mode={average}: makes no mean over pairs, and {chosen} is one; {ACTOR}.loss_agg_mode={' or '.join(PAIR_AVERAGES)}"
     if not derived.is_offline(config) and config.actor_rollout_ref.rollout.n == 1:
         yield f"{chosen}: compares the best and the worst response to a prompt, and actor_rollout_ref.rollout.n=1; usual is 2 to 16"
-    rule, longest = derived.update_rule(config), derived.longest_sequence(config)
+    rule, longest = derived.pass_rule(config, "actor"), derived.longest_sequence(config)
     budget, together = rule.max_tokens, rule.sequence_ranks
     if budget is not None and longest <= budget < 2 * longest:
         yield (

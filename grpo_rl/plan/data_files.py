@@ -77,7 +77,7 @@ def _count(name: str, data: DataConfig, with_files: bool) -> int | None:
         return len(task_rows(name))
     if name.startswith(HUB_PREFIX) or not with_files:
         return None
-    return _sum(_count_file(str(path), path, data.cache_dir) for _, path in data_files(name))
+    return _sum(_count_file(str(path), path) for _, path in data_files(name))
 
 
 def _sum(counts: Iterable[int | None]) -> int | None:
@@ -86,14 +86,14 @@ def _sum(counts: Iterable[int | None]) -> int | None:
     return None if not known or None in known else sum(count or 0 for count in known)
 
 
-def _count_file(name: str, path: Path, cache_dir: str | None) -> int | None:
+def _count_file(name: str, path: Path) -> int | None:
     num_bytes = path.stat().st_size
     if path.name.endswith(".parquet"):
         import pyarrow.parquet
 
         return int(pyarrow.parquet.read_metadata(path).num_rows)
     if num_bytes <= READ_WHOLE or (path.name.endswith(".jsonl") and num_bytes <= INDEXED_WHOLE):
-        return len(open_source(name, cache_dir))
+        return len(open_source(name))
     return None
 
 

@@ -378,14 +378,13 @@ def _roles(
         moves = derived.is_iterated(config)
         roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reference, stateful=moves))
     if any(one.model_path is not None for one in derived.teachers_of(config).values()) and "teacher" in driven:
-        own = config.distillation
-        pool, count = ("teacher", own.nnodes * _teacher_ranks(config, machine)) if own.nnodes else ("actor", ranks)
+        pool, count = "teacher" if config.distillation.nnodes else "actor", machine.world_size(config, "teacher")
         roles.append(RolePlan("teacher", pool, count, cores(count), "the distributions that the policy learns"))
     if "critic" in driven and needs_critic:
         roles.append(RolePlan("critic", "actor", ranks, cores(ranks), "the values that the estimator reads", stateful=True))
-    scores = "rewarder" in driven and derived.has_reward_model(config)
+    scores = "rewarder" in driven and config.reward.reward_model.enable
     if scores or "reward_model" in driven:
-        scorers = derived.num_reward_model_ranks(config, machine)
+        scorers = machine.world_size(config, "reward_model")
         pool = "reward_model" if config.reward.reward_model.enable_resource_pool else "actor"
         is_trained = "reward_model" in driven
         reason = " and ".join(["scores of responses"] * scores + ["training"] * is_trained)
@@ -393,14 +392,9 @@ def _roles(
     return roles
 
 
-def _teacher_ranks(config: Config, machine: Machine) -> int:
-    """Return the ranks on each node of the teachers' own pool."""
-    return config.distillation.n_gpus_per_node or derived.ranks_per_node(config, machine)
-
-
 def _num_replicas(config: Config, machine: Machine) -> int:
     rollout = config.actor_rollout_ref.rollout
-    return rollout.num_replicas or derived.num_rollout_devices(config, machine) // rollout.tensor_model_parallel_size
+    return rollout.num_replicas or machine.world_size(config, "rollout") // rollout.tensor_model_parallel_size
 
 
 def _rows(config: Config, objective: Objective) -> RowKind | None:
@@ -428,20 +422,11 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
 
 def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan, ...]:
     """The pools that some role uses; the actor's is the first to be reserved."""
-    rollout = config.actor_rollout_ref.rollout
-    spans = derived.nodes_per_engine(config, machine)
-    pools = (
-        PoolPlan(
-            "actor",
-            config.trainer.nnodes,
-            derived.ranks_per_node(config, machine),
-            spans if derived.is_colocated(config) else 1,
-        ),
-        PoolPlan("rollout", rollout.nnodes, derived.rollout_devices_per_node(config, machine), spans),
-        PoolPlan("teacher", config.distillation.nnodes, _teacher_ranks(config, machine)),
-        PoolPlan("reward_model", config.reward.reward_model.nnodes, derived.reward_model_ranks_per_node(config, machine)),
+    of_engines, spans = "actor" if derived.is_colocated(config) else "rollout", derived.nodes_per_engine(config, machine)
+    names: tuple[derived.Pool, ...] = ("actor", "rollout", "teacher", "reward_model")
+    return tuple(
+        PoolPlan(name, *machine.devices(config, name), spans if name == of_engines else 1) for name in names if name in wanted
     )
-    return tuple(pool for pool in pools if pool.name in wanted)
 
 
 def _passes(config: Config, objective: Objective) -> Passes:
@@ -462,10 +447,10 @@ def _passes(config: Config, objective: Objective) -> Passes:
     return Passes(
         old_logprobs="engine" if correction.bypass_mode else old_logprobs,
         old_readers=old_readers,
-        update=derived.update_rule(config),
-        old=derived.logprob_rule(config, "rollout"),
-        reference=derived.logprob_rule(config, "ref"),
-        critic=derived.critic_rule(config),
+        update=derived.pass_rule(config, "actor"),
+        old=derived.pass_rule(config, "old"),
+        reference=derived.pass_rule(config, "ref"),
+        critic=derived.pass_rule(config, "critic"),
         replays_routing=config.actor_rollout_ref.actor.router_replay.mode == "R2",
     )
 
@@ -481,7 +466,7 @@ def _reward(config: Config, *, scores: bool, reads_steps: bool) -> RewardPlan:
 
 def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
     data, actor, iterate = config.data, config.actor_rollout_ref.actor, config.trainer.iterate
-    mini_batch_size = derived.critic_mini_batch_size(config)
+    mini_batch_size = config.critic.ppo_mini_batch_size or actor.ppo_mini_batch_size
     may_drop_rows = data.filter_overlong_prompts or data.on_bad_row == "skip"
     epochs = config.critic.ppo_epochs or actor.ppo_epochs
     return Sizes(

@@ -86,9 +86,9 @@ def _too_many_processes(config: Config, machine: Machine) -> Iterator[str]:
     most, worlds = RANKS_PER_CORE * machine.num_cpus, dict[str, tuple[Any, int]]()
     worlds["trainer"] = (config.trainer, machine.world_size(config))
     if not derived.is_colocated(config):
-        worlds["actor_rollout_ref.rollout"] = (rollout, derived.num_rollout_devices(config, machine))
-    if derived.has_reward_model(config) and own.enable_resource_pool:
-        worlds["reward.reward_model"] = (own, derived.num_reward_model_ranks(config, machine))
+        worlds["actor_rollout_ref.rollout"] = (rollout, machine.world_size(config, "rollout"))
+    if own.enable and own.enable_resource_pool:
+        worlds["reward.reward_model"] = (own, machine.world_size(config, "reward_model"))
     for prefix, (pool, size) in worlds.items():
         if size > most:
             key = f"n_gpus_per_node={pool.n_gpus_per_node}" if pool.nnodes == 1 else f"nnodes={pool.nnodes}"
@@ -281,6 +281,6 @@ def refused(config: Config, machine: Machine) -> Iterator[str]:
     asked = trainer.nnodes + (0 if derived.is_colocated(config) else config.actor_rollout_ref.rollout.nnodes)
     if found.nodes > 1 and asked > found.nodes:
         yield f"{KEY}={trainer.machine}: {asked} machines are asked for (trainer.nnodes={trainer.nnodes}), and it has {found.nodes}"
-    per_node = derived.ranks_per_node(config, machine)
+    _, per_node = machine.devices(config, "actor")
     if machine.device == "cuda" and per_node > found.gpus:
         yield f"trainer.n_gpus_per_node={per_node}: each machine of {found.name} has {found.gpus} GPUs"

@@ -159,7 +159,7 @@ def factors_of(config: Config) -> dict[str, float]:
 def model_factors(config: Config) -> dict[str, float]:
     """The factors of the scores that models give, and of what the turns of an episode earn."""
     factors: dict[str, float] = {}
-    if derived.has_reward_model(config):
+    if config.reward.reward_model.enable:
         factors[REWARD_MODEL] = config.reward.reward_model.weight
     if derived.has_judge(config):
         factors[JUDGE] = config.reward.judge.weight
@@ -177,7 +177,7 @@ def may_score_steps(config: Config) -> bool:
 
 def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     """Yield the lines of the plan about models that score beside the rules, and where they run."""
-    if derived.has_reward_model(config):
+    if config.reward.reward_model.enable:
         model, several = config.reward.reward_model, num_ranks > 1
         pool = f"in a pool of {'their' if several else 'its'} own"
         place = pool if model.enable_resource_pool else "on the actor's devices"

@@ -282,12 +282,12 @@ def _lengths(config: Config) -> Iterator[str]:
     rollout, together = parts.rollout, parts.actor.ulysses_sequence_parallel_size
     scorer = config.reward.reward_model
     scores = scorer.enable or derived.trains_only_reward_model(config)
-    by_tokens = derived.update_rule(config).max_tokens is not None
+    by_tokens = derived.pass_rule(config, "actor").max_tokens is not None
     budgets = {
         f"{_A}.ppo_max_token_len_per_gpu": (parts.actor.ppo_max_token_len_per_gpu if by_tokens else None, together),
         f"{_REF}.log_prob_max_token_len_per_gpu": (
             parts.ref.log_prob_max_token_len_per_gpu,
-            derived.reference_sequence_ranks(config),
+            derived.pass_rule(config, "ref").sequence_ranks,
         ),
         f"{_R}.log_prob_max_token_len_per_gpu": (rollout.log_prob_max_token_len_per_gpu, together),
         f"{_R}.max_model_len": (rollout.max_model_len, 1),
@@ -315,12 +315,12 @@ def _lengths(config: Config) -> Iterator[str]:
 
 def _gpus(config: Config, machine: Machine) -> Iterator[str]:
     """Yield more GPUs than this machine has, and weights on a way that its GPUs do not have."""
-    trainer, rollout, scorer = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
-    pools = {"trainer": (trainer.nnodes, derived.ranks_per_node(config, machine))}
+    trainer, scorer = config.trainer, config.reward.reward_model
+    pools = {"trainer": machine.devices(config, "actor")}
     if not derived.is_colocated(config):
-        pools["rollout"] = (rollout.nnodes, derived.rollout_devices_per_node(config, machine))
+        pools["rollout"] = machine.devices(config, "rollout")
     if scorer.enable and scorer.enable_resource_pool:
-        pools["reward_model"] = (scorer.nnodes, derived.reward_model_ranks_per_node(config, machine))
+        pools["reward_model"] = machine.devices(config, "reward_model")
     asked = sum(nodes * gpus for nodes, gpus in pools.values())
     if asked > machine.num_gpus:
         count = ", ".join(f"{name}.nnodes x n_gpus_per_node = {nodes} x {gpus}" for name, (nodes, gpus) in pools.items())
@@ -332,8 +332,8 @@ def _gpus(config: Config, machine: Machine) -> Iterator[str]:
 
 def _engines(config: Config, machine: Machine) -> Iterator[str]:
     rollout, colocated = config.actor_rollout_ref.rollout, derived.is_colocated(config)
-    per_node, parallel = derived.rollout_devices_per_node(config, machine), rollout.tensor_model_parallel_size
-    nodes, spans = config.trainer.nnodes if colocated else rollout.nnodes, derived.nodes_per_engine(config, machine)
+    (nodes, per_node), parallel = machine.devices(config, "rollout"), rollout.tensor_model_parallel_size
+    spans = derived.nodes_per_engine(config, machine)
     across = rollout.name == "vllm" and machine.device == "cuda" and parallel == spans * per_node and nodes % spans == 0
     if per_node % parallel and not across:
         of = "trainer" if colocated or rollout.n_gpus_per_node is None else _R
@@ -343,7 +343,7 @@ def _engines(config: Config, machine: Machine) -> Iterator[str]:
             f"{_R}.tensor_model_parallel_size={parallel}: must divide the devices of a node, {of}.n_gpus_per_node = {per_node}, or on "
             f"GPUs be all devices of several nodes, whose number divides that of the pool's nodes, {nodes}; possible: {possible}"
         )
-    most = derived.num_rollout_devices(config, machine) // parallel
+    most = nodes * per_node // parallel
     if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
         each = f"{parallel} device{'s' if parallel > 1 else ''}"
         yield f"{_R}.num_replicas={rollout.num_replicas}: with {each} for each there is room for {most}"

@@ -56,8 +56,6 @@ def _data(config: Config) -> Iterator[str]:
     template = data.chat_template
     if template is not None and "{{" not in template and "{%" not in template and not Path(template).expanduser().is_file():
         yield f"data.chat_template={template}: neither a Jinja template ({{{{ ... }}}}) nor a file"
-    if data.cache_dir is not None and not Path(data.cache_dir).expanduser().is_dir():
-        yield f"data.cache_dir={data.cache_dir}: there is no such folder"
 
 
 def _data_file(file: str, *, elsewhere: bool) -> str | None:
@@ -180,7 +178,7 @@ def brings_code(file: Path) -> bool:
 def _rewards(config: Config) -> Iterator[str]:
     reward = config.reward
     scores = derived.samples_answers(config) or derived.collects(config)
-    by_model = derived.has_reward_model(config) or derived.has_judge(config) or derived.plays_episodes(config)
+    by_model = reward.reward_model.enable or derived.has_judge(config) or derived.plays_episodes(config)
     if scores and not reward.functions and not by_model:
         yield "reward.functions=[]: without a reward there is nothing to learn from; auto takes the rule of the data source"
     if len(set(reward.functions)) < len(reward.functions):

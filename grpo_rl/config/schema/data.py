@@ -61,8 +61,6 @@ class DataConfig:
     """A bad row ends the run with its place, or is left out and listed in the run folder's bad_rows_*.jsonl."""
     check_rows: CountOrZero = 50_000
     """Training data of at most so many rows are checked whole before the start; of more 2,000 rows are, the others when drawn."""
-    cache_dir: str | None = None
-    """Folder for the unpacked copies of parquet and Arrow files while the run lasts; null: the system's temporary folder."""
     allow_change: bool = False
     """Resume although the training data have changed since the checkpoint; the run goes on at the beginning of the next epoch."""
     train_batch_size: Prompts = 1024

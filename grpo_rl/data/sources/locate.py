@@ -26,7 +26,7 @@ LISTED = 10
 """Bad rows that are then named, of all files together."""
 
 
-def open_source(name: str, cache_dir: str | None = None) -> RowSource:
+def open_source(name: str) -> RowSource:
     """The rows that `name` stands for.
 
     A file; a folder, as `datasets` saves one or with data files in it (`FOLDER?split=train` where it has splits);
@@ -38,7 +38,7 @@ def open_source(name: str, cache_dir: str | None = None) -> RowSource:
         return Rows(name, rows) if is_built_in(name) else UserRows(name, rows)
     if name.startswith(HUB_PREFIX):
         return _from_hub(name)
-    parts = [_file(label, path, cache_dir) for label, path in data_files(name)]
+    parts = [_file(label, path) for label, path in data_files(name)]
     is_file = len(parts) == 1 and parts[0].name == name
     source = parts[0] if is_file else Joined(name, parts)
     if len(source) == 0:
@@ -71,12 +71,12 @@ def data_files(name: str) -> list[tuple[str, Path]]:
     return files
 
 
-def _file(name: str, path: Path, cache_dir: str | None) -> RowSource:
+def _file(name: str, path: Path) -> RowSource:
     try:
         if path.name.endswith(TABLE_SUFFIXES):
             from grpo_rl.data.sources.tables import open_table  # pyarrow: a tenth of a second, in runs that read such files
 
-            return open_table(name, path, cache_dir)
+            return open_table(name, path)
         return open_json(name, path)
     except OSError as error:
         raise DataError(f"{name}: cannot be read: {first_line(error)}") from error

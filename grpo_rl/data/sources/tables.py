@@ -40,14 +40,14 @@ class Table(RowSource):
         return row_of(batch, index - int(self._ends[number]) + batch.num_rows, self.where(index))
 
 
-def open_table(name: str, path: Path, cache_dir: str | None) -> Table:
+def open_table(name: str, path: Path) -> Table:
     """Return the rows of a parquet or Arrow file. Raises DataError for one that cannot be read.
 
     A row group of parquet holds up to a million rows and can only be read whole; so does a compressed batch of Arrow. The
-    file is therefore copied once, some thousand rows at a time, into an Arrow file without a name, which is gone with the
+    file is therefore copied once, some thousand rows at a time, into an Arrow file without a name in the system's temporary folder, which is gone with the
     process and of which the system pages in what is asked for.
     """
-    copy = tempfile.TemporaryFile(dir=cache_dir)  # noqa: SIM115
+    copy = tempfile.TemporaryFile()  # noqa: SIM115
     try:
         schema, batches = _batches(path, READ_ROWS)
         with pyarrow.ipc.new_stream(copy, schema) as writer:

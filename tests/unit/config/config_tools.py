@@ -9,9 +9,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from grpo_rl.config.convert import convert
+from grpo_rl.config.convert import convert_or_explain
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.schema.fields import Kind, Leaf, leaves
+from grpo_rl.config.schema.fields import Kind, Leaf, leaves, nested
 from grpo_rl.config.schema.tree import Config
 
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
@@ -47,16 +47,11 @@ def verls_commands() -> dict[str, dict[str, str]]:
     return {name: words for name, words in found.items() if not name.startswith("*")}
 
 
-def nested(keys: dict[str, Any]) -> dict[str, Any]:
-    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
-    tree: dict[str, Any] = {}
-    for key, value in keys.items():
-        *groups, name = key.split(".")
-        node = tree
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[name] = value
-    return tree
+def convert(raw: dict[str, Any]) -> Config:
+    """Return the Config of a nested mapping, in which nothing is wrong."""
+    config, problems = convert_or_explain(raw)
+    assert not problems, problems
+    return config
 
 
 def config_with(**keys: Any) -> Config:
@@ -67,14 +62,6 @@ def config_with(**keys: Any) -> Config:
 def config_of(keys: dict[str, Any]) -> Config:
     """The smallest runnable configuration with `keys` (dotted) changed."""
     return convert(nested(RUNNABLE | keys))
-
-
-def value_at(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
-    return value
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="$\\"), max_size=12).filter(

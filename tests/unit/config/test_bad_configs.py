@@ -9,7 +9,7 @@ import pytest
 from bad_configs import BAD, BAD_RECIPES
 from config_tools import CPU, EIGHT_GPUS, config_of
 
-from grpo_rl.config import derived, overrides
+from grpo_rl.config import overrides
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import show
@@ -158,5 +158,5 @@ def test_what_may_be_a_secret_is_refused_and_not_repeated(secret):
 def test_the_reward_models_ranks_are_the_actors_or_those_of_its_own_pool(scored):
     shared = config_of(scored | {"trainer.n_gpus_per_node": 4})
     own = config_of(scored | {f"{M}.enable_resource_pool": True, f"{M}.nnodes": 2, f"{M}.n_gpus_per_node": 3})
-    assert derived.num_reward_model_ranks(shared, EIGHT_GPUS) == 4
-    assert derived.num_reward_model_ranks(own, EIGHT_GPUS) == 6
+    assert EIGHT_GPUS.world_size(shared, "reward_model") == 4
+    assert EIGHT_GPUS.world_size(own, "reward_model") == 6

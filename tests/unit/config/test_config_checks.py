@@ -25,7 +25,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], Machine, str, str]] = [
     ({"data.train_files": ["task:arithmetic", "hf:openai/gsm8k"]}, CPU, "data.train_files=hf:openai/gsm8k", "split=train"),
     ({"data.custom_cls.path": "mine.py"}, CPU, "data.custom_cls.path=mine.py", "data.custom_cls.name"),
     ({"data.chat_template": "no/such.jinja"}, CPU, "data.chat_template=no/such.jinja", "nor a file"),
-    ({"data.cache_dir": "no/such"}, CPU, "data.cache_dir=no/such", "no such folder"),
     ({"actor_rollout_ref.model.path": ""}, CPU, "actor_rollout_ref.model.path", "not set"),
     ({"actor_rollout_ref.model.path": "./no/folder"}, CPU, "actor_rollout_ref.model.path=./no/folder", "no such folder"),
     ({"actor_rollout_ref.model.path": str(Path(__file__).parent)}, CPU, "actor_rollout_ref.model.path", "no config.json"),

@@ -131,7 +131,7 @@ def test_a_group_with_all_its_lines_commented_out_changes_nothing(tmp_path: Path
         ("hydra: {run: {dir: x}}", "hydra.run.dir"),
         ("defaults: [/recipe/nonsense]\ntrainer: {seed: 1}", "unknown recipe"),
         ("defaults: [other]\ntrainer: {seed: 1}", "/recipe/arithmetic/grpo"),
-        ("trainer: {save_freq: 1.5}", "write 1 or 2"),
+        ("trainer: {save_freq: 1.5}", "write 2"),
         ("trainer: 3", "group of keys"),
     ],
 )

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
-from config_tools import CPU, RUNNABLE, A, R, any_settings, nested, value_at
+from config_tools import CPU, RUNNABLE, A, R, any_settings, convert, nested
 from hypothesis import given, settings
 
 from grpo_rl.config.compose import compose
-from grpo_rl.config.convert import convert, convert_or_explain, value_problem
+from grpo_rl.config.convert import convert_or_explain, value_problem
 from grpo_rl.config.reference_page import meanings, reference
 from grpo_rl.config.schema import tree
-from grpo_rl.config.schema.fields import Leaf, leaves
+from grpo_rl.config.schema.fields import Leaf, leaves, value_of
 from grpo_rl.config.schema.kinds import Range
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.make import make_plan
 
 WRONG_VALUES: list[tuple[str, Any, str]] = [
-    (f"{R}.n", 8.5, "write 8 or 9"),
+    (f"{R}.n", 8.5, "not a whole number; write 8"),
     (f"{R}.n", "eight", "not a whole number"),
     (f"{R}.n", None, "null is not allowed"),
     (f"{R}.n", True, "not a whole number"),
@@ -35,7 +35,7 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
     (f"{R}.dtype", "int8", "one of auto, bfloat16, float16, float32"),
     (f"{R}.free_cache_engine", 1, "not true or false"),
     (f"{R}.engine_kwargs", [1], "not a mapping"),
-    (f"{A}.optim.lr", "nan", "NaN"),
+    (f"{A}.optim.lr", "nan", "not a number"),
     (f"{A}.optim.lr", "fast", "not a number"),
     (f"{A}.optim.betas", 0.9, "not a list"),
     (f"{A}.optim.betas", [0.9, "x"], "entry 2"),
@@ -48,7 +48,7 @@ WRONG_VALUES: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(("key", "value", "said"), WRONG_VALUES, ids=[f"{key}={value}" for key, value, _ in WRONG_VALUES])
 def test_a_wrong_value_is_refused_with_its_key_its_value_and_the_rule(key: str, value: Any, said: str) -> None:
     config, (problem,) = convert_or_explain(nested({key: value}))
-    assert value_at(config, key) == leaves()[key].default
+    assert value_of(config, key) == leaves()[key].default
     assert problem.startswith(f"{key}=") and said in problem and "it takes" in problem
 
 
@@ -97,7 +97,7 @@ def test_a_value_where_a_group_of_keys_belongs_is_refused() -> None:
     ],
 )
 def test_a_value_is_converted_where_nothing_is_lost(key: str, given: Any, taken: Any) -> None:
-    value = value_at(convert(nested({key: given})), key)
+    value = value_of(convert(nested({key: given})), key)
     assert value == taken and type(value) is type(taken)
 
 
@@ -113,7 +113,7 @@ def test_a_path_in_the_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) 
 def test_every_value_within_its_rule_is_taken_as_it_is(keys: dict[str, Any]) -> None:
     config = convert(nested(keys))
     for key, value in keys.items():
-        assert value_at(config, key) == value
+        assert value_of(config, key) == value
 
 
 # ---- every number has two bounds with a reason -----------------------------------------------------------

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from config_tools import CPU, EIGHT_GPUS, RUNNABLE, A, R, config_of, nested, value_at
+from config_tools import CPU, EIGHT_GPUS, RUNNABLE, A, R, config_of, convert, nested
 
 from grpo_rl.config import effects
 from grpo_rl.config.compose import compose
-from grpo_rl.config.convert import convert, convert_or_explain, value_problem
+from grpo_rl.config.convert import convert_or_explain, value_problem
 from grpo_rl.config.derived import Machine
-from grpo_rl.config.schema.fields import Leaf, leaves
+from grpo_rl.config.schema.fields import Leaf, leaves, value_of
 from grpo_rl.errors import ConfigError
 from grpo_rl.plan.decisions import decide
 from grpo_rl.plan.make import make_plan
@@ -64,14 +64,14 @@ def test_every_key_that_is_set_is_read_or_refused_or_noted_and_what_is_noted_dec
     for key, leaf in leaves().items():
         for other in other_values(leaf) if key not in given else ():
             config = convert(nested(RUNNABLE | given | {key: other}))
-            value = value_at(config, key)
+            value = value_of(config, key)
             refused = any(line.startswith(f"{key}=") for line in effects.problems(config, machine))
             noted = any(line.startswith(f"{key}=") for line in notes(config, machine))
             run = effects.as_read(config, machine)
-            kept = value_at(run, key) == value
+            kept = value_of(run, key) == value
             assert refused + noted + kept == 1, (key, value)
             # What the run reads of a key without an effect is what it reads where the key is not set at all.
-            assert kept or value_at(run, key) == leaf.default
+            assert kept or value_of(run, key) == leaf.default
             read += kept
             if noted:
                 assert decided(config, machine) == decided(run, machine), key
