@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.live import Live
 from rich.text import Text
 
 from grpo_rl.telemetry.terminal import step_line
@@ -35,6 +26,7 @@ CLOSE_S = 1.0
 """The longest wait for the thread that draws: a terminal that is held up (Ctrl-S) holds it up too."""
 DRAW_S = 0.1
 """Seconds after which live bars are drawn again."""
+BAR_WIDTH = 30
 
 
 class Console:
@@ -57,7 +49,7 @@ class Console:
         # here takes its turn, and nothing else draws.
         self._turn = threading.RLock()
         self._quiet_s = quiet_s
-        self._progress: Progress | None = None
+        self._live: Live | None = None
         self._bars: list[Bar] = []
         self._last_line = time.monotonic()
         self._pulse: threading.Thread | None = None
@@ -106,47 +98,40 @@ class Console:
         start = time.monotonic() if since is None else since
         if keep and not self.interactive:
             self.info(f"{title} ...")
-        bar = self._open_bar(title, total)
+        bar = Bar(safe_text(title), total)
+        with self._turn:
+            self._bars.append(bar)
+            if self.interactive and self._live is None:
+                self._live = Live(console=self._rich, get_renderable=self._drawn, transient=True, auto_refresh=False)
+                self._live.start()
+            if self._pulse is None:
+                self._pulse = threading.Thread(target=self._beat, name="pulse", daemon=True)
+                self._pulse.start()
         outcome = "stopped after"
         try:
             yield bar
             outcome = ""
         finally:
-            self._close_bar(bar)
+            with self._turn:
+                self._bars.remove(bar)
+                if not self._bars and self._live is not None:
+                    self._live.stop()
+                    self._live = None
             if keep or outcome:
                 note = f" ({bar.note})" if bar.note else ""
                 self.info(f"{title}{note}: {f'{outcome} ' if outcome else ''}{duration(time.monotonic() - start)}")
 
-    def _open_bar(self, title: str, total: float | None) -> Bar:
-        with self._turn:
-            if not self.interactive:
-                bar = Bar(title=safe_text(title), total=total)
-            else:
-                if self._progress is None:
-                    self._progress = live_bars(self._rich)
-                    self._progress.start()
-                task = self._progress.add_task(str(self._text(title)), total=total, note="", ends_at=None)
-                bar = Bar(self._progress, task, safe_text(title), total)
-            self._bars.append(bar)
-            if self._pulse is None:
-                self._pulse = threading.Thread(target=self._beat, name="pulse", daemon=True)
-                self._pulse.start()
-            return bar
-
-    def _close_bar(self, bar: Bar) -> None:
-        with self._turn:
-            bar.close()
-            self._bars.remove(bar)
-            if not self._bars and self._progress is not None:
-                self._progress.stop()
-                self._progress = None
+    def _drawn(self) -> Text:
+        """Return the live bars, a line for each."""
+        lines = "\n".join(bar.text(BAR_WIDTH) for bar in self._bars)
+        return Text(encodable(lines, self._rich.encoding), no_wrap=True, overflow="ellipsis")
 
     def _beat(self) -> None:
         """Draw the live bars again and again; where there are none, print where the work is after a while without a line."""
         while not self._closed.wait(DRAW_S if self.interactive else self._quiet_s / 10):
             with self._turn:
-                if self._progress is not None:
-                    self._progress.refresh()
+                if self._live is not None:
+                    self._live.refresh()
                 places = [bar.text() for bar in self._bars]
             if not self.interactive and places and time.monotonic() - self._last_line >= self._quiet_s:
                 self.info("; ".join(places))
@@ -156,7 +141,7 @@ class Console:
 
         Takes no lock and may be called by a signal's handler: it writes past rich, which prints nothing more.
         """
-        if not self.interactive or self._progress is None:
+        if not self.interactive or self._live is None:
             return
         self._rich.quiet = True
         erased = "\r\x1b[2K" + "\x1b[1A\x1b[2K" * (len(self._bars) - 1)
@@ -209,31 +194,3 @@ class Console:
             if self._log is not None:
                 self._log.write(f"{datetime.now().isoformat(sep=' ', timespec='seconds')}  {line}\n")
                 self._log.flush()
-
-
-class TimeLeftColumn(ProgressColumn):
-    """The time that is left: as given to `Bar.left`, or estimated from the bar's own speed."""
-
-    max_refresh = 0.5
-
-    def render(self, task: Task) -> Text:
-        """Return the text beside one bar; empty where there is no estimate yet."""
-        ends_at = task.fields.get("ends_at")
-        seconds = task.time_remaining if ends_at is None else max(0.0, ends_at - time.monotonic())
-        return Text("" if seconds is None or task.finished else f"{duration(round(seconds))} left", style="dim")
-
-
-def live_bars(console: RichConsole) -> Progress:
-    """Return an empty stack of live bars, which leaves nothing on the screen when it is stopped. `Console` draws it."""
-    return Progress(
-        SpinnerColumn("line" if console.options.ascii_only else "dots"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeLeftColumn(),
-        TextColumn("{task.fields[note]}", style="dim", markup=False),
-        console=console,
-        transient=True,
-        auto_refresh=False,
-    )

@@ -7,12 +7,9 @@ import sys
 import threading
 import time
 import unicodedata
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TextIO
 
 from grpo_rl.config.secrets import redact
-
-if TYPE_CHECKING:  # the plan draws nothing
-    from rich.progress import Progress, TaskID
 
 # Controls, bidirectional and zero-width marks, lone surrogates, line separators: everything that can
 # move a cursor, reorder a line or break an encoder.
@@ -92,14 +89,12 @@ def duration(seconds: float) -> str:
 
 
 class Bar:
-    """A handle on one progress bar; safe to use from several threads, and after the bar has gone."""
+    """How far a piece of work is; safe to use from several threads, and after the work."""
 
-    def __init__(
-        self, progress: Progress | None = None, task: TaskID | None = None, title: str = "", total: float | None = None
-    ) -> None:
-        self._progress, self._task = progress, task
+    def __init__(self, title: str = "", total: float | None = None) -> None:
         self._began = time.monotonic()
         self._ends_at: float | None = None
+        self._is_even = True
         # A signal's exception may come out of any line of the main thread, which must not then wait for itself.
         self._lock = threading.RLock()
         self.title, self.total, self.note = title, total, ""
@@ -111,28 +106,17 @@ class Bar:
             self.done += k
             if note is not None:
                 self.note = safe_text(note, limit=120)
-            self._show(advance=k, note=self.note)
 
     def left(self, seconds: float | None) -> None:
         """Set how long the rest of the work takes, for a bar whose own speed is no estimate of that."""
-        with self._lock:
-            self._ends_at = None if seconds is None else time.monotonic() + seconds
-            self._show(ends_at=self._ends_at)
+        self._is_even, self._ends_at = False, None if seconds is None else time.monotonic() + seconds
 
-    def close(self) -> None:
-        """Take the bar off the screen; later calls of the other methods show nothing."""
-        with self._lock:
-            progress, task, self._progress = self._progress, self._task, None
-        if progress is not None and task is not None:
-            progress.remove_task(task)
-
-    def text(self) -> str:
-        """Return where the work is, as one line of plain text."""
+    def text(self, width: int = 0) -> str:
+        """Return where the work is, as one line of plain text, in which the bar has so many columns."""
+        took, share = time.monotonic() - self._began, self.done / self.total if self.total else 0.0
+        bar = f" [{'=' * round(width * min(1.0, share)):-<{width}}]" if width and self.total else ""
         count = f" {self.done:g} of {self.total:g}" if self.total is not None else ""
-        left = f", about {duration(max(0.0, self._ends_at - time.monotonic()))} left" if self._ends_at is not None else ""
-        note = f": {self.note}" if self.note else ""
-        return f"{self.title}{count}{note}, {duration(time.monotonic() - self._began)} so far{left}"
-
-    def _show(self, **fields: Any) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, **fields)
+        left = took * (1 / share - 1) if share and self._is_even else None
+        left = left if self._ends_at is None else self._ends_at - time.monotonic()
+        rest = f", about {duration(max(0.0, left))} left" if left is not None else ""
+        return f"{self.title}{bar}{count}{self.note and f': {self.note}'}, {duration(took)} so far{rest}"

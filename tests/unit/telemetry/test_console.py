@@ -89,7 +89,7 @@ def test_on_a_terminal_nested_bars_are_live_and_leave_one_line(encoding: str) ->
     reader.join(timeout=10)
     screen = b"".join(chunks).decode()
     assert exit_code == 0, screen
-    assert "inner" in screen and "1/2" in screen  # the live bars
+    assert "inner" in screen and "[===============---------------] 1 of 2" in screen  # the live bars
     assert "[red]n\\x1b[5m" in screen and "\x1b[5m" not in screen
     lines = [line.rsplit("\x1b[2K")[-1].strip() for line in screen.splitlines()]
     assert "between" in lines and lines[-1] == "end"
