@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -13,51 +14,14 @@ import numpy as np
 from grpo_rl.evaluation import estimates
 from grpo_rl.evaluation.estimates import Difference, Estimate
 from grpo_rl.evaluation.response_file import Record
-from grpo_rl.rewards.validation_metrics import majority, value_of
+from grpo_rl.rewards.validation_metrics import majority
+from grpo_rl.telemetry.metrics.validation import logged_value
 
 ALL = "all sources"
 Groups = Mapping[int, Sequence[Record]]
 """The n responses to each prompt, by its row."""
 Table = tuple[list[str], list[list[str]]]
 """Header and rows of texts."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A line of a log of responses, as the metrics of validation read a rollout."""
-
-    reward: float | None
-    reward_parts: dict[str, float]
-    failure: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Values:
-    """The numbers of one model's responses to the prompts of one data source."""
-
-    rows: tuple[int, ...]
-    values_PN: np.ndarray
-    """The value of each response: its accuracy where the reward gives one, else the reward; 0 where the reward failed."""
-    majority_P: np.ndarray
-    """The value of the answer with the most votes; the mean over answers that tie."""
-    lengths_PN: np.ndarray
-    truncated_PN: np.ndarray
-    failures: int
-
-    @property
-    def n(self) -> int:
-        """The number of responses to a prompt."""
-        return int(self.values_PN.shape[1])
-
-    def metrics(self, pass_at: float) -> dict[str, np.ndarray]:
-        """Return each metric's value for every prompt, by name. A response passes whose value is at least `pass_at`."""
-        n = self.n
-        passed_P = (self.values_PN >= pass_at - 1e-9).sum(axis=1)
-        found = {f"mean@{n}": self.values_PN.mean(axis=1)}
-        found |= {f"pass@{k}": estimates.pass_at_k(passed_P, n, k) for k in estimates.ks_of(n)}
-        if n > 1:
-            found[f"maj@{n}"] = self.majority_P
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,32 +41,55 @@ class SourceResult:
     """True where every value is 0 or 1."""
 
 
-def values_of(groups: Groups, source: str | None = None) -> Values:
-    """Return the numbers of the responses to the prompts of one data source, or of all."""
-    chosen = {row: group for row, group in sorted(groups.items()) if source is None or group[0]["data_source"] == source}
-    lines = [[_line(record) for record in group] for group in chosen.values()]
-    return Values(
-        rows=tuple(chosen),
-        values_PN=np.array([[value_of(line) for line in group] for group in lines], dtype=np.float64),
-        majority_P=np.array([majority(group) for group in lines], dtype=np.float64),
-        lengths_PN=np.array([[record.get("response_length") or 0 for record in group] for group in chosen.values()]),
-        truncated_PN=np.array([[record.get("finish_reason") == "length" for record in group] for group in chosen.values()]),
-        failures=sum(line.failure is not None for group in lines for line in group),
-    )
-
-
 def results_of(models: Sequence[Groups], *, pass_at: float = 1.0, seed: int = 0) -> list[SourceResult]:
     """Return the results by data source, of all models on the same prompts; with several sources also those of all together.
 
-    Raises ValueError where the models answered different prompts.
+    A response passes whose value is at least `pass_at`. Raises ValueError where the models answered different prompts.
     """
     if len({tuple(sorted(groups)) for groups in models}) != 1:
         raise ValueError("the models answered different prompts")
-    sources = sorted({str(group[0]["data_source"]) for group in models[0].values()})
-    named: list[tuple[str, str | None]] = [(source, source) for source in sources]
-    if len(sources) > 1:
-        named.append((ALL, None))
-    return [_of_source(name, [values_of(groups, source) for groups in models], pass_at, seed) for name, source in named]
+    rows: dict[str, list[int]] = {}
+    for row, group in sorted(models[0].items()):
+        rows.setdefault(str(group[0]["data_source"]), []).append(row)
+    chosen = dict(sorted(rows.items()))
+    if len(chosen) > 1:
+        chosen[ALL] = sorted(models[0])
+    return [
+        _of_source(source, [[groups[row] for row in rows] for groups in models], pass_at, seed)
+        for source, rows in chosen.items()
+    ]
+
+
+def _of_source(source: str, models: Sequence[Sequence[Sequence[Record]]], pass_at: float, seed: int) -> SourceResult:
+    """Return the results on one data source, of which each model has the responses to each prompt."""
+    flat = [[record for group in groups for record in group] for groups in models]
+    values = [np.array([[logged_value(record) for record in group] for group in groups]) for groups in models]
+    per_prompt = [_metrics(values_PN, groups, pass_at) for values_PN, groups in zip(values, models, strict=True)]
+    first = per_prompt[0]
+    return SourceResult(
+        source=source,
+        num_prompts=len(models[0]),
+        metrics={name: [estimates.interval(one[name], seed=seed) for one in per_prompt] for name in first},
+        differences={
+            name: [estimates.paired_difference(first[name], one[name], seed=seed) for one in per_prompt[1:]] for name in first
+        },
+        lengths=[fmean(record.get("response_length") or 0 for record in records) for records in flat],
+        truncated=[fmean(record.get("finish_reason") == "length" for record in records) for records in flat],
+        failures=[sum(record.get("failure") is not None for record in records) for records in flat],
+        binary=all(bool(np.isin(values_PN, (0.0, 1.0)).all()) for values_PN in values),
+    )
+
+
+def _metrics(values_PN: np.ndarray, groups: Sequence[Sequence[Record]], pass_at: float) -> dict[str, np.ndarray]:
+    """Return each metric's value for every prompt, by name."""
+    n = values_PN.shape[1]
+    passed_P = (values_PN >= pass_at - 1e-9).sum(axis=1)
+    found = {f"mean@{n}": values_PN.mean(axis=1)}
+    found |= {f"pass@{k}": estimates.pass_at_k(passed_P, n, k) for k in estimates.ks_of(n)}
+    if n > 1:
+        answers = [[(record.get("reward_parts") or {}).get("answer") for record in group] for group in groups]
+        found[f"maj@{n}"] = np.array([majority(each) for each in map(zip, values_PN.tolist(), answers)])
+    return found
 
 
 def as_json(results: Sequence[SourceResult], labels: Sequence[str]) -> list[dict[str, Any]]:
@@ -162,29 +149,3 @@ def _text(found: Estimate | Difference, sign: str = "") -> str:
 def p_text(p: float) -> str:
     """Return `p=0.027`, and for very small ones `p<0.0001`."""
     return "p<0.0001" if p < 1e-4 else f"p={p:.4f}" if p < 0.01 else f"p={p:.3f}"
-
-
-def _of_source(source: str, models: Sequence[Values], pass_at: float, seed: int) -> SourceResult:
-    per_prompt = [values.metrics(pass_at) for values in models]
-    names = list(per_prompt[0])
-    first = per_prompt[0]
-    return SourceResult(
-        source=source,
-        num_prompts=len(models[0].rows),
-        metrics={name: [estimates.interval(one[name], seed=seed) for one in per_prompt] for name in names},
-        differences={
-            name: [estimates.paired_difference(first[name], one[name], seed=seed) for one in per_prompt[1:]] for name in names
-        },
-        lengths=[float(values.lengths_PN.mean()) for values in models],
-        truncated=[float(values.truncated_PN.mean()) for values in models],
-        failures=[values.failures for values in models],
-        binary=all(bool(np.isin(values.values_PN, (0.0, 1.0)).all()) for values in models),
-    )
-
-
-def _line(record: Record) -> _Line:
-    parts = {
-        str(key): float(value) for key, value in (record.get("reward_parts") or {}).items() if isinstance(value, int | float)
-    }
-    reward = record.get("reward")
-    return _Line(float(reward) if isinstance(reward, int | float) else 0.0, parts, record.get("failure"))

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import Protocol
 
 from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.types import Metrics, Rollout
-
-
-class ScoredResponse(Protocol):
-    """The parts of a scored response that its value is made of: a rollout has them, and a line of its log."""
-
-    @property
-    def reward(self) -> float | None: ...
-
-    @property
-    def reward_parts(self) -> dict[str, float]: ...
-
-    @property
-    def failure(self) -> str | None: ...
 
 
 def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
@@ -66,14 +52,14 @@ def _of_source(groups: list[list[Rollout]], n: int) -> Metrics:
     return {f"{name}/mean@{n}": fmean(rollout.reward_parts.get(name, 0.0) for rollout in rollouts) for name in names} | {
         f"mean@{n}": fmean(fmean(group) for group in values),
         f"best@{n}": fmean(max(group) for group in values),
-        f"maj@{n}": fmean(majority(group) for group in groups),
+        f"maj@{n}": fmean(majority((value_of(one), one.reward_parts.get("answer")) for one in group) for group in groups),
         "reward": fmean(0.0 if rollout.failure else rollout.reward or 0.0 for rollout in rollouts),
         "reward_failures": float(sum(rollout.failure is not None for rollout in rollouts)),
         "response_length": fmean(len(rollout.response_ids) for rollout in rollouts),
     }
 
 
-def value_of(rollout: ScoredResponse) -> float:
+def value_of(rollout: Rollout) -> float:
     """The accuracy of a scored rollout where its reward gives one, else the reward."""
     if rollout.failure is not None:
         return 0.0
@@ -81,11 +67,11 @@ def value_of(rollout: ScoredResponse) -> float:
     return rollout.reward_parts.get("acc", rollout.reward)
 
 
-def majority(group: Sequence[ScoredResponse]) -> float:
-    """The value of the answer with the most votes; the mean over answers that tie."""
-    voters = [rollout for rollout in group if "answer" in rollout.reward_parts] or list(group)
+def majority(votes: Iterable[tuple[float, float | None]]) -> float:
+    """The value of the answer with the most votes, from value and answer of each response; the mean over answers that tie."""
+    votes = list(votes)
     ballots: dict[float, list[float]] = defaultdict(list)
-    for rollout in voters:
-        ballots[rollout.reward_parts.get("answer", value_of(rollout))].append(value_of(rollout))
+    for value, answer in [vote for vote in votes if vote[1] is not None] or votes:
+        ballots[value if answer is None else answer].append(value)
     most = max(map(len, ballots.values()))
     return fmean(fmean(values) for values in ballots.values() if len(values) == most)

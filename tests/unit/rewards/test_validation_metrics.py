@@ -33,17 +33,15 @@ def test_accuracy_is_reported_where_the_reward_gives_one_and_the_reward_beside_i
 @pytest.mark.parametrize(
     ("votes", "expected"),
     [
-        ([(7, 1), (7, 1), (8, 0)], 1.0),
-        ([(7, 1), (8, 0), (8, 0)], 0.0),
-        ([(7, 1), (8, 0)], 0.5),
-        ([(7, 1), (None, 0), (None, 0)], 1.0),
-        ([(7, 1), (8, 0), (9, 0)], pytest.approx(1 / 3)),
+        ([(1, 7), (1, 7), (0, 8)], 1.0),
+        ([(1, 7), (0, 8), (0, 8)], 0.0),
+        ([(1, 7), (0, 8)], 0.5),
+        ([(1, 7), (0, None), (0, None)], 1.0),
+        ([(1, 7), (0, 8), (0, 9)], pytest.approx(1 / 3)),
     ],
 )
 def test_the_majority_vote_counts_answers_and_shares_ties(votes, expected):
-    group = [rollout("a", value, **({} if answer is None else {"answer": answer})) for answer, value in votes]
-    assert majority(group) == expected
-    assert majority(group[::-1]) == expected
+    assert majority(votes) == majority(votes[::-1]) == expected
 
 
 def test_a_prompt_with_another_number_of_responses_or_without_reward_is_refused():
