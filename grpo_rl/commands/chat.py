@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         # A person is there in place of rewards and environments.
         keys = settings_of_run(target.run, options.engine, words, trusted=options.trust_run, without=("reward.", EPISODES))
         keys |= _keys(options, ready_model(model, console), words)
-        plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml").plan)
+        plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml")[0])
         session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
         started = stack.enter_context(sampler(session, plan))
         session.phase("gen")

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_rl.arguments import Arguments, finite
-from grpo_rl.commands.sampling_plan import (
-    SamplingPlan,
-    add_sampling_options,
-    answer_missing,
-    output_folder,
-    sampled_with,
-    sampling_plan,
-)
+from grpo_rl.commands.sampling_plan import add_sampling_options, answer_missing, responses_folder, sampled_with, sampling_plan
 from grpo_rl.commands.targets import Target, find_target, model_folder
 from grpo_rl.errors import ConfigError
 from grpo_rl.evaluation.estimates import LEVEL, RESAMPLES
 from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, identity_of
 from grpo_rl.run_files import write_whole
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
-from grpo_rl.telemetry.rundir import RunLock
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
+    from grpo_rl.config.schema.tree import DataConfig
     from grpo_rl.evaluation.evaluation_results import Groups
     from grpo_rl.plan.decisions import Plan
-    from grpo_rl.telemetry.terminal.console import Console
 
 FOLDER = Path("evaluations")
 
@@ -44,48 +35,31 @@ def main(argv: Sequence[str]) -> int:
     options, words = _parser().read_with_settings(argv)
     if not options.targets:
         raise ConfigError("grpo-rl eval needs a model or a run: grpo-rl eval runs/grpo_rl/my_run --data FILE")
-    with closing(Console()) as console, ExitStack() as stack:
-        _evaluate(options, words, console, stack)
-    return 0
-
-
-def _evaluate(options: argparse.Namespace, words: Sequence[str], console: Console, stack: ExitStack) -> None:
     targets = [find_target(text, trusted=options.trust_run) for text in options.targets]
     if len({target.label for target in targets}) < len(targets):
         raise ConfigError("the same model is named twice")
     run, data, keys = sampled_with(options, targets, words)
     folder = Path(options.output) if options.output else FOLDER / _name(targets[0], data, keys, words)
-    run_dir = output_folder(folder)
-    stack.callback(RunLock.take(folder).release)
-    console.log_to(run_dir.logs / "console.log")
-    console.info(f"evaluation folder: {folder}")
-    if run is not None:
-        console.info(f"data columns, templates, lengths and reward are those of {run}")
-    models = list(_models(targets, keys, words, EvaluationFolder(folder), console, options.trust_run))
-    answer_missing([(f"evaluating {label}", plan, file) for label, plan, file in models], run_dir, console)
-    values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
-    groups = [file.groups(values.n) for _, _, file in models]
-    _report([label for label, _, _ in models], groups, folder, console, options.pass_at, values.temperature)
-    console.info(f"responses: {', '.join(str(file.path) for _, _, file in models)}")
-
-
-def _models(
-    targets: Sequence[Target],
-    keys: dict[str, Any],
-    words: Sequence[str],
-    folder: EvaluationFolder,
-    console: Console,
-    trusted: bool,
-) -> Iterator[tuple[str, Plan, ResponseFile]]:
-    """Yield each model by its label, with its plan and the file of its responses. All is refused here that can be, before an engine starts."""
-    settled: dict[str, Any] | None = None
-    for number, target in enumerate(targets):
-        path = model_folder(target, console, trusted=trusted)
-        planned = sampling_plan(keys, words, path, folder.path / "logs" / f"settings_{number + 1}.yaml")
-        if settled is None:
-            settled = planned.settings | _data_settings(planned)
-            folder.settle(settled)
-        yield target.label, planned.plan, folder.model(target.label, identity_of(path))
+    with closing(Console()) as console, responses_folder(folder) as run_dir:
+        console.log_to(run_dir.logs / "console.log")
+        console.info(f"evaluation folder: {folder}")
+        if run is not None:
+            console.info(f"data columns, templates, lengths and reward are those of {run}")
+        responses = EvaluationFolder(folder)
+        models: list[tuple[str, Plan, ResponseFile]] = []
+        # All is refused here that can be, before an engine starts.
+        for number, target in enumerate(targets):
+            path = model_folder(target, console, trusted=options.trust_run)
+            plan, settings = sampling_plan(keys, words, path, run_dir.logs / f"settings_{number + 1}.yaml")
+            if number == 0:
+                responses.settle(settings | _data_settings(plan.config.data))
+            models.append((target.label, plan, responses.model(target.label, identity_of(path))))
+        answer_missing([(f"evaluating {label}", plan, file) for label, plan, file in models], run_dir, console)
+        values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
+        groups = [file.groups(values.n) for _, _, file in models]
+        _report([label for label, _, _ in models], groups, folder, console, options.pass_at, values.temperature)
+        console.info(f"responses: {', '.join(str(file.path) for _, _, file in models)}")
+    return 0
 
 
 def _report(
@@ -127,12 +101,11 @@ def _report(
     console.info(f"written: {folder / 'summary.json'}")
 
 
-def _data_settings(planned: SamplingPlan) -> dict[str, Any]:
+def _data_settings(data: DataConfig) -> dict[str, Any]:
     """Return the names of the data and a digest of what lies there."""
     from grpo_rl.data.sources.locate import open_source
     from grpo_rl.data.sources.source import fingerprint_of
 
-    data = planned.composed.config.data
     found: dict[str, Any] = {"data.val_files": list(data.val_files)}
     if data.custom_cls.path is None:
         found["digest of the data"] = fingerprint_of([open_source(name) for name in data.val_files])

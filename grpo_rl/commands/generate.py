@@ -6,28 +6,26 @@ written at once at the end, and the folder goes.
 
 from __future__ import annotations
 
-import argparse
 import shutil
+import statistics
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from grpo_rl.arguments import Arguments
 from grpo_rl.commands.sampling_plan import (
     NO_DATA,
     add_sampling_options,
     answer_missing,
-    output_folder,
+    responses_folder,
     sampled_with,
     sampling_plan,
 )
 from grpo_rl.commands.targets import find_target, model_folder
 from grpo_rl.errors import ConfigError
 from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of
-from grpo_rl.telemetry.rundir import RunDir, RunLock
+from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
@@ -47,52 +45,43 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--output {output}: is written as {' or '.join(_SUFFIXES)}; give a name that ends so")
     if output.exists() and not options.overwrite:
         raise ConfigError(f"--output {output}: is there already; give another name, or --overwrite")
-    with closing(Console()) as console, ExitStack() as stack:
-        _generate(options, words, output, console, stack)
-    return 0
-
-
-def _generate(options: argparse.Namespace, words: Sequence[str], output: Path, console: Console, stack: ExitStack) -> None:
     target = find_target(options.targets[0], trusted=options.trust_run)
     _, data, keys = sampled_with(options, [target], words)
     work = output.with_name(f"{output.name}.work")
-    run_dir = output_folder(work)
-    stack.callback(RunLock.take(work).release)
-    model = model_folder(target, console, trusted=options.trust_run)
-    recipe = work / "logs" / "settings.yaml"
-    planned = sampling_plan(keys | {"data.val_files": [NO_DATA]}, words, model, recipe)
-    episodes = planned.composed.config.actor_rollout_ref.rollout.multi_turn.enable
-    scores = episodes or _has_ground_truth(data, planned.composed.config.data)
-    if scores:
-        planned = sampling_plan(keys, words, model, recipe)
-    console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth'}")
-    folder = EvaluationFolder(work)
-    folder.settle(planned.settings | {"data.val_files": data, "scored": scores})
-    file = folder.model("model", identity_of(model))
-    n = planned.plan.config.actor_rollout_ref.rollout.val_kwargs.n
-    _sample(planned.plan, data, scores, file, run_dir, console, options.limit)
-    groups = file.groups(n)
-    rows = rows_of(groups.values())
-    from grpo_rl.data.sources.tables import write_rows
+    with closing(Console()) as console, responses_folder(work) as run_dir:
+        model = model_folder(target, console, trusted=options.trust_run)
+        recipe = run_dir.logs / "settings.yaml"
+        plan, settings = sampling_plan(keys | {"data.val_files": [NO_DATA]}, words, model, recipe)
+        scores = plan.config.actor_rollout_ref.rollout.multi_turn.enable or _has_ground_truth(data, plan.config.data)
+        if scores:
+            plan, settings = sampling_plan(keys, words, model, recipe)
+        console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth'}")
+        folder = EvaluationFolder(work)
+        folder.settle(settings | {"data.val_files": data, "scored": scores})
+        file = folder.model("model", identity_of(model))
+        _sample(plan, data, scores, file, run_dir, console, -1 if options.limit is None else options.limit)
+        groups = file.groups(plan.config.actor_rollout_ref.rollout.val_kwargs.n)
+        rows = rows_of(groups.values())
+        from grpo_rl.data.sources.tables import write_rows
 
-    write_rows(output, rows)
-    rewards = [row["reward"] for row in rows if isinstance(row["reward"], int | float)]
-    mean = f", mean reward {float(np.mean(rewards)):.3g}" if scores and rewards else ""
-    console.info(f"{len(rows):,} responses to {len(groups):,} prompts{mean}")
-    console.info(f"written: {output} ({len(rows):,} rows)")
-    stack.callback(shutil.rmtree, work, ignore_errors=True)
+        write_rows(output, rows)
+        rewards = [row["reward"] for row in rows if isinstance(row["reward"], int | float)]
+        mean = f", mean reward {statistics.fmean(rewards):.3g}" if scores and rewards else ""
+        console.info(f"{len(rows):,} responses to {len(groups):,} prompts{mean}")
+        console.info(f"written: {output}")
+        shutil.rmtree(work, ignore_errors=True)
+    return 0
 
 
 def _sample(
-    plan: Plan, data: Sequence[str], scores: bool, file: ResponseFile, run_dir: RunDir, console: Console, limit: int | None
+    plan: Plan, data: Sequence[str], scores: bool, file: ResponseFile, run_dir: RunDir, console: Console, limit: int
 ) -> None:
     """Sample what is not in the file yet."""
     from grpo_rl.cluster.sampling import unscored
     from grpo_rl.data.dataset import BarePromptDataset
 
     def bare_prompts(tokenizer: Any) -> BarePromptDataset:
-        bare = BarePromptDataset(data, plan.config.data, tokenizer, max_samples=-1 if limit is None else limit)
-        return bare.checked(whole=True)
+        return BarePromptDataset(data, plan.config.data, tokenizer, max_samples=limit).checked(whole=True)
 
     models = [("generating", plan if scores else unscored(plan), file)]
     answer_missing(models, run_dir, console, None if scores else bare_prompts)

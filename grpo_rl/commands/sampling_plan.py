@@ -9,8 +9,8 @@ run's own configuration only what bears on sampling and scoring is taken: data c
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +22,9 @@ from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.schema.fields import changed, flat, nested
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.rundir import RunDir, find_run, run_config
+from grpo_rl.telemetry.rundir import RunDir, RunLock, find_run, run_config
 
 if TYPE_CHECKING:
-    from grpo_rl.cluster.run_session import RunSession
-    from grpo_rl.cluster.sampling import Sampler
     from grpo_rl.data.dataset import PromptDataset
     from grpo_rl.evaluation.response_file import ResponseFile
     from grpo_rl.plan.decisions import Plan
@@ -56,26 +54,6 @@ ALONE_MEMORY_SHARE = 0.85
 """GPU: share of the memory for an engine that has the device to itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingPlan:
-    """A composed configuration and its plan."""
-
-    composed: Composed
-    plan: Plan
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Return what responses and rewards depend on beside model and data, by key, where it is not the default.
-
-        Settings of speed and memory are none of them: an evaluation may go on with others.
-        """
-        tree = flat(self.composed.resolved)
-        matters = {key for key in tree if _is_taken(key) and (not _is_of_engine(key) or key in SAMPLED_WITH)} - _PROCESSES
-        kept = {key: value for key, (value, _) in changed(tree).items() if key in matters}
-        values = {key: tree[key] for key in tree if key.startswith(f"{_R}.val_kwargs.")}
-        return kept | values | {"data.val_max_samples": tree.get("data.val_max_samples")}
-
-
 def add_sampling_options(parser: Arguments, *, n: int) -> None:
     """Add the options that all commands which sample for prompts have in common."""
     parser.add_argument("--data", action="append", metavar="FILE", help="prompts, as data.val_files takes them")
@@ -98,12 +76,17 @@ def add_engine_options(parser: Arguments) -> None:
     add_trust_option(parser)
 
 
-def output_folder(folder: Path) -> RunDir:
-    """Make a folder for responses and logs. Raises ConfigError where it cannot be made."""
+@contextmanager
+def responses_folder(folder: Path) -> Iterator[RunDir]:
+    """Keep a folder for responses and logs, made where it is not there, from other processes. Raises ConfigError where that cannot be."""
     run_dir = RunDir(folder)
     with writing(f"--output {folder}"):
         run_dir.logs.mkdir(parents=True, exist_ok=True)
-    return run_dir
+    lock = RunLock.take(folder)
+    try:
+        yield run_dir
+    finally:
+        lock.release()
 
 
 def option_keys(options: argparse.Namespace, data: Sequence[str]) -> dict[str, Any]:
@@ -186,76 +169,66 @@ def answer_missing(
 
     `bare_prompts` makes the prompts, with the tokenizer, for plans without data.
     """
-    n = models[0][1].config.actor_rollout_ref.rollout.val_kwargs.n
-    open_ones = [model for model in models if not model[2].is_complete(n)]
+    values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
+    open_ones = [model for model in models if not model[2].is_complete(values.n)]
     if not open_ones:
         console.info("all responses are there already")
         return
     # Loading engines and Ray takes seconds, which tables of responses that are there need not wait for.
     from grpo_rl.cluster.sampling import sampler, sampling_session
+    from grpo_rl.telemetry.rollouts.rollout_log import record_of
+    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
+    from grpo_rl.trainer.validation import validation_sampling
 
     with sampling_session(open_ones[0][1], run_dir, console) as session:
         for label, plan, file in open_ones:
             with sampler(session, plan) as started:
                 prompts = started.prompts if bare_prompts is None else bare_prompts(started.tokenizer)
                 assert prompts is not None, "an evaluation has data"
-                _answer(label, plan, started, session, prompts, file, console)
+                there = file.groups(values.n)
+                missing = [row for row in range(len(prompts)) if row not in there]
+                if there and missing:
+                    console.info(f"{label}: goes on, {len(there)} of {len(prompts)} prompts are answered already")
+                sampling = validation_sampling(values, training_sampling(plan.config, VALIDATION))
+                parts = [[prompts.prompt(row, f"val-{row}") for row in part] for part in started.parts_of(missing, values.n)]
+                with console.progress(label, len(missing) * values.n) as bar:
+                    session.phase("gen")
+                    for rollouts in started.answers(parts, values.n, sampling, bar.advance):
+                        session.phase("save")
+                        file.append([record_of(one) | {"row": int(one.prompt.uid.removeprefix("val-"))} for one in rollouts])
+                        session.phase("gen")
+                file.complete(len(prompts))
 
 
-def _answer(
-    label: str,
-    plan: Plan,
-    sampler: Sampler,
-    session: RunSession,
-    prompts: PromptDataset,
-    file: ResponseFile,
-    console: Console,
-) -> None:
-    from grpo_rl.telemetry.rollouts.rollout_log import record_of
-    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
-    from grpo_rl.trainer.validation import validation_sampling
+def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, recipe: Path) -> tuple[Plan, dict[str, Any]]:
+    """Return the plan for sampling from `model`, and what responses depend on. `keys` go into the file `recipe`, `words` over it.
 
-    values = plan.config.actor_rollout_ref.rollout.val_kwargs
-    there = file.groups(values.n)
-    missing = [row for row in range(len(prompts)) if row not in there]
-    if there and missing:
-        console.info(f"{label}: goes on, {len(there)} of {len(prompts)} prompts are answered already")
-    sampling = validation_sampling(values, training_sampling(plan.config, VALIDATION))
-    parts = [[prompts.prompt(row, f"val-{row}") for row in part] for part in sampler.parts_of(missing, values.n)]
-    with console.progress(label, len(missing) * values.n) as bar:
-        session.phase("gen")
-        for rollouts in sampler.answers(parts, values.n, sampling, bar.advance):
-            session.phase("save")
-            rows = (int(rollout.prompt.uid.removeprefix("val-")) for rollout in rollouts)
-            file.append([record_of(one) | {"row": row} for one, row in zip(rollouts, rows, strict=True)])
-            session.phase("gen")
-    file.complete(len(prompts))
-
-
-def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, recipe: Path) -> SamplingPlan:
-    """Return the plan for sampling from `model`. `keys` go into the file `recipe`; what is typed (`words`) goes over it.
-
-    Raises ConfigError and DataError as `make_plan` does.
+    The latter are the settings that bear on responses and rewards beside model and data, by key, where they are not the defaults:
+    none of speed and memory, with others of which an evaluation may go on. Raises ConfigError and DataError as `make_plan` does.
     """
-    typed = _typed(words)
-    own: dict[str, Any] = {"trainer.val_only": True, f"{_A}.model.path": model}
-    planned = _planned({**own, **keys}, typed, words, recipe)
-    share = f"{_R}.gpu_memory_utilization"
-    if planned.plan.machine.device != "cuda" or planned.plan.config.actor_rollout_ref.rollout.name != "vllm" or share in typed:
-        return planned
-    # The engine has its device to itself: nothing is trained beside it.
-    return _planned({**own, share: ALONE_MEMORY_SHARE, **keys}, typed, words, recipe)
-
-
-def _planned(keys: Mapping[str, Any], typed: set[str], words: Sequence[str], recipe: Path) -> SamplingPlan:
     from grpo_rl.plan.make import make_plan
 
-    untyped = {key: value for key, value in keys.items() if key not in typed}
-    tree = nested(relative_paths.from_folder(untyped, Path.cwd()))
-    recipe.parent.mkdir(parents=True, exist_ok=True)
-    recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")
-    composed = compose([f"recipe={recipe}", *words])
-    return SamplingPlan(composed, make_plan(composed))
+    typed = _typed(words)
+
+    def planned(more: Mapping[str, Any]) -> tuple[Composed, Plan]:
+        untyped = {key: value for key, value in {**own, **more, **keys}.items() if key not in typed}
+        tree = nested(relative_paths.from_folder(untyped, Path.cwd()))
+        recipe.parent.mkdir(parents=True, exist_ok=True)
+        recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")
+        composed = compose([f"recipe={recipe}", *words])
+        return composed, make_plan(composed)
+
+    own: dict[str, Any] = {"trainer.val_only": True, f"{_A}.model.path": model}
+    composed, plan = planned({})
+    share = f"{_R}.gpu_memory_utilization"
+    if plan.machine.device == "cuda" and plan.config.actor_rollout_ref.rollout.name == "vllm" and share not in typed:
+        # The engine has its device to itself: nothing is trained beside it.
+        composed, plan = planned({share: ALONE_MEMORY_SHARE})
+    tree = flat(composed.resolved)
+    matters = {key for key in tree if _is_taken(key) and (not _is_of_engine(key) or key in SAMPLED_WITH)} - _PROCESSES
+    settings = {key: value for key, (value, _) in changed(tree).items() if key in matters}
+    settings |= {key: tree[key] for key in tree if key.startswith(f"{_R}.val_kwargs.")}
+    return plan, settings | {"data.val_max_samples": tree.get("data.val_max_samples")}
 
 
 def _typed(words: Sequence[str]) -> set[str]:

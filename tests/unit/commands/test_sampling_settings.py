@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_folders import make_run
 
-from grpo_rl.commands.sampling_plan import EPISODES, SamplingPlan, data_of_run, sampling_plan, settings_of_run
+from grpo_rl.commands.sampling_plan import EPISODES, data_of_run, sampling_plan, settings_of_run
 from grpo_rl.models import builtin
+from grpo_rl.plan.decisions import Plan
 
 
 @pytest.fixture
@@ -16,24 +18,20 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "runs", "games", "recipe=agents/word_game", "actor_rollout_ref.rollout.name=hf")
 
 
-def planned(run: Path, *words: str) -> SamplingPlan:
+def planned(run: Path, *words: str) -> tuple[Plan, dict[str, Any]]:
     keys = settings_of_run(run) | {"data.val_files": data_of_run(run), "trainer.device": "cpu"}
     model = builtin.build("builtin:arithmetic", run / "model")
     return sampling_plan(keys, words, str(model), run / "logs" / "settings.yaml")
 
 
-def test_an_evaluation_plays_the_episodes_of_the_run(run: Path) -> None:
-    one = planned(run)
-    assert one.plan.plays_episodes and one.plan.reward.scores
-    own = one.composed.config.actor_rollout_ref.rollout.multi_turn
+def test_an_evaluation_plays_the_episodes_of_the_run_with_any_processes(run: Path) -> None:
+    plan, settings = planned(run)
+    assert plan.plays_episodes and plan.reward.scores
+    own = plan.config.actor_rollout_ref.rollout.multi_turn
     assert own.environment.name == "word_game" and own.environment.options == {"turns": 8}
     assert settings_of_run(run, "vllm")[f"{EPISODES}environment.name"] == "word_game", "with any engine"
-
-
-def test_an_evaluation_goes_on_with_other_processes_and_not_with_another_game(run: Path) -> None:
-    settings = planned(run).settings
-    assert planned(run, f"{EPISODES}environment.num_workers=1").settings == settings
-    assert planned(run, f"{EPISODES}environment.options={{turns: 3}}").settings != settings
+    assert planned(run, f"{EPISODES}environment.num_workers=1")[1] == settings
+    assert planned(run, f"{EPISODES}environment.options={{turns: 3}}")[1] != settings
 
 
 def test_in_a_conversation_a_person_is_the_environment(run: Path) -> None:
