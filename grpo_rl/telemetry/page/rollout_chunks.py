@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,22 +59,44 @@ def chunks_of(
     is_inlined = size <= inline_bytes
     if not is_inlined:
         folder.mkdir(parents=True, exist_ok=True)
-    packer = _Packer(pieces, _earlier(folder) if keep and not is_inlined else {})
+    earlier = _earlier(folder) if keep and not is_inlined else {}
+    there = {(entry["kind"], entry["step"]): entry for entry in earlier.get("steps", ())}
+    index: dict[str, Any] = {"format": FORMAT, "steps": []}
+    """All that the page needs to list, filter and find groups without their texts."""
+    index |= {name: list(earlier.get(name, ())) for name in ("prompts", "sources", "failures")}
+    places = {key: place for place, (key, *_) in enumerate(index["prompts"])}
+    stamps: dict[str, list[int]] = {}
+    inlined: dict[str, str] = {}
     for (kind, step), path in sorted(files.items()):
-        packer.add(kind, step, path)
-        if not is_inlined:
-            for name, packed in packer.chunks.items():
-                write_chunk(folder, name, packed)
-            packer.chunks.clear()
+        try:
+            found = path.stat()
+            stamp = [found.st_size, found.st_mtime_ns]
+            entry = there.get((kind, step)) if earlier.get("stamps", {}).get(f"{kind}/{step}") == stamp else None
+            records = [] if entry is not None else read_rollouts(path)
+        except (OSError, DataError):
+            continue
+        if entry is None:
+            entry = {"kind": kind, "step": step, "num": len(records), "groups": [], "chunks": []}
+            for groups in _parted(records):
+                name = f"{kind}_{step}_{len(entry['chunks'])}"
+                entry["chunks"].append([name, len(entry["groups"]), len(groups)])
+                entry["groups"] += [_entry(group, kind, index, places) for group in groups]
+                packed = pack([_texts(group, pieces) for group in groups])
+                if is_inlined:
+                    inlined[name] = packed
+                else:
+                    write_chunk(folder, name, packed)
+        index["steps"].append(entry)
+        stamps[f"{kind}/{step}"] = stamp
     if is_inlined:
-        return packer.index, packer.chunks
-    write_chunk(folder, INDEX, pack(packer.index | {"stamps": packer.stamps}))
-    kept = {name for entry in packer.index["steps"] for name, _, _ in entry["chunks"]}
+        return index, inlined
+    write_chunk(folder, INDEX, pack(index | {"stamps": stamps}))
+    kept = {name for entry in index["steps"] for name, _, _ in entry["chunks"]}
     for path in folder.glob("*.js"):  # of steps that are no longer there: a resumed run writes them anew
         if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem) and path.stem not in kept:
             with suppress(OSError):
                 path.unlink()
-    return packer.index, None
+    return index, None
 
 
 def pack(value: Any) -> str:
@@ -101,104 +123,65 @@ def read_chunk(folder: Path, name: str) -> Any:
     return unpack(match[1])
 
 
-class _Packer:
-    """Turns logged rollouts into chunks and an index, and keeps the entries of an earlier index whose files are the same."""
+def _parted(records: Sequence[Record]) -> Iterator[list[list[Record]]]:
+    """Yield the groups of a step, as many at a time as a chunk takes."""
+    by_prompt: dict[Any, list[Record]] = {}
+    for record in records:
+        by_prompt.setdefault(record.get("uid"), []).append(record)
+    groups: list[list[Record]] = []
+    size = 0
+    for group in by_prompt.values():
+        groups.append(group)
+        size += sum(len(str(record.get("response", ""))) for record in group) + len(str(group[0].get("prompt", "")))
+        if size > CHUNK_BYTES:
+            yield groups
+            groups, size = [], 0
+    if groups:
+        yield groups
 
-    def __init__(self, pieces: Pieces | None, earlier: Mapping[str, Any]) -> None:
-        self._pieces = pieces
-        self._earlier = {(entry["kind"], entry["step"]): entry for entry in earlier.get("steps", [])}
-        self._stamped = earlier.get("stamps", {})
-        self.index: dict[str, Any] = {"format": FORMAT, "steps": []}
-        """All that the page needs to list, filter and find groups without their texts."""
-        self.index |= {name: list(earlier.get(name, [])) for name in ("prompts", "sources", "failures")}
-        self._prompts: dict[str, int] = {key: place for place, (key, *_) in enumerate(self.index["prompts"])}
-        self.stamps: dict[str, list[int]] = {}
-        self.chunks: dict[str, str] = {}
 
-    def add(self, kind: str, step: int, path: Path) -> None:
-        """Pack one step's file, or keep what was packed of it before."""
-        with suppress(OSError, DataError):
-            found = path.stat()
-            stamp, key = [found.st_size, found.st_mtime_ns], f"{kind}/{step}"
-            if self._stamped.get(key) == stamp and (kind, step) in self._earlier:
-                self.index["steps"].append(self._earlier[kind, step])
-            else:
-                self.index["steps"].append(self._packed(kind, step, read_rollouts(path)))
-            self.stamps[key] = stamp
+def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: dict[str, int]) -> list[Any]:
+    """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables.
 
-    def _packed(self, kind: str, step: int, records: Sequence[Record]) -> dict[str, Any]:
-        groups: dict[Any, list[Record]] = {}
-        for record in records:
-            groups.setdefault(record.get("uid"), []).append(record)
-        entry: dict[str, Any] = {"kind": kind, "step": step, "chunks": [], "groups": [], "num": len(records)}
-        waiting: list[dict[str, Any]] = []
-        size = 0
-        for group in groups.values():
-            entry["groups"].append(self._entry(group, kind))
-            waiting.append(self._texts(group))
-            size += sum(len(str(record.get("response", ""))) for record in group) + len(str(group[0].get("prompt", "")))
-            if size > CHUNK_BYTES:
-                self._close(entry, waiting)
-                waiting, size = [], 0
-        if waiting:
-            self._close(entry, waiting)
-        return entry
+    After them, of validation, the values that mean@N is of, where they are others than the rewards.
+    """
+    row, prompt = prompt_key(group[0])
+    key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
+    if key not in places:
+        places[key] = len(places)
+        preview = prompt if len(prompt) <= PREVIEW else "…" + prompt[-PREVIEW:]
+        index["prompts"].append([key, preview, row if row.startswith("row ") else ""])
+    rewards, values = ([rounded(one) for one in each] for each in ([r.get("reward") for r in group], map(logged_value, group)))
+    return [
+        places[key],
+        _place(index["sources"], str(group[0].get("data_source", ""))),
+        rewards,
+        [record.get("response_length") for record in group],
+        [at for at, record in enumerate(group) if record.get("finish_reason") == "length"],
+        [[at, _place(index["failures"], str(one["failure"]))] for at, one in enumerate(group) if one.get("failure")],
+        *([values] if kind == "val" and values != rewards else ()),
+    ]
 
-    def _close(self, entry: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-        name = f"{entry['kind']}_{entry['step']}_{len(entry['chunks'])}"
-        first = len(entry["groups"]) - len(groups)
-        entry["chunks"].append([name, first, len(groups)])
-        self.chunks[name] = pack(groups)
 
-    def _entry(self, group: Sequence[Record], kind: str) -> list[Any]:
-        """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables.
+_SHARED = ("prompt", "ground_truth", "data_source", "uid", "prompt_length")
+"""Fields that all rollouts of a group have in common."""
 
-        After them, of validation, the values that mean@N is of, where they are others than the rewards.
-        """
-        (row, prompt), source = prompt_key(group[0]), str(group[0].get("data_source", ""))
-        key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
-        if key not in self._prompts:
-            self._prompts[key] = len(self._prompts)
-            preview = prompt if len(prompt) <= PREVIEW else "…" + prompt[-PREVIEW:]
-            self.index["prompts"].append([key, preview, row if row.startswith("row ") else ""])
-        failures = [
-            [place, _place(self.index["failures"], str(one["failure"]))]
-            for place, one in enumerate(group)
-            if one.get("failure")
-        ]
-        rewards, values = (
-            [rounded(one) for one in each] for each in ([r.get("reward") for r in group], map(logged_value, group))
-        )
-        return [
-            self._prompts[key],
-            _place(self.index["sources"], source),
-            rewards,
-            [record.get("response_length") for record in group],
-            [place for place, record in enumerate(group) if record.get("finish_reason") == "length"],
-            failures,
-            *([values] if kind == "val" and values != rewards else ()),
-        ]
 
-    def _texts(self, group: Sequence[Record]) -> dict[str, Any]:
-        """Return all that is logged of a group, what its rollouts share only once."""
-        shared = {
-            name: jsonable(group[0].get(name)) for name in ("prompt", "ground_truth", "data_source", "uid", "prompt_length")
-        }
-        return shared | {"rollouts": [self._rollout(record, shared) for record in group]}
-
-    def _rollout(self, record: Record, shared: Mapping[str, Any]) -> dict[str, Any]:
+def _texts(group: Sequence[Record], pieces: Pieces | None) -> dict[str, Any]:
+    """Return all that is logged of a group, what its rollouts share only once."""
+    rollouts = []
+    for record in group:
         kept = {
             name: jsonable(rounded(value) if isinstance(value, float) else value)
             for name, value in record.items()
-            if name not in shared and not name.startswith("token_") and value is not None
+            if name not in _SHARED and not name.startswith("token_") and value is not None
         }
         kept["reward_parts"] = {name: rounded(value) for name, value in (record.get("reward_parts") or {}).items()}
-        ids = record.get("token_ids") or ()
-        pieces = self._pieces(ids) if ids and self._pieces and len(ids) == len(record.get("token_logprobs") or ()) else []
-        if pieces:
-            kept["tokens"] = pieces
-            kept["logprobs"] = [rounded(value, 3) for value in record["token_logprobs"]]
-        return kept
+        ids, logprobs = record.get("token_ids") or (), record.get("token_logprobs") or ()
+        if pieces and len(ids) == len(logprobs) and (texts := pieces(ids)):
+            kept |= {"tokens": texts, "logprobs": [rounded(value, 3) for value in logprobs]}
+        rollouts.append(kept)
+    return {name: jsonable(group[0].get(name)) for name in _SHARED} | {"rollouts": rollouts}
 
 
 def pieces_of(run: Path, status: Mapping[str, Any]) -> Pieces | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,6 @@ MOST_POINTS = 4000
 """The most steps of which a curve has points; of longer runs every second, third, ... step is drawn."""
 TIMELINE_STEPS = 200
 """The last steps whose intervals are drawn."""
-_ROW = re.compile(r"  (\S+(?: \S+)*)\s+(.*)")
 _NAME = "trainer.experiment_name"
 _FOLDER = "trainer.default_local_dir"
 
@@ -59,7 +57,7 @@ def run_data(
         "name": run.name,
         "folder": str(run),
         "status": status,
-        "plan": plan_sections(run),
+        "plan": redact(_text(run / "plan.txt")),
         "findings": [asdict(one) for one in diagnosis.findings],
         "num_rules": len(RULES),
         "undecided": diagnosis.is_undecided,
@@ -76,24 +74,6 @@ def run_data(
         "written": _written(run, diagnosis.num_steps if state == "done" else None),
     }
     return dict(jsonable(data)) | {"chunks": {"index": None if inlined is None else index, "inlined": inlined or {}}}
-
-
-def plan_sections(run: Path) -> list[dict[str, Any]]:
-    """Return the plan as sections of (label, text); empty where the run left none."""
-    text = ""
-    with suppress(DataError):
-        text = redact(read_text(run / "plan.txt"))
-    sections: list[dict[str, Any]] = []
-    for line in text.splitlines():
-        if line[:1].strip():
-            sections.append({"title": line, "rows": []})
-        elif sections and line.strip():
-            match, rows = _ROW.match(line), sections[-1]["rows"]
-            if match is not None and not line.startswith("   "):
-                rows.append([match[1] if match[1] != "-" else "", match[2]])
-            elif rows:
-                rows[-1][1] += " " + line.strip()
-    return sections
 
 
 def results(
@@ -282,11 +262,7 @@ def _finite(value: Any) -> float:
 
 def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that differ from their defaults, the whole as YAML text, and the commands that repeat and resume the run."""
-    words, whole = [], ""
-    with suppress(DataError):
-        words = read_text(run / "overrides.txt").splitlines()
-    with suppress(DataError):
-        whole = read_text(run / "config.yaml")
+    words = _text(run / "overrides.txt").splitlines()
     named = {word.partition("=")[0].lstrip("+~") for word in words}
     values = flat(config)
     different = [
@@ -305,6 +281,13 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         resume = [word for word in unnamed if word.partition("=")[0] != _FOLDER]
         resume += [f"{_NAME}={run.name}", f"{_FOLDER}={folder or run.parent}"]
     commands = {"repeat": [*unnamed, f"{_NAME}={(name or run.name)}_again"], "resume": resume}
-    return {"different": different, "whole": whole, "words": words} | {
+    return {"different": different, "whole": _text(run / "config.yaml")} | {
         name: shlex.join(["python", "-m", "grpo_rl.main", *line]) for name, line in commands.items()
     }
+
+
+def _text(file: Path) -> str:
+    """Return the text of a file; nothing where it cannot be read."""
+    with suppress(DataError):
+        return read_text(file)
+    return ""

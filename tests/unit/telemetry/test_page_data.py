@@ -91,14 +91,6 @@ def test_the_configuration_names_what_differs_and_the_commands_that_repeat_and_r
     assert f"trainer.experiment_name={run.name}_again" in found["repeat"]
 
 
-def test_the_plan_is_read_back_as_sections(tmp_path: Path) -> None:
-    sections = run_data.plan_sections(make_run(tmp_path))
-    assert [one["title"] for one in sections] == ["plan: recipe arithmetic/grpo", "objective", "notes"]
-    pg = "= max(-A r, -A clip(r, 0.8, 1.2)), at most -3 A where A < 0; r = π / π_old"
-    assert sections[1]["rows"][2] == ["pg", pg]
-    assert sections[2]["rows"] == [["", "nothing"]]
-
-
 def test_small_runs_have_their_rollouts_in_the_page_and_large_ones_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     index, inlined = chunks_of(run, tmp_path / "files")

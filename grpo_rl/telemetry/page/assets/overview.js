@@ -181,17 +181,7 @@ function healthCard(one) {
 }
 
 function trainedCard(one) {
-  if (!one.plan.length) return null;
-  const section = (title) => one.plan.find((each) => each.title === title || each.title.startsWith(title));
-  const rows = (found) => found.rows.map(([label, text]) => el('div', { className: 'plan' }, el('dt', {}, label), el('dd', {}, text)));
-  const others = one.plan.filter((each) => !each.title.startsWith('plan') && each.title !== 'objective');
-  const objective = section('objective');
-  return card(
-    'What was trained',
-    el('dl', {}, rows(one.plan[0])),
-    objective ? el('div', { className: 'formula' }, objective.rows.map(([label, text]) => el('div', {}, el('b', {}, label), ' ', text))) : null,
-    el('details', {}, el('summary', {}, 'the rest of the plan'), others.map((each) => [el('h3', {}, each.title), el('dl', {}, rows(each))])),
-  );
+  return one.plan ? card('What was trained', el('pre', { className: 'whole' }, one.plan)) : null;
 }
 
 function filesCard(one) {

@@ -126,10 +126,8 @@ function laneChart(host, roles, bars, window, [first, last], hint) {
 
 function memoryCard(one) {
   const names = Object.keys(one.metrics.columns).filter((name) => /mem(ory)?([_/]|$)|_gib$|_gb$|rss/i.test(name));
-  const planned = one.plan.find((each) => each.title.startsWith('memory'));
-  if (!names.length && !planned) return null;
+  if (!names.length) return null;
   const box = card('Memory');
-  if (names.length) whenShown(box, () => namedChart(box, { x: one.metrics.steps, series: names.map((name, place) => ({ label: name, values: one.metrics.columns[name], colour: HUES[place % HUES.length] })), height: 200 }));
-  if (planned) box.append(el('h3', {}, `${planned.title}, by the plan`), el('dl', {}, planned.rows.map(([label, text]) => el('div', { className: 'plan' }, el('dt', {}, label), el('dd', {}, text)))));
+  whenShown(box, () => namedChart(box, { x: one.metrics.steps, series: names.map((name, place) => ({ label: name, values: one.metrics.columns[name], colour: HUES[place % HUES.length] })), height: 200 }));
   return box;
 }
