@@ -1,14 +1,12 @@
 """`grpo-rl watch RUN`: a running run from another terminal. It reads the run's files and touches nothing.
 
-The state is that of status.json, the lines are those that the run itself prints, from logs/console.log. On a terminal the picture
-is drawn again every few seconds; on a pipe lines are passed on as they come. The command ends when the run does, with the
-run's own exit code.
+The state is that of status.json, the lines are those that the run itself prints, from logs/console.log: the last ones, and then each
+as it comes. The command ends when the run does, with the run's own exit code.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,12 +19,12 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.run_files import opened
 from grpo_rl.telemetry.rundir import find_run
 from grpo_rl.telemetry.status import is_gone, read_status
-from grpo_rl.telemetry.terminal.text import encodable, safe_text, say
+from grpo_rl.telemetry.terminal.text import safe_text, say
 
 GONE_CODE = 6
 """The exit code where a run's process is gone and its status does not say how it ended: it was killed."""
 SHOWN_LINES = 26
-"""Lines of the picture: the header of the steps comes back every 25."""
+"""Lines that are shown at first: the header of the steps comes back every 25."""
 TAIL_BYTES = 2**16
 """Bytes of the log's end that are read where nothing of it was read before."""
 
@@ -38,10 +36,20 @@ def main(argv: Sequence[str]) -> int:
     status = read_status(run)
     if not status:
         raise ConfigError(f"{run}: has no status.json: the run has not begun, or is older than this command")
+    lines, end = new_lines(run, None)
+    say("\n".join([_head(run, status), *_trouble(run, status), "", *lines[-SHOWN_LINES:]]))
+    code = ended_with(status)
     if options.once:
-        say("\n".join(picture(run, status)))
-        return ended_with(status) or 0
-    return _follow_on_terminal(run, options.every) if sys.stdout.isatty() else _follow_in_lines(run, options.every)
+        return code or 0
+    while code is None:
+        time.sleep(options.every)
+        status = read_status(run)  # before the lines: those of a run that has ended are all there
+        code, (lines, end) = ended_with(status), new_lines(run, end)
+        while lines:
+            say("\n".join(lines))
+            lines, end = new_lines(run, end)
+    say("\n".join([f"{safe_text(run.name)}: the run has ended with exit code {code}", *_trouble(run, status)]))
+    return code
 
 
 def ended_with(status: Mapping[str, Any]) -> int | None:
@@ -53,11 +61,6 @@ def ended_with(status: Mapping[str, Any]) -> int | None:
         code = error.get("exit_code") if isinstance(error, Mapping) else None
         return code if isinstance(code, int) and 0 < code < 256 else GONE_CODE
     return GONE_CODE if is_gone(status) else None
-
-
-def picture(run: Path, status: Mapping[str, Any]) -> list[str]:
-    """Return the lines of the picture: state, phase, what went wrong, the last lines of the run. No line drives a terminal."""
-    return [_head(run, status), *_trouble(run, status), "", *new_lines(run, None)[0][-SHOWN_LINES:]]
 
 
 def new_lines(run: Path, start: int | None) -> tuple[list[str], int]:
@@ -105,43 +108,6 @@ def _trouble(run: Path, status: Mapping[str, Any]) -> list[str]:
         counts = ", ".join(f"{safe_text(str(name))} {safe_text(str(count))} times" for name, count in restarts.items())
         lines.append(f"workers restarted: {counts}")
     return lines
-
-
-def _follow_on_terminal(run: Path, every: float) -> int:
-    """Draw the picture again and again in place."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    console = Console(markup=False, highlight=False, emoji=False)
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            status = read_status(run)
-            text = encodable("\n".join(picture(run, status)), console.encoding)
-            live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
-            if ended_with(status) is not None:
-                return _ended(run, status)
-            time.sleep(every)
-
-
-def _follow_in_lines(run: Path, every: float) -> int:
-    """Pass on each line of the run once, for a pipe or a log."""
-    start: int | None = None
-    while True:
-        status = read_status(run)  # before the lines: those of a run that has ended are all there
-        lines, start = new_lines(run, start)
-        for line in lines:
-            say(line)
-        if ended_with(status) is not None and not lines:
-            return _ended(run, status)
-        if not lines:
-            time.sleep(every)
-
-
-def _ended(run: Path, status: Mapping[str, Any]) -> int:
-    code = ended_with(status) or 0
-    say("\n".join([f"{safe_text(run.name)}: the run has ended with exit code {code}", *_trouble(run, status)]))
-    return code
 
 
 def _parser() -> Arguments:

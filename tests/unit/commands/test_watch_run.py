@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from command_folders import make_run
-from terminal import Terminal
 
 from grpo_rl.__main__ import main
-from grpo_rl.commands.watch_run import ended_with, new_lines, picture
+from grpo_rl.commands.watch_run import ended_with, new_lines
 from grpo_rl.telemetry.status import read_status
 
 
@@ -24,14 +22,27 @@ def log_lines(run: Path, *lines: str) -> None:
         log.write("".join(f"{line}\n" for line in lines))
 
 
-def test_a_running_run_is_shown_with_its_phase_and_its_last_lines(tmp_path: Path) -> None:
+def write_status(run: Path, **changed: object) -> None:
+    """Change the status of a run, as the run itself would."""
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps(status | changed))
+
+
+def test_a_running_run_is_shown_with_its_last_lines_and_followed_to_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path, "going", state="running")
-    log_lines(run, *(f"step {number}" for number in range(40)), "warning: kl_runaway")
-    status = read_status(run)
-    shown = picture(run, status)
+    log_lines(run, *(f"step {number}" for number in range(40)))
+    ended = {"state": "preempted", "error": {"exit_code": 75, "message": "by SIGTERM"}}
+    events = iter([lambda: log_lines(run, "step 40"), lambda: (log_lines(run, "saved"), write_status(run, **ended))])
+    monkeypatch.setattr("grpo_rl.commands.watch_run.time.sleep", lambda seconds: next(events)())
+    assert main(["watch", str(run), "--once"]) == 0
+    shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("going | running | step 3 of 10 | phase gen | last commit: step 2")
-    assert shown[-2:] == ["step 39", "warning: kl_runaway"] and len(shown) < 30
-    assert ended_with(status) is None
+    assert shown[-1] == "step 39" and len(shown) < 30
+    assert main(["watch", str(run)]) == 75
+    out = capsys.readouterr().out
+    assert out.startswith("\n".join(shown)) and "\nstep 39\nstep 40\nsaved\n" in out and "exit code 75: by SIGTERM" in out
 
 
 def test_every_line_is_passed_on_once_and_whole(tmp_path: Path) -> None:
@@ -64,11 +75,10 @@ def test_it_ends_with_the_runs_exit_code(state: str, code: int, tmp_path: Path, 
 def test_a_process_that_is_gone_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path, "killed", state="running")
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60)
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps(status | {"pid": int(ended.stdout)}))
+    write_status(run, pid=int(ended.stdout))
     assert main(["watch", str(run)]) == 6
     assert "is gone and left no word" in capsys.readouterr().out
-    (run / "status.json").write_text(json.dumps(status | {"pid": int(ended.stdout), "host": "elsewhere"}))
+    write_status(run, host="elsewhere")
     assert ended_with(read_status(run)) is None, "another machine's processes cannot be seen"
 
 
@@ -76,25 +86,7 @@ def test_a_hostile_run_does_not_drive_the_terminal(tmp_path: Path, capsys: pytes
     run = make_run(tmp_path, "hostile")
     evil = "\x1b[2J\x1b]0;owned\x07\r\u202eeslaf"
     log_lines(run, evil)
-    status = json.loads((run / "status.json").read_text())
-    (run / "status.json").write_text(json.dumps(status | {"phase": evil, "error": {"exit_code": 1, "message": evil}}))
+    write_status(run, phase=evil, error={"exit_code": 1, "message": evil})
     main(["watch", str(run), "--once"])
     out = capsys.readouterr().out
     assert "owned" in out and not {"\x1b", "\x07", "\r", "\u202e"} & set(out)
-
-
-def test_on_a_terminal_one_picture_follows_the_run_to_its_end(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "live", state="running")
-    command = [sys.executable, "-m", "grpo_rl", "watch", str(run), "--every", "0.2"]
-    with Terminal(command, tmp_path) as terminal:
-        terminal.until("step 3 of 10", 60)
-        log_lines(run, "step 4: 0.987")
-        terminal.until("0.987", 20)
-        status = json.loads((run / "status.json").read_text())
-        temporary = run / "status.tmp"
-        temporary.write_text(json.dumps(status | {"state": "preempted", "error": {"exit_code": 75, "message": "by SIGTERM"}}))
-        os.replace(temporary, run / "status.json")
-        assert terminal.wait(20) == 75
-        shown = terminal.screen()
-    assert shown.cursor_is_visible and "exit code 75" in shown.text()
-    assert sum("live |" in line for line in shown.lines) == 1, "drawn in place"
