@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from command_folders import rollout
+from run_folders import group
 
 from grpo_rl.commands.generate import _has_ground_truth, rows_of
 from grpo_rl.config.schema.tree import DataConfig
@@ -17,21 +16,8 @@ from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.rollouts.rollout_log import record_of
 
 
-def line(row: int, reward: float, sample: int, text: str) -> dict:
-    one = rollout(row, reward, sample=sample, text=text)
-    return record_of(one) | {"row": row}
-
-
-def groups() -> list[list[dict]]:
-    """Two prompts with four responses each, as lines of the folder of work, read back from JSON."""
-    answers = [["2", "2", "3", "4"], ["5", "6", "7", "8"]]
-    rewards = [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
-    lines = [[line(row, rewards[row][sample], sample, answers[row][sample]) for sample in range(4)] for row in range(2)]
-    return json.loads(json.dumps(lines))
-
-
 def test_all_of_them_are_rows_without_what_is_the_commands_own(tmp_path: Path) -> None:
-    found = rows_of(groups())
+    found = rows_of([[record_of(one) | {"row": row} for one in group(1, row, 4)] for row in range(2)])
     assert len(found) == 8 and {"prompt", "response", "reward", "ground_truth", "finish_reason"} <= found[0].keys()
     assert not {"row", "advantage"} & found[0].keys()
     write_rows(tmp_path / "all.parquet", found)

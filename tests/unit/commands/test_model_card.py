@@ -6,31 +6,33 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_folders import make_run
+from run_folders import make_run
 
 from grpo_rl.__main__ import main
 from grpo_rl.commands.export import model_card
 from grpo_rl.commands.targets import run_config
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.report import plot_curves
 from grpo_rl.telemetry.rundir import RunDir
 
 
 def test_the_card_says_what_was_trained_on_what_and_how_to_repeat_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "carded", "trainer.seed=7", "data.val_files=['hf:owner/sums?split=test']", solved=range(10))
+    run = make_run(tmp_path, "carded", "trainer.seed=7", "data.val_files=['hf:owner/sums?split=test']")
+    first, *_, last = (one["val/arithmetic/mean@1"] for one in read_metrics(run / "metrics.jsonl")[::4])
     card = model_card(RunDir(run), run_config(run), None, has_curve=True)
     _, head, body = card.split("---\n", 2)
     metadata = yaml.safe_load(head)
     assert metadata["tags"] == ["grpo_rl", "reinforcement-learning", "grpo"] and "base_model" not in metadata
-    assert "# carded" in body and "`builtin:arithmetic`" in body and "after 3 steps" in body
-    assert "| validation arithmetic/mean@1 | 0.05 (step 0) | 0.5 (step 3) |" in body
+    assert "# carded" in body and "`builtin:arithmetic`" in body and "after 8 steps" in body
+    assert f"| validation arithmetic/mean@1 | {first:.4g} (step 0) | {last:.4g} (step 8) |" in body
     assert "![curves](curves.png)" in body and "hf:owner/sums?split=test" in body
     assert "trainer.seed: 7" in body and str(tmp_path) not in body
 
 
 def test_a_checkpoints_card_ends_at_its_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, "half")
-    card = model_card(RunDir(run), run_config(run), 2, has_curve=False)
-    assert "the checkpoint of step 2" in card and "(step 3)" not in card and "curves.png" not in card
+    card = model_card(RunDir(run), run_config(run), 4, has_curve=False)
+    assert "the checkpoint of step 4" in card and "(step 8)" not in card and "curves.png" not in card
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_folders import make_run
+from run_folders import make_run
 
 from grpo_rl.commands.sampling_plan import EPISODES, data_of_run, sampling_plan, settings_of_run
 from grpo_rl.models import builtin
@@ -15,7 +15,7 @@ from grpo_rl.plan.decisions import Plan
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return make_run(tmp_path / "runs", "games", "recipe=agents/word_game", "actor_rollout_ref.rollout.name=hf")
+    return make_run(tmp_path / "runs", "games", "actor_rollout_ref.rollout.name=hf", recipe="agents/word_game")
 
 
 def planned(run: Path, *words: str) -> tuple[Plan, dict[str, Any]]:

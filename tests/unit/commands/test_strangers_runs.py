@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from command_folders import make_run
+from run_folders import make_run
 
 import grpo_rl
 from grpo_rl.__main__ import main

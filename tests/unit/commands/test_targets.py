@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_folders import make_run
+from run_folders import make_run
 
 import grpo_rl
 from grpo_rl.__main__ import main

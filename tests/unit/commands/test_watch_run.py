@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_folders import make_run
+from run_folders import make_run
 
 from grpo_rl.__main__ import main
 from grpo_rl.commands.watch_run import ended_with, new_lines
@@ -22,6 +24,12 @@ def log_lines(run: Path, *lines: str) -> None:
         log.write("".join(f"{line}\n" for line in lines))
 
 
+def going(base: Path, **status: object) -> Path:
+    """Return a run of this process."""
+    own = {"state": "running", "total": 10, "phase": "gen", "last_commit": 2, "pid": os.getpid(), "host": socket.gethostname()}
+    return make_run(base, "going", num_steps=3, **(own | status))
+
+
 def write_status(run: Path, **changed: object) -> None:
     """Change the status of a run, as the run itself would."""
     status = json.loads((run / "status.json").read_text())
@@ -31,7 +39,7 @@ def write_status(run: Path, **changed: object) -> None:
 def test_a_running_run_is_shown_with_its_last_lines_and_followed_to_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path, "going", state="running")
+    run = going(tmp_path)
     log_lines(run, *(f"step {number}" for number in range(40)))
     ended = {"state": "preempted", "error": {"exit_code": 75, "message": "by SIGTERM"}}
     events = iter([lambda: log_lines(run, "step 40"), lambda: (log_lines(run, "saved"), write_status(run, **ended))])
@@ -46,7 +54,7 @@ def test_a_running_run_is_shown_with_its_last_lines_and_followed_to_its_end(
 
 
 def test_every_line_is_passed_on_once_and_whole(tmp_path: Path) -> None:
-    run = make_run(tmp_path, "going", state="running")
+    run = going(tmp_path)
     assert new_lines(run, None) == ([], 0), "no log yet"
     log_lines(run, "one", "two")
     lines, end = new_lines(run, None)
@@ -61,9 +69,14 @@ def test_every_line_is_passed_on_once_and_whole(tmp_path: Path) -> None:
     assert set(lines) == {"x" * 100} and len(lines) < 700, "of a long log the end"
 
 
-@pytest.mark.parametrize(("state", "code"), [("done", 0), ("failed", 3)])
-def test_it_ends_with_the_runs_exit_code(state: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path, "over", state=state)
+@pytest.mark.parametrize(
+    ("state", "error", "code"),
+    [("done", None, 0), ("failed", {"exit_code": 3, "message": "rows.jsonl, line 3: no prompt"}, 3)],
+)
+def test_it_ends_with_the_runs_exit_code(
+    state: str, error: object, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = going(tmp_path, state=state, error=error)
     log_lines(run, "step 1", "step 2")
     assert main(["watch", str(run)]) == code
     out = capsys.readouterr().out
@@ -73,7 +86,7 @@ def test_it_ends_with_the_runs_exit_code(state: str, code: int, tmp_path: Path, 
 
 
 def test_a_process_that_is_gone_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path, "killed", state="running")
+    run = going(tmp_path)
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, timeout=60)
     write_status(run, pid=int(ended.stdout))
     assert main(["watch", str(run)]) == 6
@@ -83,7 +96,7 @@ def test_a_process_that_is_gone_is_seen(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_hostile_run_does_not_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run(tmp_path, "hostile")
+    run = going(tmp_path)
     evil = "\x1b[2J\x1b]0;owned\x07\r\u202eeslaf"
     log_lines(run, evil)
     write_status(run, phase=evil, error={"exit_code": 1, "message": evil})

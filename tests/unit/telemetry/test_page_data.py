@@ -80,7 +80,7 @@ def test_long_curves_are_thinned_and_keep_every_validation_and_the_last_step() -
 
 
 def test_the_configuration_names_what_differs_and_the_commands_that_repeat_and_resume(tmp_path: Path) -> None:
-    run = make_run(tmp_path, words=["trainer.total_training_steps=8", "data.train_batch_size=16"])
+    run = make_run(tmp_path, "a_run", "trainer.total_training_steps=8", "data.train_batch_size=16")
     record = run_data.RunRecord.of_folder(run)
     found = run_data.configuration(run, record.config)
     by_key = {one["key"]: one for one in found["different"]}

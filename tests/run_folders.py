@@ -1,4 +1,4 @@
-"""Folders of runs for the tests of the page, written by the program's own writers."""
+"""Folders of runs for tests, written by the program's own writers and without a training."""
 
 from __future__ import annotations
 
@@ -51,19 +51,17 @@ def group(step: int, row: int, size: int, text: Text = answer) -> list[Rollout]:
 def make_run(
     base: Path,
     name: str = "a_run",
-    *,
+    *words: str,
+    recipe: str = "arithmetic/grpo",
     num_steps: int = 8,
     rows: int = 6,
     size: int = 4,
-    words: Sequence[str] = (),
     text: Text = answer,
-    state: str = "done",
+    **status: object,
 ) -> Path:
     """Write the folder of a run with metrics, rollouts of training and validation, timeline, plan, status and configuration."""
     run_dir = RunDir.create(base, name)
-    composed = compose(
-        ["recipe=arithmetic/grpo", f"trainer.default_local_dir={base}", f"trainer.experiment_name={name}", *words]
-    )
+    composed = compose([f"recipe={recipe}", f"trainer.default_local_dir={base}", f"trainer.experiment_name={name}", *words])
     run_dir.write_config(composed.yaml(), composed.overrides)
     run_dir.plan_file.write_text(PLAN, encoding="utf-8")
     metrics, timeline = MetricsFile(run_dir.metrics_file), Timeline(run_dir.timeline_file)
@@ -85,8 +83,8 @@ def make_run(
         metrics.log(step, numbers)
     metrics.close()
     timeline.write()
-    status = {"state": state, "phase": "end", "step": num_steps, "total": num_steps, "last_commit": 4, "host": "elsewhere"}
-    run_dir.status_file.write_text(json.dumps(status), encoding="utf-8")
+    noted = {"state": "done", "phase": "end", "step": num_steps, "total": num_steps, "last_commit": 4, "host": "elsewhere"}
+    run_dir.status_file.write_text(json.dumps(noted | status), encoding="utf-8")
     run_dir.release()
     return run_dir.path
 
