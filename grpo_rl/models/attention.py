@@ -4,9 +4,9 @@ Every linear layer of the model runs on the flat axis `[1, S, D]`; only attentio
 sequences begin. A *block* is a whole sequence, or the prompt that several sequences share, or what one of these
 sequences has after the prompt: that block *continues* the prompt's, and attends to it and to itself.
 
-On GPUs in half precision a variable-length kernel takes the blocks as they lie: flash-attn's where it is installed, else the one
-that comes with torch (`torch.nn.attention.varlen`, the same algorithm). Everywhere else it is SDPA over groups of blocks of
-similar length, right-padded: under a causal mask no real token ever sees the padding. All are exact.
+On GPUs in half precision torch's kernel of variable lengths (`torch.nn.attention.varlen`) takes the blocks as they lie. Everywhere
+else it is SDPA over groups of blocks of similar length, right-padded: under a causal mask no real token ever sees the padding.
+All are exact.
 
 A token of a block that continues a prompt attends to the whole prompt and to its own block up to itself. On CPUs that is computed
 in two parts without a mask: a prompt's continuations, all together, against the prompt, and every block causally against itself.
@@ -16,10 +16,6 @@ values, and one kernel computes all.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.packing import GatheredKeys, Packing, PaddedGroup
+from grpo_rl.models.packing import GatheredKeys, Packing
 from grpo_rl.models.sequence_parallel import Slice
 
 ATTENTION_NAME = "grpo_rl_packed"
@@ -75,22 +71,10 @@ def packed_attention(
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, dropout: float) -> Tensor:
     """Return the outputs [S, heads, head_dim] of whole sequences, by the way that suits the device and the type."""
-    keys = packing.keys
-    kernel = variable_length_kernel(query, dropout)
-    if kernel is not None:
-        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        return kernel(
-            query[0].transpose(0, 1),
-            k if keys is None else gathered(k, keys),
-            v if keys is None else gathered(v, keys),
-            packing.cumulative_lengths,
-            packing.cumulative_lengths if keys is None else keys.cumulative_lengths,
-            packing.max_length,
-            scaling,
-            dropout,
-        )
-    if keys is not None:
-        return block_by_block(query, key, value, packing, keys, scaling)
+    if takes_blocks_as_they_lie(query, dropout):
+        return _blocks_as_they_lie(query, key, value, packing, scaling)
+    if packing.keys is not None:
+        return block_by_block(query, key, value, packing, packing.keys, scaling)
     if packing.families:
         return split_attention(query, key, value, packing, scaling)
     return _padded_groups(query, key, value, packing, scaling, dropout)
@@ -101,25 +85,22 @@ def _padded_groups(
 ) -> Tensor:
     """Return the outputs [S, heads, head_dim] of SDPA over each padded group."""
     outputs = []
-    for group in packing.rectangles.groups:
-        rows, length = group.index_BL.shape
-        q, k, v = (_rectangle(x, group, packing.uniform) for x in (query, key, value))
+    for index_BL in packing.rectangles.groups:
+        q, k, v = (_rectangle(x, index_BL, in_order=packing.uniform) for x in (query, key, value))
         k, v = repeated_heads(q, k, v)
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
         )
-        outputs.append(out.transpose(1, 2).reshape(rows * length, *out.shape[1::2]))
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
     if packing.uniform:
         return outputs[0]
     return torch.cat(outputs).index_select(0, packing.rectangles.restore_S)
 
 
-def _rectangle(x: Tensor, group: PaddedGroup, uniform: bool) -> Tensor:
-    """Return [1, heads, S, head_dim] as [rows, heads, length, head_dim]."""
-    rows, length = group.index_BL.shape
-    heads, head_dim = x.shape[1], x.shape[3]
-    flat = x[0] if uniform else x[0].index_select(1, group.index_BL.reshape(-1))
-    return flat.reshape(heads, rows, length, head_dim).transpose(0, 1)
+def _rectangle(x: Tensor, index_BL: Tensor, *, in_order: bool = False) -> Tensor:
+    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]; `in_order` where the cells are all positions as they come."""
+    flat = x[0] if in_order else x[0].index_select(1, index_BL.reshape(-1))
+    return flat.unflatten(1, tuple(index_BL.shape)).transpose(0, 1)
 
 
 def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,6 +127,12 @@ def split_attention(query: Tensor, key: Tensor, value: Tensor, packing: Packing,
     return out
 
 
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""(query, key, value, dropout, is_causal) to outputs [B, H, L, D] and log-sum-exps [B, H, L]."""
+_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""(grad, query, key, value, out, lse, dropout, is_causal) to the gradients of query, key and value."""
+
+
 class _SplitAttention(torch.autograd.Function):
     """Attention in two parts. The gradient of each part needs the whole's output and log-sum-exp only.
 
@@ -157,16 +144,15 @@ class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
         outs, lses = [], []
-        for index_BL in _rows(packing):
-            q, k, v = (_rows_of(x, index_BL) for x in (query, key, value))
-            out_BHLD, lse_BHL = _forward(q, k, v, 0.0, True, scale=scaling)
+        for index_BL in packing.rectangles.groups:
+            q, k, v = (_rectangle(x, index_BL) for x in (query, key, value))
+            out_BHLD, lse_BHL = _flash(q, k, v, 0.0, True, scale=scaling)
             outs.append(out_BHLD.transpose(1, 2).flatten(0, 1))
             lses.append(lse_BHL.transpose(1, 2).flatten(0, 1))
         out_SHD, lse_SH = (torch.cat(parts).index_select(0, packing.rectangles.restore_S) for parts in (outs, lses))
-        for family in packing.families:
-            prompt, rest = slice(family.begin, family.prompt_end), slice(family.prompt_end, family.end)
+        for prompt, rest in packing.families:
             part_HLD, part_HL = (
-                x[0] for x in _forward(query[:, :, rest], key[:, :, prompt], value[:, :, prompt], 0.0, False, scale=scaling)
+                x[0] for x in _flash(query[:, :, rest], key[:, :, prompt], value[:, :, prompt], 0.0, False, scale=scaling)
             )
             own_LHD, own_LH, part_LH = out_SHD[rest], lse_SH[rest], part_HL.T
             share_LH1 = torch.sigmoid(part_LH - own_LH)[..., None].to(out_SHD.dtype)
@@ -181,25 +167,24 @@ class _SplitAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_SHD: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out_SHD, lse_SH = ctx.saved_tensors
         packing: Packing = ctx.packing
-        num_cells = sum(index_BL.numel() for index_BL in _rows(packing))
+        num_cells = sum(index_BL.numel() for index_BL in packing.rectangles.groups)
         # A padding cell has the gradient 0, so that it adds nothing to any key.
         cells_CHD = grad_SHD.new_zeros(num_cells, *grad_SHD.shape[1:]).index_copy_(0, packing.rectangles.restore_S, grad_SHD)
         out_1HSD, lse_1HS = out_SHD.transpose(0, 1)[None], lse_SH.T[None]
         grad_1HSD = grad_SHD.transpose(0, 1)[None]
         parts: list[tuple[Tensor, ...]] = []
         first = 0
-        for index_BL in _rows(packing):
+        for index_BL in packing.rectangles.groups:
             rows, length = index_BL.shape
             grad_BHLD = cells_CHD[first : first + rows * length].unflatten(0, (rows, length)).transpose(1, 2)
             first += rows * length
-            q, k, v, out = (_rows_of(x, index_BL) for x in (query, key, value, out_1HSD))
-            lse = _rows_of(lse_1HS[..., None], index_BL)[..., 0].contiguous()
-            grads = _backward(grad_BHLD, q, k, v, out, lse, 0.0, True, scale=ctx.scaling)
+            q, k, v, out = (_rectangle(x, index_BL) for x in (query, key, value, out_1HSD))
+            lse = _rectangle(lse_1HS[..., None], index_BL)[..., 0].contiguous()
+            grads = _flash_backward(grad_BHLD, q, k, v, out, lse, 0.0, True, scale=ctx.scaling)
             parts.append(tuple(grad.transpose(1, 2).flatten(0, 1) for grad in grads))
         grads_SHD = [torch.cat(some).index_select(0, packing.rectangles.restore_S) for some in zip(*parts, strict=True)]
-        for family in packing.families:
-            prompt, rest = slice(family.begin, family.prompt_end), slice(family.prompt_end, family.end)
-            grads = _backward(
+        for prompt, rest in packing.families:
+            grads = _flash_backward(
                 *(
                     x[:, :, rest] if x is not key and x is not value else x[:, :, prompt]
                     for x in (grad_1HSD, query, key, value)
@@ -213,28 +198,6 @@ class _SplitAttention(torch.autograd.Function):
             for whole_SHD, grad, where in zip(grads_SHD, grads, (rest, prompt, prompt), strict=True):
                 whole_SHD[where] += grad[0].transpose(0, 1)
         return (*(grad.transpose(0, 1)[None] for grad in grads_SHD), None, None)
-
-
-def _forward(*arguments: Any, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return flash attention's outputs [B, H, L, D] and log-sum-exps [B, H, L]: (query, key, value, dropout, is_causal)."""
-    out: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*arguments, scale=scale)
-    return out
-
-
-def _backward(*arguments: Any, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value: (grad, query, key, value, out, lse, dropout, is_causal)."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grads: tuple[Tensor, Tensor, Tensor] = backward(*arguments, scale=scale)
-    return grads
-
-
-def _rows(packing: Packing) -> list[Tensor]:
-    return [group.index_BL for group in packing.rectangles.groups]
-
-
-def _rows_of(x: Tensor, index_BL: Tensor) -> Tensor:
-    """Return [1, heads, S, head_dim] as [B, heads, L, head_dim]."""
-    return x[0].index_select(1, index_BL.reshape(-1)).unflatten(1, tuple(index_BL.shape)).transpose(0, 1)
 
 
 # ---- elsewhere: copies of the prompts' keys --------------------------------------------------------------------------
@@ -282,82 +245,37 @@ class _Gather(torch.autograd.Function):
 
 # ---- kernels of variable length ----------------------------------------------------------------------------------------
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float | None, float], Tensor]
-"""Attention over blocks on a flat axis: queries [S, heads, head_dim], keys, values, where each one's blocks begin (int32,
-[num_blocks + 1]), the longest block, scale and dropout. A block's queries are the last of its keys."""
 
-
-def variable_length_kernel(query: Tensor, dropout: float) -> Kernel | None:
-    """Return the kernel that takes blocks as they lie, None where there is none for this device and type."""
-    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    if not _takes_torchs and _has_flash_attention():
-        return _flash_attention
-    # Torch's own has no dropout.
-    return None if dropout else _torch_attention
-
-
-_takes_torchs = False
-"""True once `choose_kernel` has named another kernel than that of an installed flash-attn 2."""
+def takes_blocks_as_they_lie(query: Tensor, dropout: float) -> bool:
+    """Return whether torch's kernel for blocks on a flat axis is there for this device and type; it has no dropout."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout
 
 
 def choose_kernel(name: str) -> None:
     """Take the kernel that model.flash_attention names, in this process. Raises ConfigError for one that is not installed."""
-    global _takes_torchs
-    _takes_torchs = name != "auto"
-    if name in ("FA3", "FA4"):
-        try:
-            torch.nn.attention.activate_flash_attention_impl(name)
-        except Exception as error:
-            known = ", ".join(torch.nn.attention.list_flash_attention_impls())
-            raise ConfigError(
-                f"actor_rollout_ref.model.flash_attention={name}: torch cannot activate it ({type(error).__name__}: {error}); "
-                f"its registry has {known}; install the kernel's package, or set auto"
-            ) from error
+    if name == "auto":
+        return
+    try:
+        torch.nn.attention.activate_flash_attention_impl(name)
+    except Exception as error:
+        known = ", ".join(torch.nn.attention.list_flash_attention_impls())
+        raise ConfigError(
+            f"actor_rollout_ref.model.flash_attention={name}: torch cannot activate it ({type(error).__name__}: {error}); "
+            f"its registry has {known}; install the kernel's package, or set auto"
+        ) from error
 
 
-@functools.cache
-def _has_flash_attention() -> bool:
-    """Return whether flash-attn 2 is installed. The one of version 4 is a namespace package of that name, without this function."""
-    spec = importlib.util.find_spec("flash_attn")
-    return spec is not None and spec.origin is not None
-
-
-def _flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, begin_q: Tensor, begin_k: Tensor, longest: int, scale: float | None, dropout: float
-) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    out: Tensor = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=begin_q,
-        cu_seqlens_k=begin_k,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        dropout_p=dropout,
-        softmax_scale=scale,
-        # A block's queries are the last of its keys: since version 2.1 the kernel aligns the causal mask so.
-        causal=True,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return out
-
-
-def _torch_attention(
-    q: Tensor, k: Tensor, v: Tensor, begin_q: Tensor, begin_k: Tensor, longest: int, scale: float | None, dropout: float
-) -> Tensor:
+def _blocks_as_they_lie(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    options: dict[str, Any] = {}
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:  # torch 2.11
-            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    # No window to the right is how this function writes a causal mask; it is FlashAttention 2 inside, which aligns it so.
-    out = varlen_attn(q, k, v, begin_q, begin_k, longest, longest, scale=scale, window_size=(-1, 0), **options)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    ends_q = ends_k = packing.cumulative_lengths
+    if packing.keys is not None:
+        k, v, ends_k = gathered(k, packing.keys), gathered(v, packing.keys), packing.keys.cumulative_lengths
+    # No window to the right is how this function writes a causal mask. A block's queries are the last of its keys: it is
+    # FlashAttention 2 or later inside, which aligns the mask so.
+    longest, shares = packing.max_length, q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, ends_q, ends_k, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=shares)
     assert isinstance(out, Tensor)
     return out
 

@@ -7,7 +7,6 @@ trained, with float32 logits whatever the layers compute in, chunk by chunk, eac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -127,24 +126,39 @@ class PolicyModel(PackedModel):
         `balance` and `choices` are those of `hidden_TD`.
         """
         sequences = self.sliced(sequences)
-        own = sequences.slice
+        own, size = sequences.slice, self.chunk_tokens
         hidden_TD = self.hidden_TD(sequences, balance=balance, choices=choices)
+        if own is not None:
+            ref_hidden_TD, top_ids_TK = own.own(ref_hidden_TD), own.own(top_ids_TK)
         own_head = self.lm.get_output_embeddings()
         head = Head(own_head.weight, own_head.bias, self.temperature, self.precision)
         ref_head = head.detached() if ref_head_VD is None else replace(head, weight_VD=ref_head_VD, bias_V=ref_bias_V)
-        columns = _chunked_head(
-            head,
-            hidden_TD,
-            sequences.target_T,
-            self.chunk_tokens,
-            want_entropy=want_entropy,
-            ref_head=ref_head,
-            ref_hidden_TD=ref_hidden_TD if own is None else own.own(ref_hidden_TD),
-            top=top,
-            top_ids_TK=top_ids_TK if own is None else own.own(top_ids_TK),
-            support=_support_of_chunks(sequences, self.chunk_tokens),
+        support = _support_of_chunks(sequences, size)
+
+        def columns(number: int) -> Columns:
+            rows = slice(number * size, (number + 1) * size)
+            return _head_columns(
+                head,
+                hidden_TD[rows],
+                sequences.target_T[rows],
+                want_entropy,
+                ref_head,
+                None if ref_hidden_TD is None else ref_hidden_TD[rows],
+                top,
+                None if top_ids_TK is None else top_ids_TK[rows],
+                None if support is None else support[number],
+            )
+
+        numbers = range(max(1, -(-len(sequences.target_T) // size)))
+        if torch.is_grad_enabled() and len(numbers) > 1:
+            chunks = [checkpoint(columns, number, use_reentrant=False, preserve_rng_state=False) for number in numbers]
+        else:
+            chunks = [columns(number) for number in numbers]
+        whole = (
+            None if parts[0] is None else torch.cat(parts) if len(parts) > 1 else parts[0]
+            for parts in zip(*chunks, strict=True)
         )
-        outputs = TokenOutputs(*columns, hidden_TD.float() if want_hidden else None)
+        outputs = TokenOutputs(*whole, hidden_TD.float() if want_hidden else None)
         return outputs if own is None else outputs.whole(own)
 
 
@@ -172,43 +186,6 @@ class Head:
         return logits_TV.log_softmax(dim=-1)
 
 
-def _chunked_head(
-    head: Head,
-    hidden_TD: Tensor,
-    target_T: Tensor,
-    chunk_tokens: int,
-    *,
-    want_entropy: bool,
-    ref_head: Head,
-    ref_hidden_TD: Tensor | None,
-    top: tuple[int, int] | None,
-    top_ids_TK: Tensor | None,
-    support: Sequence[tuple[Tensor, Tensor]] | None,
-) -> Columns:
-    """Return the columns of all trained tokens; None for what is not asked for."""
-
-    def columns(number: int) -> Columns:
-        rows = slice(number * chunk_tokens, (number + 1) * chunk_tokens)
-        return _head_columns(
-            head,
-            hidden_TD[rows],
-            target_T[rows],
-            want_entropy,
-            ref_head,
-            None if ref_hidden_TD is None else ref_hidden_TD[rows],
-            top,
-            None if top_ids_TK is None else top_ids_TK[rows],
-            None if support is None else support[number],
-        )
-
-    numbers = range(max(1, -(-len(target_T) // chunk_tokens)))
-    if torch.is_grad_enabled() and len(numbers) > 1:
-        chunks = [checkpoint(columns, number, use_reentrant=False, preserve_rng_state=False) for number in numbers]
-    else:
-        chunks = [columns(number) for number in numbers]
-    return tuple(None if parts[0] is None else _join(parts) for parts in zip(*chunks, strict=True))  # type: ignore[return-value]
-
-
 def _support_of_chunks(sequences: Sequences, chunk_tokens: int) -> list[tuple[Tensor, Tensor]] | None:
     """Return, for each chunk of trained tokens, row in the chunk and id of every token that could be sampled there."""
     counts_T, ids_M = sequences.support_counts_T, sequences.support_ids_M
@@ -221,10 +198,6 @@ def _support_of_chunks(sequences: Sequences, chunk_tokens: int) -> list[tuple[Te
         chunks.append((row_M.to(ids_M.device), ids_M[begin:end]))
         begin = end
     return chunks
-
-
-def _join(chunks: Sequence[Tensor]) -> Tensor:
-    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))
 
 
 def _head_columns(

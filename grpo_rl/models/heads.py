@@ -11,7 +11,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.linear import linear
 from grpo_rl.models.load import load_config, packed_model
-from grpo_rl.models.packing import Packing, Sequences
+from grpo_rl.models.packing import Sequences
 
 KEY = "reward.reward_model.model_path"
 
@@ -53,16 +53,6 @@ class ScoreModel(PackedModel):
         bias = None if head.bias is None else head.bias.float()
         # A copy, not a view: FSDP hooks the outputs and cannot hook views.
         return linear(self.hidden_TD(sequences).float(), head.weight.float(), bias)[:, 0].clone()
-
-
-def scored_sequences(token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor, device: torch.device) -> Sequences:
-    """Return the input for whole sequences, laid back to back, with the flat positions whose scores are wanted."""
-    return Sequences(
-        token_ids_S=token_ids_S.to(device),
-        packing=Packing.of(lengths_N, device),
-        predict_T=positions_P.to(device),
-        target_T=torch.empty(0, dtype=torch.long, device=device),
-    )
 
 
 def load_score_config(path: str, *, trust_remote_code: bool = False, trained: bool = False) -> Any:

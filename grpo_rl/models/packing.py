@@ -88,16 +88,13 @@ class Sequences:
 
     @staticmethod
     def scored(
-        token_ids_S: Tensor,
-        lengths_N: Tensor,
-        positions_P: Tensor,
-        num_scores_N: Tensor,
-        device: torch.device,
-        group_N: Tensor | None,
+        token_ids_S: Tensor, lengths_N: Tensor, positions_P: Tensor, device: torch.device, group_N: Tensor | None = None
     ) -> Sequences:
-        """Return the input for sequences whose states at the flat `positions_P` are read: those are not shifted."""
-        starts_P = torch.repeat_interleave(lengths_N.cumsum(0) - lengths_N, num_scores_N)
-        layout = Layout.of(token_ids_S, lengths_N, positions_P - starts_P, num_scores_N, group_N)
+        """Return the input for sequences whose states at the flat, ascending `positions_P` are read: those are not shifted."""
+        ends_N = lengths_N.cumsum(0)
+        row_P = torch.bucketize(positions_P, ends_N, right=True)
+        num_scores_N = torch.bincount(row_P, minlength=len(lengths_N))
+        layout = Layout.of(token_ids_S, lengths_N, positions_P - (ends_N - lengths_N)[row_P], num_scores_N, group_N)
         return Sequences(*_laid_out(token_ids_S, layout, device), torch.empty(0, dtype=torch.long, device=device))
 
     def sliced(self, group: SequenceGroup) -> Sequences:
@@ -247,27 +244,11 @@ def _flat(starts_N: Tensor, within_T: Tensor, num_read_N: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """A prompt's place on the flat axis, and that of the blocks that continue it, which follow it directly."""
-
-    begin: int
-    prompt_end: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedGroup:
-    """Sequences of similar length, as rows of one rectangle."""
-
-    index_BL: Tensor
-    """Flat position of each cell; padding cells repeat the row's last token and are never read back."""
-
-
-@dataclass(frozen=True, slots=True)
 class Rectangles:
     """Blocks as padded rectangles, for kernels that take no variable lengths."""
 
-    groups: tuple[PaddedGroup, ...]
+    groups: tuple[Tensor, ...]
+    """Of each, the flat position [B, L] of each cell; padding cells repeat the row's last token and are never read back."""
     restore_S: Tensor
     """The row of each flat position in the groups' outputs laid end to end."""
 
@@ -276,7 +257,7 @@ class Rectangles:
         """Return the rectangles of blocks with these lengths, laid back to back."""
         lengths, starts_N = lengths_N.tolist(), lengths_N.cumsum(0) - lengths_N
         order = torch.argsort(lengths_N, descending=True, stable=True)
-        groups: list[PaddedGroup] = []
+        groups: list[Tensor] = []
         restore_S = torch.empty(sum(lengths), dtype=torch.long)
         offset = first = 0
         while first < len(lengths):
@@ -291,7 +272,7 @@ class Rectangles:
             real_BL = column_L[None] < lengths_B[:, None]
             cell_BL = offset + torch.arange(index_BL.numel()).view_as(index_BL)
             restore_S[index_BL[real_BL]] = cell_BL[real_BL]
-            groups.append(PaddedGroup(index_BL.to(device)))
+            groups.append(index_BL.to(device))
             offset += index_BL.numel()
             first = last
         return Rectangles(tuple(groups), restore_S.to(device))
@@ -310,8 +291,8 @@ class Packing:
     """The blocks' lengths, on the CPU."""
     uniform: bool
     """True where all blocks are equally long: the rectangle is a plain view."""
-    families: tuple[Family, ...] = ()
-    """The prompts that several blocks continue."""
+    families: tuple[tuple[slice, slice], ...] = ()
+    """The places of the prompts that are continued on the flat axis, and of all that continues each, which follows it directly."""
     keys: GatheredKeys | None = None
     """The keys of each block, where there are families and attention runs over copies of them: not on CPUs."""
 
@@ -330,7 +311,11 @@ class Packing:
         prefix_N = torch.zeros_like(lengths_N)
         if continues_N is not None:
             prefix_N = torch.where(continues_N < 0, 0, lengths_N[continues_N])
-        families = () if continues_N is None else families_of(starts_N, lengths_N, continues_N)
+        families: tuple[tuple[slice, slice], ...] = ()
+        if continues_N is not None:
+            begins_N, ends_N = starts_N.tolist(), (starts_N + lengths_N).tolist()
+            last = {prompt: end for prompt, end in zip(continues_N.tolist(), ends_N, strict=True) if prompt >= 0}
+            families = tuple((slice(begins_N[one], ends_N[one]), slice(ends_N[one], end)) for one, end in last.items())
         position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
         cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
         return Packing(
@@ -349,22 +334,6 @@ class Packing:
     def rectangles(self) -> Rectangles:
         """The blocks as rectangles; made when a kernel first reads them, which those of variable length never do."""
         return Rectangles.of(self.lengths_N, self.position_ids_S.device)
-
-
-def families_of(starts_N: Tensor, lengths_N: Tensor, continues_N: Tensor) -> tuple[Family, ...]:
-    """Return the families of blocks that begin at `starts_N`; see `Packing.of`.
-
-    Raises ValueError where a block does not follow the one that it continues, or its other continuations.
-    """
-    starts, lengths, continues = starts_N.tolist(), lengths_N.tolist(), continues_N.tolist()
-    ends: dict[int, int] = {}
-    for number, prompt in enumerate(continues):
-        if prompt < 0:
-            continue
-        if continues[prompt] >= 0 or starts[number] != ends.get(prompt, starts[prompt] + lengths[prompt]):
-            raise ValueError(f"block {number} does not follow block {prompt}, which it continues")
-        ends[prompt] = starts[number] + lengths[number]
-    return tuple(Family(starts[prompt], starts[prompt] + lengths[prompt], end) for prompt, end in ends.items())
 
 
 @dataclass(frozen=True, slots=True)

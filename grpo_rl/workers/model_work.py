@@ -8,6 +8,7 @@ again does not count, for a run is no better for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,17 +24,18 @@ class ModelWork:
     def __init__(self, model: PackedModel, *others: PackedModel) -> None:
         self._others = [ModelWork(other) for other in others]
         config = model.lm.config.get_text_config()
-        self._head, self._body = _Weights(), _Weights()
+        head = model.lm.get_output_embeddings().weight if isinstance(model, PolicyModel) else None
         # A table of embeddings is looked up. Where the head is tied to it, the head multiplies with it all the same.
-        elsewhere = {id(module.weight) for module in model.lm.modules() if isinstance(module, nn.Embedding)}
-        if isinstance(model, PolicyModel):
-            head = model.lm.get_output_embeddings().weight
-            self._head.add(head)
-            elsewhere.add(id(head))
-        for name, weight in model.lm.named_parameters():
-            if weight.dim() >= 2 and id(weight) not in elsewhere:
-                self._body.add(weight, _active_share(name, config))
-        self._attention = _attention_of(config)
+        elsewhere = {id(head)} | {id(module.weight) for module in model.lm.modules() if isinstance(module, nn.Embedding)}
+        self._head = _operations([] if head is None else [(head, 1.0)])
+        self._body = _operations(
+            (weight, _active_share(name, config))
+            for name, weight in model.lm.named_parameters()
+            if weight.dim() >= 2 and id(weight) not in elsewhere
+        )
+        heads, head_dim = config.num_attention_heads, getattr(config, "head_dim", None)
+        # A window of attention is never shorter than a sequence here (`models/attention.py`), so that all layers are alike.
+        self._attention = 4.0 * heads * (head_dim or config.hidden_size // heads) * config.num_hidden_layers
         self._done: list[Tensor | float] = []
         self._ranks = model.sequence_group
         model.register_forward_pre_hook(self._count)
@@ -48,50 +50,22 @@ class ModelWork:
         trains = torch.is_grad_enabled()
         # Ranks that compute a pass together share its work, evenly but for the head.
         part = 1 if self._ranks is None else 1 / self._ranks.size
-        tokens = self._body.of(len(sequences.token_ids_S), trains) + self._head.of(len(sequences.predict_T), trains)
-        self._done.append(tokens * part)
+        tokens = len(sequences.token_ids_S) * self._body[trains] + len(sequences.predict_T) * self._head[trains]
         # The number of tokens that each one attends to, itself included. It stays on the device: a look at it would wait.
-        attended_S = sequences.packing.position_ids_S + 1
-        for window, width in self._attention.items():
-            pairs = (attended_S if window is None else attended_S.clamp(max=window)).sum()
-            self._done.append(pairs * (4.0 * width * (3 if trains else 1) * part))
+        pairs = (sequences.packing.position_ids_S + 1).sum()
+        self._done += [tokens * part, pairs * (self._attention * (3 if trains else 1) * part)]
 
 
-class _Weights:
-    """The weights that each token is multiplied with: those that are trained, and those that are not."""
+def _operations(weights: Iterable[tuple[Tensor, float]]) -> tuple[float, float]:
+    """Return the operations on one token with these shares of weights: forwards, and forwards and backwards.
 
-    def __init__(self) -> None:
-        self.trained = self.frozen = 0.0
-
-    def add(self, weight: Tensor, share: float = 1.0) -> None:
-        if weight.requires_grad:
-            self.trained += share * weight.numel()
-        else:
-            self.frozen += share * weight.numel()
-
-    def of(self, num_tokens: int, trains: bool) -> float:
-        """Return the operations on so many tokens. Backwards, a weight that is not trained has no gradient of its own."""
-        if not trains:
-            return 2.0 * num_tokens * (self.trained + self.frozen)
-        return num_tokens * (6.0 * self.trained + 4.0 * self.frozen)
+    Backwards, a weight that is not trained has no gradient of its own.
+    """
+    sizes = [(share * weight.numel(), weight.requires_grad) for weight, share in weights]
+    return sum(2.0 * size for size, _ in sizes), sum((6.0 if trained else 4.0) * size for size, trained in sizes)
 
 
 def _active_share(name: str, config: Any) -> float:
     """Return the share of a parameter that each token is multiplied with: of experts, those that a token goes to."""
     num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if ".experts." not in name or not num_experts:
-        return 1.0
-    return float(getattr(config, "num_experts_per_tok", num_experts)) / float(num_experts)
-
-
-def _attention_of(config: Any) -> dict[int | None, float]:
-    """Return, for each window of attention (None: all tokens before), heads times their width, over its layers."""
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None)
-    widths: dict[int | None, float] = {}
-    for kind in kinds:
-        key = window if kind == "sliding_attention" else None
-        widths[key] = widths.get(key, 0.0) + width
-    return widths
+    return config.num_experts_per_tok / num_experts if num_experts and ".experts." in name else 1.0

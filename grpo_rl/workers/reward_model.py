@@ -14,7 +14,7 @@ from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 from grpo_rl.columns import values
 from grpo_rl.models import fsdp
-from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
+from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
@@ -78,7 +78,7 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
             return at_T
         ids_S, lengths_N = values(batch.token_ids_S), batch.sequence_lengths_N
         group_N = batch.group_N if self.spec.share_prompts else None
-        sequences = Sequences.scored(ids_S, lengths_N, batch.positions(), batch.trained_lengths_N, self.device, group_N)
+        sequences = Sequences.scored(ids_S, lengths_N, batch.positions(), self.device, group_N)
         scores_T: Tensor = self.model(sequences)
         return scores_T
 
@@ -130,7 +130,7 @@ def _scores(
 
 
 def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:
-    return scored_sequences(batch.token_ids_S, batch.lengths_N, batch.positions_P, device)
+    return Sequences.scored(batch.token_ids_S, batch.lengths_N, batch.positions_P, device)
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpointing: bool | None = None) -> ScoreModel:

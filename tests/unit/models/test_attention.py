@@ -107,18 +107,10 @@ def test_the_arguments_of_torchs_kernel_are_those_of_the_installed_torch() -> No
         assert (parameters[name].kind, parameters[name].default) == (parameter.kind, parameter.default), name
 
 
-def without_shared_heads(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-    """What torch 2.11 has: heads that share keys are not known there."""
-    return described(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
-
-@pytest.mark.parametrize("of_torch", [described, without_shared_heads])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("shared", [False, True])
-def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(
-    monkeypatch, kv_heads, shared, of_torch
-) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", of_torch)
+def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(monkeypatch, kv_heads, shared) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", described)
     torch.manual_seed(kv_heads)
     block_lengths = torch.tensor([5, 3, 2, 7, 1, 4])
     # The second and third continue the first, the last two the fourth.
@@ -130,8 +122,7 @@ def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(
     packing = Packing.of(block_lengths, "cpu", continues)
     starts = block_lengths.cumsum(0) - block_lengths
     keys = None if continues is None else GatheredKeys.of(starts, block_lengths, continues, "cpu")
-    kernel = attention._torch_attention
-    monkeypatch.setattr(attention, "variable_length_kernel", lambda query, dropout: kernel)
+    monkeypatch.setattr(attention, "takes_blocks_as_they_lie", lambda query, dropout: True)
     packing = dataclasses.replace(packing, keys=keys)
     out = run(query, key, value, packing, scaling=0.3)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
@@ -142,14 +133,11 @@ def on_a_gpu(dtype: torch.dtype) -> Any:
     return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 4, 6, 8))
 
 
-def test_half_precision_on_a_gpu_has_a_kernel_with_and_without_flash_attn(monkeypatch) -> None:
-    monkeypatch.setattr(attention, "_has_flash_attention", lambda: False)
-    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.0) is attention._torch_attention
-    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.1) is None, "torch's kernel has no dropout"
-    assert attention.variable_length_kernel(on_a_gpu(torch.float32), 0.0) is None
-    assert attention.variable_length_kernel(torch.zeros(1, dtype=torch.bfloat16), 0.0) is None, "a CPU has none"
-    monkeypatch.setattr(attention, "_has_flash_attention", lambda: True)
-    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.1) is attention._flash_attention
+def test_half_precision_on_a_gpu_has_a_kernel() -> None:
+    assert attention.takes_blocks_as_they_lie(on_a_gpu(torch.bfloat16), 0.0)
+    assert not attention.takes_blocks_as_they_lie(on_a_gpu(torch.bfloat16), 0.1), "it has no dropout"
+    assert not attention.takes_blocks_as_they_lie(on_a_gpu(torch.float32), 0.0)
+    assert not attention.takes_blocks_as_they_lie(torch.zeros(1, dtype=torch.bfloat16), 0.0), "a CPU has none"
 
 
 def test_float32_on_a_gpu_gets_heads_of_its_own_for_the_kernel_that_keeps_no_matrix() -> None:
@@ -160,15 +148,12 @@ def test_float32_on_a_gpu_gets_heads_of_its_own_for_the_kernel_that_keeps_no_mat
         assert repeated_heads(query, key, key)[0] is key
 
 
-def test_a_named_kernel_takes_the_place_of_flash_attn_and_one_that_is_missing_is_refused(monkeypatch) -> None:
-    monkeypatch.setattr(attention, "_takes_torchs", False)
-    monkeypatch.setattr(attention, "_has_flash_attention", lambda: True)
-    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.0) is attention._flash_attention
+def test_a_named_kernel_is_activated_and_one_that_is_missing_refused(monkeypatch) -> None:
     activated: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-        attention.choose_kernel("FA3")
+        for name in ("auto", "FA3"):
+            attention.choose_kernel(name)
     assert activated == ["FA3"]
-    assert attention.variable_length_kernel(on_a_gpu(torch.bfloat16), 0.0) is attention._torch_attention
     with pytest.raises(ConfigError, match=r"flash_attention=FA4: torch cannot activate it .* its registry has FA3, FA4"):
         attention.choose_kernel("FA4")

@@ -18,7 +18,8 @@ from transformers import (
 )
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer, scored_sequences
+from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer
+from grpo_rl.models.packing import Sequences
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -54,7 +55,7 @@ def sequences(lengths: list[int]) -> list[Tensor]:
 @torch.no_grad()
 def last_scores(model: ScoreModel, ids: list[Tensor]) -> Tensor:
     lengths_N = torch.tensor([len(row) for row in ids])
-    return model(scored_sequences(torch.cat(ids), lengths_N, lengths_N.cumsum(0) - 1, CPU))
+    return model(Sequences.scored(torch.cat(ids), lengths_N, lengths_N.cumsum(0) - 1, CPU))
 
 
 @torch.no_grad()
@@ -72,7 +73,7 @@ def test_scores_at_the_ends_of_steps_are_those_of_the_text_up_to_there(folder):
     first, second = sequences([20, 9])
     ends = [3, 11, 19]
     positions_P = torch.tensor([*ends, 20 + 8])
-    scores = model(scored_sequences(torch.cat([first, second]), torch.tensor([20, 9]), positions_P, CPU))
+    scores = model(Sequences.scored(torch.cat([first, second]), torch.tensor([20, 9]), positions_P, CPU))
     expected = last_scores(model, [*(first[: end + 1] for end in ends), second])
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
 

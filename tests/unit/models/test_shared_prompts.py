@@ -177,8 +177,7 @@ def test_values_and_scores_share_prompts_too(policy):
     both_P = torch.stack([ends_N - batch.response_lengths_N, ends_N], 1).reshape(-1)
     states = []
     for group_N in (None, batch.group_N):
-        two_N = torch.full_like(ends_N, 2)
-        sequences = Sequences.scored(batch.token_ids_S, batch.sequence_lengths_N, both_P, two_N, CPU, group_N)
+        sequences = Sequences.scored(batch.token_ids_S, batch.sequence_lengths_N, both_P, CPU, group_N)
         assert len(sequences.token_ids_S) == int(batch.sequence_lengths_N.sum()) - (0 if group_N is None else 2 * 9 + 5)
         states.append(policy.hidden_TD(sequences))
     torch.testing.assert_close(states[1], states[0], atol=1e-5, rtol=0)
