@@ -139,7 +139,7 @@ def as_on_a_gpu(world: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         patch = stack.enter_context
-        patch(mock.patch.object(attention, "variable_length_kernel", lambda query, dropout: attention._torch_attention))
+        patch(mock.patch.object(attention, "takes_blocks_as_they_lie", lambda query, dropout: True))
         patch(mock.patch.object(linear, "_rounded_to_tf32", lambda x: x))
         patch(mock.patch.object(linear, "_has_onednn", lambda: False))
         patch(mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", apart))

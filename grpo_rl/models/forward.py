@@ -7,6 +7,7 @@ trained, with float32 logits whatever the layers compute in, chunk by chunk, eac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -135,31 +136,39 @@ class PolicyModel(PackedModel):
         ref_head = head.detached() if ref_head_VD is None else replace(head, weight_VD=ref_head_VD, bias_V=ref_bias_V)
         support = _support_of_chunks(sequences, size)
 
-        def columns(number: int) -> Columns:
-            rows = slice(number * size, (number + 1) * size)
-            return _head_columns(
+        def columns(number: int, rows: slice) -> Columns:
+            return head_columns(
                 head,
                 hidden_TD[rows],
                 sequences.target_T[rows],
-                want_entropy,
-                ref_head,
-                None if ref_hidden_TD is None else ref_hidden_TD[rows],
-                top,
-                None if top_ids_TK is None else top_ids_TK[rows],
-                None if support is None else support[number],
+                want_entropy=want_entropy,
+                ref_head=ref_head,
+                ref_hidden_TD=None if ref_hidden_TD is None else ref_hidden_TD[rows],
+                top=top,
+                top_ids_TK=None if top_ids_TK is None else top_ids_TK[rows],
+                support=None if support is None else support[number],
             )
 
-        numbers = range(max(1, -(-len(sequences.target_T) // size)))
-        if torch.is_grad_enabled() and len(numbers) > 1:
-            chunks = [checkpoint(columns, number, use_reentrant=False, preserve_rng_state=False) for number in numbers]
-        else:
-            chunks = [columns(number) for number in numbers]
-        whole = (
-            None if parts[0] is None else torch.cat(parts) if len(parts) > 1 else parts[0]
-            for parts in zip(*chunks, strict=True)
-        )
-        outputs = TokenOutputs(*whole, hidden_TD.float() if want_hidden else None)
+        found = in_chunks(columns, len(sequences.target_T), size)
+        outputs = TokenOutputs(*found, hidden_TD.float() if want_hidden else None)
         return outputs if own is None else outputs.whole(own)
+
+
+def in_chunks(columns: Callable[[int, slice], Columns], num_tokens: int, chunk_tokens: int) -> Columns:
+    """Return the columns of all trained tokens, of which `columns` makes those of a chunk, given its number and its rows.
+
+    With a gradient, each of several chunks is computed again in the backward pass.
+    """
+    chunks = [
+        (number, slice(start, start + chunk_tokens)) for number, start in enumerate(range(0, max(1, num_tokens), chunk_tokens))
+    ]
+    if torch.is_grad_enabled() and len(chunks) > 1:
+        found = [checkpoint(columns, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    else:
+        found = [columns(*chunk) for chunk in chunks]
+    if len(found) == 1:
+        return found[0]
+    return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +209,19 @@ def _support_of_chunks(sequences: Sequences, chunk_tokens: int) -> list[tuple[Te
     return chunks
 
 
-def _head_columns(
+def head_columns(
     head: Head,
     hidden_TD: Tensor,
     target_T: Tensor,
-    want_entropy: bool,
-    ref_head: Head,
-    ref_hidden_TD: Tensor | None,
-    top: tuple[int, int] | None,
-    top_ids_TK: Tensor | None,
-    support: tuple[Tensor, Tensor] | None,
+    *,
+    want_entropy: bool = False,
+    ref_head: Head | None = None,
+    ref_hidden_TD: Tensor | None = None,
+    top: tuple[int, int] | None = None,
+    top_ids_TK: Tensor | None = None,
+    support: tuple[Tensor, Tensor] | None = None,
 ) -> Columns:
+    """Return the columns of some trained tokens, None for what is not asked for; see `PolicyModel.forward`."""
     left_out_TV = None
     if support is not None:  # true for the tokens that could not be sampled
         left_out_TV = torch.ones(len(target_T), len(head.weight_VD), dtype=torch.bool, device=support[1].device)
@@ -231,6 +242,7 @@ def _head_columns(
             logprobs_TV = logprobs_TV.masked_fill(left_out_TV, 0.0)
         entropy_T = -(probs_TV * logprobs_TV).sum(-1) if want_entropy else None
         if ref_hidden_TD is not None:
+            assert ref_head is not None
             ref_logprobs_TV = ref_head.logprobs_TV(ref_hidden_TD, left_out_TV)
             if left_out_TV is not None:
                 ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def test_a_check_of_the_gpu_passes(name: str) -> None:
 
 
 def test_the_chunked_head_needs_memory_for_a_chunk_and_not_for_all_tokens() -> None:
-    from grpo_rl.models.forward import Head, _chunked_head
+    from grpo_rl.models.forward import Head, head_columns, in_chunks
 
     tokens, vocabulary, hidden = 16_384, 65_536, 256
     hidden_TD = torch.randn(tokens, hidden, device="cuda", requires_grad=True)
@@ -38,8 +37,7 @@ def test_the_chunked_head_needs_memory_for_a_chunk_and_not_for_all_tokens() -> N
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     head = Head(head_VD, None, 1.0, "float32")
-    nothing: dict[str, Any] = dict.fromkeys(("ref_hidden_TD", "top", "top_ids_TK", "support"))
-    out = _chunked_head(head, hidden_TD, target_T, 1024, want_entropy=True, ref_head=head, **nothing)
+    out = in_chunks(lambda _, rows: head_columns(head, hidden_TD[rows], target_T[rows], want_entropy=True), tokens, 1024)
     (out[0].sum() + out[1].sum()).backward()
     used = torch.cuda.max_memory_allocated() - before
     assert used < tokens * vocabulary * 4 / 2, f"{used / 2**30:.2f} GiB"

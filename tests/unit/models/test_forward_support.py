@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import VOCAB, Ragged, make_folder, packed_policy
 
-from grpo_rl.models.forward import Head, TokenOutputs, _head_columns
+from grpo_rl.models.forward import Head, TokenOutputs, head_columns
 from grpo_rl.models.packing import Sequences
 
 RAGGED = Ragged(prompt_lengths=[3, 7, 1, 5], response_lengths=[2, 9, 6, 0], seed=4)
@@ -90,7 +90,8 @@ def test_gradients_are_those_of_finite_differences_and_pass_nothing_to_other_tok
 
     def value(head_VD: torch.Tensor) -> torch.Tensor:
         head, ref_head = (Head(weight_VD, None, 0.7, "float32") for weight_VD in (head_VD, ref_VD))
-        found = _head_columns(head, hidden_TD, target_T, True, ref_head, ref_TD, None, None, (row_M, id_M))[column]
+        asked = {"want_entropy": True, "ref_head": ref_head, "ref_hidden_TD": ref_TD, "support": (row_M, id_M)}
+        found = head_columns(head, hidden_TD, target_T, **asked)[column]
         return (found * torch.tensor([1.0, -2.0, 0.5])).sum()
 
     parameter = head_VD.clone().requires_grad_()
