@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,7 +82,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console(None if sys.stdin.isatty() else sys.stderr)
     with ExitStack() as stack:
         stack.callback(console.close)
-        folder = stack.enter_context(_folder())
+        folder = Path(
+            tempfile.mkdtemp(prefix="grpo-chat-")
+        )  # after a failure it stays, as the logs that an error names lie in it
         from grpo_rl.cluster.sampling import sampler, sampling_session, unscored
 
         model = model_folder(target, console, trusted=options.trust_run)
@@ -94,6 +96,7 @@ def main(argv: Sequence[str]) -> int:
         started = stack.enter_context(sampler(session, plan))
         session.phase("gen")
         _talk(plan.config, started, options, target.label)
+    shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
@@ -163,14 +166,6 @@ def _keys(options: argparse.Namespace, folder: str, words: Sequence[str]) -> dic
         "actor_rollout_ref.rollout.max_num_seqs": 1,
         "trainer.n_gpus_per_node": 1,
     }
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """Yield a temporary folder. After a failure it stays, as the logs that an error names lie in it."""
-    folder = Path(tempfile.mkdtemp(prefix="grpo-chat-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _parser() -> Arguments:

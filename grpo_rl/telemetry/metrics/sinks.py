@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import json
 import logging
 import queue
@@ -26,7 +25,6 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from grpo_rl.config.checks.inputs import INSTALL
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, jsonable
@@ -53,7 +51,7 @@ _logger = logging.getLogger(__name__)
 class Sinks:
     """All destinations of one run. `log` costs milliseconds whatever a tracking server does.
 
-    Raises ConfigError when `trainer.logger` names a package that is not installed, and for a port that is taken.
+    Raises ConfigError for a port that is taken.
     """
 
     def __init__(
@@ -65,18 +63,14 @@ class Sinks:
         say: Callable[[str], None] = _logger.info,
     ) -> None:
         self._table_rows = trainer.log_val_generations
-        connects: dict[str, Callable[[], Tracker]] = {
-            "wandb": lambda: _Wandb(run_dir, trainer, resolved_config),
-            "mlflow": lambda: _Mlflow(run_dir, trainer, resolved_config),
-            "tensorboard": lambda: TensorBoard(run_dir.tensorboard),
-        }
-        named = [name for name in connects if name in trainer.logger]
-        for package in named:
-            if importlib.util.find_spec(package) is None:
-                raise ConfigError(f"trainer.logger names {package}, which is not installed: {INSTALL[package]}")
         self._rollouts = RolloutLog(run_dir)
         self._file = MetricsFile(run_dir.metrics_file, warn)
-        self._trackers = [Background(name, connects[name], warn, say) for name in named]
+        kinds: dict[str, Callable[..., Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow, "tensorboard": TensorBoard}
+        self._trackers = [
+            Background(name, partial(kind, run_dir, trainer, resolved_config), warn, say)
+            for name, kind in kinds.items()
+            if name in trainer.logger
+        ]
         self._sinks: list[MetricsFile | Background | Prometheus] = [self._file, *self._trackers]
         if trainer.metrics_port is not None:
             self._sinks.append(Prometheus(run_dir.name, trainer.metrics_host, trainer.metrics_port))
@@ -277,8 +271,8 @@ def _stored(file: Path, make: Callable[[], str]) -> str:
 class TensorBoard(Tracker):
     """Scalars in TensorBoard's own event files."""
 
-    def __init__(self, folder: Path) -> None:
-        self._writer = EventFileWriter(str(folder), flush_secs=10)
+    def __init__(self, run_dir: RunDir, *_: object) -> None:
+        self._writer = EventFileWriter(str(run_dir.tensorboard), flush_secs=10)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [Summary.Value(tag=key, simple_value=float(value)) for key, value in metrics.items() if key != STEP]

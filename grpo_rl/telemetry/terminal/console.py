@@ -55,23 +55,23 @@ class Console:
         self._pulse: threading.Thread | None = None
         self._closed = threading.Event()
         self._lines_since_header = 0
-        self._header: list[step_line.Cell] = []
+        self._header: list[step_line.Piece] = []
         self._log: TextIO | None = None
 
     # ---- messages ----------------------------------------------------------------------------------
 
     def info(self, message: str) -> None:
         """Print a message; its line breaks are kept."""
-        self._print([step_line.Cell(message)])
+        self._print([(message, "")])
 
     def warn(self, message: str) -> None:
         """Print a message that a reader should not overlook."""
-        self._print([step_line.Cell("warning: ", "bold yellow"), step_line.Cell(message, "yellow")])
+        self._print([("warning: ", "bold yellow"), (message, "yellow")])
 
     def notice(self, message: str) -> None:
         """Print a message about the run itself, such as that it will stop, to the error stream."""
         # Live bars are redrawn from where their own console left the cursor: nothing else may move it.
-        self._print([step_line.Cell(message, "bold")], self._rich if self.interactive else self._errors)
+        self._print([(message, "bold")], self._rich if self.interactive else self._errors)
 
     def log(self, message: str) -> None:
         """Write a line to the log file alone, for what the screen shows in another way."""
@@ -181,8 +181,8 @@ class Console:
     def _text(self, text: str, style: str = "") -> Text:
         return Text(encodable(safe_text(text, keep_newlines=True), self._rich.encoding), style=style)
 
-    def _print(self, cells: Sequence[step_line.Cell], console: RichConsole | None = None) -> None:
-        line = Text.assemble(*(self._text(cell.text, cell.style) for cell in cells))
+    def _print(self, pieces: Sequence[step_line.Piece], console: RichConsole | None = None) -> None:
+        line = Text.assemble(*(self._text(text, style) for text, style in pieces))
         self._last_line = time.monotonic()
         with self._turn:
             (console or self._rich).print(line, soft_wrap=True)

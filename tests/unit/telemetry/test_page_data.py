@@ -287,5 +287,5 @@ def test_the_validation_is_the_same_named_number_on_every_screen(tmp_path: Path)
     assert RunRecord.of_folder(run_dir.path).validation_keys == ["val/my/game/mean@1", "val/sums/mean@1"]
     # The console has the mean of the sources, and so has the page.
     mean = found["validation mean of 2 sources, mean@1"]["after"]
-    assert f"valid: mean@1  {mean['value']:.3f}, reward" in "".join(one.text for one in step_line.line(9, 9, values[9]))
+    assert f"valid: mean@1  {mean['value']:.3f}, reward" in "".join(text for text, _ in step_line.line(9, 9, values[9]))
     assert mean["value"] == validation_score(values[9])

@@ -22,8 +22,8 @@ METRICS = {
 }
 
 
-def as_text(cells: list[step_line.Cell]) -> str:
-    return "".join(cell.text for cell in cells)
+def as_text(pieces: list[step_line.Piece]) -> str:
+    return "".join(text for text, _ in pieces)
 
 
 def test_a_step_is_one_line_with_every_value_under_its_name() -> None:
@@ -62,18 +62,17 @@ def test_components_and_failed_scores_follow_where_there_are_some() -> None:
     assert len(plain) == 119
     rich = {"reward/mean": 0.6, "reward/auto": 0.5, "reward/format": 1.0}
     rich |= {"reward/timeouts": 2.0, "reward/errors": 1.0, "reward/dropped": 3.0}
-    text = "".join(cell.text for cell in step_line.line(1, 9, rich))
+    text = as_text(step_line.line(1, 9, rich))
     assert text[119:] == "  |  auto  0.500  format  1.000  3 scores failed (2 timed out, 1 in error)"
     many = {"reward/mean": 1.0} | {f"reward/part{number}": 1.0 for number in range(6)}
-    assert "".join(cell.text for cell in step_line.line(1, 9, many)).endswith("  part3  1.000  and 2 more")
+    assert as_text(step_line.line(1, 9, many)).endswith("  part3  1.000  and 2 more")
 
 
 def test_a_run_on_pairs_has_a_line_of_its_own() -> None:
     names = {"train/loss": 0.6, "val/loss": 0.5, "train/accuracy": 0.75, "val/accuracy": 0.8}
     names |= {"train/margin": 0.1, "val/margin": -0.2}
     metrics = {**names, "actor/grad_norm": 0.3, "perf/tokens_per_s": 99.0, "timing_s/step": 1.5, "val/arithmetic/mean@1": 0.25}
-    heads = [cell.text for cell in step_line.header(metrics)]
-    [head], line = heads, as_text(step_line.line(2, 9, metrics, 61.0))
+    head, line = as_text(step_line.header(metrics)), as_text(step_line.line(2, 9, metrics, 61.0))
     assert line.split() == [
         "2/9",
         "0.6000",
