@@ -351,7 +351,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     from grpo_rl.rewards.audit import Audit
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.metrics.timeline import Timeline
-    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+    from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.trainer.run import RunLoop
     from grpo_rl.trainer.schedule import Context, Output
 

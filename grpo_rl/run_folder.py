@@ -13,7 +13,7 @@ from grpo_rl.config.schema.fields import flat
 from grpo_rl.errors import ConfigError, DataError, did_you_mean
 from grpo_rl.run_files import read_text
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_file, step_files
+from grpo_rl.telemetry.rollout_log import read_rollouts, step_file, step_files
 from grpo_rl.telemetry.rundir import RunDir, named_run, no_run, run_config
 from grpo_rl.telemetry.status import current_status, read_status
 

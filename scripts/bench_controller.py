@@ -212,7 +212,7 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     from grpo_rl.cluster.roles.trained_roles import ActorRole
     from grpo_rl.cluster.roles.weight_sync import Transfer
     from grpo_rl.config.derived import MicroBatchRule
-    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+    from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.trainer.schedule import Context, Roles
     from grpo_rl.trainer.sync import SyncSchedule

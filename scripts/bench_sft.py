@@ -115,7 +115,7 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
     from grpo_rl.config.compose import compose
     from grpo_rl.plan.make import make_plan
     from grpo_rl.telemetry.metrics.sinks import Sinks
-    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+    from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
     from grpo_rl.trainer.offline import OfflineSchedule

@@ -196,7 +196,7 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
     from grpo_rl.rewards.compose import RewardFunction
     from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.telemetry.metrics.sinks import Sinks
-    from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+    from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
     from grpo_rl.trainer.schedule import Context, Output

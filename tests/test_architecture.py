@@ -264,7 +264,7 @@ ENDLESS_WAITS = {
     ("processes/inside.py", "_exactly"): "a child with nothing to do; it ends when the run's side of the channel closes",
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
     (
-        "telemetry/rollouts/rollout_log.py",
+        "telemetry/rollout_log.py",
         "_work",
     ): "a daemon thread that has nothing to do: `flush` and `close` wait for it with a deadline",
     ("api.py", "_wait"): "the run has deadlines of its own, and an interrupt ends the wait",

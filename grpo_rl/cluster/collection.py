@@ -35,7 +35,7 @@ from grpo_rl.faults import fault_point
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.protocols import Rewarder, RolloutPool
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
-from grpo_rl.telemetry.rollouts.rollout_log import record_of
+from grpo_rl.telemetry.rollout_log import record_of
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.progress import advancing
 from grpo_rl.trainer.sampled.trained import scored

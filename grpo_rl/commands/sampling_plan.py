@@ -176,7 +176,7 @@ def answer_missing(
         return
     # Loading engines and Ray takes seconds, which tables of responses that are there need not wait for.
     from grpo_rl.cluster.sampling import sampler, sampling_session
-    from grpo_rl.telemetry.rollouts.rollout_log import record_of
+    from grpo_rl.telemetry.rollout_log import record_of
     from grpo_rl.trainer.schedule import VALIDATION, training_sampling
     from grpo_rl.trainer.validation import validation_sampling
 

@@ -17,7 +17,7 @@ from grpo_rl.telemetry.diagnosis.run_record import RunRecord
 from grpo_rl.telemetry.metrics.grades import grades
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import results, shown_keys, validation_name
-from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
+from grpo_rl.telemetry.rollout_log import prompt_key, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.text import duration, safe_text
 

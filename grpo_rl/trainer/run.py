@@ -16,7 +16,7 @@ from grpo_rl.faults import fault_point, tell
 from grpo_rl.telemetry.diagnosis.diagnose import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
+from grpo_rl.telemetry.rollout_log import write_rollouts
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.schedule import Context, Schedule, is_due
 from grpo_rl.types import Metrics

@@ -29,7 +29,7 @@ from grpo_rl.protocols import (
 )
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.page.beside_run import PageBeside
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+from grpo_rl.telemetry.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.trainer.progress import StepProgress

@@ -22,7 +22,7 @@ from oracles import Training, assert_each_sample_once, state_hash
 
 from grpo_rl.__main__ import main
 from grpo_rl.telemetry.metrics.timeline import read_timeline
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
+from grpo_rl.telemetry.rollout_log import read_rollouts
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 STEPS, BATCH_SIZE, SAMPLES, STALENESS = 16, 16, 8, 2

@@ -23,7 +23,7 @@ from sockets import listening
 
 from grpo_rl.cluster.session import run_watcher
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
+from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.telemetry.status import read_status
 
 ORPHANS_S = 5.0

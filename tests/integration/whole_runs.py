@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
+from grpo_rl.telemetry.rollout_log import read_rollouts
 
 RUN_TIMEOUT_S = 540
 

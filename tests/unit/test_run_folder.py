@@ -17,7 +17,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.errors import ConfigError, DataError, Preempted
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.report import final_report
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+from grpo_rl.telemetry.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.types import Prompt, Rollout

@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_rl.run_files import read_yaml
 from grpo_rl.telemetry.diagnosis.run_record import Finding, RunRecord, Series
-from grpo_rl.telemetry.rollouts.rollout_log import prompt_key
+from grpo_rl.telemetry.rollout_log import prompt_key
 from grpo_rl.telemetry.terminal.step_line import FAILURES, OVERALL
 
 ILLNESSES: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("illnesses.yaml"))

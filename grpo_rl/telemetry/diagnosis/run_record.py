@@ -16,7 +16,7 @@ from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import DataError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, step_files
+from grpo_rl.telemetry.rollout_log import read_rollouts, step_files
 from grpo_rl.telemetry.rundir import run_config
 
 

@@ -28,7 +28,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile, jsonable
-from grpo_rl.telemetry.rollouts.rollout_log import Kind, RolloutLog, read_rollouts
+from grpo_rl.telemetry.rollout_log import Kind, RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 
 TABLE = ("data_source", "prompt", "response", "ground_truth", "reward", "advantage", "response_length", "finish_reason")

@@ -21,7 +21,7 @@ from grpo_rl.errors import DataError
 from grpo_rl.run_files import read_bytes, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, jsonable
 from grpo_rl.telemetry.metrics.validation import logged_value
-from grpo_rl.telemetry.rollouts.rollout_log import prompt_key, read_rollouts, step_files
+from grpo_rl.telemetry.rollout_log import prompt_key, read_rollouts, step_files
 
 Record = Mapping[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]

@@ -13,7 +13,7 @@ from grpo_rl.data.dataset import BarePromptDataset
 from grpo_rl.data.sources.tables import write_rows
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.telemetry.rollouts.rollout_log import record_of
+from grpo_rl.telemetry.rollout_log import record_of
 
 
 def test_all_of_them_are_rows_without_what_is_the_commands_own(tmp_path: Path) -> None:

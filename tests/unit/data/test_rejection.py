@@ -14,7 +14,7 @@ from grpo_rl.data.training_rows import rejection
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
 from grpo_rl.data.training_rows.rejection import Kept, reading
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.telemetry.rollouts.rollout_log import record_of
+from grpo_rl.telemetry.rollout_log import record_of
 from grpo_rl.types import Prompt, Rollout
 
 

@@ -24,7 +24,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.errors import DataError, GrpoRlError
 from grpo_rl.telemetry import report
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, write_rollouts
+from grpo_rl.telemetry.rollout_log import read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.types import Prompt, Rollout

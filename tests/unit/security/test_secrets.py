@@ -16,7 +16,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.secrets import HIDDEN, HiddenLines, HidingStream, is_secret_name, redact, scrub
 from grpo_rl.main import main
 from grpo_rl.rewards.contract import ERROR, RewardFailure
-from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
+from grpo_rl.telemetry.rollout_log import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import Status
 from grpo_rl.telemetry.terminal.console import Console

@@ -20,7 +20,7 @@ from grpo_rl.telemetry.page import page_file, rollout_chunks, run_data
 from grpo_rl.telemetry.page.beside_run import PageBeside
 from grpo_rl.telemetry.page.rollout_chunks import chunks_of, pieces_of, read_chunk, unpack
 from grpo_rl.telemetry.report import report_text
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts, write_rollouts
+from grpo_rl.telemetry.rollout_log import read_rollouts, write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal import step_line
 from grpo_rl.types import Prompt, Rollout

@@ -16,7 +16,7 @@ from chromium import Tab, browser_path, chromium
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.page import page_file
 from grpo_rl.telemetry.page.page_file import write_page
-from grpo_rl.telemetry.rollouts.rollout_log import write_rollouts
+from grpo_rl.telemetry.rollout_log import write_rollouts
 
 pytestmark = pytest.mark.skipif(browser_path() is None, reason="there is no Chromium on this machine (Debian: chromium)")
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from grpo_rl.columns import Block, View
 from grpo_rl.episode import Episode, PlayedTurn
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
+from grpo_rl.telemetry.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
 

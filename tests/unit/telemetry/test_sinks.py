@@ -22,7 +22,7 @@ from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import STEP, TABLE, Background, Sinks, Tracker, tracker_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog
+from grpo_rl.telemetry.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
 

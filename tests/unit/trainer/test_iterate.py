@@ -19,7 +19,7 @@ from grpo_rl.rewards.combined import RULE, CombinedRewarder
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
+from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.trainer.iterate import agreement
 from grpo_rl.trainer.replay import PairReplay

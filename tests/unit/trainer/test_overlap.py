@@ -18,7 +18,7 @@ from grpo_rl.config.schema.trainer import AsynchronousConfig
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, FilterGroupsConfig
 from grpo_rl.errors import ClusterError, DataError, DivergedError, NoRewardError, Preempted, WeightVersionError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.rollouts.rollout_log import read_rollouts
+from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.trainer.overlap import choose
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import training_sampling

@@ -28,7 +28,7 @@ from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
-from grpo_rl.telemetry.rollouts.rollout_log import RolloutLog, read_rollouts
+from grpo_rl.telemetry.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.run import RunLoop
