@@ -9,6 +9,7 @@ Shows what each response is worth, how long it took, and what failed and why; th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -71,7 +72,7 @@ class TriedRow(NamedTuple):
 class Trial:
     """A reward process as a run has them, asked by the main thread; it is replaced when it had to be killed."""
 
-    def __init__(self, spec: str, options: dict[str, Any], batched: bool, timeout_s: float) -> None:
+    def __init__(self, spec: str, options: dict[str, Any], batched: bool, timeout_s: float, log: OutputLog) -> None:
         """Find the function. Raises ConfigError for an unknown name, file or option."""
         name = f"{spec}:compute_score" if spec.endswith(".py") else spec
         self._config = RewardConfig(
@@ -82,7 +83,7 @@ class Trial:
         )
         self._components = RewardFunction.from_config(self._config).components
         self._worker: RewardProcess | None = None
-        self.log, self._data_sources = OutputLog(), set[str]()
+        self._log, self._data_sources = log, set[str]()
 
     def outcomes(self, rows: Sequence[Row]) -> Iterator[TriedRow]:
         """Yield what the function gives for these rows: each by itself, or all in one call of a function of lists.
@@ -106,7 +107,7 @@ class Trial:
             left: Sequence[Job] = [job]
             while left:
                 if self._worker is None or not self._worker.child.alive:
-                    self._worker = RewardProcess(self._config, list(self._data_sources), self.log)
+                    self._worker = RewardProcess(self._config, list(self._data_sources), self._log)
                     if trouble := self._worker.child.wait_until_ready():
                         raise RewardError(f"the process of the reward function cannot start: {trouble}")
                 left = self._worker.ask(left)
@@ -185,13 +186,14 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def show(tried: Sequence[TriedRow], unmade: int, console: Console) -> None:
-    """The table of rows, the timings and the failures. Model text is shown without its control characters."""
+def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, console: Console) -> None:
+    """The rows, the timings, the failures, and what strange responses earn. Model text is shown without its control characters."""
     table = Table("row", "response", "score", "parts")
     for row, _, outcome in tried[:SHOWN_ROWS]:
         score, values = ("failed", {}) if isinstance(outcome, RewardFailure) else (f"{outcome.score:g}", outcome.values)
-        parts = "  ".join(f"{key} {value:g}" for key, value in values.items())
-        table.add_row(str(row.place), Text(_start(row.response or "")), score, Text(parts))
+        text = row.response or ""
+        shown = _printable(text[:SHOWN_CHARACTERS]) + "…" * (len(text) > SHOWN_CHARACTERS)
+        table.add_row(str(row.place), Text(shown), score, Text("  ".join(f"{key} {value:g}" for key, value in values.items())))
     console.print(table)
     if len(tried) > SHOWN_ROWS:
         console.print(f"and {len(tried) - SHOWN_ROWS} rows more")
@@ -209,32 +211,24 @@ def show(tried: Sequence[TriedRow], unmade: int, console: Console) -> None:
         f"time per call: p50 {percentile(warm, 0.5):.3f} ms, p99 {percentile(warm, 0.99):.3f} ms, max {max(warm):.3f} ms; "
         f"the first one {1000 * tried[0].seconds:.1f} ms"
     )
-    failures = [f"row {row.place}{_failed(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)]
+    failures = [f"  row {row.place}{_failed(outcome)}" for row, _, outcome in tried if isinstance(outcome, RewardFailure)]
     console.print(f"{len(tried)} rows, {len(failures)} failed")
-    for failure in failures[:SHOWN_FAILURES]:
-        console.print(Text(f"  {failure}", style="red"))
     if len(failures) > SHOWN_FAILURES:
-        console.print(f"  and {len(failures) - SHOWN_FAILURES} more")
-
-
-def show_strange(tried: Sequence[TriedRow], console: Console) -> None:
-    """Say what the strange responses to the first row are worth, and which of them failed."""
-    scores = []
-    for name, one in zip(STRANGE, tried, strict=False):
+        failures[SHOWN_FAILURES:] = [f"  and {len(failures) - SHOWN_FAILURES} more"]
+    earned = []
+    for name, one in zip(STRANGE, strange, strict=False):
         if isinstance(one.outcome, RewardFailure):
-            console.print(Text(f"a response that is {name} failed{_failed(one.outcome)}", style="red"))
+            failures.append(f"a response that is {name} failed{_failed(one.outcome)}")
         else:
-            scores.append(f"{name} {one.outcome.score:g}")
-    if scores:
-        console.print(f"strange responses to the first row: {', '.join(scores)}")
+            earned.append(f"{name} {one.outcome.score:g}")
+    for failure in failures:
+        console.print(Text(failure, style="red"))
+    if earned:
+        console.print(f"strange responses to the first row: {', '.join(earned)}")
 
 
 def _failed(failure: RewardFailure) -> str:
     return f": {failure.kind}: {_printable(failure.cause)}"
-
-
-def _start(text: str) -> str:
-    return _printable(text[:SHOWN_CHARACTERS]) + ("…" if len(text) > SHOWN_CHARACTERS else "")
 
 
 def _printable(text: str) -> str:
@@ -261,40 +255,33 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         help="longest call, as reward.timeout_s (default: %(default)g)",
     )
     console = console or Console()
+    tried, strange = list[TriedRow](), list[TriedRow]()
+    log, printed, interrupted = OutputLog(), "", False
     try:
         given = parser.read(sys.argv[1:] if arguments is None else arguments)
         if given.rows < 1:
             raise ConfigError(f"--rows is {given.rows}; it must be at least 1")
         if not given.timeout_s > 0:
             raise ConfigError(f"--timeout_s is {given.timeout_s:g}; it must be above 0")
-        trial = Trial(given.function, _options(given.options), given.batched, given.timeout_s)
+        trial = Trial(given.function, _options(given.options), given.batched, given.timeout_s, log)
         rows = read_rows(given.data, given.rows, given.column)
+        usable = [row for row in rows if row.response is not None]
+        with contextlib.closing(trial):
+            try:
+                for one in trial.outcomes(usable):
+                    tried.append(one)
+                printed = log.last
+                if row := next((one.row for one in tried if isinstance(one.outcome, RewardResult)), None):
+                    texts = [str(row.ground_truth) if text is None else text for text in STRANGE.values()]
+                    for one in trial.outcomes([row._replace(response=text) for text in texts]):
+                        strange.append(one)
+            except KeyboardInterrupt:
+                interrupted, printed = True, log.last
+                console.print(f"interrupted after {len(tried)} of {len(usable)} rows")
     except GrpoRlError as error:
         console.print(Text(str(error), style="red"))
         return FAILED
-    usable = [row for row in rows if row.response is not None]
-    tried: list[TriedRow] = []
-    strange: list[TriedRow] = []
-    interrupted = False
-    try:
-        for one in trial.outcomes(usable):
-            tried.append(one)
-        printed = trial.log.last
-        if works := [one.row for one in tried if isinstance(one.outcome, RewardResult)]:
-            plain = str(works[0].ground_truth)
-            texts = [plain if text is None else text for text in STRANGE.values()]
-            for one in trial.outcomes([works[0]._replace(response=text) for text in texts]):
-                strange.append(one)
-    except GrpoRlError as error:
-        console.print(Text(str(error), style="red"))
-        return FAILED
-    except KeyboardInterrupt:
-        interrupted, printed = True, trial.log.last
-        console.print(f"interrupted after {len(tried)} of {len(usable)} rows")
-    finally:
-        trial.close()
-    show(tried, len(rows) - len(usable), console)
-    show_strange(strange, console)
+    show(tried, strange, len(rows) - len(usable), console)
     if printed:
         console.print(Text(f"the end of what it printed: {_printable(printed)}"))
     if interrupted:

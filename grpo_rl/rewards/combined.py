@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -70,20 +70,25 @@ class CombinedRewarder:
         """The same rollouts with `reward`, `reward_parts` and `steps` filled, or with `failure`. Submits those that
         were not.
 
-        The reward of a failed one is chosen by `reward.on_failure`, for models as for rules. Raises RewardError, with
+        The reward of a failed one is chosen by `reward.on_failure`, for models and environments as for rules. Raises RewardError, with
         counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones have.
         """
         for rollout in rollouts:
             for model in self.models:
                 model.submit(rollout)
-        scored = list(rollouts) if self.rules is None else self.rules.wait(rollouts)
-        if self.rules is None:
-            for rollout in scored:
+        if self.rules is not None:
+            self.rules.wait(rollouts)
+        for rollout in rollouts:
+            if self.rules is None:
                 rollout.reward, rollout.reward_parts, rollout.failure, rollout.failure_cause = 0.0, {}, None, None
-        if self.models_alone:
-            _set_aside(scored)
+            if rollout.episode is not None and rollout.episode.failure is not None:
+                fail(rollout, rollout.episode.failure, rollout.episode.failure_cause, self.config)
+            if self.models_alone and rollout.failure is None:
+                assert rollout.reward is not None
+                rollout.reward_parts = {**rollout.reward_parts, RULE: rollout.reward}
+                rollout.reward, rollout.steps = 0.0, None
         for model in self.models:
-            for rollout, result in zip(scored, model.wait(scored), strict=True):
+            for rollout, result in zip(rollouts, model.wait(rollouts), strict=True):
                 if rollout.failure is not None:
                     continue
                 if isinstance(result, RewardFailure):
@@ -91,8 +96,8 @@ class CombinedRewarder:
                     fail(rollout, placed.kind, placed.cause, self.config)
                 else:
                     _add(rollout, model, result)
-        stop_where_due(scored, self.config)
-        return scored
+        stop_where_due(rollouts, self.config)
+        return list(rollouts)
 
     def close(self) -> None:
         """Stop the models; the rules are closed by the code that made them."""
@@ -107,29 +112,13 @@ def fail(rollout: Rollout, kind: str, cause: str | None, config: RewardConfig) -
     rollout.reward_parts, rollout.steps = {}, None
 
 
-def has_failed(rollout: Rollout) -> bool:
-    """Return whether the rollout has no score."""
-    return rollout.failure is not None
-
-
-def stop_where_due(
-    rollouts: Sequence[Rollout], config: RewardConfig, failed: Callable[[Rollout], bool] = has_failed, what: str = "response"
-) -> None:
-    """Raise RewardError, with counts by kind and the first causes, where one has `failed` and the run shall stop, or all sampled ones have."""
-    failures = [(rollout.failure or "", rollout.failure_cause or "") for rollout in rollouts if failed(rollout)]
+def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
+    """Raise RewardError, with counts by kind and the first causes, where one has failed and the run shall stop, or all sampled ones have."""
+    failures = [(rollout.failure, rollout.failure_cause or "") for rollout in rollouts if rollout.failure is not None]
     if failures and config.on_failure == "stop":
         raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
-    if failures and all(failed(rollout) for rollout in rollouts if rollout.sample_index != GREEDY):
-        raise NoRewardError(f"no {what} has a reward: {summary(failures, len(rollouts))}")
-
-
-def _set_aside(rollouts: Sequence[Rollout]) -> None:
-    """Make the rules' reward a part of the reward that counts nothing, and forget the steps that they rewarded."""
-    for rollout in rollouts:
-        if rollout.failure is None:
-            assert rollout.reward is not None
-            rollout.reward_parts = {**rollout.reward_parts, RULE: rollout.reward}
-            rollout.reward, rollout.steps = 0.0, None
+    if failures and all(rollout.failure is not None for rollout in rollouts if rollout.sample_index != GREEDY):
+        raise NoRewardError(f"no response has a reward: {summary(failures, len(rollouts))}")
 
 
 def by_rule(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -242,18 +231,15 @@ class EpisodeRewarder(CombinedRewarder):
         """Return the same rollouts with reward, parts and steps, or with a failure.
 
         An episode whose environment failed is treated by `reward.on_failure`, a truncated one by its rule. Raises RewardError
-        where the run shall stop, and where every environment has failed.
+        where the run shall stop, and where all have failed.
         """
         scored = super().wait(rollouts)
         for rollout in scored:
             if rollout.episode is not None:
                 self._score(rollout, rollout.episode)
-        stop_where_due(scored, self.config, _environment_failed, "episode")
         return scored
 
     def _score(self, rollout: Rollout, episode: Episode) -> None:
-        if episode.failure is not None:
-            fail(rollout, episode.failure, episode.failure_cause, self.config)
         if rollout.failure is not None:
             rollout.steps = self._steps(episode, rollout.reward, weight=0.0)
             return
@@ -284,7 +270,3 @@ class EpisodeRewarder(CombinedRewarder):
             end = turns[-1].end - 1
             rewards[end] = rewards.get(end, 0.0) + of_whole
         return tuple(rewards.items())
-
-
-def _environment_failed(rollout: Rollout) -> bool:
-    return rollout.episode is not None and rollout.episode.failure is not None

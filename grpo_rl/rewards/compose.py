@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 # Not the whole schema, whose classes would be a third of a reward process's start.
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.code.code_rule import check_code, code_problems
 from grpo_rl.rewards.contract import (
     ARGUMENTS,
     BATCH_ARGUMENTS,
@@ -26,6 +25,7 @@ from grpo_rl.rewards.contract import (
 )
 from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
 from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS, auto, check_data_sources
+from grpo_rl.rewards.sandbox.code_rule import check_code, code_problems
 from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without

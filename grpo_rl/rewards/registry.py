@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.errors import ConfigError
 from grpo_rl.registry import Registry
-from grpo_rl.rewards.code.code_rule import code
 from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.rules.number_rules import (
     arithmetic,
@@ -28,6 +27,7 @@ from grpo_rl.rewards.rules.text_rules import (
     multiple_choice,
     think_answer,
 )
+from grpo_rl.rewards.sandbox.code_rule import code
 
 MATH_SOURCES = (
     "math",
@@ -59,36 +59,22 @@ RULES: dict[str, Callable[..., float | dict[str, float]]] = {
 def auto(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float | dict[str, float]:
-    """Return what the rule for this `data_source` gives. Raises RewardError when there is none."""
-    rule = rule_for(data_source)
-    if rule is None:
-        raise RewardError(_no_rule([data_source]))
-    return rule(data_source, solution_str, ground_truth, extra_info)
-
-
-def rule_for(data_source: str) -> Callable[..., float | dict[str, float]] | None:
-    """The reward function that belongs to rows of this `data_source`; None where there is none."""
-    return RULES.get(data_source)
+    """Return what the rule for this `data_source` gives. Raises ConfigError when there is none."""
+    check_data_sources([data_source])
+    return RULES[data_source](data_source, solution_str, ground_truth, extra_info)
 
 
 def check_data_sources(data_sources: Iterable[str]) -> None:
     """Raise ConfigError when some of the `data_sources` have no rule."""
-    unknown = sorted(source for source in set(data_sources) if rule_for(source) is None)
-    if unknown:
-        raise ConfigError(_no_rule(unknown))
+    if unknown := sorted(set(data_sources) - set(RULES)):
+        raise ConfigError(
+            f"no rule-based reward belongs to data_source {', '.join(map(repr, unknown))}; there is one for "
+            f"{', '.join(RULES)}. Name a reward in reward.functions, or give your own function with "
+            f"reward.custom_reward_function.path=my_reward.py (reward.custom_reward_function.name=compute_score)"
+        )
 
 
-def _no_rule(data_sources: list[str]) -> str:
-    return (
-        f"no rule-based reward belongs to data_source {', '.join(map(repr, data_sources))}; there is one for "
-        f"{', '.join(RULES)}. Name a reward in reward.functions, or give your own function with "
-        f"reward.custom_reward_function.path=my_reward.py (reward.custom_reward_function.name=compute_score)"
-    )
-
-
-RewardFn = Callable[..., Any]
-
-REWARDS: Registry[RewardFn] = Registry("reward function")
+REWARDS: Registry[Callable[..., Any]] = Registry("reward function")
 REWARDS.register("format")(think_answer)
 for _function in (
     *(auto, arithmetic, arithmetic_process, written_sum, countdown, gsm8k, gsm8k_flexible, math),

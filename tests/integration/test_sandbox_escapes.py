@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from machine_lacks import needs_sandbox
 
-from grpo_rl.rewards.code.code_rule import code
+from grpo_rl.rewards.sandbox.code_rule import code
 from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox
 
 pytestmark = needs_sandbox

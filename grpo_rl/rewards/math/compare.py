@@ -1,13 +1,14 @@
 """Comparison of two mathematical answers without an algebra system: most are settled here, either way.
 
-Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; two equations, unless both define one
-name, are left to algebra.
+Elements of tuples, intervals, lists, sets, unions and matrices are compared by their value; two equations are left to algebra, unless
+both define one name or what is on their left minus what is on their right is the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, differ, readings, spelling, squeezed, tokens
@@ -40,6 +41,7 @@ class MathAnswer:
     kind: Kind
     spelling: str
     value: tuple[Number, ...] = ()
+    """The values at all points, of an equation those of its left side minus its right one."""
     parts: tuple[MathAnswer, ...] = ()
     marks: str = ""
     """The brackets of a tuple, the shape of a matrix, the sign of a union, `%` of a percentage."""
@@ -168,6 +170,13 @@ def _equation(sides: MathAnswer) -> MathAnswer:
     left, right = sides.parts
     if len(left.value) == 1 and len(right.value) > 1 and _is_name(right.spelling):
         left, right = right, left
+    size = max(len(left.value), len(right.value))
+    pairs = [
+        (left.value[k % len(left.value)], right.value[k % len(right.value)]) for k in range(size) if left.value and right.value
+    ]
+    # Of sides with a variable, where everything is exact.
+    is_exact = size > 1 and all(isinstance(a, Fraction) and isinstance(b, Fraction) for a, b in pairs)
+    sides = replace(sides, value=tuple(a - b for a, b in pairs) if is_exact else ())
     if _is_name(left.spelling):
         return replace(sides, kind="solution", parts=(right,), names=(left.spelling,))
     if _rounds_to(left, right):
@@ -281,6 +290,8 @@ def _same(one: MathAnswer, other: MathAnswer) -> bool | None:
         return True if True in found else None if None in found else False
     if "equation" in kinds and not kinds <= {"equation", "solution", "unreadable"}:
         return False
+    if "equation" in kinds and any(one.value) and one.value in (other.value, tuple(-value for value in other.value)):
+        return True  # `x = 5` is `x - 5 = 0` and `5 = x`
     if "solution" in kinds and "equation" not in kinds:
         return _same_solution(one, other) if one.kind == "solution" else _same_solution(other, one)
     if kinds & {"equation", "unreadable"}:

@@ -10,7 +10,8 @@ from machine_lacks import needs_sandbox
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
-from grpo_rl.rewards.code.code_rule import (
+from grpo_rl.rewards.compose import RewardFunction
+from grpo_rl.rewards.sandbox.code_rule import (
     check_code,
     code,
     code_problems,
@@ -20,7 +21,6 @@ from grpo_rl.rewards.code.code_rule import (
     same_output,
     same_value,
 )
-from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.sandbox.inside import encode
 from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox, SandboxUnavailable
 

@@ -101,7 +101,7 @@ def test_a_failed_environment_is_treated_as_a_failed_reward() -> None:
     assert (given.reward, given.steps) == (-1.0, ((1, -1.0),))
     with pytest.raises(RewardError, match="on_failure=stop"):
         rewarder(reward=RewardConfig(functions=[], on_failure="stop")).wait(failed())
-    with pytest.raises(RewardError, match="no episode has a reward"):
+    with pytest.raises(RewardError, match="no response has a reward"):
         rewarder().wait(failed()[:1])
 
 

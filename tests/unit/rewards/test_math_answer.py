@@ -77,6 +77,9 @@ def test_options_narrow_where_the_answer_may_stand_and_what_decides():
     assert score("The answer is 18.", "18", boxed_only=True) == 0
     assert score(r"<think>\boxed{18}</think>", "18", skip_thought=False) == 1
     assert score(r"\boxed{7/2 > x}", r"x < \frac{7}{2}", algebra=False) == 0
+    assert score(r"\boxed{(x-1)(x-5) = 0}", "x^2 - 6x + 5 = 0", algebra=False) == 1
+    assert score(r"\boxed{0 = x - 5}", "x = 5", algebra=False) == score(r"\boxed{x = 5}", "x - 5 = 0", algebra=False) == 1
+    assert score(r"\boxed{x - 5}", "x - 5 = 0", algebra=False) == score(r"\boxed{x = x}", "y = y", algebra=False) == 0
 
 
 @pytest.mark.parametrize("question", ["What is 17*23?", "$17 \\times 23 =$"])

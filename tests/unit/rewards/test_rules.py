@@ -1,6 +1,6 @@
 import pytest
 
-from grpo_rl.errors import ConfigError, RewardError
+from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.registry import auto, check_data_sources
 from grpo_rl.rewards.rules.number_rules import arithmetic, gsm8k, gsm8k_flexible
 from grpo_rl.rewards.rules.text_rules import think_answer
@@ -114,7 +114,7 @@ def test_the_format_is_one_thought_and_then_one_answer(response, expected):
 
 def test_an_unknown_data_source_is_refused_with_the_known_ones_and_the_way_out():
     with pytest.raises(
-        RewardError, match=r"data_source 'maths'; there is one for arithmetic, .*gsm8k, openai/gsm8k.*custom_reward"
+        ConfigError, match=r"data_source 'maths'; there is one for arithmetic, .*gsm8k, openai/gsm8k.*custom_reward"
     ):
         auto("maths", "1", "1")
     with pytest.raises(ConfigError, match="'a', 'b'"):
