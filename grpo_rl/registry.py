@@ -162,7 +162,8 @@ def check_options(what: str, function: Callable[..., Any], options: Mapping[str,
     problems = []
     for name, value in options.items():
         if name not in known:
-            problems.append(no_such_option(what, name, known))
+            hint = did_you_mean(name, known, most=1)
+            problems.append(f"{what} has no option {name}.{hint} It takes {', '.join(known) or 'none'}")
         elif not fits(value, known[name]):
             problems.append(f"{what}: {name}={value!r} is not of the type of its default, {known[name]!r}")
     problems += out_of_bounds(what, function, options)
@@ -197,11 +198,6 @@ def _range_in(hint: Any) -> Any:
     own = (entry for entry in getattr(hint, "__metadata__", ()) if hasattr(entry, "problem"))
     inner = (bounds for part in typing.get_args(hint) if (bounds := _range_in(part)) is not None)
     return next(own, None) or next(inner, None)
-
-
-def no_such_option(what: str, name: str, known: Mapping[str, Any]) -> str:
-    """Return the line for an option that a function does not take, with the nearest one and all that it takes."""
-    return f"{what} has no option {name}.{did_you_mean(name, known, most=1)} It takes {', '.join(known) or 'none'}"
 
 
 def fits(value: Any, default: Any) -> bool:
@@ -276,18 +272,13 @@ def formula_by(rewrite: Callable[[str, Mapping[str, Any]], str]) -> Callable[[F]
     return note
 
 
-def shown(function: Callable[..., Any], options: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> str:
-    """Return the function's formula with its options as numbers; `1 - name` and `1 + name` become one number."""
-    return _with_options(function, formula_of(function), dict(options))
-
-
-def shown_coefficient(function: Callable[..., Any], options: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> str:
-    """Return the factor of ∇log π with its options as numbers; empty where the function's docstring has none."""
-    return _with_options(function, coefficient_of(function), dict(options))
-
-
-def _with_options(function: Callable[..., Any], formula: str, options: Mapping[str, Any]) -> str:
-    values = options_of(function) | dict(options)
+def shown(
+    function: Callable[..., Any],
+    options: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+    of: Callable[[Callable[..., Any]], str] = formula_of,
+) -> str:
+    """Return the function's formula, or its coefficient, with its options as numbers; `1 - name` and `1 + name` become one number."""
+    formula, values = of(function), options_of(function) | dict(options)
     if rewrite := getattr(function, "rewrite_formula", None):
         formula = rewrite(formula, values)
     for name, value in values.items():

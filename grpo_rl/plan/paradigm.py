@@ -17,7 +17,7 @@ from grpo_rl.config import derived
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.registry import shown_coefficient
+from grpo_rl.registry import coefficient_of, shown
 from grpo_rl.rewards.combined import describe_models
 
 
@@ -96,7 +96,7 @@ def gradient_coefficient(plan: Plan) -> str:
     if taught is not None and not taught.task and not taught.as_advantage:
         return taught.coefficient()
     loss = POLICY_LOSSES.get(objective.loss_mode)
-    coefficient = shown_coefficient(loss, objective.loss_options) or "-∂pg/∂log π"
+    coefficient = shown(loss, objective.loss_options, coefficient_of) or "-∂pg/∂log π"
     if coefficient.startswith("r ") and plan.sizes.updates_per_step == 1 and plan.passes.old_logprobs != "engine":
         coefficient = f"{coefficient}; r = 1, so it is A"
     if taught is not None:
@@ -105,5 +105,5 @@ def gradient_coefficient(plan: Plan) -> str:
         return coefficient
     if objective.needs_full_kl:
         return f"{coefficient}; and - {objective.kl_loss_coef:g} ∇KL, over the whole vocabulary"
-    of_kl = shown_coefficient(KL_ESTIMATORS.get(objective.kl_loss_type), objective.kl_options) or "∂KL/∂log π"
+    of_kl = shown(KL_ESTIMATORS.get(objective.kl_loss_type), objective.kl_options, coefficient_of) or "∂KL/∂log π"
     return f"{coefficient}; and - {objective.kl_loss_coef:g} ({of_kl})"

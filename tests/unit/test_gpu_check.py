@@ -37,8 +37,6 @@ NAMES = [
     "memory",
     "twice",
 ]
-
-
 LONG = ("policy", "shared", "learns", "variants")
 """They try on a CPU what tests/unit/models tries there too."""
 

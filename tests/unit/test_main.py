@@ -37,18 +37,33 @@ def test_cfg_prints_a_recipe_that_can_be_given_again(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == text
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(DataError("bad row 3"), 3), (CheckpointError("half a file"), 4), (ClusterError("actor 1 died"), 6)]
+LOST = ClusterError(
+    "actor.update failed on actor1: the process died (killed)\n  log: /run/logs/actor1.log\n  | Traceback\n  | boom"
 )
-def test_every_kind_of_mistake_has_its_exit_code(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+LOST.where = "step 3, update_actor"
+LOST.add_note("log: /run/logs/error.log")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (DataError("bad row 3"), 3, "error: bad row 3\n"),
+        (CheckpointError("half a file"), 4, "error: half a file\n"),
+        (
+            LOST,  # with its logs, and without the traceback
+            6,
+            "error: step 3, update_actor: actor.update failed on actor1: the process died (killed)\n"
+            "  log: /run/logs/actor1.log\n  log: /run/logs/error.log\n",
+        ),
+        (Preempted("by SIGTERM: step 2 of 4 is saved"), 75, "stopped: by SIGTERM: step 2 of 4 is saved\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+    ],
+)
+def test_every_kind_of_end_has_its_exit_code_and_its_line(
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ends_with(error, monkeypatch) == code
-    assert capsys.readouterr().err == f"error: {error}\n"
-
-
-def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ends_with(KeyboardInterrupt(), monkeypatch) == 130
+    assert capsys.readouterr().err == said
 
 
 def test_an_error_of_ours_is_one_line_and_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,27 +73,6 @@ def test_an_error_of_ours_is_one_line_and_a_file(monkeypatch: pytest.MonkeyPatch
     file = Path(second.rpartition(" ")[2])
     assert "ZeroDivisionError: by nought" in file.read_text()
     file.unlink()
-
-
-def test_a_failed_worker_is_told_in_one_line_with_the_logs_and_without_the_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = ClusterError(
-        "actor.update failed on actor1: the process died (killed)\n  log: /run/logs/actor1.log\n  | Traceback\n  | boom"
-    )
-    error.where = "step 3, update_actor"
-    error.add_note("log: /run/logs/error.log")
-    assert ends_with(error, monkeypatch) == 6
-    assert capsys.readouterr().err.splitlines() == [
-        "error: step 3, update_actor: actor.update failed on actor1: the process died (killed)",
-        "  log: /run/logs/actor1.log",
-        "  log: /run/logs/error.log",
-    ]
-
-
-def test_a_saved_run_ends_with_75(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ends_with(Preempted("by SIGTERM: step 2 of 4 is saved"), monkeypatch) == 75
-    assert capsys.readouterr().err == "stopped: by SIGTERM: step 2 of 4 is saved\n"
 
 
 def test_a_fault_that_cannot_be_armed_is_refused_like_a_key(

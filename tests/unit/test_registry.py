@@ -58,24 +58,17 @@ def test_options_are_checked_against_the_functions_signature(colours):
         colours.check_keywords("red", {"brihgt": True, "shade": 1})
 
 
-def test_a_users_function_is_loaded_from_a_file(colours, tmp_path):
-    path = write(tmp_path, "LIMIT = 7\n\ndef blue(shade):\n    return f'blue {shade} {LIMIT}'\n")
-    assert colours.get(f"{path}:blue")(1) == "blue 1 7"
-
-
-def test_files_of_the_same_name_in_two_folders_are_two_modules(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name, f"def which():\n    return {name!r}\n")
-    assert [load_function(f"{tmp_path / name / 'mine.py'}:which")() for name in "ab"] == ["a", "b"]
-
-
-def test_a_dataclass_in_a_users_file_works(tmp_path):
+def test_a_users_file_is_a_module_of_its_own_whatever_others_are_called(colours, tmp_path):
     text = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n\n"
-        "@dataclass\nclass Pair:\n    a: int\n\ndef make():\n    return Pair(1).a\n"
+        "@dataclass\nclass Pair:\n    a: int\n\ndef blue(shade):\n    return f'{NAME} {Pair(shade).a}'\n\ndef _hidden(): ...\n"
     )
-    assert load_function(f"{write(tmp_path, text)}:make")() == 1
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, f"{text}NAME = {name!r}\n")
+    assert [colours.get(f"{tmp_path / name / 'mine.py'}:blue")(1) for name in "ab"] == ["a 1", "b 1"]
+    with pytest.raises(ConfigError, match=r"has no function 'bleu'; it has dataclass, Pair, blue$"):
+        load_function(f"{tmp_path}/a/mine.py:bleu", "reward")
 
 
 @pytest.mark.parametrize(
@@ -123,9 +116,3 @@ def test_the_users_line_is_found_below_libraries_and_in_folders_whose_name_begin
 
     assert line_of(f"{ours}_mine/reward.py") == (f"{ours}_mine/reward.py", 3, "own")
     assert line_of(f"{ours}/reward.py") is None
-
-
-def test_a_name_that_the_file_does_not_have_is_answered_with_those_it_has(tmp_path):
-    path = write(tmp_path, "def score():\n    return 1\n\ndef _hidden():\n    return 2\n")
-    with pytest.raises(ConfigError, match=r"has no function 'scores'; it has score$"):
-        load_function(f"{path}:scores", "reward")

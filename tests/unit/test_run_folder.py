@@ -60,18 +60,13 @@ def test_the_package_loads_nothing_before_a_name_is_used() -> None:
         _ = grpo_rl.tran  # type: ignore[attr-defined]
 
 
-def test_metrics_are_a_frame_with_a_row_per_step(tmp_path: Path) -> None:
-    pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
-    frame = grpo_rl.Run(write_run(tmp_path).path).metrics()
-    assert list(frame.index) == [0, 1, 2, 3] and frame.index.name == "step"
-    assert list(frame["reward/mean"][1:]) == [0.25, 0.5, 0.75] and math.isnan(frame["reward/mean"][0])
-    assert frame["actor/kl_loss"].isna().all()
-    assert str(frame["time"].dtype).endswith("UTC]")
-
-
-def test_metrics_are_chosen_by_name_and_a_wrong_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_metrics_are_a_frame_with_a_row_per_step_and_a_wrong_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
     pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
     run = grpo_rl.Run(write_run(tmp_path).path)
+    frame = run.metrics()
+    assert list(frame.index) == [0, 1, 2, 3] and frame.index.name == "step"
+    assert list(frame["reward/mean"][1:]) == [0.25, 0.5, 0.75] and math.isnan(frame["reward/mean"][0])
+    assert frame["actor/kl_loss"].isna().all() and str(frame["time"].dtype).endswith("UTC]")
     assert list(run.metrics("timing_s/step", "reward/mean").columns) == ["timing_s/step", "reward/mean"]
     with pytest.raises(DataError, match=r"no step has a metric 'reward/men'\. Did you mean reward/mean"):
         run.metrics("reward/men")

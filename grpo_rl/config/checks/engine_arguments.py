@@ -73,35 +73,25 @@ def problems(config: Config) -> Iterator[str]:
     if not isinstance(given, Mapping):
         yield f"{_KEY}.{rollout.name}={show(given)}: write its arguments by name, {{argument: value}}"
         return
-    if rollout.name == "vllm":
-        for name, value in given.items():
-            yield from _vllm_argument(str(name), value)
-    elif rollout.name == "hf":
-        for name, value in given.items():
-            yield from _hf_argument(str(name), value)
-
-
-def _vllm_argument(name: str, value: Any) -> Iterator[str]:
-    key = f"{_KEY}.vllm.{name}"
-    # Values are not shown: an argument may hold a secret.
-    if name in VLLM_OWNED:
-        yield f"{key}: cannot be passed around the configuration; set {VLLM_OWNED[name]}"
-    elif name not in VLLM_ALLOWED:
-        hint = did_you_mean(name, (*VLLM_ALLOWED, *VLLM_OWNED), most=2)
-        yield (
-            f"{key}: is not among vLLM's settings of speed and memory, and others may load code, open an address, or change what is "
-            f"sampled.{hint} Those that may be passed are {', '.join(VLLM_ALLOWED)}"
-        )
-    elif not _is_plain(value):
-        yield f"{key}: takes a number, a text, true or false, null, or a list of these"
-
-
-def _hf_argument(name: str, value: Any) -> Iterator[str]:
-    key = f"{_KEY}.hf.{name}"
-    if name not in HF_ALLOWED:
-        yield f"{key}: cannot be passed: the configuration owns how the model is loaded; only {', '.join(HF_ALLOWED)} may be"
-    elif value not in HF_ALLOWED[name]:
-        yield f"{key}={show(value)}: one of {', '.join(HF_ALLOWED[name])}"
+    for name, value in given.items():
+        key = f"{_KEY}.{rollout.name}.{name}"
+        # Values are not shown: an argument may hold a secret.
+        if rollout.name == "hf" and name not in HF_ALLOWED:
+            yield f"{key}: cannot be passed: the configuration owns how the model is loaded; only {', '.join(HF_ALLOWED)} may be"
+        elif rollout.name == "hf" and value not in HF_ALLOWED[name]:
+            yield f"{key}={show(value)}: one of {', '.join(HF_ALLOWED[name])}"
+        elif rollout.name != "vllm":
+            continue
+        elif name in VLLM_OWNED:
+            yield f"{key}: cannot be passed around the configuration; set {VLLM_OWNED[name]}"
+        elif name not in VLLM_ALLOWED:
+            hint = did_you_mean(str(name), (*VLLM_ALLOWED, *VLLM_OWNED), most=2)
+            yield (
+                f"{key}: is not among vLLM's settings of speed and memory, and others may load code, open an address, or change what "
+                f"is sampled.{hint} Those that may be passed are {', '.join(VLLM_ALLOWED)}"
+            )
+        elif not _is_plain(value):
+            yield f"{key}: takes a number, a text, true or false, null, or a list of these"
 
 
 def _is_plain(value: Any) -> bool:

@@ -132,8 +132,7 @@ class Tokenizing:
     """Turns conversations into tokens, as `data` of the configuration says, and finds those that the assistant wrote."""
 
     def __init__(self, renderer: Renderer) -> None:
-        self.renderer, self.tokenizer = renderer, renderer.tokenizer
-        self._marked: bool | None = None
+        self.renderer, self.tokenizer, self._ids = renderer, renderer.tokenizer, renderer.words.ids
 
     def __call__(self, found: Chat | Rendered, where: str) -> Demonstration:
         """Return the tokens of a conversation. Raises BadRow where its trained tokens cannot be found exactly."""
@@ -147,7 +146,7 @@ class Tokenizing:
                 f"{where}: these are chat messages, but the tokenizer has no chat template; take an instruction-tuned model, "
                 "give one as data.chat_template, or plain strings as prompt and response"
             )
-        return self._by_marks(messages, found, where) if self._has_marks() else self._by_growth(messages, found, where)
+        return self._by_marks(messages, found, where) if self._has_marks else self._by_growth(messages, found, where)
 
     # ---- plain texts -----------------------------------------------------------------------------------
 
@@ -170,21 +169,15 @@ class Tokenizing:
         """Without a template a text goes on with the response, and ends with the end-of-sequence token."""
         words = self.renderer.words
         prompt_ids = words.ids(words.marked(prompt), add_special_tokens=True)
-        if not prompt_ids:
-            raise BadRow(f"{where}: the prompt has no tokens")
-        return _answer(prompt_ids, [*self._ids(words.marked(response)), self.tokenizer.eos_token_id])
-
-    def _ids(self, text: str) -> list[int]:
-        return self.renderer.words.ids(text)
+        return _predictable(_answer(prompt_ids, [*self._ids(words.marked(response)), self.tokenizer.eos_token_id]), where)
 
     # ---- chat templates ----------------------------------------------------------------------------------
 
+    @cached_property
     def _has_marks(self) -> bool:
-        """Return whether the chat template marks by `{% generation %}` what the assistant generates."""
-        if self._marked is None:
-            template = self.renderer.options.get("chat_template") or self.tokenizer.get_chat_template()
-            self._marked = _GENERATION_MARK.search(template) is not None
-        return self._marked
+        """Whether the chat template marks by `{% generation %}` what the assistant generates."""
+        template = self.renderer.options.get("chat_template") or self.tokenizer.get_chat_template()
+        return _GENERATION_MARK.search(template) is not None
 
     def _by_marks(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
         out = self.renderer.apply(
@@ -194,9 +187,7 @@ class Tokenizing:
         positions = np.flatnonzero(mask)
         if not len(positions):
             raise BadRow(f"{where}: the chat template marks no token as the assistant's ({{% generation %}})")
-        if positions[0] == 0:
-            raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
-        return Demonstration(token_ids[: positions[-1] + 1], positions)
+        return _predictable(Demonstration(token_ids[: positions[-1] + 1], positions), where)
 
     def _by_growth(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
         """Return the tokens with those trained that a turn of the assistant adds, where the template does nothing but add."""
@@ -206,9 +197,7 @@ class Tokenizing:
             ids = self._in_pieces(texts, where)
         token_ids, lengths = np.asarray(ids[-1], dtype=np.int32), [len(each) for each in ids]
         spans = [np.arange(begin, end) for begin, end in zip(lengths[0::2], lengths[1::2], strict=True)]
-        if lengths[0] == 0:
-            raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
-        return Demonstration(token_ids, np.concatenate(spans))
+        return _predictable(Demonstration(token_ids, np.concatenate(spans)), where)
 
     def _growing(self, messages: list[dict[str, Any]], found: Chat, where: str) -> list[str]:
         """Return the text before and after every assistant turn, each of which has to begin with the one before it."""
@@ -250,6 +239,13 @@ class Tokenizing:
 def _answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Demonstration:
     token_ids = np.asarray([*prompt_ids, *answer_ids], dtype=np.int32)
     return Demonstration(token_ids, np.arange(len(prompt_ids), len(token_ids)))
+
+
+def _predictable(found: Demonstration, where: str) -> Demonstration:
+    """Return a demonstration whose first trained token has one before it. Raises BadRow for another."""
+    if found.positions[0] == 0:
+        raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
+    return found
 
 
 def _rewritten(before: str, now: str, what: str) -> str:

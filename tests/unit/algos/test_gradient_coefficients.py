@@ -13,7 +13,7 @@ from grpo_rl.algos import trial
 from grpo_rl.algos.kl import KL_ESTIMATORS, kl_estimate
 from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_of
-from grpo_rl.registry import coefficient_of, shown_coefficient
+from grpo_rl.registry import coefficient_of, shown
 
 LOW, HIGH, DUAL = 0.2, 0.28, 3.0
 
@@ -173,7 +173,7 @@ def test_a_loss_over_pairs_has_the_coefficient_on_the_chosen_and_its_opposite_on
     actual_T = minus_gradient(inputs.segments.mean(loss_T).sum() / 2, inputs)
     sign_T = inputs.segments.broadcast(2.0 * inputs.chosen_N.double() - 1.0)
     torch.testing.assert_close(actual_T, sign_T * expected(inputs))
-    assert shown_coefficient(POLICY_LOSSES.get(name), options).startswith("±")
+    assert shown(POLICY_LOSSES.get(name), options, coefficient_of).startswith("±")
 
 
 def test_kto_has_its_coefficient_on_each_single_response() -> None:
@@ -216,7 +216,7 @@ def test_a_kl_estimator_has_the_coefficient_that_its_docstring_gives(name: str) 
 
 
 def test_the_options_stand_in_the_coefficient_as_numbers() -> None:
-    text = shown_coefficient(POLICY_LOSSES.get("vanilla"), {"clip_low": 0.1, "clip_high": 0.3})
+    text = shown(POLICY_LOSSES.get("vanilla"), {"clip_low": 0.1, "clip_high": 0.3}, coefficient_of)
     assert text == "r A, but 0 where A > 0 and r > 1.3, or A < 0 and r < 0.9 or r > 3"
-    text = shown_coefficient(POLICY_LOSSES.get("dpo"), {"beta": 0.5, "length_normalised": True})
+    text = shown(POLICY_LOSSES.get("dpo"), {"beta": 0.5, "length_normalised": True}, coefficient_of)
     assert text.startswith("± 0.5 (") and "divided by |y|" in text

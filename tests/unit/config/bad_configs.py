@@ -157,4 +157,13 @@ BAD_RECIPES: list[tuple[str, str]] = [
     ("\x00", "cannot be read as YAML"),
     ("a: &a [x,x]\nb: &b [*a,*a]", "aliases"),
     ("trainer: " + "[" * 3000, "cannot be read as YAML"),
+    ("trainer:\n  seed: 1\n  save_freq: [1\ndata:\n", "line 4, column 5"),
+    ("", "holds no keys"),
+    ("just text", "holds no keys"),
+    ("trainer: {save_frq: 1}", "trainer.save_freq"),
+    ("hydra: {run: {dir: x}}", "hydra.run.dir"),
+    ("defaults: [/recipe/nonsense]\ntrainer: {seed: 1}", "unknown recipe"),
+    ("defaults: [other]\ntrainer: {seed: 1}", "/recipe/arithmetic/grpo"),
+    ("trainer: {save_freq: 1.5}", "write 2"),
+    ("trainer: 3", "group of keys"),
 ]

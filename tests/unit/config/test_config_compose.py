@@ -89,13 +89,6 @@ def test_the_command_line_wins_over_the_recipe_and_the_recipe_over_the_defaults(
     assert (trainer.save_freq, trainer.test_freq, trainer.total_epochs) == (7, 6, 30)
 
 
-def test_a_recipe_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe(tmp_path, "my.yaml", {"trainer": {"seed": 5}})
-    monkeypatch.chdir(tmp_path)
-    assert compose(["recipe=my.yaml"]).config.trainer.seed == 5
-    assert compose(["recipe=arithmetic/grpo"]).config.actor_rollout_ref.model.path == "builtin:arithmetic"
-
-
 def test_a_tilde_goes_back_to_the_default_whatever_the_recipe_says(tmp_path: Path) -> None:
     content = nested({"trainer.save_freq": 5, "trainer.project_name": "x"})
     config = compose([recipe(tmp_path, "my.yaml", content), "~trainer"]).config
@@ -116,28 +109,10 @@ def test_a_recipe_builds_on_another(tmp_path: Path) -> None:
     assert (config.trainer.seed, config.actor_rollout_ref.rollout.n) == (9, 3)
 
 
-def test_a_group_with_all_its_lines_commented_out_changes_nothing(tmp_path: Path) -> None:
-    word = recipe(tmp_path, "my.yaml", "trainer:\n  # save_freq: 5\nactor_rollout_ref:\n  actor:\ndata:\n  seed: 3\n")
+def test_a_group_with_all_its_lines_commented_out_changes_nothing_and_dots_nest(tmp_path: Path) -> None:
+    word = recipe(tmp_path, "my.yaml", "trainer:\n  # save_freq: 5\nactor_rollout_ref:\n  actor:\ndata.seed: 3\n")
     config = compose([word]).config
     assert (config.trainer.save_freq, config.data.seed) == (-1, 3)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ("", "holds no keys"),
-        ("just text", "holds no keys"),
-        ("trainer: {save_frq: 1}", "trainer.save_freq"),
-        ("hydra: {run: {dir: x}}", "hydra.run.dir"),
-        ("defaults: [/recipe/nonsense]\ntrainer: {seed: 1}", "unknown recipe"),
-        ("defaults: [other]\ntrainer: {seed: 1}", "/recipe/arithmetic/grpo"),
-        ("trainer: {save_freq: 1.5}", "write 2"),
-        ("trainer: 3", "group of keys"),
-    ],
-)
-def test_a_bad_recipe_is_refused_with_one_line(tmp_path: Path, content: str, said: str) -> None:
-    (problem,) = problems_of(recipe(tmp_path, "my.yaml", content))
-    assert said in problem and "\n" not in problem
 
 
 def test_keys_of_verl_in_a_recipe_are_answered_as_on_the_command_line(tmp_path: Path) -> None:
@@ -198,15 +173,6 @@ def test_the_content_of_a_file_that_is_no_recipe_is_not_in_the_message(tmp_path:
     (tmp_path / "link.yaml").symlink_to(tmp_path / "secrets")
     (problem,) = problems_of(f"recipe={tmp_path / 'link.yaml'}")
     assert "CANARY" not in problem and "link.yaml" in problem
-
-
-def test_the_line_that_is_wrong_is_named(tmp_path: Path) -> None:
-    (problem,) = problems_of(recipe(tmp_path, "my.yaml", "trainer:\n  seed: 1\n  save_freq: [1\ndata:\n"))
-    assert "line 4, column 5" in problem
-
-
-def test_dots_nest_in_a_recipe_as_on_the_command_line(tmp_path: Path) -> None:
-    assert compose([recipe(tmp_path, "my.yaml", "trainer.save_freq: 5\ndata: {seed: 3}\n")]).config.trainer.save_freq == 5
 
 
 # ---- relative paths ------------------------------------------------------------------------------------
