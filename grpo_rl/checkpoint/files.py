@@ -112,21 +112,11 @@ def free_bytes(folder: Path) -> int:
 
 def not_written(target: Path, error: OSError, needed: int) -> CheckpointError:
     """Return the error for a save that the disk refused: path, reason, needed and free bytes, and what to do."""
-    reason = error.strerror or str(error)
+    reason, needed_mib, free_mib = error.strerror or str(error), needed / 2**20, free_bytes(target) / 2**20
     return CheckpointError(
-        f"cannot write {target}: {reason}; it needs {show_bytes(needed)}, {show_bytes(free_bytes(target))} are free there. "
+        f"cannot write {target}: {reason}; it needs {needed_mib:,.1f} MiB, {free_mib:,.1f} MiB are free there. "
         "Earlier checkpoints are untouched. Make room or mend the disk, or set trainer.max_actor_ckpt_to_keep lower"
     )
-
-
-def show_bytes(number: int) -> str:
-    """A size to read: 512 B, 3.1 MiB, 84.0 GiB."""
-    size, unit = float(number), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def _cut(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

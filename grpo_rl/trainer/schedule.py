@@ -176,10 +176,6 @@ def training_sampling(config: Config, step: int) -> Sampling:
         min_p=rollout.min_p,
         keep_support=True,
         ignore_eos=rollout.ignore_eos,
-        seed=mix_seed(rollout.seed, step),
+        # Far from the seeds of other steps and runs.
+        seed=((rollout.seed or 0) * 1_000_003 + step * 7_919 + 17) & 0x7FFF_FFFF_FFFF_FFFF,
     )
-
-
-def mix_seed(seed: int | None, number: int) -> int:
-    """Return a seed for one step, far from those of other steps and runs."""
-    return ((seed or 0) * 1_000_003 + number * 7_919 + 17) & 0x7FFF_FFFF_FFFF_FFFF

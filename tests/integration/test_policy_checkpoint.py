@@ -158,7 +158,7 @@ def test_a_save_that_fails_in_the_background_is_told_when_it_is_asked_for(ranks,
     # The same names again: nothing that is there is ever written over.
     (tmp_path / "actor.json").unlink()
     actor.save(tmp_path, in_background=True)
-    with pytest.raises(CheckpointError, match=r"cannot write .*: File exists; it needs .* KiB, .* are free there"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*: File exists; it needs .* MiB, .* are free there"):
         while actor.saved(1.0) is None:
             pass
 
