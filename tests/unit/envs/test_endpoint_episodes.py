@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from chat_templates import FAMILIES, tokenizer_of
 from engine_turns import EngineTurns
+from scripted import ScriptedEngine
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
@@ -49,29 +51,17 @@ def solve(url, start, stream=False):
 """
 
 
-class Speaking:
+class Speaking(ScriptedEngine):
     """An engine that answers turn by turn with given texts, token by token, each with a log-prob of its own."""
 
     def __init__(self, tokenizer: Any, texts: Sequence[str]) -> None:
-        self.tokenizer, self.texts, self.weight_version = tokenizer, texts, 0
-        self._waiting: list[Request] = []
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._waiting)
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._waiting += requests
-
-    def step(self) -> list[Completion]:
-        waiting, self._waiting = self._waiting, []
-        return [self._completion(request) for request in waiting]
+        super().__init__((), (), seed=0)
+        self.tokenizer, self.texts = tokenizer, texts
 
     def _completion(self, request: Request) -> Completion:
-        number = int(request.request_id.partition("/turn-")[2].partition("/")[0].partition(":")[0].partition("#")[0])
+        number = int(re.findall("turn-([0-9]+)", request.request_id)[0])
         ids = [*self.tokenizer(self.texts[number], add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        logprobs = [-0.125 * (number + 1)] * len(ids)
-        return Completion(request.request_id, ids, logprobs, "stop", ((0, len(ids)),))
+        return Completion(request.request_id, ids, [-0.125 * (number + 1)] * len(ids), "stop", ((0, len(ids)),))
 
 
 def played(tmp_path: Path, family: str, *texts: str) -> tuple[Rollout, Any]:
@@ -84,12 +74,8 @@ def played(tmp_path: Path, family: str, *texts: str) -> tuple[Rollout, Any]:
     host = HostSetup(Named("endpoint", {"agent": f"{tmp_path / 'agent.py'}:solve"}))
     environments = EnvironmentPool(host, 1, step_timeout_s=30.0)
     try:
-        pool = EpisodePool(
-            EngineTurns(Speaking(tokenizer, texts)),  # type: ignore[arg-type]
-            environments,
-            deltas,
-            EpisodeRules(quiet_s=60.0, max_model_len=4000),
-        )
+        turns = EngineTurns(Speaking(tokenizer, texts))  # type: ignore[arg-type]
+        pool = EpisodePool(turns, environments, deltas, EpisodeRules(quiet_s=60.0, max_model_len=4000))
         prompt = Prompt("p", np.array([1], np.int32), "", "test", extra_info={"question": "2+3?"}, messages=({"role": "user", "content": "row"},))  # fmt: skip
         (rollout,) = pool.generate([prompt], 1, Sampling(max_tokens=2000, seed=1))
         return rollout, tokenizer

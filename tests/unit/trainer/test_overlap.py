@@ -131,20 +131,28 @@ def test_a_token_beyond_the_bound_ends_the_run_before_it_is_trained(make):  # no
 
 @pytest.mark.parametrize("schedule", ["one_step_off", "async"])
 @pytest.mark.parametrize(
-    ("call", "count", "saved"),
+    ("call", "count", "saved", "refills"),
     [
-        ("submit", 5, None),  # prompts were drawn for the step, and nothing is trained
-        ("tick", 13, None),
-        ("keep_weights", 3, 3),  # the training is about to begin: nothing leaves it any more
-        ("update", 3, 3),  # in the other thread: a step whose weights have changed is finished
+        ("submit", 5, None, False),  # prompts were drawn for the step, and nothing is trained
+        ("tick", 13, None, False),
+        ("keep_weights", 3, 3, False),  # the training is about to begin: nothing leaves it any more
+        ("update", 3, 3, False),  # in the other thread: a step whose weights have changed is finished
+        ("tick", 60, None, True),
     ],
 )
-def test_a_stopped_run_loses_no_prompt(make, listening, monkeypatch, schedule, call, count, saved):  # noqa: F811
-    steps = 7
-    config = config_of(schedule, save_freq=-1, **({"max_staleness": 2} if schedule == "async" else {}))
-    pool = Pool(long_tailed(1), slots=6)
-    actor = Actor(pool)
-    run, _ = make(config, steps, with_val=False, rows=16, policy=actor, pool=pool)
+def test_a_stopped_run_loses_no_prompt_and_trains_none_twice(
+    make, listening, monkeypatch, schedule, call, count, saved, refills
+):  # noqa: F811
+    steps, own = 7, {"max_staleness": 2} if schedule == "async" else {}
+    kind, settings, rows = (PartlySolved, refilling, 120) if refills else (Pool, config_of, 16)
+    config = settings(schedule, save_freq=-1, **own)
+
+    def started() -> tuple[RunLoop, Pool, Actor]:
+        pool = kind(long_tailed(1), slots=6)
+        actor = Actor(pool)
+        return make(config, steps, with_val=False, rows=rows, policy=actor, pool=pool)[0], pool, actor
+
+    run, pool, actor = started()
     listening(run)
     interrupt_at(actor if call == "update" else pool, monkeypatch, call, count)
     with pytest.raises(Preempted, match=r"step \d of 7 is saved"):
@@ -152,14 +160,15 @@ def test_a_stopped_run_loses_no_prompt(make, listening, monkeypatch, schedule, c
     [at] = steps_saved(run)
     assert at == (saved or at) and 0 < at < steps
     waiting = run.state_dict()["groups"]["waiting"]
-    assert 0 < len(waiting) <= 2 * BATCH
-
-    pool = Pool(long_tailed(1), slots=6)
-    resumed, _ = make(config, steps, with_val=False, rows=16, policy=Actor(pool), pool=pool)
+    resumed, pool, _ = started()
     resumed.resume(run.store.folder / f"step_{at}")
     resumed.fit()
     assert_each_prompt_is_trained_once(resumed, steps)
-    assert {uid for _, _, uid in waiting} <= {uid for uid, _ in pool.asked}, "they are asked for again"
+    if refills:
+        assert all(has_signal(uid) for groups in trained_groups(resumed).values() for uid in groups)
+    else:
+        assert 0 < len(waiting) <= 2 * BATCH
+        assert {uid for _, _, uid in waiting} <= {uid for uid, _ in pool.asked}, "they are asked for again"
 
 
 def test_an_error_of_the_training_thread_ends_the_run_with_itself(make, monkeypatch):  # noqa: F811
@@ -311,24 +320,6 @@ def test_groups_whose_rewards_all_failed_are_replaced_and_a_whole_batch_of_them_
             run.fit()
             # The first lot is the first group that ended.
             assert len(failed[0]) == 1 and not failed[0] & {uid for groups in trained_groups(run).values() for uid in groups}
-
-
-@pytest.mark.parametrize("schedule", ["one_step_off", "async"])
-def test_a_stopped_run_that_refills_trains_no_prompt_twice(make, listening, monkeypatch, schedule):  # noqa: F811
-    config = refilling(schedule, save_freq=-1, **({"max_staleness": 2} if schedule == "async" else {}))
-    pool = PartlySolved(long_tailed(1), slots=6)
-    run, _ = make(config, 7, with_val=False, rows=120, policy=Actor(pool), pool=pool)
-    listening(run)
-    interrupt_at(pool, monkeypatch, "tick", 60)
-    with pytest.raises(Preempted, match=r"step \d of 7 is saved"):
-        run.fit()
-    [at] = steps_saved(run)
-    pool = PartlySolved(long_tailed(1), slots=6)
-    resumed, _ = make(config, 7, with_val=False, rows=120, policy=Actor(pool), pool=pool)
-    resumed.resume(run.store.folder / f"step_{at}")
-    resumed.fit()
-    trained = [uid for groups in trained_groups(resumed).values() for uid in groups]
-    assert len(trained) == len(set(trained)) == 7 * BATCH and all(map(has_signal, trained))
 
 
 # ---- which groups an asynchronous training takes ------------------------------------------------------------------------
