@@ -30,7 +30,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import Named
-from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
+from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.models import builtin
@@ -167,7 +167,7 @@ def measure(options: argparse.Namespace, folder: Path, wait_s: float) -> dict[st
     environments = EnvironmentPool(HostSetup(named), options.workers, max_episodes=options.episodes)
     turns = Turns(engine)
     deltas = ChatDeltas(Renderer(DataConfig(), tokenizer), tokenizer, stop_ids)
-    pool = EpisodePool(turns, environments, deltas, EpisodeRules(max_model_len=longest))  # type: ignore[arg-type]
+    pool = EpisodePool(turns, environments, deltas, max_model_len=longest)  # type: ignore[arg-type]
     messages = ({"role": "user", "content": "1+1="},)
     shown = deltas.prompt(messages)
     prompts = [Prompt(f"p{i}", shown.token_ids, shown.text, "bench", messages=messages) for i in range(options.episodes // 8)]

@@ -59,21 +59,6 @@ class TurnPool(RolloutPool, Protocol):
         """Ask for one rollout per prompt, sampled exactly as it says, as a turn of a conversation; return their ids."""
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeRules:
-    """The limits of an episode, beside the room for tokens that is asked for with it."""
-
-    max_model_len: int
-    max_turns: int | None = None
-    """Most assistant turns; None: no limit."""
-    timeout_s: float | None = None
-    """Longest time from the first turn; None: none."""
-    retries: int = 2
-    """Further attempts after a lost environment process."""
-    quiet_s: float = 3600.0
-    """Seconds without any turn or answer after which the run is given up."""
-
-
 @dataclass(slots=True, eq=False)
 class Playing:
     """An episode that was asked for and has not ended: its tokens so far, those that were sampled and those that came between."""
@@ -227,8 +212,26 @@ class EpisodePool(WholeBatches):
     (`chat_deltas.py`). The same prompt, seed and answers of the environment give the same episode.
     """
 
-    def __init__(self, turns: TurnPool, environments: EnvironmentPool, deltas: ChatDeltas, rules: EpisodeRules) -> None:
-        self.turns, self.environments, self.deltas, self.rules = turns, environments, deltas, rules
+    def __init__(
+        self,
+        turns: TurnPool,
+        environments: EnvironmentPool,
+        deltas: ChatDeltas,
+        *,
+        max_model_len: int,
+        max_turns: int | None = None,
+        timeout_s: float | None = None,
+        retries: int = 2,
+        quiet_s: float = 3600.0,
+    ) -> None:
+        """An episode has at most `max_turns` assistant turns and `timeout_s` from its first one, where these are given.
+
+        After a lost environment process there are `retries` further attempts. The run is given up after `quiet_s` seconds
+        without any turn or answer.
+        """
+        self.turns, self.environments, self.deltas = turns, environments, deltas
+        self.max_model_len, self.max_turns, self.timeout_s = max_model_len, max_turns, timeout_s
+        self.retries, self.quiet_s = retries, quiet_s
         self._playing: dict[str, Playing] = {}
         """The episodes that have not ended, by id."""
         self._of_name: dict[str, Playing] = {}
@@ -271,10 +274,8 @@ class EpisodePool(WholeBatches):
         """
         asked = [(prompt, sample) for prompt in prompts for sample in [*range(n), *([GREEDY] if greedy else [])]]
         ids = [rollout_id(prompt, sample) for prompt, sample in asked]
-        if taken := [one for one in ids if one in self._playing or one in self._ended]:
-            raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5])}")
-        if len(set(ids)) < len(ids):
-            raise ValueError("rollouts are being sampled already: a prompt comes twice")
+        if len({*ids} - self._playing.keys() - self._ended.keys()) < len(ids):
+            raise ValueError(f"some of these rollouts are being sampled already, or a prompt comes twice: {', '.join(ids[:5])}")
         self._last_news = time.monotonic()
         for name, (prompt, sample) in zip(ids, asked, strict=True):
             seed = sample_seed(sampling.seed, prompt.uid, sample) or 0
@@ -333,9 +334,9 @@ class EpisodePool(WholeBatches):
         self._past_deadlines()
         if news:
             self._last_news = time.monotonic()
-        elif time.monotonic() - self._last_news > self.rules.quiet_s:
+        elif time.monotonic() - self._last_news > self.quiet_s:
             raise ClusterError(
-                f"no turn and no answer of an environment for {self.rules.quiet_s:.0f} s; {len(self._of_turn)} turns are being "
+                f"no turn and no answer of an environment for {self.quiet_s:.0f} s; {len(self._of_turn)} turns are being "
                 f"sampled, {self.environments.num_waiting} environments are at work"
             )
 
@@ -365,11 +366,10 @@ class EpisodePool(WholeBatches):
 
     def _past_deadlines(self) -> None:
         """End the episodes whose time is over."""
-        limit = self.rules.timeout_s
-        if limit is None:
+        if self.timeout_s is None:
             return
-        now = time.monotonic()
-        for playing in [one for one in self._playing.values() if one.began is not None and now - one.began > limit]:
+        first = time.monotonic() - self.timeout_s
+        for playing in [one for one in self._playing.values() if one.began is not None and one.began < first]:
             self._withdraw(playing)
             self._finish(playing, "time")
 
@@ -446,7 +446,7 @@ class EpisodePool(WholeBatches):
             ended = "done"
         elif playing.finish_reason != "stop":
             ended = "tokens"
-        elif self.rules.max_turns is not None and len(playing.turns) >= self.rules.max_turns:
+        elif self.max_turns is not None and len(playing.turns) >= self.max_turns:
             ended = "turns"
         if ended is not None:
             playing.messages += messages
@@ -480,12 +480,12 @@ class EpisodePool(WholeBatches):
 
     def _next_turn(self, playing: Playing) -> None:
         """Ask for the episode's next turn, where there is room for it."""
-        room = playing.room(self.rules.max_model_len)
+        room = playing.room(self.max_model_len)
         if room < 1:
             if playing.turns:
                 self._finish(playing, "tokens")
             else:
-                limit = f"the engine's longest sequence of {self.rules.max_model_len} tokens"
+                limit = f"the engine's longest sequence of {self.max_model_len} tokens"
                 self._fail(playing, "environment_error", f"the prompt with what the environment adds leaves no room in {limit}")
             return
         if playing.began is None:
@@ -503,7 +503,7 @@ class EpisodePool(WholeBatches):
         ids = np.asarray(turn.response_ids)
         text = self.deltas.turn_text(ids, special=False)
         playing.add_turn(turn, text)
-        limit = self.rules.max_turns
+        is_last = self.max_turns is not None and len(playing.turns) >= self.max_turns
         self.environments.step(
             playing.name,
             {
@@ -512,7 +512,7 @@ class EpisodePool(WholeBatches):
                 "raw_text": self.deltas.turn_text(ids, special=True),
                 "finish_reason": turn.finish_reason,
                 "token_ids": ids.tolist(),
-                "is_last": limit is not None and len(playing.turns) >= limit,
+                "is_last": is_last,
                 "context_tokens": playing.turns[-1].context_tokens,
             },
         )
@@ -520,7 +520,7 @@ class EpisodePool(WholeBatches):
     def _try_again(self, playing: Playing, cause: str) -> None:
         """Begin an episode anew whose environment process was lost."""
         self._withdraw(playing)
-        if playing.attempt >= self.rules.retries:
+        if playing.attempt >= self.retries:
             self._fail(playing, "environment_error", f"{cause} ({playing.attempt + 1} attempts)")
             return
         del self._of_name[playing.name]

@@ -12,7 +12,7 @@ from grpo_rl.config.schema.tree import Config, DataConfig, MultiTurnConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import Named, interaction_file, tools_of
-from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules, TurnPool
+from grpo_rl.envs.episode_pool import EpisodePool, TurnPool
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.envs.tool_formats import check_format
@@ -96,14 +96,16 @@ class EpisodeSetup:
     ) -> EpisodePool:
         """Return the pool whose rollouts are episodes, above one of single turns."""
         own = self.config.actor_rollout_ref.rollout.multi_turn
-        rules = EpisodeRules(
+        return EpisodePool(
+            turns,
+            environments,
+            self.deltas(tokenizer, stop_ids),
             max_model_len=max_model_len,
             max_turns=max_turns(own),
             timeout_s=own.episode_timeout_s,
             retries=own.environment.retries,
             quiet_s=self.config.trainer.step_timeout_s,
         )
-        return EpisodePool(turns, environments, self.deltas(tokenizer, stop_ids), rules)
 
 
 def max_turns(own: MultiTurnConfig) -> int | None:

@@ -17,7 +17,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import Named
-from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
+from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.types import Completion, Prompt, Request, Rollout, Sampling
@@ -75,7 +75,7 @@ def played(tmp_path: Path, family: str, *texts: str) -> tuple[Rollout, Any]:
     environments = EnvironmentPool(host, 1, step_timeout_s=30.0)
     try:
         turns = EngineTurns(Speaking(tokenizer, texts))  # type: ignore[arg-type]
-        pool = EpisodePool(turns, environments, deltas, EpisodeRules(quiet_s=60.0, max_model_len=4000))
+        pool = EpisodePool(turns, environments, deltas, quiet_s=60.0, max_model_len=4000)
         prompt = Prompt("p", np.array([1], np.int32), "", "test", extra_info={"question": "2+3?"}, messages=({"role": "user", "content": "row"},))  # fmt: skip
         (rollout,) = pool.generate([prompt], 1, Sampling(max_tokens=2000, seed=1))
         return rollout, tokenizer

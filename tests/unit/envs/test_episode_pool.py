@@ -18,7 +18,7 @@ from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import ENVIRONMENTS, Named
-from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules
+from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.models import builtin
@@ -76,7 +76,7 @@ def make(
         turns = EngineTurns(HfEngine(spec))
         deltas = ChatDeltas(Renderer(DataConfig(), tokenizer), tokenizer, stop_ids)
         quiet = {"quiet_s": 60.0, "max_model_len": LONGEST}
-        return EpisodePool(turns, environments, deltas, EpisodeRules(**quiet | (rules or {}))), turns
+        return EpisodePool(turns, environments, deltas, **quiet | (rules or {})), turns
 
     yield build
     for pool in pools:

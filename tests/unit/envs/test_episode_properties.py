@@ -18,7 +18,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
-from grpo_rl.envs.episode_pool import EpisodePool, EpisodeRules, Playing
+from grpo_rl.envs.episode_pool import EpisodePool, Playing
 from grpo_rl.types import Prompt, Sampling
 
 TEXTS = ["", "no", "in 11 turns\n", "\n\n 1", "<think>hm</think> as", "caf\u00e9 \u4f60\u597d", "end <|im_end|> </s>", " "]
@@ -54,7 +54,7 @@ def play(deltas: ChatDeltas, tokenizer: Any, stops: frozenset[int], role: str, s
 
     engine = ScriptedEngine(range(len(tokenizer)), sorted(stops), seed)
     turns, environments = EngineTurns(engine), ScriptedEnvironments(answer, seed)  # type: ignore[arg-type]
-    pool = EpisodePool(turns, environments, deltas, EpisodeRules(max_model_len=300, max_turns=4))  # type: ignore[arg-type]
+    pool = EpisodePool(turns, environments, deltas, max_model_len=300, max_turns=4)  # type: ignore[arg-type]
     prompts = []
     for uid in lengths:
         messages = ({"role": "user", "content": f"play {uid}"},)
