@@ -1,14 +1,18 @@
-"""One reward process for all tests of the trainer."""
+"""Fixtures of all tests of the trainer; one reward process serves them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from test_preemption import listening
+from test_sync_trainer import make
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
+
+__all__ = ["listening", "make"]
 
 
 @pytest.fixture(scope="session")

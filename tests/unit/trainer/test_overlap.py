@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from pool_in_ticks import Actor, Pool
-from test_preemption import interrupt_at, listening, steps_saved  # noqa: F401
-from test_sync_trainer import make, make_config  # noqa: F401
+from test_preemption import interrupt_at, steps_saved
+from test_sync_trainer import make_config
 
 from grpo_rl.config.schema.trainer import AsynchronousConfig
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, FilterGroupsConfig
@@ -65,7 +65,7 @@ def assert_each_prompt_is_trained_once(run: RunLoop, steps: int) -> None:
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_async_trains_every_prompt_once_and_no_token_beyond_the_bound(make, max_staleness, seed):  # noqa: F811
+def test_async_trains_every_prompt_once_and_no_token_beyond_the_bound(make, max_staleness, seed):
     pool, steps = Pool(long_tailed(seed), slots=6), 12
     actor = Actor(pool, ticks=4)
     run, _ = make(config_of("async", max_staleness=max_staleness), steps, with_val=False, rows=30, policy=actor, pool=pool)
@@ -81,7 +81,7 @@ def test_async_trains_every_prompt_once_and_no_token_beyond_the_bound(make, max_
     assert sum(version == 0 for _, version in pool.asked) == (max_staleness + 1) * BATCH
 
 
-def test_one_step_off_trains_each_batch_one_version_after_the_one_that_sampled_it(make):  # noqa: F811
+def test_one_step_off_trains_each_batch_one_version_after_the_one_that_sampled_it(make):
     pool = Pool(long_tailed(0), slots=6)
     actor = Actor(pool, ticks=1000)
     config = config_of("one_step_off", test_freq=2)
@@ -98,7 +98,7 @@ def test_one_step_off_trains_each_batch_one_version_after_the_one_that_sampled_i
     assert not pool.is_used_by_another_thread
 
 
-def test_a_validation_waits_for_the_batch_that_is_sampled_where_weights_must_not_change_in_it(make):  # noqa: F811
+def test_a_validation_waits_for_the_batch_that_is_sampled_where_weights_must_not_change_in_it(make):
     versions: dict[str, set[int]] = {}
     for schedule in ("one_step_off", "async"):
         pool = Pool(lambda uid, sample: 9, slots=8)
@@ -111,7 +111,7 @@ def test_a_validation_waits_for_the_batch_that_is_sampled_where_weights_must_not
     assert versions == {"one_step_off": {1}, "async": {1, 2}}
 
 
-def test_a_token_beyond_the_bound_ends_the_run_before_it_is_trained(make):  # noqa: F811
+def test_a_token_beyond_the_bound_ends_the_run_before_it_is_trained(make):
     class Late(Pool):
         """Hands over responses with a token of older weights than they can have."""
 
@@ -142,7 +142,7 @@ def test_a_token_beyond_the_bound_ends_the_run_before_it_is_trained(make):  # no
 )
 def test_a_stopped_run_loses_no_prompt_and_trains_none_twice(
     make, listening, monkeypatch, schedule, call, count, saved, refills
-):  # noqa: F811
+):
     steps, own = 7, {"max_staleness": 2} if schedule == "async" else {}
     kind, settings, rows = (PartlySolved, refilling, 120) if refills else (Pool, config_of, 16)
     config = settings(schedule, save_freq=-1, **own)
@@ -171,7 +171,7 @@ def test_a_stopped_run_loses_no_prompt_and_trains_none_twice(
         assert {uid for _, _, uid in waiting} <= {uid for uid, _ in pool.asked}, "they are asked for again"
 
 
-def test_an_error_of_the_training_thread_ends_the_run_with_itself(make, monkeypatch):  # noqa: F811
+def test_an_error_of_the_training_thread_ends_the_run_with_itself(make, monkeypatch):
     pool = Pool(slots=4)
     actor = Actor(pool)
 
@@ -184,7 +184,7 @@ def test_an_error_of_the_training_thread_ends_the_run_with_itself(make, monkeypa
         run.fit()
 
 
-def test_an_error_of_sampling_waits_for_the_training_before_it_ends_the_run(make, monkeypatch):  # noqa: F811
+def test_an_error_of_sampling_waits_for_the_training_before_it_ends_the_run(make, monkeypatch):
     pool = Pool(lambda uid, sample: 50, slots=4)
     actor = Actor(pool, ticks=3)
     run, _ = make(config_of("one_step_off"), 3, with_val=False, policy=actor, pool=pool)
@@ -229,7 +229,7 @@ def trained_groups(run: RunLoop) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize(("refills", "gen_batch_size"), [(False, None), (True, None), (True, 1), (True, 3)])
-def test_async_without_staleness_is_the_synchronous_schedule(make, refills, gen_batch_size):  # noqa: F811
+def test_async_without_staleness_is_the_synchronous_schedule(make, refills, gen_batch_size):
     trained, samplings, asked = [], [], []
     for schedule in ("sync", "async"):
         pool = PartlySolved(long_tailed(3), slots=5) if refills else Pool(long_tailed(3), slots=3)
@@ -253,7 +253,7 @@ def test_async_without_staleness_is_the_synchronous_schedule(make, refills, gen_
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_refilling_trains_every_group_with_a_signal_within_the_bound_however_long_it_is(make, max_staleness, seed):  # noqa: F811
+def test_refilling_trains_every_group_with_a_signal_within_the_bound_however_long_it_is(make, max_staleness, seed):
     pool, steps = PartlySolved(long_tailed(seed), slots=6), 12
     actor = Actor(pool, ticks=6)
     config = refilling("async", max_staleness=max_staleness, gen_batch_size=3)
@@ -274,7 +274,7 @@ def test_refilling_trains_every_group_with_a_signal_within_the_bound_however_lon
     assert any(version > 0 for _, version in pool.asked) and actor.threads == {"training"}
 
 
-def test_refilling_a_batch_apart_takes_the_first_groups_that_were_drawn(make):  # noqa: F811
+def test_refilling_a_batch_apart_takes_the_first_groups_that_were_drawn(make):
     pool = PartlySolved(long_tailed(0), slots=6)
     run, _ = make(refilling("one_step_off", test_freq=2), 6, rows=120, policy=Actor(pool, ticks=1000), pool=pool)
     run.fit()
@@ -287,7 +287,7 @@ def test_refilling_a_batch_apart_takes_the_first_groups_that_were_drawn(make):  
     assert sum(row["filter_groups/surplus_groups"] for row in rows) > 0
 
 
-def test_refilling_ends_the_run_saved_where_too_few_groups_have_a_signal(make):  # noqa: F811
+def test_refilling_ends_the_run_saved_where_too_few_groups_have_a_signal(make):
     for schedule, own in (("async", {"max_staleness": 0}), ("async", {"max_staleness": 2}), ("one_step_off", {})):
         pool = PartlySolved(slots=6)
         run, _ = make(
@@ -298,7 +298,7 @@ def test_refilling_ends_the_run_saved_where_too_few_groups_have_a_signal(make): 
         assert run.step == run.context.step == max([0, *steps_saved(run)])
 
 
-def test_groups_whose_rewards_all_failed_are_replaced_and_a_whole_batch_of_them_ends_the_run(make):  # noqa: F811
+def test_groups_whose_rewards_all_failed_are_replaced_and_a_whole_batch_of_them_ends_the_run(make):
     for num_failing in (1, 1000):
         pool = PartlySolved(long_tailed(2), slots=3)
         run, _ = make(refilling("async", max_staleness=1), 4, with_val=False, rows=60, policy=Actor(pool), pool=pool)

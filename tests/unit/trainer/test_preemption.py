@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from test_sync_trainer import Policy, make, make_config  # noqa: F401
+from test_sync_trainer import make_config
 
 from grpo_rl.errors import Preempted
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
@@ -68,7 +68,7 @@ def steps_saved(trainer: RunLoop) -> list[int]:
         ("sync_weights", 4, 2),
     ],
 )
-def test_the_state_that_is_saved_is_the_newest_one_between_two_steps(make, listening, monkeypatch, call, count, saved):  # noqa: F811
+def test_the_state_that_is_saved_is_the_newest_one_between_two_steps(make, listening, monkeypatch, call, count, saved):
     config = make_config(save_freq=-1)
     trainer, policy = make(config, total_steps=5)
     listening(trainer)
@@ -91,7 +91,7 @@ def test_the_state_that_is_saved_is_the_newest_one_between_two_steps(make, liste
     assert rows == learnt(whole)
 
 
-def test_a_validation_that_is_given_up_is_made_up_for_before_the_run_goes_on(make, listening, monkeypatch):  # noqa: F811
+def test_a_validation_that_is_given_up_is_made_up_for_before_the_run_goes_on(make, listening, monkeypatch):
     config = make_config(test_freq=2, val_before_train=False)
     trainer, policy = make(config, total_steps=3)
     listening(trainer)
@@ -109,7 +109,7 @@ def test_a_validation_that_is_given_up_is_made_up_for_before_the_run_goes_on(mak
     assert "val/arithmetic/mean@1" in rows[2] and rows[2]["actor/version"] == 2.0
 
 
-def test_a_step_that_was_saved_and_not_logged_is_logged_by_the_run_that_goes_on(make):  # noqa: F811
+def test_a_step_that_was_saved_and_not_logged_is_logged_by_the_run_that_goes_on(make):
     config = make_config(save_freq=1, val_before_train=False)
     trainer, _ = make(config, total_steps=2)
     trainer.fit()

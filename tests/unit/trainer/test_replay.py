@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_sync_trainer import Policy, make, make_config  # noqa: F401
+from test_sync_trainer import make_config
 
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, ReplayConfig
@@ -140,7 +140,7 @@ def test_groups_with_rare_successes_take_the_places_of_those_without_a_signal_fo
     assert uids(replay.fill(group("m", OFTEN), 4)[0]) == ["m", "d", "f"]
 
 
-def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_probs(make):  # noqa: F811
+def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_probs(make):
     algorithm = AlgorithmConfig(replay=ReplayConfig(max_age=3, max_success=0.5))
     config = settled(make_config(algorithm, save_freq=3))
     assert config.algorithm.rollout_correction.bypass_mode is True

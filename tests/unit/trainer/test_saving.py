@@ -10,7 +10,7 @@ from typing import Any
 
 import checkpoint_trials as trials
 import pytest
-from test_sync_trainer import Policy, make, make_config  # noqa: F401
+from test_sync_trainer import Policy, make_config
 
 from grpo_rl import faults
 from grpo_rl.checkpoint.manifest import verify
@@ -46,7 +46,7 @@ class Slow:
         return self
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(make, monkeypatch):  # noqa: F811
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_for_it(make, monkeypatch):
     trainer, policy = make(make_config(save_freq=2), total_steps=4, with_val=False)
     slow = Slow(policy, looks=100).install(monkeypatch)
     commits = []
@@ -60,7 +60,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_next_save_waits_
     assert [verify(trainer.store.folder / f"step_{step}").state["step"] for step in (2, 4)] == [2, 4]
 
 
-def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, monkeypatch):  # noqa: F811
+def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, monkeypatch):
     trainer, policy = make(make_config(), total_steps=5, with_val=False)
     own, times = trainer.saving.own, iter([0.0, 61.0, 61.0, 62.0, 122.0, 122.0, 124.0, 300.0, 300.0, 301.0, 302.0])
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: next(times)))
@@ -75,7 +75,7 @@ def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, m
     assert verify(own.folder / "step_4").state["step"] == 4
 
 
-def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make, monkeypatch):  # noqa: F811
+def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make, monkeypatch):
     trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=1), total_steps=5, with_val=False)
     store, told, seen = trainer.store, trainer.output.status, []
     publish, clear, real = store.publish, store.clear, policy.update
@@ -102,7 +102,7 @@ def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_
     assert seen == [[2]] and store.steps() == [5]
 
 
-def test_a_save_that_never_ends_is_given_up_at_its_deadline(make, monkeypatch):  # noqa: F811
+def test_a_save_that_never_ends_is_given_up_at_its_deadline(make, monkeypatch):
     trainer, policy = make(make_config(save_freq=1, step_timeout_s=0.01), total_steps=3, with_val=False)
     Slow(policy, looks=10**9).install(monkeypatch)
     monkeypatch.setattr(saving, "RESCUE_S", 0.0)
@@ -115,7 +115,7 @@ def test_a_save_that_never_ends_is_given_up_at_its_deadline(make, monkeypatch): 
 
 @pytest.mark.parametrize("action", ["enospc", "eio", "erofs"])
 @pytest.mark.parametrize("in_background", [True, False])
-def test_a_disk_that_fails_ends_the_run_and_the_commit_before_is_untouched(make, action, in_background):  # noqa: F811
+def test_a_disk_that_fails_ends_the_run_and_the_commit_before_is_untouched(make, action, in_background):
     trainer, _ = make(configured(in_background, save_freq=1), total_steps=3, with_val=False)
     faults.arm(f"ckpt.call:{action}@call=open,file=manifest.json,n=2")
     try:
@@ -137,7 +137,7 @@ def configured(in_background: bool, **trainer: Any) -> Any:
     return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, actor=actor))
 
 
-def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make):  # noqa: F811
+def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make):
     config = make_config(save_freq=2, on_save_error="continue")
     for count, steps in ((1, [2]), (2, [])):
         trainer, _ = make(config, total_steps=2, with_val=False)
@@ -155,7 +155,7 @@ def test_a_save_that_fails_at_the_end_is_made_up_for_and_else_the_run_fails(make
         assert trainer.store.steps() == steps
 
 
-def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhile(make, monkeypatch):  # noqa: F811
+def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhile(make, monkeypatch):
     trainer, policy = make(make_config(save_freq=1), total_steps=3, with_val=False)
     Slow(policy, looks=20).install(monkeypatch)
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_that_is_written_is_committed_though_the_run_fails_meanwhil
         (lambda state: state.update(step=float("inf")), r"OverflowError: "),
     ],
 )
-def test_a_state_that_cannot_be_loaded_is_an_error_of_the_checkpoint_that_names_the_file(make, change, problem):  # noqa: F811
+def test_a_state_that_cannot_be_loaded_is_an_error_of_the_checkpoint_that_names_the_file(make, change, problem):
     trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
     trainer.fit()
     checkpoint = verify(trainer.store.folder / "step_1")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_sync_trainer import Policy, dataset, make, make_config, run_of  # noqa: F401
+from test_sync_trainer import Policy, dataset, make_config, run_of
 
 from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.config.schema.tree import Config
@@ -81,7 +81,7 @@ def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_train
     assert [row["step"] for row in rows if "own/quality" in row] == [2, 4, 5]
 
 
-def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make: Any, tmp_path: Path) -> None:
     trainer, _ = make(make_config(save_freq=1), total_steps=1, with_val=False)
     trainer.fit()
     other = own_run(make_config(schedule=own), tmp_path / "other", total_steps=3, actor=Policy())
