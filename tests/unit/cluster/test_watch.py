@@ -28,7 +28,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def becomes_true(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+def becomes_true(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)

