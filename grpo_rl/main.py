@@ -6,15 +6,17 @@ import errno
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING
 
 import grpo_rl
@@ -122,37 +124,61 @@ def _answer(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    # Imported here, as whatever takes time: a Ctrl-C meanwhile ends as any other does.
-    from grpo_rl.config.compose import compose
-    from grpo_rl.telemetry.rundir import refuse_taken
+    with ExitStack() as loading:
+        loading.enter_context(_ended_by_an_interrupt())
+        # Imported here, as whatever takes time: a Ctrl-C meanwhile ends as any other does.
+        from grpo_rl.config.compose import compose
+        from grpo_rl.telemetry.rundir import refuse_taken
 
-    only_config, words = _take_cfg(words)
-    if {"--multirun", "-m"} & set(words):
-        if only_config:
-            raise ConfigError(
-                "--cfg: a sweep has several configurations; leave out --multirun, and give one value for each key"
-            )
-        from grpo_rl.sweep.run_all import run_sweep
+        only_config, words = _take_cfg(words)
+        if {"--multirun", "-m"} & set(words):
+            if only_config:
+                raise ConfigError(
+                    "--cfg: a sweep has several configurations; leave out --multirun, and give one value for each key"
+                )
+            from grpo_rl.sweep.run_all import run_sweep
 
+            faults.arm()
+            loading.close()
+            return run_sweep([word for word in words if word not in ("--multirun", "-m")])
+        composed = compose(words)
         faults.arm()
-        return run_sweep([word for word in words if word not in ("--multirun", "-m")])
-    composed = compose(words)
-    faults.arm()
-    if only_config:
-        print(composed.yaml(), end="")
-        return 0
-    trainer = composed.config.trainer
-    if not trainer.dry_run:
-        # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
-        refuse_taken(trainer.default_local_dir, trainer.experiment_name)
-    # Imported late: a misspelt key is refused before torch is loaded.
-    from grpo_rl.plan.make import make_plan
+        if only_config:
+            print(composed.yaml(), end="")
+            return 0
+        trainer = composed.config.trainer
+        if not trainer.dry_run:
+            # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
+            refuse_taken(trainer.default_local_dir, trainer.experiment_name)
+        # Imported late: a misspelt key is refused before torch is loaded.
+        from grpo_rl.plan.make import make_plan
 
-    plan = make_plan(composed)
+        plan = make_plan(composed)
     if trainer.dry_run:
         print(redact(plan.render()))
         return 0
     return run(composed, plan)
+
+
+@contextmanager
+def _ended_by_an_interrupt() -> Iterator[None]:
+    """Let a Ctrl-C end the process at once, while there is nothing to save.
+
+    The import of a library in C makes any other error of a KeyboardInterrupt.
+    """
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, b"\ninterrupted\n")
+        os._exit(exit_code_of(KeyboardInterrupt()))
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or current_thread() is not main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:

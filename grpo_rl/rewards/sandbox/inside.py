@@ -325,7 +325,6 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
     begun.poll(int(1000 * SETUP_S))
     status, outputs = _watch(control, watched, [read for read, _ in pipes[: ARMED - 1]], setup["max_output"], case["time_s"])
     os.close(watched)
-    _kill_all()
     exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _reap()
     if not os.read(pipes[-1][0], 1):
@@ -336,7 +335,7 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
 
 
 def _watch(control: int, watched: int, reads: list[int], most: int, time_s: float) -> tuple[bytes, list[bytes]]:
-    """Read until the candidate has ended, its time is over, or it has written more than `most` bytes in one place."""
+    """Read until the candidate has ended, its time is over, or it has written more than `most` bytes in one place; then kill it."""
     outputs, totals = [bytearray() for _ in reads], [0] * len(reads)
     poll = select.poll()
     for descriptor in (*reads, watched, control):
@@ -367,6 +366,7 @@ def _watch(control: int, watched: int, reads: list[int], most: int, time_s: floa
                 poll.unregister(reads[index])
             elif totals[index] > most:
                 status, ended = b"O", True
+    _kill_all()  # before its pipes close: it would take that for an error of its own, and answer once more
     for descriptor in reads:
         os.close(descriptor)
     return status, [bytes(output[:most]) for output in outputs]

@@ -23,7 +23,10 @@ def listener() -> Iterator[socket.socket]:
 
 
 @pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
-def test_an_address_where_nobody_listens_is_refused_at_once_and_by_name(listener: socket.socket, form: str) -> None:
+def test_an_address_where_nobody_listens_is_refused_at_once_and_by_name(
+    listener: socket.socket, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liveness, "_PROBE_TIMEOUT_S", 0.2)  # that long a listener is asked which says nothing
     address = form.format(listener.getsockname()[1])
     refuse_unreachable(address)
     refuse_unreachable("auto")  # a word that is left to Ray
