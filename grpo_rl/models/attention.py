@@ -4,9 +4,9 @@ Every linear layer of the model runs on the flat axis `[1, S, D]`; only attentio
 sequences begin. A *block* is a whole sequence, or the prompt that several sequences share, or what one of these
 sequences has after the prompt: that block *continues* the prompt's, and attends to it and to itself.
 
-On GPUs in half precision torch's kernel of variable lengths (`torch.nn.attention.varlen`) takes the blocks as they lie. Everywhere
-else it is SDPA over groups of blocks of similar length, right-padded: under a causal mask no real token ever sees the padding.
-All are exact.
+On GPUs in half precision a kernel of variable lengths takes the blocks as they lie: flash-attn's where it is installed, else the one
+that comes with torch (`torch.nn.attention.varlen`, the same algorithm). Everywhere else it is SDPA over groups of blocks of
+similar length, right-padded: under a causal mask no real token ever sees the padding. All are exact.
 
 A token of a block that continues a prompt attends to the whole prompt and to its own block up to itself. On CPUs that is computed
 in two parts without a mask: a prompt's continuations, all together, against the prompt, and every block causally against itself.
@@ -16,6 +16,9 @@ values, and one kernel computes all.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import inspect
 from typing import Any
 
 import torch
@@ -247,13 +250,19 @@ class _Gather(torch.autograd.Function):
 
 
 def takes_blocks_as_they_lie(query: Tensor, dropout: float) -> bool:
-    """Return whether torch's kernel for blocks on a flat axis is there for this device and type; it has no dropout."""
+    """Return whether there is a kernel for blocks on a flat axis for this device and type; torch's has no dropout."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout
+
+
+_flash_attn_is_wanted = True
+"""False once `choose_kernel` has named another kernel than that of an installed flash-attn 2."""
 
 
 def choose_kernel(name: str) -> None:
     """Take the kernel that model.flash_attention names, in this process. Raises ConfigError for one that is not installed."""
-    if name == "auto":
+    global _flash_attn_is_wanted
+    _flash_attn_is_wanted = name == "auto"
+    if name in ("auto", "torch"):
         return
     try:
         torch.nn.attention.activate_flash_attention_impl(name)
@@ -265,17 +274,35 @@ def choose_kernel(name: str) -> None:
         ) from error
 
 
-def _blocks_as_they_lie(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+@functools.cache
+def _has_flash_attn() -> bool:
+    """Return whether flash-attn 2 is installed. The one of version 4 is a namespace package of that name, without this function."""
+    spec = importlib.util.find_spec("flash_attn")
+    return spec is not None and spec.origin is not None
 
+
+def _blocks_as_they_lie(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     ends_q = ends_k = packing.cumulative_lengths
     if packing.keys is not None:
         k, v, ends_k = gathered(k, packing.keys), gathered(v, packing.keys), packing.keys.cumulative_lengths
-    # No window to the right is how this function writes a causal mask. A block's queries are the last of its keys: it is
-    # FlashAttention 2 or later inside, which aligns the mask so.
-    longest, shares = packing.max_length, q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, ends_q, ends_k, longest, longest, scale=scaling, window_size=(-1, 0), enable_gqa=shares)
+    ends = ends_q, ends_k, packing.max_length, packing.max_length
+    # A block's queries are the last of its keys, and both kernels align the causal mask so (flash-attn since version 2.1).
+    if _flash_attn_is_wanted and _has_flash_attn():
+        from flash_attn import flash_attn_varlen_func
+
+        same_bits = torch.are_deterministic_algorithms_enabled()
+        out = flash_attn_varlen_func(q, k, v, *ends, softmax_scale=scaling, causal=True, deterministic=same_bits)
+    else:
+        from torch.nn.attention.varlen import varlen_attn
+
+        options: dict[str, Any] = {}
+        if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+            options["enable_gqa"] = q.shape[1] != k.shape[1]
+        else:  # torch 2.11
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        # No window to the right is how this function writes a causal mask.
+        out = varlen_attn(q, k, v, *ends, scale=scaling, window_size=(-1, 0), **options)
     assert isinstance(out, Tensor)
     return out
 

@@ -24,9 +24,9 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
     enable_activation_offload: bool = False
     """GPU: keep the inputs of layers that are recomputed in host memory until then; needs enable_gradient_checkpointing."""
-    flash_attention: Literal["auto", "FA3", "FA4"] = "auto"
-    """GPU: the kernel of attention in half precision. auto: torch's own, FlashAttention 2; FA3, FA4: the one of
-    that name in torch's registry, whose package has to be installed."""
+    flash_attention: Literal["auto", "torch", "FA3", "FA4"] = "auto"
+    """GPU: the kernel of attention in half precision. auto: flash-attn 2 where it is installed, else torch's own; torch: its own;
+    FA3, FA4: the one of that name in torch's registry, whose package has to be installed."""
     lm_head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     """Rounding of the inputs of the LM head's matrix products, whose sums and results are float32. auto: tf32 on GPUs, whose
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import itertools
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,10 +108,25 @@ def test_the_arguments_of_torchs_kernel_are_those_of_the_installed_torch() -> No
         assert (parameters[name].kind, parameters[name].default) == (parameter.kind, parameter.default), name
 
 
+def without_shared_heads(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    """What torch 2.11 has: heads that share keys are not known there."""
+    return described(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+def of_flash_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, deterministic):
+    """The arguments of flash-attn 2 that are used, by the names that its documentation gives them."""
+    assert causal and not deterministic
+    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return described(q, k, v, *ends, scale=softmax_scale, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1])
+
+
+@pytest.mark.parametrize("kernel", [described, without_shared_heads, of_flash_attn])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("shared", [False, True])
-def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(monkeypatch, kv_heads, shared) -> None:
-    monkeypatch.setattr(varlen, "varlen_attn", described)
+def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(monkeypatch, kv_heads, shared, kernel) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "_has_flash_attn", lambda: kernel is of_flash_attn)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=kernel))
     torch.manual_seed(kv_heads)
     block_lengths = torch.tensor([5, 3, 2, 7, 1, 4])
     # The second and third continue the first, the last two the fourth.
@@ -149,11 +165,13 @@ def test_float32_on_a_gpu_gets_heads_of_its_own_for_the_kernel_that_keeps_no_mat
 
 
 def test_a_named_kernel_is_activated_and_one_that_is_missing_refused(monkeypatch) -> None:
+    monkeypatch.setattr(attention, "_flash_attn_is_wanted", True)
     activated: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-        for name in ("auto", "FA3"):
+        for name in ("auto", "torch", "FA3"):
             attention.choose_kernel(name)
+            assert attention._flash_attn_is_wanted == (name == "auto")
     assert activated == ["FA3"]
     with pytest.raises(ConfigError, match=r"flash_attention=FA4: torch cannot activate it .* its registry has FA3, FA4"):
         attention.choose_kernel("FA4")
