@@ -14,7 +14,7 @@ from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
 from grpo_rl.columns import Column, values
 from grpo_rl.faults import fault_point
-from grpo_rl.models import fsdp, load, lora
+from grpo_rl.models import fsdp, lora
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
 from grpo_rl.models.optim import averaged, keep_average
@@ -24,18 +24,19 @@ from grpo_rl.rollout.senders import make_sender
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.router_watch import RouterWatch
-from grpo_rl.workers.sharded_policy import as_block, build_policy, distance, reference_columns, sequences_of
+from grpo_rl.workers.sharded_policy import Teaches, as_block, build_policy, language_model, sequences_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows, Update
 from grpo_rl.workers.trained_rank import TrainedRank
 
 
-class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
+class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
     """One FSDP2 rank of the actor."""
 
     role = "actor"
 
     def __init__(self, spec: ActorSpec, rank: Rank) -> None:
         super().__init__(spec, rank)
+        self.share_prompts = spec.policy.share_prompts
         # Under adapters the head of the reference is the policy's own, which is at hand in every pass.
         needs_head = spec.objective.needs_full_kl and self.model.adapters is None
         self.ref_head: dict[str, Tensor | None] = self._reference_head() if needs_head else {}
@@ -49,8 +50,6 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         """The watch over the routers of a model with experts; None for any other."""
         if spec.ema_decay is not None:
             keep_average(self.optimizer, spec.ema_decay)
-        self._distance = 0.0, 0
-        """The log-probs that the last pass of an update saw of each rollout whose tokens the log shows."""
 
     def build(self) -> PolicyModel:
         return build_policy(self.spec.policy, self.rank, self.device)
@@ -87,19 +86,11 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         self.memory.release()
         return as_block(columns)
 
-    def _taught(
-        self, shard: Batch, micro_batches: Sequence[Rows], want_hidden: bool, top: tuple[int, int] | None = None
-    ) -> dict[str, Tensor]:
+    def _taught(self, *arguments: Any) -> dict[str, Tensor]:
         self.model.eval()
-        wanted: dict[str, Any] = {"share_prompts": self.spec.policy.share_prompts, "want_hidden": want_hidden, "top": top}
-        columns = reference_columns(self.model, shard, micro_batches, self.device, **wanted)
-        self._distance = distance(shard, micro_batches, columns["logprobs_T"])
+        columns = self.taught(self.model, *arguments)
         self.model.train()
         return columns
-
-    def distance(self) -> tuple[float, int]:
-        """Return what `sharded_policy.distance` says of the last pass as a teacher."""
-        return self._distance
 
     def update(self, shard: Batch, update: Update) -> list[dict[str, float]]:
         if self.routers is not None and self.routers.replays:
@@ -144,18 +135,15 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
         return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own or self.spec.measures_engine)
 
     def _sequences(self, batch: Batch | None) -> Sequences:
-        return sequences_of(batch, self.device, share_prompts=self.spec.policy.share_prompts)
+        return sequences_of(batch, self.device, share_prompts=self.share_prompts)
 
     def _forward(self, batch: Batch | None) -> TokenOutputs:
         objective = self.spec.objective
         sequences = self._sequences(batch)
         ref_hidden_TD = None
         if objective.needs_full_kl:
-            ref_hidden_TD = (
-                torch.zeros(len(sequences.target_T), self._hidden_size) if batch is None else _here(batch.ref_hidden_TD)
-            )
-            assert ref_hidden_TD is not None
-            ref_hidden_TD = ref_hidden_TD.to(self.device)
+            size = len(sequences.target_T), int(self.model.lm.config.hidden_size)
+            ref_hidden_TD = torch.zeros(size, device=self.device) if batch is None else _to(batch.ref_hidden_TD, self.device)
         top_ids_TK = None if batch is None else _to(batch.teacher_top_ids_TK, self.device)
         outputs: TokenOutputs = self.model(
             sequences,
@@ -193,16 +181,9 @@ class ActorWorker(TrainedRank[ActorSpec, PolicyModel]):
             group_tokens_N=_to(batch.group_tokens_N, self.device),
         )
 
-    @property
-    def _hidden_size(self) -> int:
-        return int(self.model.lm.config.hidden_size)
-
     def _reference_head(self) -> dict[str, Tensor | None]:
         """Return the reference's LM head, which makes whole distributions of its hidden states on this rank."""
-        model = self.spec.policy.model
-        config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
-        lm = load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code)
-        head = lm.get_output_embeddings()
+        head = language_model(self.spec.policy).get_output_embeddings()
         bias_V = None if head.bias is None else head.bias.detach().clone().to(self.device)
         return {"ref_head_VD": head.weight.detach().clone().to(self.device), "ref_bias_V": bias_V}
 

@@ -18,7 +18,7 @@ from grpo_rl.models.forward import PackedModel
 class DeviceMemory:
     """Moves a model and its optimizer between the device and host memory.
 
-    `gives_back` says whether other processes wait for the device's memory; by default those of a GPU do. On a CPU a phase
+    `gives_back` says whether other processes wait for the device's memory: those of a GPU do. On a CPU a phase
     leaves the gathered parameters where they are: the next one reads them again, and nothing else wants their memory.
     With `in_host_memory` parameters and moments never leave host memory; FSDP brings each layer's to the device by itself.
     """
@@ -32,12 +32,11 @@ class DeviceMemory:
         param_offload: bool,
         optimizer_offload: bool = False,
         in_host_memory: bool = False,
-        gives_back: bool | None = None,
     ) -> None:
         self.model, self.device, self.optimizer = model, device, optimizer
         self.param_offload, self.optimizer_offload = param_offload, optimizer_offload
         self.in_host_memory = in_host_memory
-        self.gives_back = device.type == "cuda" if gives_back is None else gives_back
+        self.gives_back = device.type == "cuda"
         self._host = HostMemory()
         self._away = False
         """True between `vacate` and `occupy`: a pass that runs then all the same finds its weights by `load_weights`."""

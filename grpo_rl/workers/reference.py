@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles, put_weights
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import as_block, build_policy, distance, join_set, reference_columns
+from grpo_rl.workers.sharded_policy import Saves, Teaches, as_block, build_policy, join_set
 from grpo_rl.workers.specs import PolicySpec, Rank, Rows
 
 
-class ReferenceWorker:
+class ReferenceWorker(Teaches, Saves):
     """One rank of the reference, or of all teachers."""
 
     def __init__(self, specs: Sequence[PolicySpec], rank: Rank, *, offload: bool) -> None:
@@ -30,7 +28,6 @@ class ReferenceWorker:
         self.files = RankFiles(self.policies[0], None, None, rank.rank, rank.patience_s)
         in_host = specs[0].in_host_memory
         self.memories = [DeviceMemory(one, self.device, param_offload=offload, in_host_memory=in_host) for one in self.policies]
-        self._distance = 0.0, 0
         for memory in self.memories:
             memory.release()
 
@@ -42,18 +39,12 @@ class ReferenceWorker:
         top: tuple[int, int] | None = None,
         model: int = 0,
     ) -> tuple[bool, dict[str, Any]]:
-        """Return what `reference_columns` does, by this one of the models, as `as_block` does."""
+        """Return what `taught` does, by this one of the models, as `as_block` does."""
         fault_point("reference.logprobs")
         self.memories[model].load_weights()
-        wanted: dict[str, Any] = {"share_prompts": self.share_prompts, "want_hidden": want_hidden, "top": top}
-        columns = reference_columns(self.policies[model], shard, micro_batches, self.device, **wanted)
-        self._distance = distance(shard, micro_batches, columns["logprobs_T"])
+        columns = self.taught(self.policies[model], shard, micro_batches, want_hidden, top)
         self.memories[model].release()
         return as_block(columns)
-
-    def distance(self) -> tuple[float, int]:
-        """Return what `sharded_policy.distance` says of the last pass."""
-        return self._distance
 
     def vacate(self) -> None:
         """Move everything to host memory, so that an engine can be built on this device."""
@@ -65,26 +56,8 @@ class ReferenceWorker:
         for memory in self.memories:
             memory.occupy()
 
-    # ---- iterated training: new weights, which are part of checkpoints. No collectives -----------------------
-
     def update(self, weights: dict[str, Tensor]) -> None:
-        """Take over the weights of an actor's rank in the same place of a set of the same size."""
+        """Take over the weights of an actor's rank in the same place of a set of the same size, as iterated training does."""
         self.files.wait_for_copy()
         fsdp.reshard(self.policies[0])
         put_weights(weights, self.policies[0])
-
-    def save(self, folder: str, in_background: bool = False) -> None:
-        """Write this rank's share of the weights, or begin to."""
-        self.files.save(Path(folder), background=in_background)
-
-    def saved(self, wait_s: float) -> Files | None:
-        """Return the files of the last save; None while they are written, and where this process has not begun one."""
-        return self.files.saved(wait_s)
-
-    def save_bytes(self) -> int:
-        """Return about how much `save` writes."""
-        return self.files.num_bytes()
-
-    def load(self, folder: str) -> None:
-        """Restore what `save` wrote, by any number of ranks."""
-        self.files.load(Path(folder))

@@ -27,20 +27,37 @@ _DUMMY = ScoreBatch(torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.
 """The input of a rank without work: it runs the layers all the same, so that every rank enters every collective."""
 
 
-class RewardModelWorker:
+class Scores:
+    """The part of a rank that scores sequences with the weights it has."""
+
+    model: ScoreModel
+    memory: DeviceMemory
+    device: torch.device
+
+    @torch.no_grad()
+    def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
+        """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
+        trained = self.model.training
+        self.memory.load_weights()
+        self.model.eval()
+        columns = []
+        for batch in micro_batches:
+            scores_P = self.model(_sequences(batch or _DUMMY, self.device)).to("cpu")
+            columns.append(None if batch is None else scores_P)
+        self.model.train(trained)
+        self.memory.release()
+        return columns
+
+
+class RewardModelWorker(Scores):
     """One rank of the worker group of a frozen reward model."""
 
     def __init__(self, spec: RewardModelSpec, rank: Rank) -> None:
-        self.spec = spec
         self.device = join_set(rank)
         self.model = _build(spec, rank, self.device)
         self.work = ModelWork(self.model)
         self.memory = DeviceMemory(self.model, self.device, param_offload=spec.param_offload)
         self.memory.release()
-
-    def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
-        """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
-        return _scores(self, micro_batches)
 
     def vacate(self) -> None:
         self.memory.vacate()
@@ -49,7 +66,7 @@ class RewardModelWorker:
         self.memory.occupy()
 
 
-class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
+class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, ScoreModel]):
     """One FSDP2 rank of a reward model that is trained, and scores rollouts with the weights it has.
 
     The trained tokens of its batches are those at which a score stands: the model's score at position p has read the tokens
@@ -60,13 +77,6 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
 
     def build(self) -> ScoreModel:
         return _build(self.spec.scorer, self.rank, self.device, checkpointing=self.spec.train.enable_gradient_checkpointing)
-
-    def scores(self, micro_batches: Sequence[ScoreBatch | None]) -> list[Tensor | None]:
-        """Return, for each micro-batch, the float32 scores at its positions; None for an empty one."""
-        self.model.eval()
-        columns = _scores(self, micro_batches)
-        self.model.train()
-        return columns
 
     def position_scores(self, shard: Batch, micro_batches: Sequence[Rows]) -> tuple[bool, dict[str, Any]]:
         """Return the score at each trained token of the micro-batches, as `as_block` does."""
@@ -114,19 +124,6 @@ class TrainedRewardModelWorker(TrainedRank[TrainedRewardModelSpec, ScoreModel]):
         """
         fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
         self.memory.free_cache()
-
-
-@torch.no_grad()
-def _scores(
-    worker: RewardModelWorker | TrainedRewardModelWorker, micro_batches: Sequence[ScoreBatch | None]
-) -> list[Tensor | None]:
-    worker.memory.load_weights()
-    columns = []
-    for batch in micro_batches:
-        scores_P = worker.model(_sequences(batch or _DUMMY, worker.device)).to("cpu")
-        columns.append(None if batch is None else scores_P)
-    worker.memory.release()
-    return columns
 
 
 def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:

@@ -8,6 +8,7 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_rl.algos.losses.distillation import NEVER
+from grpo_rl.checkpoint.files import Files
+from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.columns import values
 from grpo_rl.models import attention, fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel
@@ -121,12 +124,9 @@ def head_precision(name: str, device_type: str) -> Precision:
 
 def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
     """Return what `wrap` makes of the language model, sharded over the worker group; each rank reads its own rows."""
-    model = spec.model
+    model, alone = spec.model, rank.world_size == 1
     attention.choose_kernel(model.flash_attention)
-    own_code, key = model.trust_remote_code, spec.path_key
-    config = load.load_config(model.path, trust_remote_code=own_code, override=model.override_config, key=key)
-    alone = rank.world_size == 1
-    lm = load.load_lm(model.path, config, trust_remote_code=own_code, on_meta=not alone, key=key)
+    lm = language_model(spec, on_meta=not alone)
     if spec.train and model.enable_gradient_checkpointing:
         load.recompute_layers(lm, inputs_in_host_memory=model.enable_activation_offload)
     if spec.compiled:
@@ -145,7 +145,7 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
     fsdp.shard(policy, fsdp.mesh_of(device.type, spec.shard_ranks, rank.timeout_s), how)
     policy.sequence_group = SequenceGroup.join(spec.sequence_ranks, rank.timeout_s)
     if not alone:
-        whole = lambda: wrap(_whole_lm(spec))  # noqa: E731
+        whole = lambda: wrap(language_model(spec))  # noqa: E731
         fill(policy, lm, model.path, rank, device, whole, new=adapters, in_host_memory=spec.in_host_memory)
     return policy
 
@@ -203,11 +203,11 @@ def wait_for_all(rank: Rank) -> None:
     store.wait([f"all here {time_through}"], datetime.timedelta(seconds=rank.patience_s))
 
 
-def _whole_lm(spec: PolicySpec) -> Any:
-    """Return the unsharded language model with its weights, in host memory."""
+def language_model(spec: PolicySpec, *, on_meta: bool = False) -> Any:
+    """Return the unsharded language model in host memory, its weights read; `on_meta` without storage."""
     model, key = spec.model, spec.path_key
     config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config, key=key)
-    return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, key=key)
+    return load.load_lm(model.path, config, trust_remote_code=model.trust_remote_code, on_meta=on_meta, key=key)
 
 
 def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bool) -> Sequences:
@@ -233,45 +233,78 @@ def sequences_of(batch: Batch | None, device: torch.device, *, share_prompts: bo
     )
 
 
-@torch.no_grad()
-def reference_columns(
-    policy: PolicyModel,
-    shard: Batch,
-    micro_batches: Sequence[Rows],
-    device: torch.device,
-    *,
-    share_prompts: bool,
-    want_hidden: bool,
-    top: tuple[int, int] | None = None,
-) -> dict[str, Tensor]:
-    """Return the micro-batches' log-probs of trained tokens, on the CPU.
+class Teaches:
+    """The part of a rank that says of rollouts what a reference or a teacher says."""
 
-    With `want_hidden` the last hidden states too; `top` asks for the so many likeliest tokens, of the first so many ids.
-    """
-    batches = [shard.select(list(rows)) if rows else None for rows in micro_batches]
-    pieces: dict[str, list[Tensor]] = defaultdict(list)
-    for batch in batches:
-        output = policy(sequences_of(batch, device, share_prompts=share_prompts), want_hidden=want_hidden, top=top)
-        pieces["logprobs_T"].append(output.logprobs_T.cpu())
-        if want_hidden:
-            pieces["hidden_TD"].append(output.hidden_TD.cpu())
-        if top is not None:
-            # Where fewer tokens could be sampled, the others are never said: a number, so that all of them are finite.
-            pieces["top_logprobs_TK"].append(output.top_logprobs_TK.clamp(min=NEVER).cpu())
-            pieces["top_ids_TK"].append(output.top_ids_TK.int().cpu())
-        # Of this pass nothing stays on the device: the next one needs the memory, and so does the end of the phase.
-        del output
-    return {name: torch.cat(parts) for name, parts in pieces.items()}
+    device: torch.device
+    share_prompts: bool
+    _distance = 0.0, 0
+
+    @torch.no_grad()
+    def taught(
+        self,
+        policy: PolicyModel,
+        shard: Batch,
+        micro_batches: Sequence[Rows],
+        want_hidden: bool,
+        top: tuple[int, int] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the micro-batches' log-probs of trained tokens, on the CPU.
+
+        With `want_hidden` the last hidden states too; `top` asks for the so many likeliest tokens, of the first so many ids.
+        """
+        pieces: dict[str, list[Tensor]] = defaultdict(list)
+        for rows in micro_batches:
+            batch = shard.select(list(rows)) if rows else None
+            output = policy(
+                sequences_of(batch, self.device, share_prompts=self.share_prompts), want_hidden=want_hidden, top=top
+            )
+            pieces["logprobs_T"].append(output.logprobs_T.cpu())
+            if want_hidden:
+                pieces["hidden_TD"].append(output.hidden_TD.cpu())
+            if top is not None:
+                # Where fewer tokens could be sampled, the others are never said: a number, so that all of them are finite.
+                pieces["top_logprobs_TK"].append(output.top_logprobs_TK.clamp(min=NEVER).cpu())
+                pieces["top_ids_TK"].append(output.top_ids_TK.int().cpu())
+            # Of this pass nothing stays on the device: the next one needs the memory, and so does the end of the phase.
+            del output
+        columns = {name: torch.cat(parts) for name, parts in pieces.items()}
+        engine_T = shard.select([row for rows in micro_batches for row in rows]).rollout_logprobs_T
+        ratio_T = (0.0 if engine_T is None else values(engine_T).double()) - columns["logprobs_T"].double()
+        self._distance = float(ratio_T.sum()), len(ratio_T)
+        return columns
+
+    def distance(self) -> tuple[float, int]:
+        """Return the sum over the last pass's trained tokens of log-ratios of the engine to this model, and their number.
+
+        Of tokens that no engine sampled it is the sum of -log-probs.
+        """
+        return self._distance
 
 
-def distance(shard: Batch, micro_batches: Sequence[Rows], logprobs_T: Tensor) -> tuple[float, int]:
-    """Return the sum over the micro-batches' trained tokens of log-ratios of the engine to `logprobs_T`, and their number.
+class Saves:
+    """The part of a rank that writes its share of checkpoints, and reads it. Nothing here is a collective."""
 
-    Of tokens that no engine sampled it is the sum of -log-probs.
-    """
-    engine_T = shard.select([row for rows in micro_batches for row in rows]).rollout_logprobs_T
-    ratio_T = -logprobs_T.double() if engine_T is None else values(engine_T).double() - logprobs_T.double()
-    return float(ratio_T.sum()), len(ratio_T)
+    files: RankFiles
+
+    def save(self, folder: str, in_background: bool = False, texts: Mapping[str, str] | None = None) -> None:
+        """Write this rank's share of weights, and of optimizer, scheduler and random state where it has them, or begin to.
+
+        Rank 0 also writes `texts`.
+        """
+        self.files.save(Path(folder), background=in_background, texts=texts)
+
+    def saved(self, wait_s: float) -> Files | None:
+        """Return the files of the last save; None while they are written, and where this process has not begun one."""
+        return self.files.saved(wait_s)
+
+    def save_bytes(self) -> int:
+        """Return about how much `save` writes."""
+        return self.files.num_bytes()
+
+    def load(self, folder: str) -> None:
+        """Restore what `save` wrote, by any number of ranks."""
+        self.files.load(Path(folder))
 
 
 def as_block(columns: Mapping[str, Tensor]) -> tuple[bool, dict[str, Any]]:

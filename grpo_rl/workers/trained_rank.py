@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles, weights_of
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp
@@ -28,14 +26,14 @@ from grpo_rl.models.optim import make_optimizer, make_scheduler
 from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import join_set
+from grpo_rl.workers.sharded_policy import Saves, join_set
 from grpo_rl.workers.specs import ActorSpec, CriticSpec, OptimizerStep, Rank, Rows, TrainedRewardModelSpec, Update
 
 S = TypeVar("S", bound="ActorSpec | CriticSpec | TrainedRewardModelSpec")
 M = TypeVar("M", bound=PackedModel)
 
 
-class TrainedRank(ABC, Generic[S, M]):
+class TrainedRank(Saves, ABC, Generic[S, M]):
     """One FSDP2 rank with a model, its optimizer and its schedule."""
 
     role: ClassVar[str]
@@ -156,20 +154,8 @@ class TrainedRank(ABC, Generic[S, M]):
 
     # ---- checkpoints, and a copy of the weights: nothing here is a collective ---------------------------
 
-    def save(self, folder: str, in_background: bool = False, texts: Mapping[str, str] | None = None) -> None:
-        """Write this rank's share of weights, optimizer, scheduler and random state, or begin to; rank 0 also writes `texts`."""
-        self.files.save(Path(folder), background=in_background, texts=texts)
-
-    def saved(self, wait_s: float) -> Files | None:
-        """Return the files of the last save; None while they are written, and where this process has not begun one."""
-        return self.files.saved(wait_s)
-
-    def save_bytes(self) -> int:
-        """Return about how much `save` writes."""
-        return self.files.num_bytes()
-
     def load(self, folder: str) -> None:
-        self.files.load(Path(folder))
+        super().load(folder)
         self.memory.release()
 
     def weights(self) -> tuple[int, dict[str, Tensor]]:
@@ -192,16 +178,6 @@ def clip_gradients(model: PackedModel, clip_grad: float) -> float:
     return float(fsdp.full_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad)))
 
 
-def all_finite(*values: float) -> bool:
-    """Return whether these numbers are finite on every rank, the same answer on all of them. A collective."""
-    finite_1 = torch.tensor([float(all(map(math.isfinite, values)))])
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        if dist.get_backend() == "nccl":
-            finite_1 = finite_1.cuda()
-        dist.all_reduce(finite_1, dist.ReduceOp.MIN)
-    return bool(finite_1.item())
-
-
 def step_optimizer(
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
@@ -209,12 +185,17 @@ def step_optimizer(
     loss: float,
     grad_norm: float,
 ) -> dict[str, float]:
-    """Take the step, and report whether loss and gradient were finite.
+    """Take the step, and report whether loss and gradient were finite. A collective.
 
     It is not taken, and parameters, moments and learning rate stay what they were, where one of them is not finite on
     any rank, and where no token of the mini-batch is trained: moments and weight decay would move the weights.
     """
-    finite = all_finite(loss, grad_norm)
+    finite_1 = torch.tensor([float(math.isfinite(loss) and math.isfinite(grad_norm))])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        if dist.get_backend() == "nccl":
+            finite_1 = finite_1.cuda()
+        dist.all_reduce(finite_1, dist.ReduceOp.MIN)
+    finite = bool(finite_1.item())
     if finite and counts.num_tokens:
         optimizer.step()
         scheduler.step()
