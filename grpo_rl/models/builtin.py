@@ -12,7 +12,7 @@ import os
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,20 @@ class Builtin:
     name: str
     version: int
     """Raise it when the code that builds, or the task's code, changes what comes out."""
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    max_position_embeddings: int
-    initializer_range: float
-    rope_theta: float
-    seed: int
     warm_start: WarmStart
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 128
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.08
+    """Wider than the usual 0.02, which suits large models; a narrow one hardly moves for its first steps then."""
+    rope_theta: float = 100.0
+    """Usually 10,000 and more, for long texts; sums are a dozen characters, and every frequency counts."""
+    seed: int = 0
     num_experts: int = 0
     """Experts in each layer, in place of its MLP: a Qwen3-MoE; 0 for a Qwen3."""
     num_experts_per_tok: int = 0
@@ -86,105 +88,64 @@ class Builtin:
 # without a carry right and others mostly wrong, while the right answer is among a few samples: what a
 # pretrained model is like before reinforcement learning, here by design instead of by the moment at
 # which training happened to stop.
-_ARITHMETIC = Builtin(
-    name="arithmetic",
-    version=5,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    vocab_size=128,
-    max_position_embeddings=2048,
-    # Wider than the usual 0.02, which suits large models; a narrow one hardly moves for its first steps then.
-    initializer_range=0.08,
-    # Usually 10,000 and more, for long texts; sums are a dozen characters, and every frequency counts.
-    rope_theta=100.0,
-    seed=0,
-    warm_start=WarmStart(
-        task="task:arithmetic?carrying=0.7&forgotten_carries=0.6",
-        num_steps=400,
-        batch_size=64,
-        lr=3e-3,
-        lr_warmup_steps=20,
+_SUMS = WarmStart(
+    "task:arithmetic?carrying=0.7&forgotten_carries=0.6", num_steps=400, batch_size=64, lr=3e-3, lr_warmup_steps=20
+)
+_BUILTINS = (
+    Builtin("arithmetic", 5, _SUMS),
+    # A pupil of less than half the size, with the same careless demonstrations.
+    Builtin("arithmetic_half", 1, _SUMS, hidden_size=80, intermediate_size=160),
+    # A teacher for it: the first network, shown right sums only.
+    Builtin("arithmetic_teacher", 1, replace(_SUMS, task="task:arithmetic?carrying=0.7", lr=2e-3)),
+    # It was shown numbers, targets and expressions, six in ten with the last sign turned round.
+    Builtin(
+        "countdown",
+        1,
+        replace(
+            _SUMS,
+            num_steps=300,
+            task=(
+                "task:countdown?num_numbers=2,3&max_number=9&min_target=1&max_target=27&operations=+-&template=short"
+                "&slips=0.6&num_rows=32768"
+            ),
+        ),
     ),
-)
-# A pupil of less than half the size, with the same careless demonstrations.
-_ARITHMETIC_HALF = dataclasses.replace(_ARITHMETIC, name="arithmetic_half", version=1, hidden_size=80, intermediate_size=160)
-# A teacher for it: the first network, shown right sums only.
-_ARITHMETIC_TEACHER = dataclasses.replace(
-    _ARITHMETIC,
-    name="arithmetic_teacher",
-    version=1,
-    warm_start=dataclasses.replace(_ARITHMETIC.warm_start, task="task:arithmetic?carrying=0.7", lr=2e-3),
-)
-# The same network. It was shown numbers, targets and expressions, six in ten with the last sign turned round.
-_COUNTDOWN = dataclasses.replace(
-    _ARITHMETIC,
-    name="countdown",
-    version=1,
-    warm_start=dataclasses.replace(
-        _ARITHMETIC.warm_start,
-        num_steps=300,
-        task=(
-            "task:countdown?num_numbers=2,3&max_number=9&min_target=1&max_target=27&operations=+-&template=short"
-            "&slips=0.6&num_rows=32768"
+    # As many numbers per token, in two of eight experts: the smallest model with all that one with experts has.
+    Builtin("arithmetic_experts", 1, _SUMS, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128),
+    # Shown games of a careless player, most of whose moves are random: it has learnt the form of a game, and that moves have
+    # something to do with answers.
+    Builtin(
+        "word_game",
+        2,
+        replace(
+            _SUMS,
+            num_steps=220,
+            batch_size=32,
+            task="task:word_game?letters=abc&length=6&turns=8&answers=known&wording=short&play=random&sensible=0.3&num_rows=4096",
+        ),
+    ),
+    Builtin(
+        "grid_world",
+        1,
+        replace(
+            _SUMS,
+            num_steps=500,
+            batch_size=16,
+            task="task:grid_world?size=4&walls=0.1&turns=24&wording=short&play=random&sensible=0.4&num_rows=8192",
+        ),
+    ),
+    # Seven sums in ten it writes down as a careless pupil does, and for the others it calls the calculator.
+    Builtin(
+        "calculator",
+        1,
+        replace(
+            _SUMS,
+            batch_size=32,
+            task="task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=0.8&calculator_calls=0.3&num_rows=4096",
         ),
     ),
 )
-# As many numbers per token, in two of eight experts: the smallest model with all that one with experts has.
-_ARITHMETIC_EXPERTS = dataclasses.replace(
-    _ARITHMETIC, name="arithmetic_experts", version=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128
-)
-# The same network, shown games of a careless player, most of whose moves are random: it has learnt the form of a game, and that
-# moves have something to do with answers.
-_WORD_GAME = dataclasses.replace(
-    _ARITHMETIC,
-    name="word_game",
-    version=2,
-    warm_start=dataclasses.replace(
-        _ARITHMETIC.warm_start,
-        num_steps=220,
-        batch_size=32,
-        task="task:word_game?letters=abc&length=6&turns=8&answers=known&wording=short&play=random&sensible=0.3&num_rows=4096",
-    ),
-)
-_GRID_WORLD = dataclasses.replace(
-    _ARITHMETIC,
-    name="grid_world",
-    version=1,
-    warm_start=dataclasses.replace(
-        _ARITHMETIC.warm_start,
-        num_steps=500,
-        batch_size=16,
-        task="task:grid_world?size=4&walls=0.1&turns=24&wording=short&play=random&sensible=0.4&num_rows=8192",
-    ),
-)
-# Seven sums in ten it writes down as a careless pupil does, and for the others it calls the calculator.
-_CALCULATOR = dataclasses.replace(
-    _ARITHMETIC,
-    name="calculator",
-    version=1,
-    warm_start=dataclasses.replace(
-        _ARITHMETIC.warm_start,
-        batch_size=32,
-        task="task:arithmetic?forms=3+3,3-2,2*2&forgotten_carries=0.8&calculator_calls=0.3&num_rows=4096",
-    ),
-)
-BUILTINS: dict[str, Builtin] = {
-    spec.name: spec
-    for spec in (
-        _ARITHMETIC,
-        _ARITHMETIC_HALF,
-        _ARITHMETIC_TEACHER,
-        _COUNTDOWN,
-        _ARITHMETIC_EXPERTS,
-        _WORD_GAME,
-        _GRID_WORLD,
-        _CALCULATOR,
-    )
-}
+BUILTINS: dict[str, Builtin] = {spec.name: spec for spec in _BUILTINS}
 
 
 def get_builtin(name: str) -> Builtin:

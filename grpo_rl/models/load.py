@@ -95,14 +95,35 @@ def packed_model(
 ) -> Any:
     """Return the model of this auto class in float32 with packed attention: its weights read, or `on_meta` no storage.
 
-    Raises ConfigError as `read_weights` does.
+    Weights of the names `new` may be missing, and are 0 then. Raises ConfigError when others are not there.
     """
     attention.register()
-    if not on_meta:
-        return read_weights(auto_class, path, config, trust_remote_code=trust_remote_code, key=key, new=new)
-    config._attn_implementation = attention.ATTENTION_NAME
-    with parameters_on_meta():
-        return auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    if on_meta:
+        config._attn_implementation = attention.ATTENTION_NAME
+        with parameters_on_meta():
+            return auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32)
+    where = f"{key}={path}"
+    try:
+        lm, report = auto_class.from_pretrained(
+            path,
+            config=config,
+            trust_remote_code=trust_remote_code,
+            dtype=torch.float32,
+            attn_implementation=attention.ATTENTION_NAME,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"{where}: its weights cannot be read: {_first_line(error)}") from error
+    # transformers makes up weights that are not there or do not fit; training would start from noise.
+    missing = set(report["missing_keys"])
+    made_up = [f"{name} is not there" for name in sorted(missing.difference(new))]
+    made_up += [f"{name} is {tuple(there)}, not {tuple(wanted)}" for name, there, wanted in sorted(report["mismatched_keys"])]
+    if made_up:
+        raise ConfigError(f"{where}: {len(made_up)} of its weights do not fit the model's config, e.g. {made_up[0]}")
+    for name in missing.intersection(new):
+        torch.nn.init.zeros_(lm.get_parameter(name))
+    return lm
 
 
 @contextmanager
@@ -123,38 +144,6 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def read_weights(
-    auto_class: Any, path: str, config: Any, *, trust_remote_code: bool, key: str = POLICY_KEY, new: Collection[str] = ()
-) -> Any:
-    """Return the model of this auto class with the folder's weights; those of the names `new` may be missing, and are 0 then.
-
-    Raises ConfigError when others are not there.
-    """
-    where = f"{key}={path}"
-    try:
-        loaded: Any = auto_class.from_pretrained(
-            path,
-            config=config,
-            trust_remote_code=trust_remote_code,
-            dtype=torch.float32,
-            attn_implementation=attention.ATTENTION_NAME,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{where}: its weights cannot be read: {_first_line(error)}") from error
-    lm, report = loaded
-    # transformers makes up weights that are not there or do not fit; training would start from noise.
-    missing = set(report["missing_keys"])
-    made_up = [f"{name} is not there" for name in sorted(missing.difference(new))]
-    made_up += [f"{name} is {tuple(there)}, not {tuple(wanted)}" for name, there, wanted in sorted(report["mismatched_keys"])]
-    if made_up:
-        raise ConfigError(f"{where}: {len(made_up)} of its weights do not fit the model's config, e.g. {made_up[0]}")
-    for name in missing.intersection(new):
-        torch.nn.init.zeros_(lm.get_parameter(name))
-    return lm
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
