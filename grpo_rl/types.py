@@ -124,16 +124,16 @@ class Completion(_ComparesArrays):
     """An engine's answer to a Request. Any sequence of numbers may be given for an array."""
 
     request_id: str
-    response_ids: np.ndarray
+    response_ids: Array
     """int32 [tokens]: the sampled tokens, the end-of-sequence token included when it was sampled."""
-    logprobs: np.ndarray
+    logprobs: Array
     """float32 [tokens]: the engine's log-probability of each sampled token, after temperature."""
     finish_reason: FinishReason
     versions: Versions
     """The version of the weights that each token was sampled with, as runs of equal versions."""
     support: Support | None = None
     """The tokens that each one was sampled from, where the request's sampling returns them."""
-    text: str = ""
+    text: str | TextView = ""
     """The response decoded without special tokens. Engines leave it empty; their process fills it in."""
     cached_tokens: int | None = field(default=None, compare=False)
     """Tokens of the prompt whose keys and values the engine had already; None where it does not report that."""

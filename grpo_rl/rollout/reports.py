@@ -37,7 +37,7 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
     for one in completions:
         if len(one.logprobs) != len(one.response_ids):
             raise ValueError(f"completion {one.request_id} has {one.num_tokens} tokens and {len(one.logprobs)} log-probs")
-    texts = [encode_text(one.text) for one in completions]
+    texts = [encode_text(str(one.text)) for one in completions]
     reports = [
         Report(
             one.request_id,
@@ -53,44 +53,35 @@ def pack(completions: Sequence[Completion]) -> tuple[list[Report], Block]:
     ]
     supports = [one.support for one in completions if one.support is not None]
     return reports, {
-        "token_ids": joined([one.response_ids for one in completions], np.int32),
-        "logprobs": joined([one.logprobs for one in completions], np.float32),
+        "token_ids": joined([np.asarray(one.response_ids) for one in completions], np.int32),
+        "logprobs": joined([np.asarray(one.logprobs) for one in completions], np.float32),
         "support_counts": joined([np.asarray(support.counts) for support in supports], np.int32),
         "support_ids": joined([np.asarray(support.token_ids) for support in supports], np.int32),
         "text": np.frombuffer(b"".join(texts), dtype=np.uint8),
     }
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedReport:
-    """A report with the places of its tokens and its text."""
-
-    report: Report
-    response_ids: View
-    logprobs: View
-    text: TextView
-    support: Support | None
-
-
-def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[ReceivedReport]:
-    """Yield each report with its views of the block that came with all of them. Nothing of the block is read."""
+def unpack(reports: Sequence[Report], block: Block | RemoteBlock) -> Iterator[Completion]:
+    """Yield the completions, with views of the block that came with all of them. Nothing of the block is read."""
     start = counts = ids = text = 0
     for report in reports:
-        support = None
+        length, support = report.num_tokens, None
         if report.support_size is not None:
             support = Support(
-                View(block, "support_counts", counts, report.num_tokens),
-                View(block, "support_ids", ids, report.support_size),
+                View(block, "support_counts", counts, length), View(block, "support_ids", ids, report.support_size)
             )
-            counts, ids = counts + report.num_tokens, ids + report.support_size
-        yield ReceivedReport(
-            report,
-            View(block, "token_ids", start, report.num_tokens),
-            View(block, "logprobs", start, report.num_tokens, report.finite),
-            TextView(block, "text", text, report.text_bytes),
+            counts, ids = counts + length, ids + report.support_size
+        yield Completion(
+            report.request_id,
+            View(block, "token_ids", start, length),
+            View(block, "logprobs", start, length, report.finite),
+            report.finish_reason,
+            report.versions,
             support,
+            TextView(block, "text", text, report.text_bytes),
+            report.cached_tokens,
         )
-        start, text = start + report.num_tokens, text + report.text_bytes
+        start, text = start + length, text + report.text_bytes
 
 
 def joined(arrays: Sequence[np.ndarray], dtype: type[np.int32] | type[np.float32]) -> np.ndarray:

@@ -15,6 +15,8 @@ from multiprocessing import resource_tracker, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from grpo_rl.columns import Block
 from grpo_rl.errors import ClusterError
 from grpo_rl.faults import fault_point
@@ -109,7 +111,7 @@ class RolloutWorker:
             while 0 < len(self._ended) < enough and self._has_more and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             ended, self._ended = self._ended, []
-        return [replace(one, text=self._decode(one.response_ids)) for one in ended]
+        return [replace(one, text=self._decode(np.asarray(one.response_ids))) for one in ended]
 
     def report(self, timeout_s: float, longest_batch_s: float = 0.0, enough: int = 1) -> tuple[list[Report], Block]:
         """Return what `poll` returns, as two objects: reports, which the controller reads, and the tokens of all of them.

@@ -16,7 +16,7 @@ from grpo_rl.cluster.recovery.replicas import Replicas
 from grpo_rl.cluster.roles.trained_roles import ActorRole
 from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.errors import ClusterError, WeightVersionError
-from grpo_rl.rollout.reports import ReceivedReport, Report, unpack
+from grpo_rl.rollout.reports import Report, unpack
 from grpo_rl.rollout.requests import WholeBatches, rollout_id, sampling_of
 from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
 
@@ -152,7 +152,7 @@ class ReplicaPool(WholeBatches):
         self._ledger: Ledger[Worker] = Ledger()
         self._polls: dict[ray.ObjectRef, tuple[Worker, StoredBlock]] = {}
         """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
-        self._ended: dict[str, ReceivedReport] = {}
+        self._ended: dict[str, Completion] = {}
         """Reports that were not handed over yet, in the order in which their requests ended."""
         self._quiet_s = 0.0
         """Seconds that the pool has waited since a response ended."""
@@ -371,8 +371,8 @@ class ReplicaPool(WholeBatches):
         except WorkerFailed as error:
             self.replicas.failed(worker, error)
             return False
-        counting = [one for one in unpack(reports, block) if self._ledger.answered(worker, one.report.request_id)]
-        self._ended |= {one.report.request_id: one for one in counting}
+        counting = [one for one in unpack(reports, block) if self._ledger.answered(worker, one.request_id)]
+        self._ended |= {one.request_id: one for one in counting}
         return bool(counting)
 
     def _admit(self) -> None:
@@ -405,21 +405,21 @@ class ReplicaPool(WholeBatches):
     def _hand_over(self, request_id: str) -> Rollout:
         """Return a rollout that has ended, and forget it. Raises WeightVersionError."""
         ended, (prompt, sample) = self._ended.pop(request_id), self._wanted.pop(request_id)
-        check_versions(ended.report, self.version, self.options.max_staleness)
+        check_versions(ended, self.version, self.options.max_staleness)
         return Rollout(
             prompt=prompt,
             sample_index=sample,
             response_ids=ended.response_ids,
             rollout_logprobs=ended.logprobs,
-            finish_reason=ended.report.finish_reason,
-            versions=ended.report.versions,
+            finish_reason=ended.finish_reason,
+            versions=ended.versions,
             support=ended.support,
             text=ended.text,
-            cached_tokens=ended.report.cached_tokens,
+            cached_tokens=ended.cached_tokens,
         )
 
 
-def check_versions(completion: Report | Completion, version: int, max_staleness: int | None) -> None:
+def check_versions(completion: Completion, version: int, max_staleness: int | None) -> None:
     """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older.
 
     None allows any age.

@@ -64,8 +64,8 @@ class EngineTurns(WholeBatches):
                     sample,
                     reported.response_ids,
                     reported.logprobs,
-                    reported.report.finish_reason,
-                    reported.report.versions,
+                    reported.finish_reason,
+                    reported.versions,
                     support=reported.support,
                     text=reported.text,
                 )
