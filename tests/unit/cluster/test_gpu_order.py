@@ -6,6 +6,7 @@ No GPU is needed: the order is all that is looked at. What it does to memory was
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,49 +213,28 @@ def test_ranks_meet_on_the_loopback_only_where_the_whole_run_is_on_one_node(monk
 # ---- a step ---------------------------------------------------------------------------------------------
 
 
-def supervisor_of(log: Log) -> Any:
-    notes = SimpleNamespace(
-        failed=lambda *_: None, on_restart=lambda *_: None, recovered=lambda *_: None, count=lambda *_: None
-    )
-    watching = {"watch": lambda *_: None, "forget": lambda *_: None}
-    return SimpleNamespace(recoveries=notes, closed=False, start_timeout_s=1.0, **watching)
-
-
-def engines_of(log: Log, size: int, state: dict[str, int]) -> FakeSet:
-    def started(version: int) -> None:
-        state["version"] = version
-
-    answers = {"start_weight_update": started, "finish_weight_update": lambda keep: state["version"]}
-    return FakeSet("rollout", size, log, lambda rank: answers)
-
-
-def actors_of(log: Log, size: int, buckets: int = 2) -> FakeSet:
-    def answers(rank: int) -> dict[str, Any]:
-        left = [0]
-
-        def begin() -> int:
-            left[0] = buckets
-            return 4
-
-        def following() -> WeightBucket | None:
-            left[0] -= 1
-            return BUCKET if left[0] >= 0 else None
-
-        return {"begin_weight_sync": begin, "next_bucket": following}
-
-    return FakeSet("actor", size, log, answers)
+def supervisor() -> Any:
+    """One that watches nothing and reports nothing."""
+    done: Any = lambda *_: None  # noqa: E731
+    notes = SimpleNamespace(**dict.fromkeys(("failed", "on_restart", "recovered", "count"), done))
+    return SimpleNamespace(recoveries=notes, closed=False, start_timeout_s=1.0, watch=done, forget=done)
 
 
 class Shared:
-    """A pool of engines on the GPUs of ranks."""
+    """A pool of engines on the GPUs of ranks, which send two buckets of weights."""
 
     def __init__(self, size: int = 2, *, sleeps: bool = True, backend: Any = "object_store", shares: bool = True) -> None:
         self.log = Log()
-        self.engines, self.ranks = engines_of(self.log, size, {}), actors_of(self.log, 1)
+        versions: list[int] = []
+        buckets: list[WeightBucket | None] = []
+        engine = {"start_weight_update": versions.append, "finish_weight_update": lambda keep: versions[-1]}
+        rank = {"begin_weight_sync": lambda: buckets.extend([BUCKET, BUCKET, None]) or 4, "next_bucket": lambda: buckets.pop(0)}
+        self.engines = FakeSet("rollout", size, self.log, lambda _: engine)
+        self.ranks = FakeSet("actor", 1, self.log, lambda _: rank)
         self.actor: Any = SimpleNamespace(worker_group=self.ranks, version=0)
         self.replicas = Replicas(
             self.engines,  # type: ignore[arg-type]
-            supervisor_of(self.log),
+            supervisor(),
             lambda worker: worker.call("build"),
             self.vacated if shares else None,
         )
@@ -270,8 +250,6 @@ class Shared:
 
     def lose(self, number: int) -> None:
         """End a replica, and wait until the thread that replaces it has done what it can."""
-        import threading
-
         before = set(threading.enumerate())
         self.replicas.lose(self.engines.workers[number], "killed")  # type: ignore[arg-type]
         for thread in set(threading.enumerate()) - before:
@@ -370,21 +348,12 @@ def test_a_broadcast_that_loses_a_member_ends_the_transfer_although_the_others_w
     apart.engines.workers[0].hangs.add("load_bucket")
     if dies == "an engine":
         engine.fails["load_bucket"] = WorkerDied("killed", [])
-        original = sender.answers["next_bucket"]
-        calls: list[int] = []
-
-        def following() -> Any:
-            calls.append(1)
-            return original()
-
-        sender.answers["next_bucket"] = following
     else:
         engine.hangs.add("load_bucket")
-        original = sender.answers["next_bucket"]
 
         def dying() -> Any:
             sender.fails["next_bucket"] = WorkerDied("killed", [])
-            return original()
+            return BUCKET
 
         sender.answers["next_bucket"] = dying
     apart.actor.version = 1

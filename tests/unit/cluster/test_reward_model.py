@@ -63,10 +63,9 @@ def expected(text: str) -> float:
     return 100.0 * (len(text) + 1) + TOKENIZER("ab" + text)["input_ids"][-1]
 
 
-def make(ranks: Ranks, *, separator: str | None = None, pass_tokens: int = 20, max_length: int = 20) -> RewardModelRole:
-    return RewardModelRole(
-        ranks, ScorableRenderer(decode, separator=separator), weight=1.0, pass_tokens=pass_tokens, max_length=max_length
-    )
+def make(ranks: Ranks, *, separator: str | None = None, **more: Any) -> RewardModelRole:
+    options = {"weight": 1.0, "pass_tokens": 20, "max_length": 20} | more
+    return RewardModelRole(ranks, ScorableRenderer(decode, separator=separator), **options)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -111,33 +110,19 @@ def test_steps_are_scored_at_their_last_token_and_the_response_by_their_mean():
     assert empty == RewardResult(0.0, steps=())
 
 
-def test_a_token_that_the_model_does_not_have_fails_alone():
-    group = RewardModelRole(
-        Ranks(),
-        ScorableRenderer(decode),
-        weight=1.0,
-        pass_tokens=20,
-        max_length=20,
-        vocab_size=max(*PROMPT, *TOKENIZER("12")["input_ids"]) + 1,
-    )
-    unknown = dataclasses.replace(rollout(1, "1"), response_ids=(group.vocab_size,))
-    fine, failed = group.wait([rollout(0, "12"), unknown])
-    group.close()
-    assert fine == RewardResult(expected("12"))
-    assert failed.kind == "reward_model_error" and f"token {group.vocab_size} is none of its" in failed.cause
-
-
-def test_a_score_that_is_no_number_and_a_rollout_that_is_too_long_fail_alone():
+def test_a_score_that_is_no_number_an_unknown_token_and_a_rollout_that_is_too_long_fail_alone():
     class Broken(Ranks):
         def scores(self, batch: ScoreBatch) -> torch.Tensor:
             return torch.where(batch.lengths_N == 3, math.nan, super().scores(batch))
 
-    group = make(Broken(), max_length=8)
-    invalid, fine, too_long = group.wait([rollout(0, "1"), rollout(1, "12"), rollout(2, "1234567")])
+    group = make(Broken(), max_length=8, vocab_size=max(*PROMPT, *TOKENIZER("1234567")["input_ids"]) + 1)
+    unknown = dataclasses.replace(rollout(3, "1"), response_ids=(group.vocab_size,))
+    invalid, fine, too_long, strange = group.wait([rollout(0, "1"), rollout(1, "12"), rollout(2, "1234567"), unknown])
     group.close()
     assert invalid.kind == "reward_model_invalid" and "nan" in invalid.cause
     assert fine == RewardResult(expected("12"))
     assert too_long.kind == "reward_model_error" and too_long.cause == "too long for it: 9 tokens, and it takes 8"
+    assert strange.kind == "reward_model_error" and f"token {group.vocab_size} is none of its" in strange.cause
 
 
 def test_what_a_worker_raised_is_raised_to_whoever_waits_and_the_next_batch_is_scored():
