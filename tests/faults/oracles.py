@@ -171,16 +171,8 @@ def assert_each_sample_once(run: Path, steps: int, batch_size: int, n: int, max_
     assert not (run / "rollouts" / f"step_{steps + 1}.jsonl").exists()
 
 
-@dataclass(frozen=True)
-class Left:
-    """The remains of a run whose controller has ended, and the seconds until there were none or the search was given up."""
-
-    lines: list[str]
-    seconds: float
-
-
-def left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, str]] = frozenset()) -> Left:
-    """The processes, temporary folders and ports of these that stay; looked for until there is none, or for so long."""
+def left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, str]] = frozenset()) -> tuple[list[str], float]:
+    """The processes, temporary folders and ports of these that stay, looked for until there is none or for so long; and how long that was."""
     assert training.sessions, "the run was never seen with a session"
     began = time.monotonic()
     lines: list[str] = ["not looked yet"]
@@ -189,14 +181,14 @@ def left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, s
         # A process that is ending shows no environment any more, and its sockets are still there for an instant.
         lines += [f"port {address}" for address, _ in ports & listening()]
         time.sleep(0.02)
-    return Left(lines, time.monotonic() - began)
+    return lines, time.monotonic() - began
 
 
 def assert_nothing_left(training: Training, seconds: float = ORPHANS_S, ports: Set[tuple[str, str]] = frozenset()) -> float:
     """Within so many seconds no process, temporary folder, or port of these is left of the run; after how many it was."""
-    found = left(training, seconds, ports)
-    assert not found.lines, f"left after {seconds:g} s: {found.lines}"
-    return found.seconds
+    lines, after = left(training, seconds, ports)
+    assert not lines, f"left after {seconds:g} s: {lines}"
+    return after
 
 
 def leftovers(session: dict[str, Any]) -> Iterator[str]:

@@ -64,9 +64,8 @@ class Ground:
     worker_groups: list[WorkerGroup] = field(default_factory=list)
     supervisors: list[Supervisor] = field(default_factory=list)
 
-    def supervisor(self, **trainer: Any) -> Supervisor:
-        settings = {"heartbeat_s": HEARTBEAT_S, "max_restarts": 100, "start_timeout_s": START_S} | trainer
-        config = TrainerConfig(**settings)
+    def supervisor(self, max_restarts: int = 100) -> Supervisor:
+        config = TrainerConfig(heartbeat_s=HEARTBEAT_S, max_restarts=max_restarts, start_timeout_s=START_S)
         made = Supervisor(config, Recoveries(config, self.lines.warn))
         self.supervisors.append(made)
         return made
@@ -75,14 +74,8 @@ class Ground:
         self, role: str, size: int, factory: Callable[..., Any], arguments: list[tuple[Any, ...]], threads: int = 1
     ) -> WorkerGroup:
         """A worker group that is built."""
-        made = WorkerGroup(
-            role,
-            self.slots.slots()[:size],
-            log_dir=self.logs,
-            environment={"OMP_NUM_THREADS": "1"},
-            call_timeout_s=STEP_S,
-            threads_per_worker=threads,
-        )
+        options: Any = {"log_dir": self.logs, "environment": {"OMP_NUM_THREADS": "1"}, "threads_per_worker": threads}
+        made = WorkerGroup(role, self.slots.slots()[:size], call_timeout_s=STEP_S, **options)
         self.worker_groups.append(made)
         made.where(START_S)
         wait_all(made.workers, made.start_build(factory, arguments), START_S, f"start {role}")
@@ -142,14 +135,6 @@ class Actor:
             prompt = int(rollout.prompt.token_ids[0])
             expected = [token(prompt, own, place, self.weights[version]) for place, version in enumerate(versions)]
             assert rollout.response_ids.tolist() == expected
-
-
-def is_alive(pid: int | None) -> bool:
-    """Return whether a process with this id runs or is stopped; one that has ended and was not waited for does not count."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def until(condition: Callable[[], bool], seconds: float, what: str) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import oracles
 import pytest
-from recovery_ground import is_alive
 from sockets import listening, ports_of
 
 from grpo_rl.cluster.session import run_watcher
-from grpo_rl.processes.family import descendants
+from grpo_rl.processes.family import descendants, state
 
 START_S = 280.0
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
@@ -66,7 +65,7 @@ def test_a_killed_replica_and_a_killed_run_leave_no_engine_process_port_or_segme
     began = time.monotonic()
     left: list[str] = ["not looked yet"]
     while left and time.monotonic() < began + oracles.ORPHANS_S:
-        left = [f"process {pid} {name}" for pid, name in zip(engine, names, strict=True) if is_alive(pid)]
+        left = [f"process {pid} {name}" for pid, name in zip(engine, names, strict=True) if state(pid) != "has ended"]
         left += [f"port {address}" for address, _ in ports & listening()]
         left += [f"segment {name}" for name in shared & oracles.shared_memory()]
         time.sleep(0.02)

@@ -86,13 +86,8 @@ def test_async_without_staleness_and_checkpoints_has_the_bits_of_sync_after_it_l
     assert undisturbed.wait(END_S) == 0, undisturbed.describe()
     exports = [(one.path / "model" / "model.safetensors").read_bytes() for one in (run, undisturbed)]
     assert exports[0] == exports[1]
-    learnt = [
-        repr(
-            [
-                {k: v for k, v in row.items() if k.startswith(("actor/", "reward/"))}
-                for row in read_metrics(one.path / "metrics.jsonl")
-            ]
-        )
-        for one in (undisturbed, run)
-    ]
+    learnt = []
+    for one in (undisturbed, run):
+        rows_of_one = read_metrics(one.path / "metrics.jsonl")
+        learnt.append(repr([{k: v for k, v in row.items() if k.startswith(("actor/", "reward/"))} for row in rows_of_one]))
     assert learnt[0] == learnt[1] and learnt[0].count("actor/loss") == STEPS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tiny_roles
-from recovery_ground import HEARTBEAT_S, START_S, Actor, Ground, is_alive, until
+from recovery_ground import HEARTBEAT_S, START_S, Actor, Ground, until
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerDied, wait_all
@@ -19,6 +19,7 @@ from grpo_rl.cluster.recovery.stuck import StuckReport
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError, ConfigError
+from grpo_rl.processes.family import state
 from grpo_rl.telemetry.status import Status
 from grpo_rl.types import Prompt, Rollout, Sampling
 
@@ -59,12 +60,13 @@ class Scene:
         wait_all([worker], [worker.call("arm", fault)], START_S, "arm")
 
     def wait_until_all_serve(self) -> float:
-        """Wait until the pool is whole again; return the seconds since the first failure was noticed."""
+        """Wait until the pool is whole again; return the seconds since the first failure was noticed, which are within the goal."""
         first = self.ground.lines.warnings[0][0]
         until(lambda: bool(self.pool.replicas.ready()) or len(self.pool.replicas.serving) == 2, SERVING_AGAIN_S, "ready")
         self.generate(2, 1)
-        assert len(self.pool.replicas.serving) == 2
-        return time.monotonic() - first
+        seconds = time.monotonic() - first
+        assert len(self.pool.replicas.serving) == 2 and seconds < SERVING_AGAIN_S
+        return seconds
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -95,14 +97,10 @@ def quiet(scene: Scene) -> None:
     assert len(scene.pool.replicas.serving) == 2, "the test before left the pool whole"
 
 
-WHILE_SAMPLING = [
-    "rollout.submitted:kill9",
-    "rollout.step:kill9@n=5",
-    pytest.param("rollout.step:loop@n=5", marks=pytest.mark.campaign),
-]
+LOOPS = pytest.param("rollout.step:loop@n=5", marks=pytest.mark.campaign)
 
 
-@pytest.mark.parametrize("fault", WHILE_SAMPLING)
+@pytest.mark.parametrize("fault", ["rollout.submitted:kill9", "rollout.step:kill9@n=5", LOOPS])
 def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, fault):
     scene.actor.train()
     scene.pool.sync_weights(scene.actor)
@@ -116,19 +114,15 @@ def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, f
     assert ("the process died" in line) == dies
     assert noticed - began < (NOTICED_S if dies else FROZEN_S)
     seconds = scene.wait_until_all_serve()
-    assert seconds < SERVING_AGAIN_S
-    until(lambda: not is_alive(victim.pid), NOTICED_S, "the lost process is gone")
+    until(lambda: state(victim.pid) == "has ended", NOTICED_S, "the lost process is gone")
     assert victim not in scene.pool.replicas.worker_group.workers
     print(f"MEASURED {fault}: noticed {noticed - began:.2f} s after sampling began, all serve {seconds:.2f} s after that")
 
 
-WHILE_WEIGHTS_MOVE = [
-    "rollout.weights.bucket:kill9@n=3",
-    pytest.param("rollout.weights.before_finish:kill9", marks=pytest.mark.campaign),
-]
+AT_THE_END = pytest.param("rollout.weights.before_finish:kill9", marks=pytest.mark.campaign)
 
 
-@pytest.mark.parametrize("fault", WHILE_WEIGHTS_MOVE)
+@pytest.mark.parametrize("fault", ["rollout.weights.bucket:kill9@n=3", AT_THE_END])
 def test_a_replica_lost_while_weights_move_leaves_nobody_with_mixed_weights(scene, fault):
     victim = scene.pool.replicas.serving[1]
     scene.arm(victim, fault)
@@ -138,7 +132,7 @@ def test_a_replica_lost_while_weights_move_leaves_nobody_with_mixed_weights(scen
     until(lambda: bool(scene.ground.lines.warnings), NOTICED_S, "the loss is told")
     assert scene.ground.lines.warnings[0][1].startswith(f"recovery: {victim.name} failed: ")
     scene.generate()
-    assert scene.wait_until_all_serve() < SERVING_AGAIN_S
+    scene.wait_until_all_serve()
     scene.generate()
 
 
@@ -146,9 +140,7 @@ def test_a_replica_that_stops_while_idle_is_noticed_and_replaced_before_it_is_ne
     recoveries, victim = scene.ground.supervisors[0].recoveries, scene.pool.replicas.serving[0]
     recoveries.metrics()
     os.kill(victim.pid, signal.SIGSTOP)
-    began = time.monotonic()
     until(lambda: bool(scene.ground.lines.warnings), FROZEN_S, "the loss is noticed")
-    assert time.monotonic() - began < FROZEN_S
     until(lambda: bool(scene.pool.replicas.ready()), SERVING_AGAIN_S, "the replacement is ready")
     scene.actor.train()
     scene.pool.sync_weights(scene.actor)
@@ -185,9 +177,12 @@ def test_replicas_that_join_and_leave_while_sampling_change_no_token(scene):
     replicas.resize(-1)
     scene.generate()
     assert len(replicas.serving) == 2 == replicas.wanted
-    lines = [line for _, line in scene.ground.lines.warnings]
-    until(lambda: sum(" left after " in line for _, line in scene.ground.lines.warnings) == 2, SERVING_AGAIN_S, "all have left")
-    assert sum(line.startswith("engines: rollout") and "joined after" in line for line in lines) == 2
+
+    def told(what: str) -> int:
+        return sum(line.startswith("engines: rollout") and what in line for _, line in scene.ground.lines.warnings)
+
+    until(lambda: told(" left after ") == 2, SERVING_AGAIN_S, "all have left")
+    assert told(" joined after ") == 2
     counted = scene.ground.supervisors[0].recoveries.metrics()
     assert (counted["recovery/engines_joined"], counted["recovery/engines_left"]) == (2.0, 2.0)
 
@@ -246,7 +241,7 @@ def test_a_replica_that_always_dies_ends_the_run_with_every_cause(scene: Any):
     def kill_the_only_one() -> None:
         pid = pool.replicas.worker_group.workers[0].pid
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not is_alive(pid), 5.0, "it is dead")
+        until(lambda: state(pid) == "has ended", 5.0, "it is dead")
 
     kill_the_only_one()
     assert len(pool.generate(prompts, 1, sampling)) == 1, "by its replacement"

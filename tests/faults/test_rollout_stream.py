@@ -176,19 +176,6 @@ def test_a_replica_that_dies_while_requests_live_through_an_update_loses_none(sc
     assert len(pool.replicas.serving) == 2
 
 
-def test_requests_end_with_the_weights_they_began_with_where_that_is_asked_for(scene: Scene) -> None:
-    pool, before = scene.pool(), scene.actor.version
-    pool.options = replace(pool.options, partial_rollout=False)
-    pool.submit(prompts("long", 12), 1, LONG)
-    begun(pool)
-    scene.actor.train()
-    pool.sync_weights(scene.actor)
-    found = list(pool.completed())
-    scene.expect(found)
-    spans = [rollout.versions for rollout in found]
-    assert spans.count(((before, LONG.max_tokens),)) == 10 and spans.count(((before + 1, LONG.max_tokens),)) == 2
-
-
 def test_a_replica_that_comes_back_while_the_actor_trains_gets_its_weights_afterwards(scene: Scene) -> None:
     pool, actor = scene.pool(), scene.actor
     victim = pool.replicas.serving[0]
@@ -208,9 +195,13 @@ def test_a_replica_that_comes_back_while_the_actor_trains_gets_its_weights_after
     scene.expect(pool.generate(prompts("again", 8), 1, SHORT))
 
 
-# Last, for its pool takes the place of the others'.
-def test_engines_that_take_no_weights_in_flight_end_what_they_have_begun_and_nothing_else(scene: Scene) -> None:
-    pool, before = scene.pool(tiny_roles.make_draining_rollout), scene.actor.version
+# Last, for the second pool takes the place of the others'.
+@pytest.mark.parametrize("takes_weights", [True, False], ids=["partial_rollout=false", "an engine that takes none in flight"])
+def test_requests_end_with_the_weights_they_began_with_where_that_is_asked_for_or_the_engine_needs_it(
+    scene: Scene, takes_weights: bool
+) -> None:
+    pool = scene.pool(tiny_roles.make_rollout if takes_weights else tiny_roles.make_draining_rollout)
+    pool.options, before = replace(pool.options, partial_rollout=not takes_weights), scene.actor.version
     pool.submit(prompts("long", 14), 1, LONG)
     begun(pool)
     scene.actor.train()

@@ -97,8 +97,8 @@ def test_a_killed_controller_leaves_no_process_folder_or_port(story):
     assert happened(story.run)[3:5] == [BAD_GRADIENT, MID_STEP]
     assert (story.lost["state"], story.lost["last_commit"]) == ("running", SAVED_EVERY)
     assert {"raylet", "gcs_server"} <= story.names and story.num_ports > 0
-    print(f"MEASURED driver killed: nothing left after {story.left_after_kill.seconds:.2f} s")
-    assert story.left_after_kill.lines == []
+    print(f"MEASURED driver killed: nothing left after {story.left_after_kill[1]:.2f} s")
+    assert story.left_after_kill[0] == []
 
 
 def test_a_controller_that_is_told_to_stop_saves_the_last_whole_step_says_so_and_leaves_nothing(story):
@@ -113,7 +113,7 @@ def test_a_controller_that_is_told_to_stop_saves_the_last_whole_step_says_so_and
     assert first == "stopped: by SIGTERM: step 3 of 4 is saved; the same command goes on from there"
     assert (story.stopped["state"], story.stopped["last_commit"]) == ("preempted", 3)
     assert story.stopped["error"]["exit_code"] == 75
-    assert story.left_after_stop.lines == []
+    assert story.left_after_stop[0] == []
 
 
 def test_the_run_ends_as_the_undisturbed_one_to_the_last_bit(story, undisturbed):
@@ -126,7 +126,7 @@ def test_the_run_ends_as_the_undisturbed_one_to_the_last_bit(story, undisturbed)
 
 
 def test_after_its_end_nothing_of_the_run_is_left(story, undisturbed):
-    assert story.left_after_end.lines == []
+    assert story.left_after_end[0] == []
     assert undisturbed.wait(END_S) == 0, undisturbed.describe()
     assert oracles.shared_memory() <= story.shared_before
 

@@ -18,7 +18,7 @@ from grpo_rl.cluster.roles.rollout_pool import Ledger
 from grpo_rl.cluster.session.run_watcher import is_tracker
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
-from grpo_rl.processes.family import descendants, kill_tree
+from grpo_rl.processes.family import descendants, kill_tree, state
 from grpo_rl.types import Request, Sampling
 
 
@@ -178,16 +178,9 @@ def test_a_stopped_process_and_a_child_in_a_session_of_its_own_are_ended():
     kill_tree(parent.pid, title=sys.executable.encode())
     assert parent.wait(30.0) == -9
     deadline = time.monotonic() + 30.0
-    while _is_alive(grandchild) and time.monotonic() < deadline:
+    while state(grandchild) != "has ended" and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _is_alive(grandchild)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert state(grandchild) == "has ended"
 
 
 @pytest.mark.parametrize("how", ["its family, when it has died", "its family", "its group, as Ray does"])

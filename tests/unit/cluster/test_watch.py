@@ -13,19 +13,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
+
 from grpo_rl.cluster.session import run_watcher
 from grpo_rl.cluster.session.ray_session import clean_earlier, watched
+from grpo_rl.processes.family import state
 
 SLEEPER = "import os, time; os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
 """A process that has left its parent's session, as an engine's core does."""
 FORK = multiprocessing.get_context("fork")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def becomes_true(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
@@ -54,19 +50,16 @@ def controller(record: Path, *, stays: bool) -> tuple[multiprocessing.process.Ba
     return (process, *ours.recv())
 
 
-def test_a_killed_controller_takes_a_child_in_a_session_of_its_own_with_it(tmp_path: Path) -> None:
-    process, child, folder = controller(tmp_path / "session.json", stays=True)
-    assert alive(child) and folder.is_dir()
-    process.kill()
-    process.join(10)
-    assert becomes_true(lambda: not alive(child) and not folder.exists())
-
-
-def test_a_controller_that_ends_well_leaves_nothing_either(tmp_path: Path) -> None:
-    process, child, folder = controller(tmp_path / "session.json", stays=False)
+@pytest.mark.parametrize("ends", ["killed", "well"])
+def test_a_controller_takes_a_child_in_a_session_of_its_own_and_its_folder_with_it(tmp_path: Path, ends: str) -> None:
+    record = tmp_path / "session.json"
+    process, child, folder = controller(record, stays=ends == "killed")
+    if ends == "killed":
+        assert state(child) != "has ended" and folder.is_dir()
+        process.kill()
     process.join(30)
-    assert process.exitcode == 0
-    assert not alive(child) and not folder.exists() and not (tmp_path / "session.json").exists()
+    assert becomes_true(lambda: state(child) == "has ended" and not folder.exists())
+    assert ends == "killed" or (process.exitcode == 0 and not record.exists())
 
 
 def test_the_next_run_ends_what_the_last_one_left_and_nothing_else(tmp_path: Path) -> None:
