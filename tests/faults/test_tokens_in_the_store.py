@@ -63,14 +63,6 @@ def stored_bytes() -> int:
     return int(stats.store_stats.object_store_bytes_used)
 
 
-def blocks(rollouts: list[Rollout]) -> list[StoredBlock]:
-    found = {}
-    for rollout in rollouts:
-        assert isinstance(rollout.response_ids, View) and isinstance(rollout.response_ids.block, StoredBlock)
-        found[id(rollout.response_ids.block)] = rollout.response_ids.block
-    return list(found.values())
-
-
 @pytest.fixture(scope="module")
 def scene(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     made = Scene(slots, tmp_path_factory.mktemp("logs"))
@@ -78,28 +70,22 @@ def scene(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sce
     made.ground.close()
 
 
-def test_a_replica_that_dies_after_its_report_takes_no_token_along(scene: Scene) -> None:
+def test_a_replica_that_dies_after_its_report_takes_no_token_along_and_the_controller_fetches_none(scene: Scene) -> None:
     rollouts = scene.sample("dies")
     for worker in list(scene.pool.replicas.serving):
-        pid = worker.pid
         worker.kill("the test ends it")
-        until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 10.0, "the process is gone")
+        until(lambda pid=worker.pid: not Path(f"/proc/{pid}").exists(), 10.0, "the process is gone")
     dispatched = Dispatched.to(scene.readers, collate(rollouts), MicroBatchRule(None, 1))
     assert scene.read(dispatched) == scene.expected(dispatched)
+    views = [one.response_ids for one in rollouts]
+    assert all(isinstance(view, View) and isinstance(view.block, StoredBlock) and view.block._block is None for view in views)
+    # One view of shared memory serves all that is read here.
+    assert views[2].tolist() == tiny_roles.bulk_ids(2, NUM_TOKENS).tolist()
+    first, second = (np.asarray(views[2]) for _ in range(2))
+    assert np.shares_memory(first, second) and not first.flags.writeable
     until(lambda: bool(scene.pool.replicas.ready()) or bool(scene.pool.replicas.serving), START_S, "a replica is there again")
     again = scene.sample("after", 2)
     assert again[1].response_ids.tolist() == tiny_roles.bulk_ids(1, NUM_TOKENS).tolist()
-
-
-def test_the_controller_fetches_no_block(scene: Scene) -> None:
-    rollouts = scene.sample("read")
-    dispatched = Dispatched.to(scene.readers, collate(rollouts), MicroBatchRule(None, 1))
-    assert scene.read(dispatched) == scene.expected(dispatched)
-    assert [block._block for block in blocks(rollouts)] == [None] * len(blocks(rollouts))
-    # One view of shared memory serves all that is read here.
-    assert rollouts[2].response_ids.tolist() == tiny_roles.bulk_ids(2, NUM_TOKENS).tolist()
-    first, second = (np.asarray(rollouts[2].response_ids) for _ in range(2))
-    assert np.shares_memory(first, second) and not first.flags.writeable
 
 
 def test_the_blocks_are_freed_when_the_step_is_over(scene: Scene) -> None:
