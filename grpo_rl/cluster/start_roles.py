@@ -16,7 +16,7 @@ import ray
 from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.forks import environment_of
-from grpo_rl.cluster.processes.placement import Pool, Slot, check_machines, raylets, runs_here
+from grpo_rl.cluster.processes.placement import Pool, Slot, check_machines, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, make_worker, wait_all
 from grpo_rl.cluster.recovery.replicas import Elastic, EngineOrders, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
@@ -159,18 +159,13 @@ class Cluster:
         return worker_group
 
     def ranks(self, worker_group: WorkerGroup) -> list[Rank]:
-        """Return each process's rank and the address where the set meets, once its processes run."""
-        places = worker_group.where(self.config.trainer.start_timeout_s)
+        """Return each process's rank and the address where the set meets, once its processes run: of a local Ray the loopback."""
+        trainer, places = self.config.trainer, worker_group.where(self.config.trainer.start_timeout_s)
         address, _, port = places[0]
-        # Not where only this set is on one node: by NCCL rank 0 of the actor meets the engines, too.
-        if len({node for node, _ in raylets(self.places()).values()}) == 1:
-            address = "127.0.0.1"
-        trainer, size = self.config.trainer, len(worker_group)
         timeouts = trainer.collective_timeout_s, trainer.start_timeout_s
-        here = [place[0] if address != "127.0.0.1" else address for place in places]
         return [
-            Rank(i, size, address, port, self.plan.machine.device, *timeouts, trainer.deterministic, here[i])
-            for i in range(size)
+            Rank(i, len(places), address, port, self.plan.machine.device, *timeouts, trainer.deterministic, here)
+            for i, (here, _, _) in enumerate(places)
         ]
 
     def start_ranks(self, worker_group: WorkerGroup, worker: str, spec: Any, **options: Any) -> Started:
@@ -205,14 +200,11 @@ class Cluster:
         """Return the process id of every worker that is known to run, by its name."""
         return {worker.name: worker.pid for worker_group in self.worker_groups for worker in worker_group.workers if worker.pid}
 
-    def places(self) -> dict[str, Slot]:
-        """Return where every worker is, by its name."""
-        return {worker.name: worker.slot for worker_group in self.worker_groups for worker in worker_group.workers}
-
     def fixed_places(self) -> dict[str, Slot]:
         """Return where the workers are without which the run cannot go on: all, but for engines whose number may change."""
         fewest, most = self.plan.replica_bounds
-        return {name: slot for name, slot in self.places().items() if fewest == most or not name.startswith("rollout")}
+        fixed = [one for one in self.worker_groups if fewest == most or one.role != "rollout"]
+        return {worker.name: worker.slot for worker_group in fixed for worker in worker_group.workers}
 
     def shutdown(self) -> None:
         """End all processes and give the devices back."""

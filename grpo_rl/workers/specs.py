@@ -32,7 +32,7 @@ class Rank:
     deterministic: bool = False
     """Compute by kernels only whose results have the same bits every time; an operation without one raises."""
     address: str = "127.0.0.1"
-    """The address of this process's machine, by which Ray knows it; the loopback where the whole run is on one machine."""
+    """The address of this process's machine, by which Ray knows it; of a local Ray the loopback."""
 
     @property
     def patience_s(self) -> float:

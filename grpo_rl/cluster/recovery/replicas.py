@@ -116,7 +116,7 @@ class Replicas:
                 del self._standings[worker]
                 self.worker_group.workers.remove(worker)
         for worker in leaving:
-            threading.Thread(target=self._end, args=(worker,), name=f"end {worker.name}", daemon=True).start()
+            _beside(f"end {worker.name}", self._end, worker)
 
     def build_apart(self) -> list[Worker]:
         """Build the replacements that wait for GPUs without ranks on them, and put them to sleep; return those.
@@ -179,7 +179,7 @@ class Replicas:
         except ClusterError as error:
             self._give_up(error)
             return
-        threading.Thread(target=self._replace, args=(worker, lost), name=f"start {worker.name}", daemon=True).start()
+        _beside(f"start {worker.name}", self._replace, worker, lost)
 
     def _replace(self, worker: Worker, lost: _Standing) -> None:
         """Start another in the place of a lost one, unless that is gone with its node and fewer may go on."""
@@ -259,7 +259,7 @@ class Replicas:
             self._next_number += len(names)
             self._leaving += max(0, -change)
         for name in names:
-            threading.Thread(target=self._join, args=(name, node), name=f"start {name}", daemon=True).start()
+            _beside(f"start {name}", self._join, name, node)
         self._changed.set()
         what = f"{', '.join(names)} will join" if names else f"{-change} will leave"
         return f"{what}: {wanted} engine{'s' * (wanted > 1)} then"
@@ -356,6 +356,11 @@ class EngineOrders(threading.Thread):
             return self._file.read_bytes()
         except OSError:
             return b""
+
+
+def _beside(name: str, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in a thread of its own, which nothing waits for."""
+    threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
 
 
 def _nodes() -> list[dict[str, Any]]:

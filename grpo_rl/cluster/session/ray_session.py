@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -101,7 +102,8 @@ class Connection(threading.Thread):
             self._options |= {
                 "num_cpus": config.num_cpus or num_cpus,
                 "include_dashboard": False,
-                "object_store_memory": config.object_store_memory or store_bytes(*machine_memory()[:2], _shared_memory()),
+                "object_store_memory": config.object_store_memory
+                or store_bytes(*machine_memory()[:2], shutil.disk_usage("/dev/shm").free),
                 # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
                 "_temp_dir": str(folder / OF_RAY),
             }
@@ -256,12 +258,3 @@ def store_bytes(free: float, total: float, shared: float) -> int:
     """
     most = min(0.3 * min(free, total), 0.8 * shared)
     return max(LEAST_STORE_BYTES, int(most))
-
-
-def _shared_memory() -> float:
-    """Return the free bytes of /dev/shm, 0 where there is none."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return 0.0
-    return float(found.f_bavail * found.f_frsize)

@@ -189,14 +189,6 @@ def with_advantages(batch: Batch) -> Batch:
     return batch.replace(advantages_T=values, old_logprobs_T=-values.abs())
 
 
-def test_tokens_of_a_group_are_counted_over_all_ranks_and_micro_batches():
-    [steps] = run_update(INTERLEAVED, ppo_mini_batch_size=2, loss_agg_mode="prompt-mean")
-    for step in range(3):
-        for batch in gathered(steps, step):
-            for group, tokens in zip(batch.group_N.tolist(), batch.group_tokens_N.tolist(), strict=True):
-                assert tokens == int(INTERLEAVED.response_lengths_N[INTERLEAVED.group_N == group].sum())
-
-
 @pytest.mark.parametrize("loss_mode", ["kl_cov", "clip_cov"])
 def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_mode):
     options = {"kl_cov": {"kl_cov_ratio": 0.2}, "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}}[loss_mode]
@@ -218,17 +210,21 @@ def test_the_tokens_that_a_loss_chooses_are_chosen_once_for_the_mini_batch(loss_
     assert first == alone and (second == alone) == (loss_mode == "kl_cov")
 
 
-def test_rejected_tokens_leave_every_count():
-    trained_T = INTERLEAVED.rollout_logprobs_T % 2 == 0
-    trained_T[: int(INTERLEAVED.response_lengths_N[0])] = False
+@pytest.mark.parametrize("rejects", [False, True])
+def test_tokens_are_counted_over_all_ranks_and_micro_batches_and_rejected_ones_nowhere(rejects):
+    trained_T = torch.ones(INTERLEAVED.num_trained_tokens, dtype=torch.bool)
+    if rejects:
+        trained_T = INTERLEAVED.rollout_logprobs_T % 2 == 0
+        trained_T[: int(INTERLEAVED.response_lengths_N[0])] = False
     batch = INTERLEAVED.keep(trained_T)
-    [steps] = run_update(batch, ppo_mini_batch_size=5, loss_agg_mode="prompt-mean")
-    counts = steps[0][0].counts
-    kept = [int(part.sum()) for part in trained_T.split(batch.response_lengths_N.tolist())]
-    assert (counts.num_tokens, counts.num_sequences) == (sum(kept), sum(number > 0 for number in kept))
-    for part in gathered(steps, 0):
-        for group, tokens in zip(part.group_N.tolist(), part.group_tokens_N.tolist(), strict=True):
-            assert tokens == sum(number for number, g in zip(kept, batch.group_N.tolist(), strict=True) if g == group)
+    kept_N = torch.tensor([int(part.sum()) for part in trained_T.split(batch.response_lengths_N.tolist())])
+    [steps] = run_update(batch, ppo_mini_batch_size=2, loss_agg_mode="prompt-mean")
+    for step, groups in enumerate(([0, 1], [2, 3], [4])):
+        counts, own_N = steps[0][step].counts, kept_N[torch.isin(batch.group_N, torch.tensor(groups))]
+        assert (counts.num_tokens, counts.num_sequences) == (int(own_N.sum()), int((own_N > 0).sum()))
+        for part in gathered(steps, step):
+            for group, tokens in zip(part.group_N.tolist(), part.group_tokens_N.tolist(), strict=True):
+                assert tokens == int(kept_N[batch.group_N == group].sum())
 
 
 # ---- statistics -------------------------------------------------------------------------------------

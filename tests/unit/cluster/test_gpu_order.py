@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from grpo_rl.cluster import start_roles
-from grpo_rl.cluster.processes import placement
 from grpo_rl.cluster.processes.worker_group import WorkerDied, WorkerFailed
 from grpo_rl.cluster.recovery import replicas as replicas_module
 from grpo_rl.cluster.recovery.replicas import Replicas
@@ -191,23 +190,6 @@ def test_engines_on_devices_of_their_own_come_up_beside_the_ranks(machine, words
     events = [event for event in start_events(machine, *words) if "connect" not in event]
     waits = [event for event in events if event.startswith("waited")]
     assert waits == ["waited for rollout, actor, reference"] and not any("sleep" in event for event in events)
-
-
-@pytest.mark.parametrize(("engines_on", "meets_at"), [("10.0.0.1", "127.0.0.1"), ("10.0.0.2", "10.0.0.1")])
-def test_ranks_meet_on_the_loopback_only_where_the_whole_run_is_on_one_node(monkeypatch, engines_on, meets_at) -> None:
-    # NCCL's sender takes the interface of the ranks' address, and engines of another node cannot reach the loopback.
-    nodes = [{"NodeID": ip, "NodeManagerAddress": ip, "NodeManagerPort": 1} for ip in ("10.0.0.1", "10.0.0.2")]
-    monkeypatch.setattr(placement.ray, "nodes", lambda: nodes)
-    monkeypatch.setattr(placement, "placement_group_table", lambda node: {"bundles_to_node_id": {0: node}})
-    cluster = FakeCluster(make_plan(compose(BASE), ONE_GPU), Log())
-    sets = {role: FakeSet(role, 2, cluster.log) for role in ("actor", "rollout")}
-    for role, node in (("actor", "10.0.0.1"), ("rollout", engines_on)):
-        for worker in sets[role].workers:
-            worker.slot = placement.Slot(node, (0,), ())  # type: ignore[arg-type, assignment]
-    sets["actor"].where = lambda timeout_s: [("10.0.0.1", 1, 1000)] * 2
-    cluster.worker_groups = list(sets.values())  # type: ignore[arg-type]
-    ranks = start_roles.Cluster.ranks(cluster, sets["actor"])  # type: ignore[arg-type]
-    assert [(rank.master_address, rank.address) for rank in ranks] == [(meets_at, meets_at)] * 2
 
 
 # ---- a step ---------------------------------------------------------------------------------------------
