@@ -79,7 +79,7 @@ class RunSession:
     ) -> tuple[Cluster, Roles]:
         """Start the workers of a plan, and return them and their roles, the reward among them; `stack` ends them."""
         from grpo_rl.cluster.processes.placement import raylets
-        from grpo_rl.cluster.recovery.stuck import StuckReport
+        from grpo_rl.cluster.recovery.supervisor import StuckReport
         from grpo_rl.cluster.start_roles import Cluster, start_roles
 
         policy = self.model_folder(plan.config.actor_rollout_ref.model.path)

@@ -15,7 +15,7 @@ from recovery_ground import HEARTBEAT_S, START_S, Actor, Ground, until
 
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerDied, wait_all
-from grpo_rl.cluster.recovery.stuck import StuckReport
+from grpo_rl.cluster.recovery.supervisor import StuckReport
 from grpo_rl.cluster.roles.rollout_pool import ReplicaPool
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError, ConfigError

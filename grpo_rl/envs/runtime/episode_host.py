@@ -23,7 +23,7 @@ from grpo_rl.envs.contract import Environment, Message, Observation, Start, Tool
 from grpo_rl.envs.environments import ENVIRONMENTS, TOOLS, Named, made, schema_of
 from grpo_rl.envs.tool_formats import argument_problem, parse
 from grpo_rl.errors import ConfigError, raised_in
-from grpo_rl.processes.inside import LONGEST_CAUSE, Parent, serve
+from grpo_rl.processes.child import LONGEST_CAUSE, Parent, serve
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
-from grpo_rl.processes.child import Child, OutputLog, encode
-from grpo_rl.processes.inside import Parent, serve
+from grpo_rl.processes.child import Child, OutputLog, Parent, encode, serve
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract import (
     ERROR,
