@@ -22,7 +22,7 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import results
-from grpo_rl.telemetry.rundir import RunDir, run_config, shown_value
+from grpo_rl.telemetry.rundir import RunDir, run_config
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import safe_text
 
@@ -47,7 +47,7 @@ def model_card(run_dir: RunDir, config: Mapping[str, Any], step: int | None, *, 
     lines += ["", "## Result", "", *_result(records)]
     lines += ["", "![curves](curves.png)"] if has_curve else []
     lines += ["", "## Configuration", "", "Keys that differ from the defaults; all of them are in `run_config.yaml`.", ""]
-    lines += ["```yaml", *_changed(config), "```"]
+    lines += ["```yaml", _changed(config) + "```"]
     lines += ["", "Paths in it are those of the machine that trained. The same again:", "", "```bash"]
     lines += ["python -m grpo_rl.main recipe=run_config.yaml trainer.experiment_name=again", "```"]
     return "\n".join(lines) + "\n"
@@ -84,10 +84,10 @@ def _result(records: Sequence[Mapping[str, float]]) -> list[str]:
     return ["| | first | last |", "|---|---|---|", *rows]
 
 
-def _changed(config: Mapping[str, Any]) -> list[str]:
-    """Return the keys that differ from the schema's defaults, one per line, without those about one machine's folders."""
-    own = ((key, value) for key, (value, _) in changed(config).items() if key in leaves() and key not in _LOCAL)
-    return [f"{key}: {shown_value(value, quotes=True).replace('```', '')}" for key, value in own]
+def _changed(config: Mapping[str, Any]) -> str:
+    """Return the keys that differ from the schema's defaults as YAML, without those about one machine's folders."""
+    own = {key: value for key, (value, _) in changed(config).items() if key in leaves() and key not in _LOCAL}
+    return yaml.safe_dump(own, sort_keys=False, allow_unicode=True).replace("```", "")
 
 
 def _code(value: Any) -> str:

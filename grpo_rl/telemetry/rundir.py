@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from grpo_rl.config.checks.inputs import NAME_RULE, stays_below
+from grpo_rl.config.convert import show
 from grpo_rl.config.schema.fields import flat, sections
 from grpo_rl.errors import ConfigError, DataError, did_you_mean
 from grpo_rl.run_files import parsed, read_text, read_yaml
@@ -141,9 +142,7 @@ class RunDir:
         else:
             return []
         old, new = flat(before), flat(yaml.safe_load(resolved_yaml))
-        shown = {
-            key: [shown_value(values[key]) if key in values else "not set" for values in (old, new)] for key in {**old, **new}
-        }
+        shown = {key: [show(values[key]) if key in values else "not set" for values in (old, new)] for key in {**old, **new}}
         return [f"{key}: {was} -> {now}" for key, (was, now) in shown.items() if was != now]
 
     def start_fresh(self, keep: Sequence[Path] = ()) -> Path | None:
@@ -231,14 +230,6 @@ def no_run(text: str, nor: str = "") -> str:
         more = f" and {len(below) - 12} more" if len(below) > 12 else ""
         hint = f" The runs below it are {', '.join(below[:12])}{more}"
     return f"{text!r} is no run (a folder with config.yaml, or its name){nor}.{hint}"
-
-
-def shown_value(value: Any, *, quotes: bool = False) -> str:
-    """Return a value of a configuration as YAML has it in one line; texts without quotes, unless they are asked for."""
-    if isinstance(value, str) and not quotes:
-        return value
-    text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False)
-    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def refuse_links(run: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config.convert import show
 from grpo_rl.config.schema.fields import changed, flat, leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError
@@ -23,7 +24,7 @@ from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.metrics.timeline import read_timeline
 from grpo_rl.telemetry.metrics.validation import Point, other_results, shown_keys
 from grpo_rl.telemetry.page.rollout_chunks import INLINE_BYTES, chunks_of, pieces_of, rounded
-from grpo_rl.telemetry.rundir import RunDir, shown_value
+from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.status import current_status
 
 ENDED = ("done", "failed", "preempted", "lost")
@@ -268,8 +269,8 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     different = [
         {
             "key": key,
-            "value": shown_value(value),
-            "default": shown_value(default) if key in leaves() else "",
+            "value": show(value),
+            "default": show(default) if key in leaves() else "",
             "named": any(key == name or key.startswith(f"{name}.") for name in named),
         }
         for key, (value, default) in changed(values).items()

@@ -64,9 +64,9 @@ def test_what_differs_from_the_last_start_is_listed_by_key(tmp_path: Path) -> No
     run_dir.write_config("lr: 1.0e-06\ntrainer:\n  steps: 4\n  name: null\nfiles:\n- a\nold: 1\n", [])
     now = "lr: 2.0e-06\ntrainer:\n  steps: 4\n  name: x\nfiles:\n- a\n- b\nnew: true\n"
     assert run_dir.changes(now) == [
-        "lr: 1.0e-06 -> 2.0e-06",
+        "lr: 1e-06 -> 2e-06",
         "trainer.name: null -> x",
-        "files: [a] -> [a, b]",
+        "files: [a] -> [a,b]",
         "old: 1 -> not set",
         "new: not set -> true",
     ]
