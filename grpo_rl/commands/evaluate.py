@@ -14,7 +14,7 @@ from grpo_rl.commands.sampling_plan import add_sampling_options, answer_missing,
 from grpo_rl.commands.targets import Target, find_target, model_folder
 from grpo_rl.errors import ConfigError
 from grpo_rl.evaluation.estimates import LEVEL, RESAMPLES
-from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, identity_of
+from grpo_rl.evaluation.response_file import ResponseFile, identity_of, response_file, settle
 from grpo_rl.run_files import write_whole
 from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.terminal.console import Console
@@ -45,15 +45,14 @@ def main(argv: Sequence[str]) -> int:
         console.info(f"evaluation folder: {folder}")
         if run is not None:
             console.info(f"data columns, templates, lengths and reward are those of {run}")
-        responses = EvaluationFolder(folder)
         models: list[tuple[str, Plan, ResponseFile]] = []
         # All is refused here that can be, before an engine starts.
         for number, target in enumerate(targets):
             path = model_folder(target, console, trusted=options.trust_run)
             plan, settings = sampling_plan(keys, words, path, run_dir.logs / f"settings_{number + 1}.yaml")
             if number == 0:
-                responses.settle(settings | _data_settings(plan.config.data))
-            models.append((target.label, plan, responses.model(target.label, identity_of(path))))
+                settle(folder, settings | _data_settings(plan.config.data))
+            models.append((target.label, plan, response_file(folder, target.label, identity_of(path))))
         answer_missing([(f"evaluating {label}", plan, file) for label, plan, file in models], run_dir, console)
         values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
         groups = [file.groups(values.n) for _, _, file in models]

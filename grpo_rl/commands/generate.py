@@ -24,7 +24,7 @@ from grpo_rl.commands.sampling_plan import (
 )
 from grpo_rl.commands.targets import find_target, model_folder
 from grpo_rl.errors import ConfigError
-from grpo_rl.evaluation.response_file import EvaluationFolder, Record, ResponseFile, identity_of
+from grpo_rl.evaluation.response_file import Record, ResponseFile, identity_of, response_file, settle
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
@@ -56,9 +56,8 @@ def main(argv: Sequence[str]) -> int:
         if scores:
             plan, settings = sampling_plan(keys, words, model, recipe)
         console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth'}")
-        folder = EvaluationFolder(work)
-        folder.settle(settings | {"data.val_files": data, "scored": scores})
-        file = folder.model("model", identity_of(model))
+        settle(work, settings | {"data.val_files": data, "scored": scores})
+        file = response_file(work, "model", identity_of(model))
         _sample(plan, data, scores, file, run_dir, console, -1 if options.limit is None else options.limit)
         groups = file.groups(plan.config.actor_rollout_ref.rollout.val_kwargs.n)
         rows = rows_of(groups.values())

@@ -68,8 +68,8 @@ def interval(values_P: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES)
     values_P = np.asarray(values_P, dtype=np.float64)
     if len(values_P) < 2:
         return Estimate(float(values_P.mean()), math.nan, math.nan)
-    low, high = _percentiles(_resampled_means(values_P, seed, resamples))
-    return Estimate(float(values_P.mean()), low, high)
+    low, high = np.quantile(_resampled_means(values_P, seed, resamples), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Estimate(float(values_P.mean()), float(low), float(high))
 
 
 def paired_difference(first_P: np.ndarray, second_P: np.ndarray, *, seed: int = 0) -> Difference:
@@ -98,29 +98,20 @@ def _resampled_means(values: np.ndarray, seed: int, resamples: int) -> np.ndarra
     return np.concatenate(parts)
 
 
-def _percentiles(means: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return float(low), float(high)
-
-
 def _sign_flips(differences: np.ndarray, seed: int) -> float:
     """Return the two-sided p of the mean under random signs. Zeros have no sign."""
     sizes = np.abs(differences[differences != 0])
     if not len(sizes):
         return 1.0
-    observed, slack = abs(float(differences.sum())), _slack(differences)
+    # Sums that are equal but for rounding are as far from 0.
+    least = abs(float(differences.sum())) - 1e-12 * (1.0 + sizes.sum())
     if len(sizes) <= EXACT_UP_TO:
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(sizes))))
-        return float(np.mean(np.abs(signs @ sizes) >= observed - slack))
+        return float(np.mean(np.abs(signs @ sizes) >= least))
     rng, count = np.random.default_rng(seed), 0
     at_once = max(1, _AT_ONCE // len(sizes))
     for start in range(0, SHUFFLES, at_once):
         size = (min(at_once, SHUFFLES - start), len(sizes))
         signs = rng.integers(0, 2, size=size, dtype=np.int8) * 2.0 - 1.0
-        count += int(np.count_nonzero(np.abs(signs @ sizes) >= observed - slack))
+        count += int(np.count_nonzero(np.abs(signs @ sizes) >= least))
     return (count + 1) / (SHUFFLES + 1)
-
-
-def _slack(values: np.ndarray) -> float:
-    """Return by how much two sums of these values may differ that are equal but for rounding."""
-    return float(1e-12 * (1.0 + np.abs(values).sum()))

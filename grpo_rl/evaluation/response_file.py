@@ -32,43 +32,35 @@ _BLOCK = 65_536
 _BLOCKS = 32
 
 
-class EvaluationFolder:
-    """The folder of an evaluation, in which settings are the same for all models."""
+def settle(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Note the settings of an evaluation in a new folder. Raises ConfigError, with what differs, in one of other settings."""
+    if not (folder / SETTINGS).is_file() and (folder / "models").is_dir():
+        raise ConfigError(f"{folder} has responses and no {SETTINGS}: give another --output")
+    _note(folder, SETTINGS, settings, f"{folder} has responses with other settings")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
-    def settle(self, settings: Mapping[str, Any]) -> None:
-        """Note the settings in a new folder. Raises ConfigError, with what differs, in one of other settings."""
-        text, file = json.dumps(jsonable(settings), indent=1, sort_keys=True), self.path / SETTINGS
-        if file.is_file():
-            self._refuse_others(_read(file), json.loads(text), "the settings")
-            return
-        if (self.path / "models").is_dir():
-            raise ConfigError(f"{self.path} has responses and no {SETTINGS}: give another --output")
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(file, text)
+def response_file(folder: Path, name: str, identity: Mapping[str, Any]) -> ResponseFile:
+    """Return the file of a model's responses. Raises ConfigError where the name stands for another model there."""
+    place = folder / "models" / (re.sub(r"[^\w.@=-]+", "-", name, flags=re.ASCII).strip("-.") or "model")
+    _note(place, MODEL, identity, f"{folder} has responses of another model of the name {name}")
+    return ResponseFile(place / RESPONSES)
 
-    def model(self, name: str, identity: Mapping[str, Any]) -> ResponseFile:
-        """Return the file of a model's responses. Raises ConfigError where the name stands for another model there."""
-        folder = self.path / "models" / (re.sub(r"[^\w.@=-]+", "-", name, flags=re.ASCII).strip("-.") or "model")
-        identity_text = json.dumps(jsonable(identity), indent=1, sort_keys=True)
-        if (folder / MODEL).is_file():
-            self._refuse_others(_read(folder / MODEL), json.loads(identity_text), f"the model {name}")
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / MODEL, identity_text)
-        return ResponseFile(folder / RESPONSES)
 
-    def _refuse_others(self, before: Mapping[str, Any], now: Mapping[str, Any], what: str) -> None:
-        changed = [f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}" for key in sorted({*before, *now})
-                   if before.get(key) != now.get(key)]  # fmt: skip
+def _note(folder: Path, file: str, found: Mapping[str, Any], problem: str) -> None:
+    """Write values, or raise ConfigError where the file has others."""
+    text = json.dumps(jsonable(found), indent=1, sort_keys=True)
+    if (folder / file).is_file():
+        try:
+            before = read_json(folder / file)
+        except DataError as error:
+            raise ConfigError(f"{error}; give another --output") from error
+        before, now = before if isinstance(before, dict) else {}, json.loads(text)
+        keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        changed = [f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}" for key in keys]
         if changed:
-            raise ConfigError(
-                [
-                    f"{self.path} has responses with other settings; give the same again, or another --output. {what} differ:",
-                    *changed,
-                ]
-            )
+            raise ConfigError([f"{problem}; give the same again, or another --output:", *changed])
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / file, text)
 
 
 class ResponseFile:
@@ -129,14 +121,6 @@ def weights_digest(folder: Path) -> str:
                 file.seek(start)
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = read_json(file)
-    except DataError as error:
-        raise ConfigError(f"{error}; give another --output") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _short(value: Any) -> str:

@@ -66,7 +66,7 @@ def finding(name: str, since: int, evidence: str, *, watch: bool = False, **valu
     """Return the finding of this illness, whose words are filled with `values`. With `watch` it is on its way there."""
     words = ILLNESSES[name]
     title, meaning = (words[part].format(**values) for part in ("title", "meaning"))
-    advice = tuple(one for text in words["advice"] if (one := text.format(**values)))
+    advice = tuple(text.format(**values) for text in words["advice"])
     return Finding(name, "watch" if watch else "ill", title, since, evidence, meaning, advice, words["source"])
 
 
@@ -88,15 +88,8 @@ def nothing_trained(run: RunRecord) -> Finding | None:
     if not trained or trained.now > 0:
         return None
     step, masked = trained.since(lambda value: value == 0), (run.series("rollout/masked_fraction").values or [0.0])[-1]
-    return finding(
-        "nothing_trained",
-        step,
-        f"rollout/trained_token_fraction is 0 since step {step}; {masked:.0%} of the responses were cut off and left out",
-        length="raise data.max_response_length, or set algorithm.mask_truncated=false" if masked > 0 else "",
-        threshold="widen algorithm.rollout_correction.rollout_rs_threshold, or find out why rollout_corr/* are so large"
-        if masked < 1
-        else "",
-    )
+    evidence = f"rollout/trained_token_fraction is 0 since step {step}; {masked:.0%} of the responses were cut off and left out"
+    return finding("nothing_trained", step, evidence)
 
 
 def learning_rate_zero(run: RunRecord) -> Finding | None:
@@ -198,26 +191,13 @@ def sampler_trainer_disagree(run: RunRecord) -> Finding | None:
     differences, stale = run.series("rollout/logprob_diff_mean"), run.series("staleness/max")
     if not differences or differences.last < AGREES or (stale and stale.last > 0):
         return None
-    given = run.setting("actor_rollout_ref.model.override_config") or {}
-    drops = [f"{name}={value}" for name, value in given.items() if "drop" in str(name) and value]
     engine, trainer = (run.setting(f"actor_rollout_ref.{key}", "auto") for key in ("rollout.dtype", "actor.fsdp_config.dtype"))
-    if drops:
-        cause = f"The trainer drops at random ({', '.join(drops)}), and the engine does not: they run different models."
-    elif engine != trainer:
-        cause = f"The engine computes in {engine}, and the trainer in {trainer} (auto: bfloat16 on GPUs, float32 on CPUs)."
-    elif differences.last > 3 * differences.first:
-        cause = "The difference grows: the weights of the engine are not the trainer's, or training amplifies rounding."
-    else:
-        cause = "Another precision, another temperature, another chat template or attention, on one of the two sides."
-    return finding(
-        "sampler_trainer_disagree",
-        differences.since(lambda one: one >= AGREES),
+    evidence = (
         f"log-probs differ by {differences.last:.3f} nats per token on average ({differences.first:.3f} at first); "
-        "float32 differs by 1e-6",
-        watch=differences.last < DISAGREES,
-        cause=cause,
-        dropout="set the dropout in actor_rollout_ref.model.override_config to 0" if drops else "",
+        f"float32 differs by 1e-6; rollout.dtype={engine}, actor.fsdp_config.dtype={trainer}"
     )
+    since, watch = differences.since(lambda one: one >= AGREES), differences.last < DISAGREES
+    return finding("sampler_trainer_disagree", since, evidence, watch=watch)
 
 
 def ratio_out_of_range(run: RunRecord) -> Finding | None:
@@ -257,17 +237,9 @@ def truncation(run: RunRecord) -> Finding | None:
     if len(cut) < 3 or cut.last < MANY_CUT or run.setting("actor_rollout_ref.rollout.ignore_eos"):
         return None
     unrewarded = max(run.series("reward/max").values, default=1.0) <= 0
-    return finding(
-        "truncation",
-        cut.since(lambda value: value >= MANY_CUT),
-        f"response_length/clip_ratio {cut.ends(2)}" + ("; no response was ever rewarded" if unrewarded else ""),
-        watch=cut.last <= 0.9,
-        share=cut.last,
-        limit=run.setting("data.max_response_length"),
-        cause="Training made the responses longer until most of them do not end: a cut response is judged on half an answer."
-        if cut.last > cut.first + 0.2
-        else "The model does not end its responses: the limit is too short, or it does not know the end token of the template.",
-    )
+    evidence = f"response_length/clip_ratio {cut.ends(2)}" + ("; no response was ever rewarded" if unrewarded else "")
+    since, limit = cut.since(lambda value: value >= MANY_CUT), run.setting("data.max_response_length")
+    return finding("truncation", since, evidence, watch=cut.last <= 0.9, share=cut.last, limit=limit)
 
 
 def truncation_grows(run: RunRecord) -> Finding | None:
@@ -333,7 +305,6 @@ def reward_failures(run: RunRecord) -> Finding | None:
         failed=failed,
         sampled=sampled,
         worst=FAILURES[worst],
-        remedy="raise reward.timeout_s where it is slow" if worst == "timeouts" else "mend the function: docs/rewards.md",
     )
 
 
@@ -387,7 +358,7 @@ def validation_falls(run: RunRecord) -> Finding | None:
             at,
             f"{key} was {best:.3f} at step {at} and is {measured.now:.3f} now; the training reward went from {before.last:.3f} "
             f"to {after.last:.3f}",
-            checkpoint=f"take the checkpoint of step {at}",
+            best=f"step {at}",
         )
     return None
 
@@ -398,7 +369,7 @@ def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
     if len(agreement) < 5 or agreement.last >= 0.6 or agreement.last > agreement.first - 0.1:
         return None
     evidence = f"share of the pairs on which both agree {agreement.ends(2)}"
-    return finding("reward_model_hacked", agreement.since(lambda value: value < 0.6), evidence, checkpoint="")
+    return finding("reward_model_hacked", agreement.since(lambda value: value < 0.6), evidence, best="a step before")
 
 
 def reward_exploited(run: RunRecord) -> Finding | None:

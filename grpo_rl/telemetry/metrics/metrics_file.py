@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -24,8 +23,6 @@ MOST_NUMBER = 1e100
 """The largest finite number that is taken for a measurement: sums and squares of larger ones overflow."""
 MOST_NAMES = 10_000
 """The most metrics of a run."""
-MOST_WAITING = 10_000
-"""The most steps that are kept in memory while the disk fails."""
 
 _logger = logging.getLogger(__name__)
 
@@ -61,13 +58,11 @@ class MetricsFile:
     def __init__(self, path: Path, warn: Callable[[str], None] = _logger.warning) -> None:
         self.path = path
         self._warn = warn
-        self._waiting: deque[str] = deque(maxlen=MOST_WAITING)
-        self._num_dropped = 0
+        self._waiting: list[str] = []
         self._is_failing = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of `step`, after those that are still waiting; all are on the disk before it returns, or wait."""
-        self._num_dropped += len(self._waiting) == MOST_WAITING
         self._waiting.append(dump_line({"step": step, "time": round(time.time(), 3), **metrics}))
         try:
             self._write()
@@ -79,7 +74,7 @@ class MetricsFile:
             self._is_failing = True
             return
         if self._is_failing:
-            self._warn(f"{self.path} can be written again; {self._num_dropped or 'no'} steps are missing in it")
+            self._warn(f"{self.path} can be written again; no step is missing in it")
         self._is_failing = False
 
     def flush(self) -> None:
@@ -99,8 +94,8 @@ class MetricsFile:
         """Write what is waiting, if that is possible now; say how many steps are lost."""
         with contextlib.suppress(OSError):
             self._write()
-        if lost := self._num_dropped + len(self._waiting):
-            self._warn(f"{self.path}: {lost} steps could not be written and are lost")
+        if self._waiting:
+            self._warn(f"{self.path}: {len(self._waiting)} steps could not be written and are lost")
 
     def _write(self) -> None:
         append_lines(self.path, self._waiting)

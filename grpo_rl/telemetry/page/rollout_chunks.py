@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +188,36 @@ def _texts(group: Sequence[Record], pieces: Pieces | None) -> dict[str, Any]:
 def pieces_of(run: Path, status: Mapping[str, Any]) -> Pieces | None:
     """Return the function from ids to texts of the run's tokenizer; None where its file is not there.
 
-    The tokenizer is loaded when the first ids come: a large one takes a second.
+    The texts of all tokens together are the response. Of tokens that are a part of a character only, the last has the character
+    and the others are empty. Where the whole reads otherwise than its parts, as at an end within a character, the rest is the
+    text of one token. There are none where the tokenizer does not take the ids.
     """
     folders = [run / "model", Path(str(status.get(TOKENIZER) or run))]
     file = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
-    if file is None and status.get(TOKENIZER):
-        file = _of_hub(str(status[TOKENIZER]))
-    return None if file is None else _Tokenizer(file)
+    file = file or _of_hub(str(status.get(TOKENIZER)))
+    if file is None:
+        return None
+
+    @cache
+    def tokenizer() -> Any:  # a large one takes a second
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(file))
+
+    def pieces(ids: Sequence[int]) -> list[str]:
+        with suppress(Exception):  # the file may be no tokenizer, and an id may be one that no vocabulary has
+            from tokenizers.decoders import DecodeStream
+
+            stream = DecodeStream(skip_special_tokens=False)
+            texts = [stream.step(tokenizer(), number) or "" for number in ids]
+            rest = tokenizer().decode(list(ids), skip_special_tokens=False)
+            for place, text in enumerate(texts):
+                if place == len(texts) - 1 or not rest.startswith(text):
+                    return [*texts[:place], rest, *[""] * (len(texts) - place - 1)]
+                rest = rest[len(text) :]
+        return []
+
+    return pieces
 
 
 def _of_hub(name: str) -> Path | None:
@@ -205,32 +229,6 @@ def _of_hub(name: str) -> Path | None:
         found = try_to_load_from_cache(name, FILE)
         return Path(found) if isinstance(found, str) else None
     return None
-
-
-class _Tokenizer:
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._tokenizer: Any = None
-
-    def __call__(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each token, which together are the response; nothing where the tokenizer does not take the ids.
-
-        Of tokens that are a part of a character only, the last has the character and the others are empty. Where the whole reads
-        otherwise than its parts, as at an end within a character, the rest is the text of one token.
-        """
-        with suppress(Exception):  # the file may be no tokenizer, and an id may be one that no vocabulary has
-            from tokenizers import Tokenizer
-            from tokenizers.decoders import DecodeStream
-
-            self._tokenizer = self._tokenizer or Tokenizer.from_file(str(self._file))
-            stream = DecodeStream(skip_special_tokens=False)
-            texts = [stream.step(self._tokenizer, number) or "" for number in ids]
-            rest = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-            for place, text in enumerate(texts):
-                if place == len(texts) - 1 or not rest.startswith(text):
-                    return [*texts[:place], rest, *[""] * (len(texts) - place - 1)]
-                rest = rest[len(text) :]
-        return []
 
 
 def rounded(value: Any, digits: int = 6) -> Any:

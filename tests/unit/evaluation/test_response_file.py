@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_rl.errors import ConfigError
-from grpo_rl.evaluation.response_file import EvaluationFolder, ResponseFile, identity_of, weights_digest
+from grpo_rl.evaluation.response_file import ResponseFile, identity_of, response_file, settle, weights_digest
 
 
 def lines(row: int, n: int = 2) -> list[dict]:
@@ -47,22 +47,22 @@ def test_a_prompt_with_another_number_of_responses_is_not_complete(tmp_path: Pat
 
 
 def test_other_settings_are_refused_with_what_differs(tmp_path: Path) -> None:
-    folder = EvaluationFolder(tmp_path / "out")
-    folder.settle({"n": 16, "temperature": 1.0, "data": ["a.jsonl"]})
-    folder.settle({"n": 16, "temperature": 1.0, "data": ["a.jsonl"]})
+    folder = tmp_path / "out"
+    settle(folder, {"n": 16, "temperature": 1.0, "data": ["a.jsonl"]})
+    settle(folder, {"n": 16, "temperature": 1.0, "data": ["a.jsonl"]})
     with pytest.raises(ConfigError) as refused:
-        folder.settle({"n": 8, "temperature": 1.0, "data": ["b.jsonl"]})
+        settle(folder, {"n": 8, "temperature": 1.0, "data": ["b.jsonl"]})
     assert refused.value.problems[1:] == ['data: ["a.jsonl"] -> ["b.jsonl"]', "n: 16 -> 8"]
 
 
 def test_a_name_stands_for_one_model(tmp_path: Path) -> None:
-    folder = EvaluationFolder(tmp_path / "out")
-    first = folder.model("runs/a@4", {"digest": "1"})
-    assert folder.model("runs/a@4", {"digest": "1"}).path == first.path
+    folder = tmp_path / "out"
+    first = response_file(folder, "runs/a@4", {"digest": "1"})
+    assert response_file(folder, "runs/a@4", {"digest": "1"}).path == first.path
     assert first.path.is_relative_to(tmp_path / "out" / "models") and "/" not in first.path.parent.name
-    with pytest.raises(ConfigError, match="the model runs/a@4 differ"):
-        folder.model("runs/a@4", {"digest": "2"})
-    assert folder.model("../../etc", {}).path.resolve().is_relative_to(tmp_path / "out" / "models")
+    with pytest.raises(ConfigError, match="another model of the name runs/a@4"):
+        response_file(folder, "runs/a@4", {"digest": "2"})
+    assert response_file(folder, "../../etc", {}).path.resolve().is_relative_to(tmp_path / "out" / "models")
 
 
 def test_a_model_is_known_by_its_weights_and_not_by_its_place(tmp_path: Path) -> None:

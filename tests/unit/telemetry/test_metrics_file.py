@@ -66,7 +66,9 @@ def test_steps_that_found_the_disk_full_are_written_once_there_is_room(tmp_path:
     metrics.log(4, {"a": 4.0})
     metrics.close()
     assert [(row["step"], row["a"]) for row in read_metrics(path)] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
-    assert "cannot be written" in warnings[0] and "can be written again; no steps" in warnings[1] and len(warnings) == 2
+    assert (
+        "cannot be written" in warnings[0] and "can be written again; no step is missing" in warnings[1] and len(warnings) == 2
+    )
 
 
 @given(st.dictionaries(st.text(), st.one_of(st.none(), st.floats(), st.text(), st.lists(st.floats())), max_size=5))
