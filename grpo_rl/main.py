@@ -250,7 +250,7 @@ def run(composed: Composed, plan: Plan) -> int:
     from grpo_rl.checkpoint.manifest import verify
     from grpo_rl.cluster.run_session import run_session
     from grpo_rl.cluster.session.ray_session import clean_earlier
-    from grpo_rl.plan import calibration
+    from grpo_rl.plan import cost
     from grpo_rl.plan.first_look import of_memory
     from grpo_rl.telemetry.metrics.metrics_file import read_metrics
     from grpo_rl.telemetry.page.beside_run import PageBeside
@@ -297,7 +297,7 @@ def run(composed: Composed, plan: Plan) -> int:
         with run_session(plan, run_dir, console, page) as session:
             train(Course(composed, plan, session, page, checkpoint))
             with suppress(OSError, ArithmeticError):  # the run is done, whatever room there is for this
-                calibration.learn(plan, Path(trainer.default_local_dir).expanduser(), read_metrics(run_dir.metrics_file))
+                cost.learn(plan, Path(trainer.default_local_dir).expanduser(), read_metrics(run_dir.metrics_file))
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))
     return 0
 
@@ -373,7 +373,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     """Start the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
     from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.run_instruments import RunInstruments
-    from grpo_rl.plan.calibration import expected
+    from grpo_rl.plan.cost import expected
     from grpo_rl.rewards.audit import Audit
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.metrics.timeline import Timeline

@@ -6,24 +6,34 @@ replica has so many slots, an ended response gives its slot to the next one, and
 longest responses. Rewards, saving and preemption of requests whose cache does not fit are left out.
 
 For this machine the same formulas with the constants of a nominal device, each phase times what the latest run on the machine took
-for it (`Fitted`); that run also says what a reward takes, and a step beside its phases.
+for it (`Fitted`); that run also says what a reward takes, and a step beside its phases. `calibration.json`, a small file beside the
+runs, has that of the latest run on the same devices with the same engine.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from grpo_rl.config import derived
+from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import CORES, DEVICES, Device, named
-from grpo_rl.plan.memory import adapter_params, fit_of, size_of_role
+from grpo_rl.plan.memory import GIB, adapter_params, fit_of, size_of_role
 from grpo_rl.plan.model_folder import ModelSize
+from grpo_rl.telemetry.metrics.grades import PREDICTED, measured
+from grpo_rl.types import Metrics
 
 HIDDEN_BYTES, INNER_BYTES, HEAD_BYTES = 120, 28, 40
 """Bytes that one token moves in one layer's forward pass, for each number of the hidden state, of the MLP's inner state and of queries
@@ -93,7 +103,8 @@ class Lengths:
         """Return the share of responses that are longer than so many tokens."""
         if self.spread < 1e-3 or self.mean > 0.99 * self.longest:
             return (tokens_K < self.mean).astype(float)
-        return _survival(tokens_K, self._location, self.spread) * (tokens_K < self.longest)
+        location = _location(self.mean, self.spread, self.longest)
+        return _survival(tokens_K, location, self.spread) * (tokens_K < self.longest)
 
     @property
     def age(self) -> float:
@@ -107,14 +118,10 @@ class Lengths:
         tokens_K = np.linspace(0, self.longest, 1025)
         return float(tokens_K[np.searchsorted(-number * self.alive(tokens_K), -math.log(2))].clip(max=self.longest))
 
-    @property
-    def _location(self) -> float:
-        """Return the mean of the logarithm, found by halving: the mean length is the integral of the survival function."""
-        return _location(self.mean, self.spread, self.longest)
-
 
 @cache
 def _location(mean: float, spread: float, longest: int) -> float:
+    """Return the mean of the logarithm, found by halving: the mean length is the integral of the survival function."""
     tokens_K = np.linspace(0, longest, 1025)
     low, high = 0.0, math.log(longest) + 6 * spread
     for _ in range(50):
@@ -263,18 +270,20 @@ class StepTime:
     @property
     def training(self) -> float:
         """Return the seconds of all passes of the trained side."""
-        return sum(seconds for name, seconds in self.phases.items() if name not in _NOT_TRAINING)
+        return _training_s(self.phases)
 
 
-_NOT_TRAINING = ("sampling", "weight transfer", "switch and offload", "reward", "other")
+def _training_s(phases: dict[str, float]) -> float:
+    others = ("sampling", "weight transfer", "switch and offload", "reward", "other")
+    return sum(seconds for name, seconds in phases.items() if name not in others)
 
 
-def step_time(plan: Plan, size: ModelSize, here: Fitted | None = None) -> StepTime | None:
+def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) -> StepTime | None:
     """Return the estimate for a run on a named machine, or on this one as it was measured (`here`).
 
-    None for a machine that is neither, and where nothing samples.
+    None for a machine that is neither, for a model of unknown size, and where nothing samples.
     """
-    if plan.engine is None or plan.role("actor") is None:
+    if size is None or plan.engine is None or plan.role("actor") is None:
         return None
     if here is None and (not plan.machine.name or plan.machine.device != "cuda"):
         return None
@@ -308,7 +317,7 @@ def step_time(plan: Plan, size: ModelSize, here: Fitted | None = None) -> StepTi
         phases |= {"switch and offload": 0.0, "reward": rollouts * REWARD_S, "other": 1.0}
         phases = {name: seconds * here.of(name) for name, seconds in phases.items()}
     phases = {name: phases[name] for name in ("sampling", *phases) if phases[name] > 0}
-    training = sum(seconds for name, seconds in phases.items() if name not in _NOT_TRAINING)
+    training = _training_s(phases)
     total = sum(phases.values())
     if plan.overlaps and staleness:
         crowded = CROWDED * min(phases["sampling"], training) if plan.machine.device == "cpu" else 0.0
@@ -358,24 +367,34 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
 
 
 def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, lengths: Lengths, prompt: float) -> dict[str, float]:
-    """Return the seconds of each pass of the trained side."""
+    """Return the seconds of each pass of the trained side, each that of its busiest rank."""
     ranks, link, passes, sizes = plan.world_size, _links(plan, device), plan.passes, plan.sizes
     rollouts = sizes.rollouts_per_step
     prompts = rollouts / plan.config.actor_rollout_ref.rollout.n
     # Attention of a response costs by its square: its mean context is that of a token, not of a response.
     context = prompt + 2 * lengths.age
 
-    def of(own: ModelSize, most: int | None, batches: int = 1, epochs: float = 1.0, *, training: int = 0) -> float:
+    def of(own: ModelSize, rule: MicroBatchRule, batches: int = 1, epochs: float = 1.0, *, training: int = 0) -> float:
         # A sequence is computed by one rank, or by those that share it: in each mini-batch the busiest has at least the longest.
         longest = (prompt + lengths.longest_of(rollouts / batches)) / passes.update.sequence_ranks
         busiest = max(tokens / ranks / batches, longest)
-        shape = _Pass(own, device, busiest, context, ranks, most or int(context), link * 1e9 * LINK)
+        computing = busiest * token_s(own, device, context) * (training or FORWARD)
+        # Gathers run beside the computing, and last where they take longer. Weights travel as bfloat16 for the forward pass and the
+        # backward pass, and gradients as float32.
+        micro_batches = max(1.0, busiest / (rule.max_tokens or int(context)))
+        shards = own.num_params * (ranks - 1) / ranks
+        gathers = micro_batches * shards * (2 + 2 + 4 if training else 2) / (link * 1e9 * LINK)
+        if (
+            own.experts
+        ):  # all experts' weights and gradients are read for each micro-batch, and few tokens may be all that each gets
+            computing += micro_batches * own.num_params * (4 + 4 + 4 if training else 2) / (device.memory_gbs * 1e9 * DECODING)
         python = device.call_s + device.prompt_s * prompts / ranks / batches * (training or FORWARD)
-        return epochs * batches * (shape.seconds(training) + python)
+        return epochs * batches * (max(computing, gathers) + python)
 
-    def learns(own: ModelSize, most: int | None, batches: int, updates: int, *, checkpointing: bool, on_host: bool) -> float:
-        epochs = updates / max(1, batches)
-        seconds = of(own, most, batches, epochs, training=RECOMPUTED if checkpointing else STORED)
+    def learns(
+        own: ModelSize, rule: MicroBatchRule, updates: int, batches: int, *, checkpointing: bool, on_host: bool
+    ) -> float:
+        seconds = of(own, rule, batches, updates / max(1, batches), training=RECOMPUTED if checkpointing else STORED)
         # Weight, gradient and two moments are read and all but the gradient written, in float32; Muon reads and writes one moment.
         muon = plan.config.actor_rollout_ref.actor.optim.optimizer.lower() == "muon"
         trained = adapter_params(plan.config.actor_rollout_ref.model, own) or own.num_params
@@ -384,84 +403,37 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
 
     parts, phases = plan.config.actor_rollout_ref, {}
     if passes.old_logprobs == "actor":
-        phases["old log-probs"] = of(size, passes.old.max_tokens)
+        phases["old log-probs"] = of(size, passes.old)
     if plan.role("reference") or plan.base_reference:
-        phases["reference"] = of(size, passes.reference.max_tokens)
-    critic, own = size_of_role(plan, size, "critic"), plan.config.critic
-    if critic is not None:
-        batches = max(1, round(sizes.critic_updates_per_step / max(1, sizes.critic_epochs)))
-        phases["critic's values"] = of(critic, passes.critic.max_tokens)
-        phases["critic's update"] = learns(
-            critic,
-            passes.critic.max_tokens,
-            batches,
-            sizes.critic_updates_per_step,
-            checkpointing=own.model.enable_gradient_checkpointing,
-            on_host=own.fsdp.offload_policy,
-        )
-    phases["update"] = learns(
-        size,
-        passes.update.max_tokens,
-        sizes.mini_batches,
-        sizes.updates_per_step,
-        checkpointing=parts.model.enable_gradient_checkpointing,
-        on_host=parts.actor.fsdp_config.offload_policy,
-    )
+        phases["reference"] = of(size, passes.reference)
+    if (critic := size_of_role(plan, size, "critic")) is not None:
+        own, updates = plan.config.critic, sizes.critic_updates_per_step
+        again, on_host = own.model.enable_gradient_checkpointing, own.fsdp.offload_policy
+        batches = max(1, round(updates / max(1, sizes.critic_epochs)))
+        phases["critic's values"] = of(critic, passes.critic)
+        phases["critic's update"] = learns(critic, passes.critic, updates, batches, checkpointing=again, on_host=on_host)
+    again, on_host = parts.model.enable_gradient_checkpointing, parts.actor.fsdp_config.offload_policy
+    updates, batches = sizes.updates_per_step, sizes.mini_batches
+    phases["update"] = learns(size, passes.update, updates, batches, checkpointing=again, on_host=on_host)
     return phases
 
 
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """A pass of the busiest rank over its tokens."""
+def token_s(size: ModelSize, device: Device, context: float) -> float:
+    """Return the seconds of a token's forward pass: its products, its attention, and what its kernels move between them.
 
-    size: ModelSize
-    device: Device
-    tokens: float
-    context: float
-    """Mean tokens of the sequence that a token is part of."""
-    ranks: int
-    most: int
-    """Tokens of a micro-batch."""
-    link: float
-    """Bytes a second at which shards are gathered."""
-
-    def seconds(self, training: int) -> float:
-        """Return the seconds of the pass: of so many forward passes where it trains, of one alone for 0.
-
-        Computing and moving within the GPU take turns; gathers run beside them, and last where they take longer. Weights travel as
-        bfloat16 for the forward pass and the backward pass, and gradients as float32.
-        """
-        computing = self.tokens * self.token_s * (training or FORWARD)
-        micro_batches = max(1.0, self.tokens / self.most)
-        shards = self.size.num_params * (self.ranks - 1) / self.ranks
-        gathers = micro_batches * shards * (2 + 2 + 4 if training else 2) / self.link
-        # All experts' weights and gradients are read for each micro-batch, and few tokens may be all that each gets.
-        state = micro_batches * self.size.num_params * (4 + 4 + 4 if training else 2) / self._bandwidth
-        return max(computing + (state if self.size.experts else 0.0), gathers)
-
-    @property
-    def _bandwidth(self) -> float:
-        return self.device.memory_gbs * 1e9 * DECODING
-
-    @property
-    def _of_experts(self) -> int:
-        """Return the parameters of a token's experts, whose products take twice as long: each has few rows."""
-        size = self.size
-        return 3 * size.hidden * size.expert_intermediate * size.experts_per_token * size.layers if size.experts else 0
-
-    @property
-    def token_s(self) -> float:
-        """Return the seconds of a token's forward pass: its products, its attention, and what its kernels move between them."""
-        size, peak = self.size, self.device.tflops * 1e12
-        products = 2 * (size.active_params + self._of_experts) / (peak * self.device.products)
-        # Two products for each head, over half of the sequence on average.
-        attention = 2 * size.layers * size.heads * size.head_dim * self.context / (peak * self.device.attention)
-        inner = size.expert_intermediate * size.experts_per_token if size.experts else size.intermediate
-        copies = (size.experts_per_token if size.experts else 0) * size.hidden * INNER_BYTES
-        queries = (size.heads + size.kv_heads) * size.head_dim
-        layer = HIDDEN_BYTES * size.hidden + INNER_BYTES * inner + copies + HEAD_BYTES * queries
-        moved = size.layers * layer + LOGIT_BYTES / RECOMPUTED * size.vocab
-        return products + attention + moved / self._bandwidth + self.device.token_s
+    Computing and moving take turns. `context`: mean tokens of the sequence that a token is part of.
+    """
+    peak = device.tflops * 1e12
+    # The products of a token's experts take twice as long: each has few rows.
+    inner = size.expert_intermediate * size.experts_per_token
+    products = 2 * (size.active_params + 3 * size.hidden * inner * size.layers) / (peak * device.products)
+    # Two products for each head, over half of the sequence on average.
+    attention = 2 * size.layers * size.heads * size.head_dim * context / (peak * device.attention)
+    copies = size.experts_per_token * size.hidden * INNER_BYTES
+    queries = (size.heads + size.kv_heads) * size.head_dim
+    layer = HIDDEN_BYTES * size.hidden + INNER_BYTES * (inner or size.intermediate) + copies + HEAD_BYTES * queries
+    moved = size.layers * layer + LOGIT_BYTES / RECOMPUTED * size.vocab
+    return products + attention + moved / (device.memory_gbs * 1e9 * DECODING) + device.token_s
 
 
 def _copies(plan: Plan, size: ModelSize, device: Device) -> float:
@@ -487,3 +459,85 @@ def assumptions(plan: Plan) -> str:
         f"{device.memory_gbs:g} GB/s ({device.source}); of these {device.products:.0%} in products of matrices, {device.attention:.0%} in attention and {COMPUTING:.0%} in "
         f"prefill, {DECODING:.0%} of the bandwidth, {LINK:.0%} of the links; without rewards, saving and validation"
     )
+
+
+# ---- what the runs on this machine say of it ------------------------------------------------------------------------
+
+FILE = "calibration.json"
+PHASES = {
+    "sampling": "gen", "reward": "reward", "old log-probs": "old_logprobs", "reference": "ref", "critic's values": "values",
+    "update": "update_actor", "critic's update": "update_critic", "weight transfer": "sync_weights", "step": "step",
+}  # fmt: skip
+"""The metric `timing_s/...` of each phase of a step."""
+
+
+def predict(plan: Plan, runs: Path) -> dict[str, float]:
+    """Return the seconds of each phase of a step by earlier runs in this folder, the whole as `step`; empty without such runs."""
+    try:
+        here = Fitted(**_read(runs)[_machine(plan)])
+        time = step_time(plan, plan.model, here)
+    except (TypeError, KeyError, AttributeError):  # another kind of file
+        return {}
+    return {} if time is None else time.phases | {"step": time.total}
+
+
+def expected(plan: Plan) -> Metrics:
+    """Return what the metrics of a step are to be by the plan, each under its name after `plan/`: `plan/timing_s/gen`.
+
+    Memory is that of GPUs, of roles whose tensors torch counts; the resident size of a process has more than its tensors.
+    """
+    seconds = predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
+    found = {f"{PREDICTED}timing_s/{PHASES[name]}": value for name, value in seconds.items() if name in PHASES}
+    for need in plan.memory if plan.machine.device == "cuda" else ():
+        if need.role != "rollout":
+            found[f"{PREDICTED}perf/memory/{'ref' if need.role == 'reference' else need.role}_gib"] = need.num_bytes / GIB
+    return found
+
+
+def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
+    """Write what a run's steps measured; nothing for runs of other kinds, or of fewer than three steps, whose first is not counted."""
+    found, data = measured(records), plan.config.data
+    sampled = [record for record in records if "response_length/mean" in record]
+
+    def share(part: str, longest: int) -> float:
+        lengths = [record.get(f"{part}_length/mean", MEAN_SHARE * longest) for record in sampled]
+        return statistics.fmean(lengths) / longest if lengths else MEAN_SHARE
+
+    # The spread with which the longest of so many lognormal lengths is as far above their mean as it was.
+    beyond = [
+        math.log(record["response_length/max"] / record["response_length/mean"])
+        for record in sampled
+        if record["response_length/mean"] > 0 and "response_length/max" in record
+    ]
+    typical = math.sqrt(2 * math.log(max(2, plan.sizes.rollouts_per_step)))
+    spread = statistics.fmean(beyond) / typical if beyond else SPREAD
+    here = Fitted({}, share("prompt", data.max_prompt_length), share("response", data.max_response_length), spread)
+    nominal = step_time(plan, plan.model, here) if found else None
+    if nominal is None:
+        return
+    names = {name: f"timing_s/{PHASES[name]}" for name in nominal.phases if name in PHASES}
+    factors = {name: found[key] / nominal.phases[name] for name, key in names.items() if key in found}
+    without = step_time(plan, plan.model, dataclasses.replace(here, factors=factors | {"other": 0.0}))
+    assert without is not None, "the same run"
+    here = dataclasses.replace(here, factors=factors | {"other": max(0.0, found["timing_s/step"] - without.total)})
+    if plan.config.actor_rollout_ref.rollout.ignore_eos:  # lengths that were forced say nothing of other runs
+        here = dataclasses.replace(here, response=MEAN_SHARE, spread=SPREAD)
+    temporary = runs / f"{FILE}.{os.getpid()}"
+    learnt = _read(runs) | {_machine(plan): dataclasses.asdict(here)}
+    temporary.write_text(json.dumps(learnt, indent=1), encoding="utf-8")
+    temporary.replace(runs / FILE)
+
+
+def _machine(plan: Plan) -> str:
+    machine = plan.machine
+    devices = f"{plan.world_size} of {machine.num_gpus} GPUs" if machine.device == "cuda" else f"{machine.num_cpus} cores"
+    return f"{devices}, {plan.engine.name if plan.engine is not None else 'no engine'}"
+
+
+def _read(runs: Path) -> dict[str, Any]:
+    """Return what the file has; nothing where it is missing, or no file of this kind."""
+    try:
+        known = json.loads((runs / FILE).read_text(encoding="utf-8"))
+        return dict(known)
+    except (OSError, ValueError, TypeError):
+        return {}

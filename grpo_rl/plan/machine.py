@@ -30,9 +30,21 @@ def probe_machine(config: Config) -> Machine:
 
     Raises ConfigError for a name that no machine has.
     """
-    if (named := planned_machine(config)) is not None:
-        return named
-    wanted = config.trainer.device
+    trainer, wanted, ray = config.trainer, config.trainer.device, config.ray_kwargs.ray_init
+    if trainer.machine is not None:
+        found = named(trainer.machine)
+        nodes, gpus = max(found.nodes, trainer.nnodes), found.gpus
+        host_gib = gpus * found.device.host_gib if trainer.machine_host_gib is None else trainer.machine_host_gib
+        return Machine(
+            num_gpus=gpus,
+            num_cpus=ray.num_cpus or gpus * found.device.cores,
+            device="cuda" if wanted == "auto" else wanted,
+            cluster=nodes > 1,
+            gpu_memory=int(found.device.memory_gib * GIB),
+            name=found.name,
+            nodes=nodes,
+            host_memory=int(host_gib * GIB),
+        )
     num_gpus = gpu_memory = 0
     if wanted != "cpu" and _may_have_gpu():
         import torch
@@ -42,16 +54,11 @@ def probe_machine(config: Config) -> Machine:
     device = wanted if wanted != "auto" else ("cuda" if num_gpus else "cpu")
     return Machine(
         num_gpus=num_gpus,
-        num_cpus=config.ray_kwargs.ray_init.num_cpus or available_cores(),
+        num_cpus=ray.num_cpus or len(os.sched_getaffinity(0)),
         device=device,
-        cluster=bool(config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")),
+        cluster=bool(ray.address or os.environ.get("RAY_ADDRESS")),
         gpu_memory=gpu_memory,
     )
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def _may_have_gpu() -> bool:
@@ -67,28 +74,27 @@ def _may_have_gpu() -> bool:
 
 def problems(config: Config, machine: Machine) -> Iterator[str]:
     """Yield what asks for more than the machine has, with the reason. The nodes of a cluster cannot be counted from here."""
-    yield from refused(config, machine)
-    if machine.cluster or machine.name:
+    trainer, rollout, scorer = config.trainer, config.actor_rollout_ref.rollout, config.reward.reward_model
+    if trainer.machine is not None:
+        yield from _too_much_for_named(config, machine)
         return
-    threads = config.actor_rollout_ref.rollout.cpu_threads
-    if machine.device == "cpu" and threads > machine.num_cpus:
+    for key in ("machine_host_gib", "mean_response_length", "response_length_spread"):
+        if (value := getattr(trainer, key)) is not None:
+            yield f"trainer.{key}={value:g}: describes a run on the machine of trainer.machine, which is not set; leave it out"
+    if machine.cluster or machine.device != "cpu":
+        return
+    if rollout.cpu_threads > machine.num_cpus:
         yield (
-            f"actor_rollout_ref.rollout.cpu_threads={threads}: the machine has {machine.num_cpus} cores, and more threads than cores "
-            f"wait for each other; at most {machine.num_cpus}, or 0 for a fair share"
+            f"actor_rollout_ref.rollout.cpu_threads={rollout.cpu_threads}: the machine has {machine.num_cpus} cores, and more threads "
+            f"than cores wait for each other; at most {machine.num_cpus}, or 0 for a fair share"
         )
-    if machine.device == "cpu":
-        yield from _too_many_processes(config, machine)
-
-
-def _too_many_processes(config: Config, machine: Machine) -> Iterator[str]:
-    """Refuse worlds that only GPUs could carry: without one, n_gpus_per_node is a number of processes."""
-    rollout, own = config.actor_rollout_ref.rollout, config.reward.reward_model
+    # Worlds that only GPUs could carry: without one, n_gpus_per_node is a number of processes.
     most, worlds = RANKS_PER_CORE * machine.num_cpus, dict[str, tuple[Any, int]]()
-    worlds["trainer"] = (config.trainer, machine.world_size(config))
+    worlds["trainer"] = (trainer, machine.world_size(config))
     if not derived.is_colocated(config):
         worlds["actor_rollout_ref.rollout"] = (rollout, machine.world_size(config, "rollout"))
-    if own.enable and own.enable_resource_pool:
-        worlds["reward.reward_model"] = (own, machine.world_size(config, "reward_model"))
+    if scorer.enable and scorer.enable_resource_pool:
+        worlds["reward.reward_model"] = (scorer, machine.world_size(config, "reward_model"))
     for prefix, (pool, size) in worlds.items():
         if size > most:
             key = f"n_gpus_per_node={pool.n_gpus_per_node}" if pool.nnodes == 1 else f"nnodes={pool.nnodes}"
@@ -246,38 +252,11 @@ def named(name: str) -> NamedMachine:
     return NamedMachine(f"{nodes}x{gpus}x{device}" if match["nodes"] else f"{gpus}x{device}", nodes, gpus, DEVICES[device])
 
 
-def planned_machine(config: Config) -> Machine | None:
-    """Return the machine that `trainer.machine` names; None where none is named.
-
-    Raises ConfigError for a name that is none.
-    """
-    if config.trainer.machine is None:
-        return None
-    found = named(config.trainer.machine)
-    own = config.trainer.machine_host_gib
-    return Machine(
-        num_gpus=found.gpus,
-        num_cpus=config.ray_kwargs.ray_init.num_cpus or found.gpus * found.device.cores,
-        device="cuda" if config.trainer.device == "auto" else config.trainer.device,
-        cluster=max(found.nodes, config.trainer.nnodes) > 1,
-        gpu_memory=int(found.device.memory_gib * GIB),
-        name=found.name,
-        nodes=max(found.nodes, config.trainer.nnodes),
-        host_memory=int((own if own is not None else found.gpus * found.device.host_gib) * GIB),
-    )
-
-
-def refused(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield what a named machine cannot do, or what is asked of one in a run that is more than a plan."""
-    trainer = config.trainer
-    if trainer.machine is None:
-        for key in ("machine_host_gib", "mean_response_length", "response_length_spread"):
-            if (value := getattr(trainer, key)) is not None:
-                yield f"trainer.{key}={value:g}: describes a run on the machine of trainer.machine, which is not set; leave it out"
-        return
+def _too_much_for_named(config: Config, machine: Machine) -> Iterator[str]:
+    """Yield what the machine of `trainer.machine` cannot do, or what is asked of it in a run that is more than a plan."""
+    trainer, found = config.trainer, named(config.trainer.machine or "")
     if not trainer.dry_run:
         yield f"{KEY}={trainer.machine}: a machine that is named can only be planned for; set trainer.dry_run=true, or leave it out"
-    found = named(trainer.machine)
     asked = trainer.nnodes + (0 if derived.is_colocated(config) else config.actor_rollout_ref.rollout.nnodes)
     if found.nodes > 1 and asked > found.nodes:
         yield f"{KEY}={trainer.machine}: {asked} machines are asked for (trainer.nnodes={trainer.nnodes}), and it has {found.nodes}"

@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.config import effects
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed
-from grpo_rl.config.derived import Machine, plays_episodes, settled
+from grpo_rl.config.derived import Machine, collects, is_offline, plays_episodes, settled, trains_only_reward_model
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.data.sources.locate import HUB_PREFIX, check_data_files, data_files, open_source
+from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
+from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.data.training_rows.conversations import conversation
+from grpo_rl.data.training_rows.pairs import labelled_texts, pair_texts
+from grpo_rl.data.training_rows.rated_steps import rated_row
+from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.models.builtin import PREFIX, get_builtin
+from grpo_rl.plan import algorithm, model_folder
 from grpo_rl.plan import machine as machines
+from grpo_rl.plan.decisions import Plan, decide
+from grpo_rl.plan.memory import memory_by_role
+from grpo_rl.plan.text import describe
 from grpo_rl.registry import load_function
+from grpo_rl.rewards.combined import factors_of
+from grpo_rl.rewards.compose import RewardFunction, audit_of
+from grpo_rl.rollout.engines import ENGINES
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.schedules import schedule_of
 
-if TYPE_CHECKING:
-    from grpo_rl.plan.decisions import Plan
+READ_WHOLE = 16 * 2**20
+"""Bytes up to which a data file is opened as the run opens it."""
+INDEXED_WHOLE = 256 * 2**20
+"""Bytes up to which the lines of a .jsonl file are counted."""
 
 
 def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
@@ -33,29 +53,20 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
         raise ConfigError(problems)
     given, config = config, settled(config)
     rows = _look_at_data(config)
-
-    from grpo_rl.plan.decisions import decide
-    from grpo_rl.plan.memory import memory_by_role
-    from grpo_rl.plan.model_folder import model_size, policy_settings, with_shared_prompts
-    from grpo_rl.plan.text import describe
-
-    given = effects.as_read(with_shared_prompts(given, policy_settings(config)), machine)
+    given = effects.as_read(model_folder.with_shared_prompts(given, model_folder.policy_settings(config)), machine)
     plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
     if plan.passes.replays_routing and not plan.recomputes_old_logprobs:
         raise ConfigError(
             "actor_rollout_ref.actor.router_replay.mode=R2: there is no pass for old log-probs whose experts could be taken "
             "again: a step has one update, whose experts are the old ones, or old log-probs are the engine's; leave it out"
         )
-    size = model_size(config.actor_rollout_ref.model.path)
-    plan = dataclasses.replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
-    return dataclasses.replace(plan, text=describe(composed, plan))
+    size = model_folder.model_size(config.actor_rollout_ref.model.path)
+    plan = replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
+    return replace(plan, text=describe(composed, plan))
 
 
 def _finds_checkpoint(config: Config) -> bool:
     """Return whether the run goes on from a checkpoint: one that is named, or one in its folder."""
-    from grpo_rl.checkpoint.store import CheckpointStore
-    from grpo_rl.telemetry.rundir import RunDir
-
     trainer = config.trainer
     if trainer.resume_mode != "auto" or trainer.experiment_name is None:
         return trainer.resume_mode == "resume_path"
@@ -83,33 +94,8 @@ def _failures(checks: Checks) -> Iterator[str]:
             yield from (f"{key}{problem}" for problem in error.problems)
 
 
-def _look_at_data(config: Config) -> int | None:
-    """Return the number of training rows, where that is quickly found. Raises ConfigError and DataError for data that cannot be used."""
-    from grpo_rl.plan import data_files
-
-    # Data may be missing where only a plan is made, for another machine; what is there is looked at.
-    away = config.trainer.machine is not None and data_files.missing(config)
-    unusable = [] if away else data_files.unusable(config)
-    rows = data_files.count_rows(config, with_files=not (unusable or away))
-    if problems := data_files.too_few_rows(config, rows):
-        raise ConfigError(problems)
-    if unusable:
-        raise DataError("\n  ".join(unusable))
-    return rows
-
-
 def _functions(config: Config) -> Checks:
     """Yield each look-up of a function with its options, of a task, and of what the judge and episodes need, by their names."""
-    from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
-    from grpo_rl.data.tasks.registry import task_rows
-    from grpo_rl.envs.setup import EpisodeSetup
-    from grpo_rl.models.builtin import PREFIX, get_builtin
-    from grpo_rl.plan import algorithm
-    from grpo_rl.rewards.combined import factors_of
-    from grpo_rl.rewards.compose import RewardFunction, audit_of
-    from grpo_rl.rollout.engines import ENGINES
-    from grpo_rl.trainer.schedules import schedule_of
-
     yield from algorithm.checks(config)
     yield "actor_rollout_ref.rollout.name: ", lambda: ENGINES.get(config.actor_rollout_ref.rollout.name)
     yield "trainer.schedule: ", lambda: schedule_of(config)
@@ -139,9 +125,7 @@ def _functions(config: Config) -> Checks:
 
 def _fitting(config: Config, machine: Machine) -> Checks:
     """Yield the checks of what the engine and the model's folder rule out, for keys that are sound by themselves."""
-    from grpo_rl.plan import model_folder
-
-    yield "actor_rollout_ref.rollout.tensor_model_parallel_size", lambda: _check_engine(config)
+    yield "", lambda: _check_engine(config)
     yield "", lambda: model_folder.check_policy(config, machine)
     if config.actor_rollout_ref.model.lora_rank:
         yield "", lambda: model_folder.check_adapters(config)
@@ -149,5 +133,80 @@ def _fitting(config: Config, machine: Machine) -> Checks:
 
 def _check_engine(config: Config) -> None:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
-        raise ConfigError(f"={rollout.tensor_model_parallel_size}: rollout.name=hf runs on one device; 1, or rollout.name=vllm")
+    if rollout.name == "hf" and (parallel := rollout.tensor_model_parallel_size) > 1:
+        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        raise ConfigError(f"{key}={parallel}: rollout.name=hf runs on one device; 1, or rollout.name=vllm")
+
+
+# ---- the data ---------------------------------------------------------------------------------------------------------
+# Reading all of it takes as long as there is data, and happens while Ray starts. An empty, cut or broken file and a wrong column show
+# in a few rows, which cost milliseconds.
+
+
+def _look_at_data(config: Config) -> int | None:
+    """Return the number of training rows, after train_max_samples; None where only reading all the data would show it, and where
+    they are sampled first. Raises ConfigError and DataError for data that cannot be used.
+    """
+    data, trainer = config.data, config.trainer
+    names = [*data.train_files, *data.val_files, *data.val_prompt_files]
+    files = [name for name in names if not name.startswith((TASK_PREFIX, HUB_PREFIX))]
+    # Data may be missing where only a plan is made, for another machine; what is there is looked at.
+    away = trainer.machine is not None and any(not Path(name).expanduser().exists() for name in files)
+    unusable = [] if away else _unusable(config)
+    rows = None
+    if data.custom_cls.path is None and not trainer.val_only and not collects(config):
+        rows = _sum(_count(name, with_files=not (unusable or away)) for name in data.train_files)
+    if rows is not None and data.train_max_samples >= 0:
+        rows = min(rows, data.train_max_samples)
+    sizes = {key: getattr(data, key) for key in ("train_batch_size", "gen_batch_size")}
+    problems = [
+        f"data.{key}={size}: larger than the training data, which has {rows} rows; a batch of at most {rows}, or more data"
+        for key, size in sizes.items()
+        if size is not None and rows is not None and rows < size
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if unusable:
+        raise DataError("\n  ".join(unusable))
+    return rows
+
+
+def _unusable(config: Config) -> list[str]:
+    """Return what is wrong with the data files: those that cannot be used, and under data.on_bad_row=error their bad rows."""
+    data = config.data
+    if trains_only_reward_model(config):
+        rates_steps = config.reward.reward_model.train.loss == "steps"
+        return check_data_files(data, rated_row if rates_steps else partial(pair_texts, with_margin=True))
+    if not is_offline(config):
+        return check_data_files(replace(data, train_files=[]) if config.trainer.val_only else data)
+    objective = algorithm.objective_of(config)
+    read: Callable[..., Any] = pair_texts if objective.needs_pairs else conversation
+    sampled = data.train_files if collects(config) else []
+    rows = check_data_files(replace(data, train_files=[]) if sampled else data, labelled_texts if objective.needs_kl else read)
+    prompts = check_data_files(replace(data, train_files=[*sampled, *data.val_prompt_files], val_files=[]))
+    return [*rows, *(problem for problem in prompts if problem not in rows)]
+
+
+def _count(name: str, *, with_files: bool) -> int | None:
+    """Return the rows of one entry of `data.train_files`; None where finding out would take long."""
+    if name.startswith(TASK_PREFIX):
+        return len(task_rows(name))
+    if name.startswith(HUB_PREFIX) or not with_files:
+        return None
+    return _sum(_count_file(path) for _, path in data_files(name))
+
+
+def _sum(counts: Iterable[int | None]) -> int | None:
+    """Return the sum; None where there is nothing, or one is not known."""
+    known = list(counts)
+    return None if not known or None in known else sum(count or 0 for count in known)
+
+
+def _count_file(path: Path) -> int | None:
+    if path.name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.read_metadata(path).num_rows)
+    if path.stat().st_size <= (INDEXED_WHOLE if path.name.endswith(".jsonl") else READ_WHOLE):
+        return len(open_source(str(path)))
+    return None

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
+from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.decisions import Plan, RoleMemory, RoleName
@@ -164,37 +165,33 @@ def _head(size: ModelSize, load: Load) -> int:
     return states + max(3 * weight, logits + weight) if load.trained > load.chunk else states + max(logits, weight)
 
 
+def _mlp(size: ModelSize, dense: int, hidden: int, inner: int) -> int:
+    """Return so many tensors of a token's dense MLP, or so many that are as wide as the input and the inner state of its experts."""
+    chosen = hidden * size.hidden + inner * size.expert_intermediate
+    return size.experts_per_token * chosen if size.experts else dense * size.intermediate
+
+
 def _forward(size: ModelSize, load: Load) -> int:
     """Return the bytes of one layer's tensors in a forward pass, at their largest: in the MLP."""
-    if size.experts:
-        mlp = size.experts_per_token * (3 * size.hidden + 2 * size.expert_intermediate)
-    else:
-        mlp = 3 * size.intermediate
-    return load.tokens * load.width * (mlp + 2 * size.hidden)
+    return load.tokens * load.width * (_mlp(size, 3, 3, 2) + 2 * size.hidden)
 
 
 def _backward(size: ModelSize, load: Load) -> int:
     """Return the bytes of one layer's tensors in its backward pass, which the MLP's part of it has the most of."""
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    if size.experts:
-        mlp = size.experts_per_token * (5 * size.hidden + 5 * size.expert_intermediate)
-        gradients = size.experts * size.hidden * size.expert_intermediate
-    else:
-        mlp, gradients = 6 * size.intermediate, size.hidden * size.intermediate
+    mlp = _mlp(size, 6, 5, 5)
+    weights = size.experts * size.hidden * size.expert_intermediate or size.hidden * size.intermediate
     recomputed = load.tokens * (load.width * (mlp + 3 * size.hidden + 2 * queries + 2 * keys) + 3 * 4 * size.hidden)
     if not load.checkpointing:
         recomputed = load.tokens * load.width * 2 * (mlp // 6)
-    return recomputed + load.width * gradients * (not load.adapters) + load.shared_keys * keys * (2 * load.width + 4)
+    return recomputed + load.width * weights * (not load.adapters) + load.shared_keys * keys * (2 * load.width + 4)
 
 
 def _kept(size: ModelSize, load: Load) -> int:
     """Return the bytes that one layer keeps for its backward pass where it is not recomputed."""
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    if size.experts:
-        mlp = size.experts_per_token * (3 * size.hidden + 4 * size.expert_intermediate)
-    else:
-        mlp = 4 * size.intermediate
-    return load.tokens * (load.width * (mlp + 4 * size.hidden + 2 * queries + 2 * keys) + 2 * 4 * size.hidden)
+    numbers = _mlp(size, 4, 3, 4) + 4 * size.hidden + 2 * queries + 2 * keys
+    return load.tokens * (load.width * numbers + 2 * 4 * size.hidden)
 
 
 # ---- each role: its largest micro-batch -------------------------------------------------------------------------------
@@ -202,7 +199,17 @@ def _kept(size: ModelSize, load: Load) -> int:
 
 def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     """Return what each role that starts needs on one device: of tensors, at the peak of its passes."""
-    roles = [_need(plan, name, own) for name in _MODEL_ROLES if (own := size_of_role(plan, size, name)) is not None]
+    roles = []
+    for name in _MODEL_ROLES:
+        if (own := size_of_role(plan, size, name)) is None:
+            continue
+        load = load_of(plan, own, name)
+        what = (
+            "weights, and of adapters gradients and AdamW" if load.adapters else "weights" + ", gradients, AdamW" * load.trains
+        )
+        state, most = resident(own, replace(load, in_host_memory=False)), peak(own, load)
+        parts = f"{what} {gib(state)} + activations {gib(most - resident(own, load))}"
+        roles.append(RoleMemory(name, most, at_rest(own, load), parts))
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
@@ -236,93 +243,64 @@ def _teacher_sizes(plan: Plan) -> list[ModelSize]:
     return [size for size in sizes if size is not None]
 
 
-def trains(plan: Plan, name: RoleName) -> bool:
-    """Return whether a role takes optimizer steps."""
-    return name in ("actor", "critic") or (plan.trains_reward_model and name == "reward_model")
-
-
-def _need(plan: Plan, name: RoleName, size: ModelSize) -> RoleMemory:
-    """Return the need of one role that runs model passes, by the regions of its largest pass."""
-    load = load_of(plan, size, name)
-    what = "weights, and of adapters gradients and AdamW" if load.adapters else "weights" + ", gradients, AdamW" * load.trains
-    state, most = resident(size, replace(load, in_host_memory=False)), peak(size, load)
-    parts = f"{what} {gib(state)} + activations {gib(most - resident(size, load))}"
-    return RoleMemory(name, most, at_rest(size, load), parts)
-
-
 def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     """Return the largest micro-batch of one rank of a role, and what lies on its device beside it.
 
     Of a micro-batch of the longest rollouts the responses' part runs through the head, and each response to a shared prompt has a
     copy of its keys.
     """
-    config, objective = plan.config, plan.objective
-    parts, own, critic = config.actor_rollout_ref, config.reward.reward_model, config.critic
+    config, objective, passes = plan.config, plan.objective, plan.passes
+    parts, critic, scorer = config.actor_rollout_ref, config.critic, config.reward.reward_model
     role = plan.role(name)
     ranks = 1 if role is None else role.num_workers
-    learns = trains(plan, name)
-    if name == "reward_model":
-        width, train = _width(own.dtype, plan.machine), own.train
-        tokens = own.max_token_len_per_gpu
-        return Load(
-            ranks,
-            tokens,
-            0,
-            width,
-            learns,
-            checkpointing=train.enable_gradient_checkpointing,
-            has_head=False,
-            moments=8 * learns,
-            weights_away=own.param_offload,
-            moments_away=train.optimizer_offload,
-        )
+    learns, scores = (
+        name in ("actor", "critic") or (name == "reward_model" and plan.trains_reward_model),
+        name == "reward_model",
+    )
+    teacher = next((one for _, one in plan.teachers if one.model_path), TeacherConfig())
     sharded: dict[str, FsdpConfig | RefFsdpConfig] = {
         "actor": parts.actor.fsdp_config,
         "reference": parts.ref.fsdp_config,
-        "teacher": RefFsdpConfig(
-            dtype=next((one.dtype for _, one in plan.teachers if one.model_path), "auto"),
-            param_offload=config.distillation.param_offload,
-        ),
+        "teacher": RefFsdpConfig(dtype=teacher.dtype, param_offload=config.distillation.param_offload),
         "critic": critic.fsdp,
+        "reward_model": FsdpConfig(
+            dtype=scorer.dtype, param_offload=scorer.param_offload, optimizer_offload=scorer.train.optimizer_offload
+        ),
     }
-    fsdp = sharded[name]
-    rule = {"reference": plan.passes.reference, "critic": plan.passes.critic}.get(name, plan.passes.update)
-    model = critic.model if name == "critic" else parts.model
-    adapters = adapter_params(parts.model, size) if name == "actor" else 0
-    optimizer = (critic if name == "critic" else parts.actor).optim.optimizer
-    tokens = _tokens(config, rule)
+    fsdp, model = sharded[name], critic.model if name == "critic" else parts.model
+    rule = {"reference": passes.reference, "critic": passes.critic}.get(name, passes.update)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    together = parts.rollout.n if rule.shares_prompts else 1
+    tokens, together = _tokens(config, rule), parts.rollout.n if rule.shares_prompts else 1
     groups = tokens / (prompt + together * response)
+    if scores:
+        tokens, groups, together = scorer.max_token_len_per_gpu, 0, 1
+    adapters = adapter_params(parts.model, size) if name == "actor" else 0
+    # AdamW has two moments for each parameter, Muon one for the layers' matrices.
+    muon = not scores and (critic if name == "critic" else parts.actor).optim.optimizer == "muon"
     # Of [chunk, vocabulary], tracked with the head (tests/unit/test_plan_tracked_memory.py): logits and log-probs; with a
     # gradient one more; two more for the entropy, and for the exact KL.
     logits = 2 if not learns else 3 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl
     return Load(
-        ranks=sharded_over(fsdp, ranks),
+        ranks=fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks,
         tokens=tokens,
         trained=min(tokens, int(groups * together * response)),
         width=_width(fsdp.dtype, plan.machine),
         trains=learns,
-        checkpointing=model.enable_gradient_checkpointing,
+        checkpointing=(scorer.train if scores else model).enable_gradient_checkpointing,
         chunk=parts.model.lm_head_chunk_tokens,
         logits=logits,
-        has_head=name != "critic",
-        moments=moments_of(optimizer, size) * learns,
+        has_head=name != "critic" and not scores,
+        moments=(4 + 4 * size.root_params / size.num_params if muon else 8) * learns,
         in_host_memory=fsdp.offload_policy,
         weights_away=fsdp.param_offload,
         moments_away=isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload,
-        offloads_inputs=model.enable_activation_offload,
+        offloads_inputs=model.enable_activation_offload and not scores,
         shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
         others=sum(one.num_params for one in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
         ref_head=name == "actor" and objective.needs_full_kl,
         adapters=adapters,
-        half_base=bool(adapters) and rests_in_half(plan),
+        half_base=bool(adapters) and _rests_in_half(plan),
     )
-
-
-def moments_of(optimizer: str, size: ModelSize) -> float:
-    """Return the bytes of an optimizer's moments for each parameter: AdamW has two, Muon one for the layers' matrices."""
-    return 8 if optimizer != "muon" else 4 + 4 * size.root_params / size.num_params
 
 
 _FUSED = ("phi3",)
@@ -350,17 +328,12 @@ def adapter_params(model: ModelConfig, size: ModelSize) -> int:
     return model.lora_rank * size.layers * sum(map(sum, chosen))
 
 
-def rests_in_half(plan: Plan) -> bool:
+def _rests_in_half(plan: Plan) -> bool:
     """Return whether the blocks under adapters stay in bfloat16: where files have them so, and they compute in it."""
     settings = policy_settings(plan.config) or {}
     stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
     width = _width(plan.config.actor_rollout_ref.actor.fsdp_config.dtype, plan.machine)
     return width == 2 and stored == "bfloat16"
-
-
-def sharded_over(fsdp: FsdpConfig | RefFsdpConfig, ranks: int) -> int:
-    """Return how many of a role's ranks hold one copy of its model together."""
-    return fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks
 
 
 def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory:
@@ -482,10 +455,10 @@ class Fit:
         return max(self.needs, key=lambda need: need.used)
 
 
-def fit_of(plan: Plan, size: ModelSize) -> Fit | None:
-    """Return how a run fits its machine; None where the GPUs' memory was not looked up, and for runs without GPUs."""
+def fit_of(plan: Plan, size: ModelSize | None) -> Fit | None:
+    """Return how a run fits its machine; None where sizes or the GPUs' memory are not known, and for runs without GPUs."""
     total = plan.machine.gpu_memory
-    if plan.machine.device != "cuda" or not total or plan.role("actor") is None:
+    if size is None or plan.machine.device != "cuda" or not total or plan.role("actor") is None:
         return None
     needs, tokens, longest = gpu_phases(plan, size), 0, 1
     if plan.engine is not None:

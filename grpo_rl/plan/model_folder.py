@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,15 +15,15 @@ from typing import Any
 
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequence
+from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import PREFIX, get_builtin
 from grpo_rl.models.experts import FAMILIES
 from grpo_rl.models.load import SCALED_LOGITS
-from grpo_rl.plan.known_models import ARCHITECTURES, known_settings
 
-_PATH = "actor_rollout_ref.model.path"
-_OVERRIDE = "actor_rollout_ref.model.override_config"
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_PATH = f"{_MODEL}.path"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of an attention head that vLLM's CPU kernels take (vLLM 0.32, CPUAttentionBackend.get_supported_head_sizes)."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length", "max_seq_length")
@@ -85,8 +86,8 @@ def check_policy(config: Config, machine: Machine) -> None:
         return
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
-    problems += [*_drops_at_random(config, settings), *refusals(config, settings)]
-    problems += _heads_do_not_split(config, settings)
+    if not config.trainer.val_only:
+        problems += _training_refuses(config, settings)
     if problems:
         raise ConfigError(problems)
 
@@ -206,49 +207,16 @@ def _is_pointer(file: Path) -> bool:
         return stream.read(40).startswith(b"version https://git-lfs")
 
 
-def _drops_at_random(config: Config, settings: dict[str, Any]) -> Iterator[str]:
-    """Yield a problem for dropout beside shared prompts: each response's prompt would have drawn what is dropped for itself."""
-    drops = _dropouts(settings)
-    if drops and config.actor_rollout_ref.actor.use_prefix_grouper and not config.trainer.val_only:
-        shown = ", ".join(f"{name}={value:g}" for name, value in drops.items())
-        yield (
-            f"{_PATH}={config.actor_rollout_ref.model.path}: training drops at random ({shown}), which responses that share "
-            "their prompt's states cannot do each for itself; set actor_rollout_ref.actor.use_prefix_grouper=false, or these to "
-            "0 in actor_rollout_ref.model.override_config"
-        )
-
-
-def _heads_do_not_split(config: Config, settings: dict[str, Any]) -> Iterator[str]:
-    """Yield a problem for attention heads that the ranks which compute a pass together cannot share evenly."""
-    parts, text = config.actor_rollout_ref, settings.get("text_config") or settings
-    heads = text.get("num_attention_heads")
-    sizes = {
-        "actor_rollout_ref.actor": parts.actor.ulysses_sequence_parallel_size,
-        "actor_rollout_ref.ref": parts.ref.ulysses_sequence_parallel_size or 1,
-    }
-    if not critic_has_own_model(config):
-        sizes["critic"] = config.critic.ulysses_sequence_parallel_size
-    for role, size in sizes.items():
-        if isinstance(heads, int) and heads > 0 and heads % size:
-            fits = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
-            yield (
-                f"{role}.ulysses_sequence_parallel_size={size}: must divide the {heads} attention heads of {parts.model.path}, of "
-                f"which each rank computes its part; possible: {fits}"
-            )
-
-
 def _dropouts(settings: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in settings.items() if "drop" in name and isinstance(value, float) and value > 0}
 
 
 def with_shared_prompts(config: Config, settings: dict[str, Any] | None) -> Config:
     """Return the configuration with `use_prefix_grouper` decided: true, unless a model with these settings drops at random."""
-    parts = config.actor_rollout_ref
-    if parts.actor.use_prefix_grouper is not None:
+    if config.actor_rollout_ref.actor.use_prefix_grouper is not None:
         return config
-    shares = not _dropouts(settings or {})
-    actor = replace(parts.actor, use_prefix_grouper=shares)
-    return replace(config, actor_rollout_ref=replace(parts, actor=actor))
+    decided: Config = replaced(config, {f"{_ACTOR}.use_prefix_grouper": not _dropouts(settings or {})})
+    return decided
 
 
 def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) -> Iterator[str]:
@@ -257,7 +225,14 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
     if rollout.name != "vllm" or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
         return
     text = settings.get("text_config") or settings
-    yield from _too_long(config, text)
+    known, asked, longest = positions_of(text), rollout.max_model_len, longest_sequence(config)
+    may_be_longer = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0")
+    if known is not None and (asked or longest) > known[1] and not may_be_longer:
+        key = "actor_rollout_ref.rollout.max_model_len" if asked else "data.max_prompt_length + data.max_response_length"
+        yield (
+            f"{key}={asked or longest}: more tokens than the model has positions, {known[0]}={known[1]} in its config.json; at most "
+            f"{known[1]}"
+        )
     heads, parallel = text.get("num_attention_heads"), rollout.tensor_model_parallel_size
     if not isinstance(heads, int) or heads < 1:
         return
@@ -269,24 +244,12 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
     head_dim = text.get("head_dim") or text.get("hidden_size", 0) // heads
     latent = any("lora_rank" in name or name.startswith("qk_") for name in text)  # multi-head latent attention has no such size
     if machine.device == "cpu" and not latent and isinstance(head_dim, int) and head_dim not in (0, *CPU_HEAD_SIZES):
-        key = f"{_OVERRIDE}.head_dim" if "head_dim" in config.actor_rollout_ref.model.override_config else None
-        where = f"{key}={head_dim}" if key else f"{_PATH}={config.actor_rollout_ref.model.path}"
+        model = config.actor_rollout_ref.model
+        where = f"override_config.head_dim={head_dim}" if "head_dim" in model.override_config else f"path={model.path}"
         yield (
-            f"{where}: its attention heads have size {head_dim}, and vLLM's CPU kernels take {', '.join(map(str, CPU_HEAD_SIZES))}; "
+            f"{_MODEL}.{where}: its attention heads have size {head_dim}, and vLLM's CPU kernels take {', '.join(map(str, CPU_HEAD_SIZES))}; "
             "another model, or actor_rollout_ref.rollout.name=hf, which samples with any"
         )
-
-
-def _too_long(config: Config, text: dict[str, Any]) -> Iterator[str]:
-    """Yield a problem for sequences of more tokens than the model has positions."""
-    known, asked, longest = positions_of(text), config.actor_rollout_ref.rollout.max_model_len, longest_sequence(config)
-    if known is None or (asked or longest) <= known[1] or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0"):
-        return
-    key = "actor_rollout_ref.rollout.max_model_len" if asked else "data.max_prompt_length + data.max_response_length"
-    yield (
-        f"{key}={asked or longest}: more tokens than the model has positions, {known[0]}={known[1]} in its config.json; at most "
-        f"{known[1]}"
-    )
 
 
 def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
@@ -312,12 +275,10 @@ def model_size(path: str) -> ModelSize | None:
         return _from_settings(_builtin_settings(path), None)
     folder = Path(path).expanduser()
     try:
-        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        settings: dict[str, Any] | None = _read_config(folder)
+    except ConfigError:
         settings = None if folder.is_dir() else known_settings(path)
-    return (
-        _from_settings(settings.get("text_config") or settings, stored_params(folder)) if isinstance(settings, dict) else None
-    )
+    return None if settings is None else _from_settings(settings.get("text_config") or settings, stored_params(folder))
 
 
 def stored_params(folder: Path) -> int | None:
@@ -342,29 +303,33 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _builtin_settings(path: str) -> dict[str, Any]:
-    builtin = get_builtin(path)
-    return {name: getattr(builtin, name) for name in builtin.__slots__} | {
-        "model_type": builtin.model_type,
-        "tie_word_embeddings": True,
-    }
+    model = get_builtin(path)
+    sizes = {name: getattr(model, name) for name in model.__slots__}
+    return sizes | {"model_type": model.model_type, "tie_word_embeddings": True}
 
 
 def _from_settings(config: dict[str, Any], num_params: int | None) -> ModelSize | None:
+    family = str(config.get("model_type", "?"))
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
     try:
-        hidden, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
-        heads, intermediate = int(config["num_attention_heads"]), int(config["intermediate_size"])
-        vocab = int(config["vocab_size"])
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        head_dim = int(config.get("head_dim") or hidden // heads)
-        experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-        chosen = int(config.get("num_experts_per_tok") or 0) if experts else 0
-        wide = int(config.get("moe_intermediate_size") or intermediate) if experts else 0
+        heads = int(config["num_attention_heads"])
+        size = ModelSize(
+            architecture=family,
+            hidden=int(config["hidden_size"]),
+            layers=int(config["num_hidden_layers"]),
+            intermediate=int(config["intermediate_size"]),
+            vocab=int(config["vocab_size"]),
+            heads=heads,
+            kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=int(config.get("head_dim") or int(config["hidden_size"]) // heads),
+            num_params=num_params or 0,
+            tied=bool(config.get("tie_word_embeddings", family.startswith("gemma"))),
+            experts=int(experts),
+            experts_per_token=int(config.get("num_experts_per_tok") or 0) if experts else 0,
+            expert_intermediate=int(config.get("moe_intermediate_size") or config["intermediate_size"]) if experts else 0,
+        )
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
-    architecture = str(config.get("model_type", "?"))
-    size = ModelSize(architecture, hidden, layers, intermediate, vocab, heads, kv_heads, head_dim, num_params or 0)
-    tied = bool(config.get("tie_word_embeddings", architecture.startswith("gemma")))
-    size = replace(size, tied=tied, experts=experts, experts_per_token=chosen, expert_intermediate=wide)
     if num_params is None:
         num_params = _counted_params(size, config)
     return None if num_params is None else replace(size, num_params=num_params)
@@ -392,7 +357,6 @@ def _counted_params(size: ModelSize, config: dict[str, Any]) -> int | None:
 # ---- families: which can be trained here ----------------------------------------------------------------------------
 
 
-_ACTOR = "actor_rollout_ref.actor"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names under which config.json has the number of experts of a layer."""
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention")
@@ -403,20 +367,18 @@ _OWN_POSITIONS = ("gpt2", "gptj", "opt", "bloom", "mpt", "codegen", "gpt_bigcode
 """Families whose layers have no list `layers`, or whose positions are a bias of attention (ALiBi)."""
 
 
-def num_experts(settings: dict[str, Any]) -> int:
-    """Return the number of experts of a layer, 0 for a model without; `settings` is a config.json."""
-    text = settings.get("text_config") or settings
+def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]:
+    """Yield what keeps the policy with these settings (its config.json) from being trained as the configuration asks."""
+    parts = config.actor_rollout_ref
+    actor, path, text = parts.actor, f"{_PATH}={parts.model.path}", settings.get("text_config") or settings
+    if (drops := _dropouts(settings)) and actor.use_prefix_grouper:
+        shown = ", ".join(f"{name}={value:g}" for name, value in drops.items())
+        yield (
+            f"{path}: training drops at random ({shown}), which responses that share their prompt's states cannot do each for itself; "
+            f"set {_ACTOR}.use_prefix_grouper=false, or these to 0 in {_MODEL}.override_config"
+        )
     counts = [text.get(name) for name in _EXPERTS]
-    return max((count for count in counts if isinstance(count, int)), default=0)
-
-
-def refusals(config: Config, settings: dict[str, Any]) -> Iterator[str]:
-    """Yield what keeps the policy with these settings from being trained, and keys for experts that it lacks."""
-    if config.trainer.val_only:
-        return
-    path = f"{_PATH}={config.actor_rollout_ref.model.path}"
-    text = settings.get("text_config") or settings
-    family, experts = str(text.get("model_type")), num_experts(settings)
+    family, experts = str(text.get("model_type")), max((count for count in counts if isinstance(count, int)), default=0)
     kinds = sorted({str(kind) for kind in text.get("layer_types") or ()} - set(_ATTENTION_LAYERS))
     if kinds or any(part in family for part in _MIXERS):
         what = f"layers of the kind {', '.join(kinds)}" if kinds else "layers that carry a state from token to token"
@@ -432,27 +394,152 @@ def refusals(config: Config, settings: dict[str, Any]) -> Iterator[str]:
             yield f"{path}: models with {name} cannot be trained here, and this one has {name}={text[name]}"
     # What the trainer's attention has not: a window that is shorter than the sequences.
     window, longest = text.get("sliding_window"), longest_sequence(config)
-    windowed = text.get("use_sliding_window") is not False and "sliding_attention" in (
+    slides = text.get("use_sliding_window") is not False and "sliding_attention" in (
         text.get("layer_types") or ["sliding_attention"]
     )
-    if isinstance(window, int) and windowed and longest > window:
+    if isinstance(window, int) and slides and longest > window:
         yield (
             f"data.max_prompt_length + data.max_response_length = {longest}: more than the {window} tokens of the sliding window "
             f"of {path}, which the trainer's attention has not; at most {window}"
         )
-    actor = config.actor_rollout_ref.actor
+    heads, together = text.get("num_attention_heads"), actor.ulysses_sequence_parallel_size
+    split = {_ACTOR: together, "actor_rollout_ref.ref": parts.ref.ulysses_sequence_parallel_size or 1}
+    if not critic_has_own_model(config):
+        split["critic"] = config.critic.ulysses_sequence_parallel_size
+    for role, ranks in split.items():
+        if isinstance(heads, int) and heads > 0 and heads % ranks:
+            fits = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+            yield (
+                f"{role}.ulysses_sequence_parallel_size={ranks}: must divide the {heads} attention heads of {parts.model.path}, of "
+                f"which each rank computes its part; possible: {fits}"
+            )
     if experts < 2:
-        for key, value in (
-            ("router_aux_loss_coef", actor.router_aux_loss_coef),
-            ("router_replay.mode", actor.router_replay.mode),
-        ):
+        given = {"router_aux_loss_coef": actor.router_aux_loss_coef, "router_replay.mode": actor.router_replay.mode}
+        for key, value in given.items():
             if value not in (0, None, "disabled"):
                 yield f"{_ACTOR}.{key}={show(value)}: is for models with experts, and {path} has none; leave it out"
         return
-    if (size := actor.ulysses_sequence_parallel_size) > 1:
+    if together > 1:
         yield (
-            f"{_ACTOR}.ulysses_sequence_parallel_size={size}: {path} has experts, whose tokens are counted and replayed by rank; "
+            f"{_ACTOR}.ulysses_sequence_parallel_size={together}: {path} has experts, whose tokens are counted and replayed by rank; "
             "set it to 1 and lower ppo_max_token_len_per_gpu"
         )
     if actor.fsdp_config.use_torch_compile:
         yield f"{_ACTOR}.fsdp_config.use_torch_compile=true: {path} has experts, whose layers have other shapes in every pass; leave it out"
+
+
+# ---- the sizes of common open models by their name on the hub --------------------------------------------------------
+# What their config.json says, so that a plan needs no model: facts only, numbers from the published files. A folder's own file, or one
+# in the hub's cache, comes first.
+
+_COLUMNS = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_OTHER = {
+    "1m", "awq", "gptq", "gguf", "int4", "int8", "fp8",
+    "mxfp4", "bnb", "4bit", "8bit", "vl", "mlx", "embedding", "reranker",
+}  # fmt: skip
+"""Words of a name that make another model of it: quantised, longer, or of another kind."""
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+}
+"""Families by the names of their classes; their parameters can be counted: attention of queries, keys, values and output, a gated MLP or
+experts of such."""
+
+# Per line: the names that share the sizes, `*` for what may follow (`Qwen2.5-7B*` is also Qwen2.5-7B-Instruct), then family, hidden
+# size, layers, intermediate size, attention heads, key-value heads, size of a head, vocabulary, tied embeddings (1), positions, and
+# for mixtures of experts: number of experts, experts of a token, intermediate size of an expert.
+_TABLE = """
+Qwen/Qwen2.5-0.5B*,Qwen/Qwen2.5-Coder-0.5B*            qwen2  896 24  4864 14  2  64 151936 1  32768
+Qwen/Qwen2.5-1.5B*,Qwen/Qwen2.5-Coder-1.5B*            qwen2 1536 28  8960 12  2 128 151936 1  32768
+Qwen/Qwen2.5-Math-1.5B*                                qwen2 1536 28  8960 12  2 128 151936 1   4096
+Qwen/Qwen2.5-3B*,Qwen/Qwen2.5-Coder-3B*                qwen2 2048 36 11008 16  2 128 151936 1  32768
+Qwen/Qwen2.5-7B*,Qwen/Qwen2.5-Coder-7B*                qwen2 3584 28 18944 28  4 128 152064 0  32768
+Qwen/Qwen2.5-Math-7B*                                  qwen2 3584 28 18944 28  4 128 152064 0   4096
+Qwen/Qwen2.5-14B*,Qwen/Qwen2.5-Coder-14B*              qwen2 5120 48 13824 40  8 128 152064 0  32768
+Qwen/Qwen2.5-32B*,Qwen/Qwen2.5-Coder-32B*              qwen2 5120 64 27648 40  8 128 152064 0  32768
+Qwen/Qwen2.5-72B*                                      qwen2 8192 80 29568 64  8 128 152064 0  32768
+Qwen/QwQ-32B*                                          qwen2 5120 64 27648 40  8 128 152064 0  40960
+Qwen/Qwen3-0.6B*                                       qwen3 1024 28  3072 16  8 128 151936 1  40960
+Qwen/Qwen3-1.7B*                                       qwen3 2048 28  6144 16  8 128 151936 1  40960
+Qwen/Qwen3-4B*                                         qwen3 2560 36  9728 32  8 128 151936 1  40960
+Qwen/Qwen3-8B*                                         qwen3 4096 36 12288 32  8 128 151936 0  40960
+Qwen/Qwen3-14B*                                        qwen3 5120 40 17408 40  8 128 151936 0  40960
+Qwen/Qwen3-32B*                                        qwen3 5120 64 25600 64  8 128 151936 0  40960
+Qwen/Qwen3-4B-*-2507                                   qwen3 2560 36  9728 32  8 128 151936 1 262144
+Qwen/Qwen3-30B-A3B*                                qwen3_moe 2048 48  6144 32  4 128 151936 0  40960 128 8  768
+Qwen/Qwen3-30B-A3B-*-2507,Qwen/Qwen3-Coder-30B-A3B* qwen3_moe 2048 48 6144 32  4 128 151936 0 262144 128 8  768
+Qwen/Qwen3-235B-A22B*                              qwen3_moe 4096 94 12288 64  4 128 151936 0  40960 128 8 1536
+Qwen/Qwen3-235B-A22B-*-2507                        qwen3_moe 4096 94 12288 64  4 128 151936 0 262144 128 8 1536
+meta-llama/Llama-3.2-1B*                               llama 2048 16  8192 32  8  64 128256 1 131072
+meta-llama/Llama-3.2-3B*                               llama 3072 28  8192 24  8 128 128256 1 131072
+meta-llama/Meta-Llama-3-8B*                            llama 4096 32 14336 32  8 128 128256 0   8192
+meta-llama/Llama-3.1-8B*,meta-llama/Meta-Llama-3.1-8B* llama 4096 32 14336 32  8 128 128256 0 131072
+meta-llama/Meta-Llama-3-70B*                           llama 8192 80 28672 64  8 128 128256 0   8192
+meta-llama/Llama-3.1-70B*,meta-llama/Llama-3.3-70B*    llama 8192 80 28672 64  8 128 128256 0 131072
+meta-llama/Llama-3.1-405B*                             llama 16384 126 53248 128 8 128 128256 0 131072
+deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B              qwen2 1536 28  8960 12  2 128 151936 0 131072
+deepseek-ai/DeepSeek-R1-Distill-Qwen-7B                qwen2 3584 28 18944 28  4 128 152064 0 131072
+deepseek-ai/DeepSeek-R1-Distill-Qwen-14B               qwen2 5120 48 13824 40  8 128 152064 0 131072
+deepseek-ai/DeepSeek-R1-Distill-Qwen-32B               qwen2 5120 64 27648 40  8 128 152064 0 131072
+deepseek-ai/DeepSeek-R1-Distill-Llama-8B               llama 4096 32 14336 32  8 128 128256 0 131072
+deepseek-ai/DeepSeek-R1-Distill-Llama-70B              llama 8192 80 28672 64  8 128 128256 0 131072
+deepseek-ai/DeepSeek-R1-0528-Qwen3-8B                  qwen3 4096 36 12288 32  8 128 151936 0 131072
+mistralai/Mistral-7B-v0.1,mistralai/Mistral-7B-Instruct-v0.1,mistralai/Mistral-7B-Instruct-v0.2 mistral 4096 32 14336 32 8 128 32000 0 32768
+mistralai/Mistral-7B-v0.3,mistralai/Mistral-7B-Instruct-v0.3 mistral 4096 32 14336 32 8 128 32768 0 32768
+mistralai/Mistral-Nemo-*-2407                        mistral 5120 40 14336 32  8 128 131072 0 131072
+mistralai/Mistral-Small-24B-*                        mistral 5120 40 32768 32  8 128 131072 0  32768
+mistralai/Mixtral-8x7B-*                             mixtral 4096 32 14336 32  8 128  32000 0  32768 8 2 14336
+google/gemma-3-270m*                             gemma3_text  640 18  2048  4  1 256 262144 1  32768
+google/gemma-3-1b-*                              gemma3_text 1152 26  6912  4  1 256 262144 1  32768
+microsoft/Phi-3.5-mini-instruct                         phi3 3072 32  8192 32 32  96  32064 0 131072
+microsoft/Phi-4-mini-*                                  phi3 3072 32  8192 24  8 128 200064 1 131072
+microsoft/phi-4,microsoft/Phi-4-reasoning*              phi3 5120 40 17920 40 10 128 100352 0  16384
+allenai/OLMo-2-0425-1B*                                olmo2 2048 16  8192 16 16 128 100352 0   4096
+allenai/OLMo-2-1124-7B*                                olmo2 4096 32 11008 32 32 128 100352 0   4096
+allenai/OLMo-2-1124-13B*                               olmo2 5120 40 13824 40 40 128 100352 0   4096
+allenai/OLMo-2-0325-32B*                               olmo2 5120 64 27648 40  8 128 100352 0   4096
+allenai/OLMoE-1B-7B-*                                  olmoe 2048 16  1024 16 16 128  50304 0   4096 64 8 1024
+ByteDance-Seed/Seed-OSS-36B-*                       seed_oss 5120 64 27648 80  8 128 155136 0 524288
+HuggingFaceTB/SmolLM2-135M*                            llama  576 30  1536  9  3  64  49152 1   8192
+HuggingFaceTB/SmolLM2-360M*                            llama  960 32  2560 15  5  64  49152 1   8192
+HuggingFaceTB/SmolLM2-1.7B*                            llama 2048 24  8192 32 32  64  49152 1   8192
+TinyLlama/TinyLlama-1.1B-*                             llama 2048 22  5632 32  4  64  32000 0   2048
+"""
+KNOWN = {pattern: row[1:] for row in map(str.split, _TABLE.strip().splitlines()) for pattern in row[0].split(",")}
+"""Family and sizes by the names of models, with `*` where more may follow."""
+
+
+def known_settings(name: str) -> dict[str, Any] | None:
+    """Return the sizes of a model on the hub, as its config.json names them; None for one that is not in the table.
+
+    Of several entries that fit, the longest one is meant: `Qwen/Qwen2.5-Math-7B*` before a shorter one. What follows a size begins with
+    `-`: Qwen3-4B is not part of Qwen3-4Bx.
+    """
+    fitting = []
+    for pattern in KNOWN:
+        start, star, end = (re.escape(part) for part in pattern.partition("*"))
+        more = "" if not star else ".*" if start.endswith("-") else "(-.*)?"
+        if re.fullmatch(start + more + end, name, re.IGNORECASE):
+            fitting.append(pattern)
+    if not fitting or _OTHER & set(re.split(r"[-_./]", name.lower())):
+        return None
+    family, *numbers = KNOWN[max(fitting, key=len)]
+    sizes = [int(number) for number in numbers]
+    settings: dict[str, Any] = {"model_type": family, "architectures": [ARCHITECTURES[family]]}
+    if family != "olmo2":  # whose files are float32
+        settings["dtype"] = "bfloat16"
+    settings |= dict(zip(_COLUMNS, sizes, strict=False))
+    settings |= {"vocab_size": sizes[6], "tie_word_embeddings": bool(sizes[7]), "max_position_embeddings": sizes[8]}
+    if len(sizes) > 9:
+        settings |= {"num_local_experts" if family == "mixtral" else "num_experts": sizes[9], "num_experts_per_tok": sizes[10]}
+        settings |= {"moe_intermediate_size": sizes[11]} if family == "qwen3_moe" else {}
+    return settings

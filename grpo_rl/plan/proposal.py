@@ -1,17 +1,20 @@
-"""The nearest configuration that fits its machine, as keys to paste: fewer things in memory before more machines."""
+"""Other keys for a named machine, to paste: the nearest configuration that fits it, fewer things in memory before more machines,
+and under each schedule the best division of its GPUs into those that sample and those that train."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_rl.config import derived
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, longest_sequence
-from grpo_rl.config.schema.tree import Config
+from grpo_rl.config.schema.fields import replaced
+from grpo_rl.plan.cost import StepTime, step_time
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.memory import Fit, engine_need, fit_of, token_bytes
 from grpo_rl.plan.model_folder import ModelSize
@@ -20,7 +23,6 @@ A, R, REF, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "re
 MOST_MACHINES = 64
 ENOUGH = 32
 """Sequences of full length in an engine's cache from which on more GPUs for each engine are not worth their copies."""
-Changes = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,53 +46,32 @@ def propose(plan: Plan, size: ModelSize) -> Proposal | None:
 
     First on the machines that are named, then on twice as many, and so on.
     """
-    nodes = plan.config.trainer.nnodes
+    machine, nodes = plan.machine, plan.config.trainer.nnodes
+    more: dict[str, Any] = {}
     while nodes <= MOST_MACHINES:
         for changes in _by_cost(plan):
-            if nodes != plan.config.trainer.nnodes:
-                changes = {"trainer.nnodes": nodes, **changes}
-            found = _fitting(plan, size, changes)
-            if found is not None:
+            if (found := _fitting(plan, size, more | changes, machine)) is not None:
                 return found
         nodes *= 2
+        more = {"trainer.nnodes": nodes}
+        one = plan.machine.name.split("x", 1)[1] if plan.machine.nodes > 1 else plan.machine.name
+        machine = dataclasses.replace(machine, nodes=nodes, cluster=True, name=one and f"{nodes}x{one}")
     return None
 
 
-def changed(config: Config, changes: Changes) -> Config:
-    """Return a configuration with other values of these keys."""
-    for key, value in changes.items():
-        config = _replaced(config, key.split("."), value)
-    return config
-
-
-def _replaced(node: Any, path: list[str], value: Any) -> Any:
-    inner = value if len(path) == 1 else _replaced(getattr(node, path[0]), path[1:], value)
-    return dataclasses.replace(node, **{path[0]: inner})
-
-
-def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> Proposal | None:
+def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machine) -> Proposal | None:
     """Return the proposal of these changes with an engine that fits beside them; None where nothing does."""
-    nodes = changes.get("trainer.nnodes", plan.config.trainer.nnodes)
-    machine = plan.machine
-    if "trainer.nnodes" in changes:
-        name = f"{nodes}x{machine.name.split('x', 1)[1]}" if machine.nodes > 1 else f"{nodes}x{machine.name}"
-        machine = dataclasses.replace(machine, nodes=nodes, cluster=True, name=name if machine.name else "")
     roomy = None
     for parallel in _engines(plan):
-        attempt = {**changes, **parallel}
-        config = changed(plan.config, attempt)
-        tried = decide(config, machine)
-        fit = fit_of(tried, size)
-        assert fit is not None
+        attempt = changes | parallel
+        tried, fit = _tried(plan, size, attempt, machine)
         lacking = {need.what for need in fit.needs if need.needed > need.there}
         if lacking - {"sampling", "engine, in its share"}:
             continue
         if lacking:  # the engine's share of a GPU settles both
             attempt[f"{R}.gpu_memory_utilization"] = _share(tried, size, fit)
-            config = changed(plan.config, attempt)
-            tried = decide(config, machine)
-            fit = fit_of(tried, size)
-        if fit is None or not fit.fits or refuses(plan, config, machine):
+            tried, fit = _tried(plan, size, attempt, machine)
+        if not fit.fits or refuses(plan, attempt, machine):
             continue
         found = Proposal(attempt, dataclasses.replace(tried, model=size), fit)
         if plan.engine is None or fit.cache_sequences >= ENOUGH:
@@ -100,10 +81,18 @@ def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> Proposal |
     return roomy
 
 
-def refuses(plan: Plan, config: Config, machine: Machine) -> bool:
-    """Return whether the rules between keys refuse a changed configuration for something that they allow as it is."""
+def _tried(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machine) -> tuple[Plan, Fit]:
+    """Return the plan with other values of these keys, and how it fits."""
+    tried = decide(replaced(plan.config, changes), machine)
+    fit = fit_of(tried, size)
+    assert fit is not None, "on GPUs whose memory is known"
+    return tried, fit
+
+
+def refuses(plan: Plan, changes: dict[str, Any], machine: Machine) -> bool:
+    """Return whether the rules between keys refuse other values of these for something that they allow as it is."""
     before = set(check(plan.config, plan.machine))
-    return bool(set(check(config, machine)) - before)
+    return bool(set(check(replaced(plan.config, changes), machine)) - before)
 
 
 def _share(plan: Plan, size: ModelSize, fit: Fit) -> float:
@@ -129,18 +118,13 @@ def _engines(plan: Plan) -> Iterator[dict[str, Any]]:
 
 def _by_cost(plan: Plan) -> list[dict[str, Any]]:
     """Return combinations of changes to what the ranks hold, the nearest first."""
-    options = [list(option) for option in _options(plan)]
-    combined: list[tuple[float, int, dict[str, Any]]] = []
-    for choice in itertools.product(*options):
-        changes: dict[str, Any] = {}
-        for _, part in choice:
-            changes |= part
-        combined.append((sum(cost for cost, _ in choice), len(combined), changes))
-    return [changes for _, _, changes in sorted(combined, key=lambda entry: entry[:2])]
+    combined = itertools.product(*([(0, {}), *option] for option in _options(plan)))
+    nearest = sorted(combined, key=lambda choice: sum(cost for cost, _ in choice))
+    return [{key: value for _, part in choice for key, value in part.items()} for choice in nearest]
 
 
 def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
-    """Yield the ways of each kind of change with their costs, no change first.
+    """Yield the ways of each kind of change with their costs.
 
     The costs order by what a change costs in speed: smaller micro-batches and recomputation before copies over PCIe.
     """
@@ -148,35 +132,103 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
     fsdp, model = parts.actor.fsdp_config, parts.model
     yield _smaller_passes(plan)
     if not model.enable_gradient_checkpointing:
-        yield [(0, {}), (1.5, {f"{M}.enable_gradient_checkpointing": True})]
+        yield [(1.5, {f"{M}.enable_gradient_checkpointing": True})]
     if plan.role("reference") and not (parts.ref.fsdp_config.param_offload or parts.ref.fsdp_config.offload_policy):
-        yield [(0, {}), (1, {f"{REF}.fsdp_config.param_offload": True})]
+        yield [(1, {f"{REF}.fsdp_config.param_offload": True})]
     if not fsdp.offload_policy:
         keys = {key: f"{A}.fsdp_config.{key}" for key in ("optimizer_offload", "param_offload")}
         kept = {path: True for key, path in keys.items() if not getattr(fsdp, key)}
         cleared = {path: False for key, path in keys.items() if getattr(fsdp, key)}
         policy = {**cleared, f"{A}.fsdp_config.offload_policy": True}
-        yield [(0, {}), (2, dict(list(kept.items())[:1])), (3, kept), (8, policy)]
+        yield [(2, dict(list(kept.items())[:1])), (3, kept), (8, policy)]
     if parts.rollout.free_cache_engine is False and plan.colocated:
-        yield [(0, {}), (1, {f"{R}.free_cache_engine": True})]
+        yield [(1, {f"{R}.free_cache_engine": True})]
     if not model.enable_activation_offload:
         checkpointing = {} if model.enable_gradient_checkpointing else {f"{M}.enable_gradient_checkpointing": True}
-        yield [(0, {}), (4, {**checkpointing, f"{M}.enable_activation_offload": True})]
+        yield [(4, {**checkpointing, f"{M}.enable_activation_offload": True})]
 
 
 def _smaller_passes(plan: Plan) -> list[tuple[float, dict[str, Any]]]:
-    """Return the configured micro-batch and halves of it, down to one sequence."""
+    """Return halves of the configured micro-batch, down to one sequence."""
     rule, actor = plan.passes.update, plan.config.actor_rollout_ref.actor
     key, value, least = "ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu or 1, 1
     if rule.max_tokens is not None:
-        longest = longest_sequence(plan.config)
-        key, value, least = (
-            "ppo_max_token_len_per_gpu",
-            rule.max_tokens // rule.sequence_ranks,
-            -(-longest // rule.sequence_ranks),
-        )
-    ways: list[tuple[float, dict[str, Any]]] = [(0, {})]
+        key, value = "ppo_max_token_len_per_gpu", rule.max_tokens // rule.sequence_ranks
+        least = -(-longest_sequence(plan.config) // rule.sequence_ranks)
+    ways: list[tuple[float, dict[str, Any]]] = []
     while value > least:
         value = max(least, value // 2)
-        ways.append((len(ways), {f"{A}.{key}": value}))
+        ways.append((len(ways) + 1, {f"{A}.{key}": value}))
     return ways
+
+
+# ---- how many GPUs sample and how many train --------------------------------------------------------------------------
+
+MOST_DIVISIONS = 16
+STALENESS = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """One schedule on the GPUs of a machine, divided in the way that makes its step shortest."""
+
+    schedule: str
+    changes: dict[str, Any]
+    """The keys that make a run of it."""
+    plan: Plan
+    time: StepTime
+
+    def line(self) -> str:
+        """Return it as a row of `HEAD`'s table."""
+        plan, time = self.plan, self.time
+        split = "shared" if plan.colocated else f"{time.gpus - plan.world_size}:{plan.world_size}"
+        shares = (min(1.0, time.phases["sampling"] / time.total), time.filled, min(1.0, time.training / time.total))
+        return (
+            f"{self.schedule:<18}{split:>13}{time.total:>10,.1f}{''.join(f'{share:>10.0%}' for share in shares)}  {time.limit}"
+        )
+
+
+HEAD = f"{'schedule':<18}{'sample:train':>13}{'s a step':>10}{'sampling':>10}{'slots':>10}{'training':>10}  limit"
+
+
+def divisions(plan: Plan, size: ModelSize) -> list[Division]:
+    """Return each schedule with its best division of the machine's GPUs that fits; empty where nothing is to be divided."""
+    machine = plan.machine
+    if not machine.name or machine.num_gpus * machine.nodes < 2 or step_time(plan, size) is None:
+        return []
+    shared = {"trainer.nnodes": machine.nodes, "trainer.n_gpus_per_node": machine.num_gpus, f"{R}.nnodes": 0}
+    apart = list(_splits(machine))
+    runs: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
+        ("sync", {"trainer.schedule": "sync"}, [shared]),
+        ("sync, apart", {"trainer.schedule": "sync"}, apart),
+        ("one_step_off", {"trainer.schedule": derived.ONE_STEP_OFF}, apart),
+    ]
+    for age in sorted({*STALENESS, plan.config.trainer.asynchronous.max_staleness} - {0}):
+        keys = {"trainer.schedule": derived.ASYNC, "trainer.asynchronous.max_staleness": age}
+        runs.append((f"async, {age} old", keys, apart))
+    found = []
+    for name, keys, splits in runs:
+        divided = [one for split in splits if (one := _divided(plan, size, name, keys | split)) is not None]
+        if divided:
+            found.append(min(divided, key=lambda one: one.time.total))
+    return found
+
+
+def _splits(machine: Machine) -> Iterator[dict[str, Any]]:
+    """Yield keys that give a part of the machines, or of one machine's GPUs, to the engines: at most so many divisions."""
+    parts = machine.nodes if machine.nodes > 1 else machine.num_gpus
+    for share in sorted({round(parts * place / MOST_DIVISIONS) for place in range(1, MOST_DIVISIONS)} - {0, parts}):
+        if machine.nodes > 1:
+            own = {"trainer.nnodes": parts - share, f"{R}.nnodes": share, "trainer.n_gpus_per_node": machine.num_gpus}
+            yield own | {f"{R}.n_gpus_per_node": machine.num_gpus}
+        else:
+            yield {"trainer.n_gpus_per_node": parts - share, f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": share}
+
+
+def _divided(plan: Plan, size: ModelSize, name: str, changes: dict[str, Any]) -> Division | None:
+    """Return the run of these keys; None where the rules refuse them, or it does not fit."""
+    if refuses(plan, changes, plan.machine):
+        return None
+    tried, fit = _tried(plan, size, changes, plan.machine)
+    time = step_time(tried, size) if fit.fits else None
+    return None if time is None else Division(name, changes, tried, time)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.kl import KL_ESTIMATORS
+from grpo_rl.algos.losses.registered import POLICY_LOSSES
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.config import effects
 from grpo_rl.config.checks.inputs import INSTALL, missing_loggers
@@ -23,18 +23,17 @@ from grpo_rl.config.derived import (
     is_offline,
     longest_sequence,
     max_staleness,
+    oldest_sampler,
 )
+from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.machine_memory import machine_memory
-from grpo_rl.plan import calibration
 from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
-from grpo_rl.plan.cost import assumptions, step_time
+from grpo_rl.plan.cost import assumptions, predict, step_time
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import TIGHT, Fit, adapter_params, fit_of, gib, gpu_phases, host_bytes, table
-from grpo_rl.plan.paradigm import components
-from grpo_rl.plan.pools import HEAD, divisions
-from grpo_rl.plan.proposal import MOST_MACHINES, Proposal, propose
-from grpo_rl.registry import shown
+from grpo_rl.plan.proposal import HEAD, MOST_MACHINES, Proposal, divisions, propose
+from grpo_rl.registry import coefficient_of, shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
 
@@ -49,20 +48,20 @@ TABLE = "|"
 def describe(composed: Composed, plan: Plan) -> str:
     """Return all sections of the plan, each line at most `WIDTH` columns wide."""
     config = plan.config
-    judged = fit_of(plan, plan.model) if plan.model is not None else None
-    instead = propose(plan, plan.model) if plan.model is not None and judged is not None and not judged.fits else None
+    judged = fit_of(plan, plan.model)
+    instead = None if plan.model is None or judged is None or judged.fits else propose(plan, plan.model)
     timed = instead.plan if instead else plan
     sections = {
         _title(composed): _setting(config, plan),
         "roles": _roles(config, plan),
         "one training step": _step(config, plan) if plan.trains else iter(()),
-        "paradigm": components(config, plan) if plan.trains and plan.role("actor") else iter(()),
-        "objective": (_objective if plan.role("actor") else _scoring)(config, plan) if plan.trains else iter(()),
+        "paradigm": components(plan) if plan.trains and plan.role("actor") else iter(()),
+        "objective": _objective(config, plan) if plan.trains else iter(()),
         "memory, estimated" + (_in_all(plan) if plan.machine.device == "cpu" else ", per GPU"): _memory(plan, judged),
         f"fit on {plan.machine.name or 'this machine'}": _fit(plan, judged, instead),
         f"time of a step{' with these keys' if instead else ''}, estimated and not measured": _time(timed),
         "schedules on these GPUs, each in its best division, estimated": _schedules(timed),
-        "notes": chain(_notes(config, plan), (("", note) for note in _without_meaning(composed, plan))),
+        "notes": _notes(composed, plan),
     }
     lines = []
     for title, rows in sections.items():
@@ -218,25 +217,20 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
 
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
-    if plan.role("actor") is None:
-        steps = config.reward.reward_model.train.loss == "steps"
-        rows, places = ("solution", "ends of the rated steps") if steps else ("pair", "last tokens of both responses")
-        yield (
-            "rows",
-            f"{_count(data.train_batch_size, rows)} of the data, at most {longest_sequence(config)} tokens in a sequence",
-        )
-        yield "update", f"1 optimizer step, on the {places}"
-        yield "micro-batch", f"<= {config.reward.reward_model.max_token_len_per_gpu:,} tokens per rank"
-        return
-    if is_offline(config):
-        pairs = plan.objective.needs_pairs and not plan.objective.needs_kl
-        rows, places = ("pair", "both answers of every pair") if pairs else ("row", "the tokens of the assistant's turns")
-        yield (
-            "rows",
-            f"{_count(data.train_batch_size, rows)} of the data, at most {longest_sequence(config)} tokens in a sequence",
-        )
+    if plan.role("actor") is None or is_offline(config):
+        own, cut = config.reward.reward_model, _micro_batches(plan)
+        if plan.role("actor") is None:
+            steps, cut = own.train.loss == "steps", [f"<= {own.max_token_len_per_gpu:,} tokens per rank"]
+            rows, places = (
+                ("solution", "the ends of the rated steps") if steps else ("pair", "the last tokens of both responses")
+            )
+        else:
+            pairs = plan.objective.needs_pairs and not plan.objective.needs_kl
+            rows, places = ("pair", "both answers of every pair") if pairs else ("row", "the tokens of the assistant's turns")
+        longest = longest_sequence(config)
+        yield "rows", f"{_count(data.train_batch_size, rows)} of the data, at most {longest} tokens in a sequence"
         yield "update", f"1 optimizer step, on {places}"
-        yield "micro-batch", "; ".join(_micro_batches(plan))
+        yield "micro-batch", "; ".join(cut)
         return
     n = config.actor_rollout_ref.rollout.n
     greedy = ", and a greedy one to compare with" if "baselines" in plan.advantage_needs else ""
@@ -370,6 +364,13 @@ def _micro_batches(plan: Plan) -> list[str]:
 
 def _objective(config: Config, plan: Plan) -> Rows:
     algorithm = config.algorithm
+    if plan.role("actor") is None:
+        train = config.reward.reward_model.train
+        centring = f" + {train.center_coef:g} (r_w + r_l)²" if train.center_coef else ""
+        pairs = f"1/num_pairs Σ_pairs -log sigmoid(r_w - r_l - margin){centring};  r the score at the response's last token"
+        steps = "1/num_steps Σ_steps -y log sigmoid(s) - (1 - y) log sigmoid(-s);  s the score at the step's end, y its label"
+        yield "loss", f"= {steps if train.loss == 'steps' else pairs}"
+        return
     if estimates_advantages(config):
         yield "A", f"= {advantage_formula(config)}  [{algorithm.adv_estimator}]"
     if plan.role("critic"):
@@ -413,18 +414,102 @@ def _objective(config: Config, plan: Plan) -> Rows:
         yield name.strip(), f"= {value.strip()}"
 
 
-def _scoring(config: Config, plan: Plan) -> Rows:
-    """Yield the loss of a reward model, as formula."""
-    del plan
-    train = config.reward.reward_model.train
-    if train.loss == "steps":
-        yield (
-            "loss",
-            "= 1/num_steps Σ_steps -y log sigmoid(s) - (1 - y) log sigmoid(-s);  s the score at the step's end, y its label",
+def components(plan: Plan) -> Rows:
+    """Yield a run as the three components that all methods share, data source, reward function and gradient coefficient, and the
+    gradient that they make.
+
+    DeepSeekMath (arXiv 2402.03300), section 5.2.1, eq. 5:
+
+        gradient = E_{(q, o) ~ D} [ 1/|o| Σ_t GC(q, o, t, π_rf) ∇log π(o_t | q, o_<t) ]
+
+    `docs/paradigm.md` has the components of each method with the keys that choose them.
+    """
+    yield "D", _data_source(plan)
+    yield "π_rf", _reward_function(plan)
+    for name, teacher in plan.teachers:
+        yield "teacher", f"{name}: {_teacher(teacher, plan)}"
+    yield "GC", f"= {_gradient_coefficient(plan)}"
+    average = (
+        f"mean over {'rows' if plan.objective.needs_kl else 'pairs'} of Σ_tokens"
+        if plan.objective.needs_pairs
+        else f"{plan.objective.loss_agg_mode} of"
+    )
+    more = " - the entropy's own gradient" if plan.objective.entropy_coeff or plan.objective.adaptive_entropy else ""
+    yield "gradient", f"= {average} GC ∇log π{more}"
+
+
+def _data_source(plan: Plan) -> str:
+    """Describe where the trained responses come from."""
+    config = plan.config
+    kind = plan.rows or ("pairs" if plan.objective.needs_pairs else "answers")
+    if config.data.responses == "rows":
+        return f"the {kind} that stand in the rows (data.responses=rows)"
+    n = (plan.collection or plan).config.actor_rollout_ref.rollout.n
+    sampled = f"{n} responses to each prompt, sampled by"
+    if plan.objective.needs_pairs:
+        sampled = f"the best and the worst of {sampled}"
+    if plan.collection is not None:
+        which = "" if plan.objective.needs_pairs else ", of which the good ones are kept"
+        return f"{sampled} the initial policy{which} (data.responses=initial_policy)"
+    if staleness := oldest_sampler(config):
+        return (
+            f"{sampled} the policy of at most {staleness} training step{'s' * (staleness > 1)} before (data.responses=policy)"
         )
-        return
-    centring = f" + {train.center_coef:g} (r_w + r_l)²" if train.center_coef else ""
-    yield "loss", f"= 1/num_pairs Σ_pairs -log sigmoid(r_w - r_l - margin){centring};  r the score at the response's last token"
+    return f"{sampled} the policy as it is (data.responses=policy)"
+
+
+def _reward_function(plan: Plan) -> str:
+    """Describe what says how good a response is."""
+    config = plan.config
+    if plan.objective.needs_kl:
+        return "whether an answer is desirable, as its row says"
+    if config.data.responses == "rows":
+        return (
+            "which answer of a pair is the better one, as its row says"
+            if plan.objective.needs_pairs
+            else "none: each row is right"
+        )
+    if plan.objective.distillation is not None and not plan.objective.distillation.task:
+        return "none: the teacher's distribution is the goal, and rewards are measured only"
+    rules, models = config.reward.functions, describe_models(config)
+    if plan.reward.model_alone:
+        trained = f", trained on samples of the policy that {' + '.join(rules)} labels" if plan.trains_reward_model else ""
+        return f"{' + '.join(models)} alone{trained}"
+    return " + ".join([*rules, *models]) or "the judge's scores"
+
+
+def _teacher(teacher: TeacherConfig, plan: Plan) -> str:
+    """Describe a teacher: its model, what it reads and whom it teaches."""
+    role = plan.role("teacher")
+    ranks = "" if role is None else f" ({role.num_workers} frozen rank{'s' * (role.num_workers > 1)} in the {role.pool}'s pool)"
+    own = (
+        "the policy as it is" if teacher.ema_decay is None else f"a moving average of the policy (decay {teacher.ema_decay:g})"
+    )
+    model = own if teacher.model_path is None else f"{teacher.model_path}{ranks}"
+    reads = "" if teacher.context is None else ", with a context that the policy does not read"
+    whom = "prompts of any other data_source" if teacher.key is None else f"prompts of data_source {teacher.key}"
+    shares = [one.weight for _, one in plan.teachers if one.key == teacher.key]
+    return f"{model}{reads}" + (f"; {teacher.weight / sum(shares):.0%} of the {whom}" if len(plan.teachers) > 1 else "")
+
+
+def _gradient_coefficient(plan: Plan) -> str:
+    """Return the factor of ∇log π with its options as numbers: the loss's, and the KL term's where there is one."""
+    objective = plan.objective
+    taught = objective.distillation
+    if taught is not None and not taught.task and not taught.as_advantage:
+        return taught.coefficient()
+    loss = POLICY_LOSSES.get(objective.loss_mode)
+    coefficient = shown(loss, objective.loss_options, coefficient_of) or "-∂pg/∂log π"
+    if coefficient.startswith("r ") and plan.sizes.updates_per_step == 1 and plan.passes.old_logprobs != "engine":
+        coefficient = f"{coefficient}; r = 1, so it is A"
+    if taught is not None:
+        coefficient += f"; {'A' if taught.as_advantage else 'and'} {'= ' * taught.as_advantage}{taught.coefficient()}"
+    if objective.kl_loss_type is None:
+        return coefficient
+    if objective.needs_full_kl:
+        return f"{coefficient}; and - {objective.kl_loss_coef:g} ∇KL, over the whole vocabulary"
+    of_kl = shown(KL_ESTIMATORS.get(objective.kl_loss_type), objective.kl_options, coefficient_of) or "∂KL/∂log π"
+    return f"{coefficient}; and - {objective.kl_loss_coef:g} ({of_kl})"
 
 
 def _in_all(plan: Plan) -> str:
@@ -472,12 +557,11 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
 
 def _time(plan: Plan) -> Rows:
     """Yield the seconds of each phase of a step, on a named machine or on this one."""
-    judged = fit_of(plan, plan.model) if plan.model is not None else None
-    found = step_time(plan, plan.model) if plan.model is not None and judged is not None and judged.fits else None
+    judged = fit_of(plan, plan.model)
+    found = step_time(plan, plan.model) if judged is not None and judged.fits else None
     if found is None:
         # By the runs that were made on this machine.
-        runs = Path(plan.config.trainer.default_local_dir).expanduser()
-        phases = {} if plan.machine.name else calibration.predict(plan, runs)
+        phases = {} if plan.machine.name else predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
         for name, seconds in phases.items():
             yield TABLE, f"{'a step' if name == 'step' else name:<30}{seconds:>10.3f} s"
         if phases:
@@ -506,33 +590,29 @@ def _schedules(plan: Plan) -> Rows:
     yield "fastest", f"{fastest.schedule}: {words}"
 
 
-def _notes(config: Config, plan: Plan) -> Rows:
-    machine = plan.machine
+def _notes(composed: Composed, plan: Plan) -> Rows:
+    """Yield what may surprise, and what was given and means nothing in this run, so that nothing is ignored without a word."""
+    config, machine, total = plan.config, plan.machine, plan.sizes.total_steps
     optim = config.actor_rollout_ref.actor.optim if plan.role("actor") else config.reward.reward_model.train.optim
+    notes = []
     if machine.device == "cpu" and plan.world_size > machine.num_cpus:
-        yield (
-            "-",
-            f"{plan.world_size} actor processes share {machine.num_cpus} cores: trainer.n_gpus_per_node is their number on a CPU",
+        notes.append(
+            f"{plan.world_size} actor processes share {machine.num_cpus} cores: trainer.n_gpus_per_node is their number on a CPU"
         )
     if machine.cluster and machine.device == "cpu" and config.trainer.device == "auto":
-        yield "", "trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has"
-    total = plan.sizes.total_steps
+        notes.append("trainer.device=auto looked at this machine, which has no GPU; say trainer.device=cuda if the cluster has")
     if plan.trains and total is not None and optim.lr_warmup_steps > total * plan.sizes.updates_per_step:
-        yield (
-            "-",
-            f"optim.lr_warmup_steps={optim.lr_warmup_steps} is longer than the run: the full learning rate is never reached",
+        notes.append(
+            f"optim.lr_warmup_steps={optim.lr_warmup_steps} is longer than the run: the full learning rate is never reached"
         )
     if config.trainer.experiment_name is None and config.trainer.save_freq > 0 and plan.trains:
-        yield "", "without trainer.experiment_name every start is a new run; name it to resume it by the same command"
-
-
-def _without_meaning(composed: Composed, plan: Plan) -> Iterator[str]:
-    """Yield what was given and means nothing in this run, so that nothing is ignored without a word."""
-    yield from composed.notes
-    for name in missing_loggers(plan.config):
-        yield f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}"
+        notes.append("without trainer.experiment_name every start is a new run; name it to resume it by the same command")
+    notes += composed.notes
+    for name in missing_loggers(config):
+        notes.append(f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}")
     reference = "its own ranks" if plan.role("reference") else "actor" if plan.base_reference else "nobody"
-    yield from effects.notes(composed.config, plan.machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
+    notes += effects.notes(composed.config, machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
+    yield from (("", note) for note in notes)
 
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:

@@ -17,7 +17,7 @@ from grpo_rl.plan.cost import FORWARD, Lengths, Replica, StepTime, step_time
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
 from grpo_rl.plan.model_folder import ModelSize
-from grpo_rl.plan.pools import Division, divisions
+from grpo_rl.plan.proposal import Division, divisions
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 BASE = ["recipe=gsm8k/qwen2.5-7b", "trainer.dry_run=true"]
@@ -136,9 +136,9 @@ def test_schedules_divide_a_machine_and_say_what_limits() -> None:
     long += ["data.train_batch_size=512", f"{R}.n=8", f"{A}.ppo_mini_batch_size=512", f"{A}.ppo_max_token_len_per_gpu=32768"]
     small, large = divided("machine=8xH100-80GB", *long), divided("machine=32x8xH100-80GB", *long)
     for found in (small, large):
-        assert found["sync"].shared and found["sync"].sampling == found["sync"].training
+        assert found["sync"].plan.colocated
         for name in ("sync, apart", "one_step_off", "async, 1 old"):
-            assert not found[name].shared and found[name].sampling + found[name].training <= found["sync"].training
+            assert not found[name].plan.colocated and found[name].time.gpus <= found["sync"].time.gpus
         assert found["one_step_off"].time.total < found["sync, apart"].time.total
         assert found["async, 4 old"].time.total <= found["async, 1 old"].time.total
     assert small["sync"].time.limit == "sampling" and small["sync"].time.total < small["sync, apart"].time.total / 1.5
@@ -150,7 +150,7 @@ def test_schedules_divide_a_machine_and_say_what_limits() -> None:
 def test_the_keys_of_a_division_make_the_run_that_it_was_computed_for() -> None:
     found = divided("machine=2x8xH100-80GB")["async, 2 old"]
     again = timed("machine=2x8xH100-80GB", *(f"{key}={value}" for key, value in found.changes.items()))
-    assert again.total == pytest.approx(found.time.total) and again.gpus == found.sampling + found.training
+    assert again.total == pytest.approx(found.time.total) and again.gpus == found.time.gpus
     assert again.total < sum(again.phases.values()), "sampling and training overlap"
 
 

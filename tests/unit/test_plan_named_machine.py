@@ -10,11 +10,10 @@ from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.load import load_lm
 from grpo_rl.models.lora import add_adapters, is_adapter
-from grpo_rl.plan.known_models import known_names, known_settings
 from grpo_rl.plan.machine import DEVICES, named, probe_machine
 from grpo_rl.plan.make import make_plan
 from grpo_rl.plan.memory import adapter_params, frozen_bytes, load_of
-from grpo_rl.plan.model_folder import ModelSize, model_size
+from grpo_rl.plan.model_folder import KNOWN, ModelSize, known_settings, model_size
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -51,7 +50,7 @@ def test_parameters_counted_from_the_sizes_are_those_that_are_published(name) ->
 
 
 def test_every_entry_has_sizes_and_names_of_other_models_have_none() -> None:
-    for pattern in known_names():
+    for pattern in KNOWN:
         size = size_of(pattern.replace("-*", "-x").replace("*", ""))
         assert size.num_params > 1e8 and size.heads % size.kv_heads == 0, pattern
     for other in (

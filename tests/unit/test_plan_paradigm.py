@@ -7,7 +7,7 @@ from pathlib import Path
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.paradigm import components
+from grpo_rl.plan.text import components
 
 A = "actor_rollout_ref.actor"
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
@@ -16,7 +16,7 @@ CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 def rows_of(*words: str) -> dict[str, str]:
     config = compose(list(words) if words and words[0].startswith("recipe=") else ["recipe=arithmetic/grpo", *words]).config
     plan: Plan = decide(config, CPU)
-    return dict(components(plan.config, plan))
+    return dict(components(plan))
 
 
 def test_grpo_has_the_papers_coefficient() -> None:

@@ -12,10 +12,9 @@ import pytest
 
 from grpo_rl.config.compose import compose
 from grpo_rl.plan.decisions import RoleName, decide
-from grpo_rl.plan.known_models import known_settings
 from grpo_rl.plan.machine import probe_machine
 from grpo_rl.plan.memory import Load, load_of, peak, regions, resident
-from grpo_rl.plan.model_folder import ModelSize, model_size, with_shared_prompts
+from grpo_rl.plan.model_folder import ModelSize, known_settings, model_size, with_shared_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import track_memory

@@ -11,7 +11,7 @@ import pytest
 
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
-from grpo_rl.plan import calibration
+from grpo_rl.plan import cost
 from grpo_rl.plan.cost import SPREAD
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
@@ -38,9 +38,9 @@ MEASURED = records(gen=1.5, reward=0.1, ref=0.1, update_actor=0.6, sync_weights=
 
 def test_the_run_that_was_measured_is_predicted_as_it_was(tmp_path: Path) -> None:
     plan = planned()
-    assert calibration.predict(plan, tmp_path) == {}
-    calibration.learn(plan, tmp_path, MEASURED)
-    predicted = calibration.predict(plan, tmp_path)
+    assert cost.predict(plan, tmp_path) == {}
+    cost.learn(plan, tmp_path, MEASURED)
+    predicted = cost.predict(plan, tmp_path)
     # The first step is not counted, validation is none of the step's own, and 0.1 s lie beside the phases.
     phases = {"sampling": 1.5, "reward": 0.1, "reference": 0.1, "update": 0.6, "weight transfer": 0.1}
     assert predicted == pytest.approx(phases | {"other": 0.1, "step": 2.5})
@@ -49,10 +49,10 @@ def test_the_run_that_was_measured_is_predicted_as_it_was(tmp_path: Path) -> Non
 
 def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> None:
     plan = planned(f"trainer.default_local_dir={tmp_path}")
-    calibration.learn(plan, tmp_path, MEASURED)
-    expected = calibration.expected(plan)
+    cost.learn(plan, tmp_path, MEASURED)
+    expected = cost.expected(plan)
     assert expected["plan/timing_s/gen"] == pytest.approx(1.5) and expected["plan/timing_s/step"] == pytest.approx(2.5)
-    on_a_gpu = calibration.expected(planned(machine=Machine(num_gpus=1, num_cpus=2, device="cuda", gpu_memory=80 * 2**30)))
+    on_a_gpu = cost.expected(planned(machine=Machine(num_gpus=1, num_cpus=2, device="cuda", gpu_memory=80 * 2**30)))
     assert set(on_a_gpu) == {"plan/perf/memory/actor_gib", "plan/perf/memory/ref_gib"}
     foretold = {"plan/timing_s/gen": 1.8, "plan/timing_s/values": 1.0, "plan/perf/memory/actor_gib": 3.0}
     took = {"perf/memory/actor/update/allocated_gib": 2.0, "perf/memory/actor/update/reserved_gib": 9.0}
@@ -67,13 +67,13 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
 
 def test_a_larger_batch_takes_longer_and_another_machine_is_not_known(tmp_path: Path) -> None:
     plan = planned()
-    calibration.learn(plan, tmp_path, MEASURED)
+    cost.learn(plan, tmp_path, MEASURED)
     batch = plan.config.data.train_batch_size
     words = [f"data.train_batch_size={4 * batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={4 * batch}"]
-    more, once = calibration.predict(planned(*words), tmp_path), calibration.predict(plan, tmp_path)
+    more, once = cost.predict(planned(*words), tmp_path), cost.predict(plan, tmp_path)
     assert more["reward"] == pytest.approx(4 * once["reward"]) and more["other"] == once["other"]
     assert once["sampling"] < more["sampling"] < 4 * once["sampling"], "what each token waits for is the same"
-    assert calibration.predict(planned(machine=Machine(num_gpus=0, num_cpus=4, device="cpu")), tmp_path) == {}
+    assert cost.predict(planned(machine=Machine(num_gpus=0, num_cpus=4, device="cpu")), tmp_path) == {}
 
 
 def test_the_spread_of_lengths_is_what_the_longest_responses_say(tmp_path: Path) -> None:
@@ -83,12 +83,12 @@ def test_the_spread_of_lengths_is_what_the_longest_responses_say(tmp_path: Path)
         (plan, 16.0, math.log(4) / math.sqrt(2 * math.log(512))),
         (forced, 4.0, SPREAD),
     ):
-        calibration.learn(run, tmp_path, [record | {"response_length/max": longest} for record in MEASURED])
-        (learnt,) = json.loads((tmp_path / calibration.FILE).read_text()).values()
+        cost.learn(run, tmp_path, [record | {"response_length/max": longest} for record in MEASURED])
+        (learnt,) = json.loads((tmp_path / cost.FILE).read_text()).values()
         assert learnt["spread"] == pytest.approx(spread)
 
 
 def test_a_file_that_is_none_is_not_read(tmp_path: Path) -> None:
     for text in ("", "[]", '{"a": 1}', '{"a": {"seconds": {"gen": "x"}, "length": 1}}'):
-        (tmp_path / calibration.FILE).write_text(text)
-        assert calibration.predict(planned(), tmp_path) == {}
+        (tmp_path / cost.FILE).write_text(text)
+        assert cost.predict(planned(), tmp_path) == {}
