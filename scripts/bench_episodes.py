@@ -135,9 +135,8 @@ class Turns:
             episode = prompt.uid.partition("#")[0]
             self.chain_s[episode] = self.chain_s.get(episode, 0.0) + time.monotonic() - asked
             (found,) = unpack(*pack([completion]))
-            report = found.report
             yield Rollout(
-                prompt, sample, found.response_ids, found.logprobs, report.finish_reason, report.versions, text=found.text
+                prompt, sample, found.response_ids, found.logprobs, found.finish_reason, found.versions, text=found.text
             )
             if time.monotonic() >= until:
                 return

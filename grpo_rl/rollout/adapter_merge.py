@@ -8,17 +8,15 @@ kernels for adapters, and its log-probs are those of merged weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.lora import A_NAME, B_NAME
 from grpo_rl.models.sharded_load import WeightFiles
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.rollout.model_info import load_config
+from grpo_rl.rollout.model_info import model_on_meta
 from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest, first_names, pack_buckets
 
 
@@ -31,8 +29,7 @@ class AdapterMerge:
     def __init__(self, spec: EngineSpec) -> None:
         assert spec.adapter_scaling is not None
         self._spec, self._scaling = spec, spec.adapter_scaling
-        with torch.device("meta"):
-            self._lm: Any = AutoModelForCausalLM.from_config(load_config(spec), trust_remote_code=spec.trust_remote_code)
+        self._lm = model_on_meta(spec)
         files = WeightFiles.find(spec.model_path)
         if files is None or not files.fits(self._lm):
             raise ConfigError(

@@ -30,9 +30,13 @@ def expected_tensors(spec: EngineSpec) -> dict[str, tuple[int, ...]]:
     The alias is asked for on purpose: an engine that keeps a packed copy of the head leaves it old when
     only the embedding arrives.
     """
+    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model_on_meta(spec).state_dict().items())}
+
+
+def model_on_meta(spec: EngineSpec) -> Any:
+    """Return the model without storage."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(load_config(spec), trust_remote_code=spec.trust_remote_code)
-    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(model.state_dict().items())}
+        return AutoModelForCausalLM.from_config(load_config(spec), trust_remote_code=spec.trust_remote_code)
 
 
 def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:

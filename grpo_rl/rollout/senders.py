@@ -129,9 +129,7 @@ class NcclSender(WeightSender):
             return
         from grpo_rl.rollout.vllm.vllm_patches import join_as_trainer
 
-        if self._communicator is not None:
-            self._communicator.destroy()
-            self._communicator = None
+        self._leave()
         self._communicator = join_as_trainer(rendezvous)
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
@@ -155,6 +153,9 @@ class NcclSender(WeightSender):
     def close(self) -> None:
         # Without waiting: a broadcast whose receiver died never returns.
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._leave()
+
+    def _leave(self) -> None:
         if self._communicator is not None:
             self._communicator.destroy()
             self._communicator = None

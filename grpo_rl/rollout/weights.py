@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -48,11 +47,6 @@ class WeightBucket:
         return tuple(math.prod(shape) * _dtype(dtype).itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
     @property
-    def offsets(self) -> tuple[int, ...]:
-        """The offset in the flat buffer at which each tensor starts."""
-        return tuple(accumulate(self.sizes, initial=0))[:-1]
-
-    @property
     def nbytes(self) -> int:
         return sum(self.sizes)
 
@@ -60,21 +54,15 @@ class WeightBucket:
         """Yield name and tensor of each entry: views of `data`, read only where `data` is."""
         if self.data is None:
             raise WeightTransferError(f"the bytes of the bucket with {self.names[0]!r} are not in host memory")
-        flat = flat_tensor(self.data)
-        for name, dtype, shape, size, offset in zip(
-            self.names, self.dtypes, self.shapes, self.sizes, self.offsets, strict=True
-        ):
+        with warnings.catch_warnings():
+            # Ray's shared memory is read only; nothing here writes to it.
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            flat = torch.from_numpy(self.data)
+        pieces = flat.split(list(self.sizes))
+        for name, dtype, shape, piece in zip(self.names, self.dtypes, self.shapes, pieces, strict=True):
             # torch cannot reinterpret nothing.
-            piece = flat[offset : offset + size].view(_dtype(dtype)) if size else torch.empty(0, dtype=_dtype(dtype))
-            yield name, piece.view(shape)
-
-
-def flat_tensor(data: np.ndarray) -> Tensor:
-    """Return the array as a tensor over the same memory, also when the array is read only."""
-    with warnings.catch_warnings():
-        # Ray's shared memory is read only; nothing here writes to it.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(data)
+            values = piece.view(_dtype(dtype)) if len(piece) else torch.empty(0, dtype=_dtype(dtype))
+            yield name, values.view(shape)
 
 
 def group_by_bytes(named_tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[NamedTensor]]:

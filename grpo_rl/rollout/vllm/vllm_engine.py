@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
-from grpo_rl.rollout.model_info import expected_tensors, stop_token_ids
-from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
-from grpo_rl.rollout.vllm.vllm_patches import SEED, ReportedArrays
-from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate
-from grpo_rl.types import Completion, FinishReason, Request, Sampling
-
-if TYPE_CHECKING:
-    from vllm import RequestOutput, SamplingParams
-
-import ctypes
-import importlib.util
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import torch
 
 from grpo_rl.errors import ClusterError, ConfigError
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_requests
 from grpo_rl.rollout.engine_environment import engine_environment, set_missing, temporary_files
-from grpo_rl.rollout.model_info import kv_bytes_per_token, load_config
-from grpo_rl.rollout.vllm.vllm_patches import check_version, own_threads
+from grpo_rl.rollout.model_info import expected_tensors, kv_bytes_per_token, load_config, stop_token_ids
+from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
+from grpo_rl.rollout.vllm.vllm_patches import SEED, ReportedArrays, check_version, own_threads
+from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate
+from grpo_rl.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.llm_engine import LLMEngine
-
-_FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class VllmEngine:
@@ -189,9 +179,9 @@ class VllmEngine:
 
     def _completion(self, output: RequestOutput) -> Completion:
         sampled = output.outputs[0]
-        reason = _FINISH_REASONS.get(sampled.finish_reason)
-        if reason is None:
-            raise RuntimeError(f"vLLM ended request {output.request_id} with {sampled.finish_reason!r}")
+        reason: Any = sampled.finish_reason
+        if reason not in ("stop", "length", "abort"):
+            raise RuntimeError(f"vLLM ended request {output.request_id} with {reason!r}")
         logprobs: Any = sampled.logprobs
         sampling = self._unfinished.pop(output.request_id)
         return Completion(

@@ -32,7 +32,7 @@ def test_tensors_come_out_of_a_bucket_bit_by_bit_as_views_of_its_buffer() -> Non
     for name, tensor in source.items():
         assert out[name].dtype == tensor.dtype and torch.equal(out[name], tensor)
     assert bucket.data is not None
-    start = bucket.offsets[bucket.names.index("f")]
+    start = sum(bucket.sizes[: bucket.names.index("f")])
     bucket.data[start : start + 4] = np.frombuffer(np.float32(99).tobytes(), dtype=np.uint8)
     assert out["f"][0, 0] == 99
     bucket.data.flags.writeable = False
