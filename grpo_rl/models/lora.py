@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError
 from grpo_rl.models.experts import FAMILIES
-from grpo_rl.models.sharded_load import bit_sums, local_of, name_in_files, rows_of
+from grpo_rl.models.sharded_load import is_first_replica, local_of, name_in_files, rows_of
 
 FOLDER = "lora_adapter"
 """The folder of the adapter inside of an exported model; verl's name."""
@@ -208,14 +208,20 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def base_digest(lm: nn.Module) -> str:
-    """Return a digest of the frozen weights: of the sum of the bits of each tensor. A collective, where they are sharded."""
+    """Return a digest of the frozen weights: of the sum of the bits of each tensor. A collective, where they are sharded.
+
+    The bits are those of float32, whatever a tensor is kept in: bfloat16's numbers are among float32's. The sums of all ranks'
+    shards add up to the whole tensor's; of replicas the first one counts, and the others have 0.
+    """
     frozen = {name_in_files(name): parameter for name, parameter in lm.named_parameters() if not is_adapter(name)}
-    sums = bit_sums(frozen)
-    total = torch.tensor(list(sums.values()), device=next(iter(frozen.values())).device)
-    is_sharded = any(local_of(parameter) is not parameter for parameter in frozen.values())
-    if is_sharded and dist.get_world_size() > 1:
+    sums = [
+        local_of(tensor).float().contiguous().view(torch.int32).sum(dtype=torch.int64).item() if is_first_replica(tensor) else 0
+        for tensor in frozen.values()
+    ]
+    total = torch.tensor(sums, device=next(iter(frozen.values())).device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(total)
-    pairs = sorted(zip(sums, total.tolist(), strict=True))
+    pairs = sorted(zip(frozen, total.tolist(), strict=True))
     return sha256(json.dumps(pairs).encode()).hexdigest()
 
 

@@ -233,7 +233,7 @@ def _blocks(
     within_S = torch.arange(int(lengths_N.sum())) - starts_N.repeat_interleave(lengths_N)
     left_out_S = within_S >= needed_N.repeat_interleave(lengths_N)
     place_S = place(within_S, lengths_N).masked_fill(left_out_S, -1)
-    return Layout(source_S, lengths_B, torch.tensor(continues) if families else None, place(within_T, num_read_N), place_S)
+    return Layout(source_S, lengths_B, torch.tensor(continues), place(within_T, num_read_N), place_S)
 
 
 def _flat(starts_N: Tensor, within_T: Tensor, num_read_N: Tensor) -> Tensor:

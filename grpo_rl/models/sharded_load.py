@@ -6,13 +6,13 @@ No process ever holds the whole model: 70 billion parameters are 280 GB in float
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_rl.models.experts import FAMILIES, holds_experts, per_expert
@@ -50,18 +50,6 @@ def is_first_replica(tensor: Any) -> bool:
     return not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
 
 
-@torch.no_grad()
-def bit_sums(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sum of the bits of this rank's shard of each tensor; the sums over all ranks are the whole tensor's.
-
-    The bits are those of float32, whatever the tensor is kept in: bfloat16's numbers are among float32's. Of replicas the first
-    one counts, and the others have 0.
-    """
-    shards = {name: local_of(tensor).float().contiguous() for name, tensor in named.items() if is_first_replica(tensor)}
-    sums = {name: int(shard.view(torch.int32).sum(dtype=torch.int64)) for name, shard in shards.items()}
-    return dict.fromkeys(named, 0) | sums
-
-
 class WeightFiles:
     """The safetensors files of a model's folder, or of its place in the hub's cache."""
 
@@ -92,38 +80,41 @@ class WeightFiles:
         """
         if getattr(lm.config, "quantization_config", None) is not None or is_rearranged(lm):
             return False
-        shapes = {name: shape for name, (shape, _) in self._headers().items()}
-        for names, parameter in _named(lm):
-            stored = next((name for name in names if name in shapes), None)
-            if stored is None and holds_experts(names[0]):
-                whole = torch.empty(parameter.shape, device="meta")
-                if any(shapes.get(name) != tuple(part.shape) for name, part in per_expert(names[0], whole)):
-                    return False
-            elif stored is None and not set(names).intersection(new):
+        headers = self._headers()
+        for names, parameter in _named(lm.named_parameters(remove_duplicate=False)):
+            parts = self._parts(names, torch.empty(parameter.shape, device="meta"))
+            if not parts and not set(names).intersection(new):
                 return False
-            if stored is not None and shapes[stored] != tuple(parameter.shape):
+            if any(name not in headers or headers[name][0] != tuple(part.shape) for name, part, _ in parts):
                 return False
         return True
+
+    def _parts(self, names: list[str], rows: Tensor, first: int = 0) -> list[tuple[str, Tensor, int]]:
+        """Return the stored tensors that make the rows from `first` on of a parameter with these names.
+
+        For each its name, those of the rows that it makes, and where they begin in it; of a parameter that no file has, none.
+        """
+        for name in names:
+            if name in self._file_of:
+                return [(name, rows, first)]
+        if holds_experts(names[0]):
+            return [(name, part, 0) for name, part in per_expert(names[0], rows, first=first)]
+        return []
 
     @torch.no_grad()
     def read_into(self, lm: Any) -> None:
         """Fill this rank's rows of every parameter of `lm` that has storage; those that no file has become 0."""
         wanted: dict[Path, list[tuple[str, Tensor, int]]] = {}
-        for names, parameter in _named(lm):
+        for names, parameter in _named(lm.named_parameters(remove_duplicate=False)):
             if parameter.device.type == "meta":
                 continue  # a head that the model around `lm` has dropped
-            stored = next((name for name in names if name in self._file_of), None)
             start, stop = rows_of(parameter)
             local = local_of(parameter)[: stop - start]
-            parts: list[tuple[str, Tensor, int]] = []
-            if stored is not None:
-                parts = [(stored, local, start)]
-            elif holds_experts(names[0]):
-                parts = [(name, part, 0) for name, part in per_expert(names[0], local, first=start)]
-            else:
+            parts = self._parts(names, local, start)
+            if not parts:
                 local.zero_()
-            for name, rows, first in parts:
-                wanted.setdefault(self._file_of[name], []).append((name, rows, first))
+            for part in parts:
+                wanted.setdefault(self._file_of[part[0]], []).append(part)
         for path, entries in wanted.items():
             with safe_open(path, framework="pt") as opened:
                 for name, rows, first in entries:
@@ -134,19 +125,13 @@ class WeightFiles:
 
         A tied head comes under both of its names. Experts come one by one, whichever way the files have them.
         """
-        names_of: dict[int, list[str]] = {}
-        for name, tensor in lm.state_dict(keep_vars=True).items():
-            names_of.setdefault(id(tensor), []).append(name)
-        whole = dict(lm.state_dict(keep_vars=True))
-        for names in names_of.values():
-            stored = next((name for name in names if name in self._file_of), None)
-            if stored is None:
-                yield from ((name, self._read(name)) for name, _ in per_expert(names[0], whole[names[0]]))
-            elif holds_experts(stored):
-                yield from per_expert(stored, self._read(stored))
-            else:
-                tensor = self._read(stored)
-                yield from ((name, tensor) for name in names)
+        for names, tensor in _named(lm.state_dict(keep_vars=True).items()):
+            for stored, _, _ in self._parts(names, tensor):
+                whole = self._read(stored)
+                if holds_experts(stored):
+                    yield from per_expert(stored, whole)
+                else:
+                    yield from ((name, whole) for name in (names if stored in names else [stored]))
 
     def _read(self, name: str) -> Tensor:
         with safe_open(self._file_of[name], framework="pt") as opened:
@@ -155,15 +140,12 @@ class WeightFiles:
 
     def stored_as(self, lm: Any, dtype: str) -> list[Any]:
         """Return the parameters of `lm` that files have in this type, by safetensors' name for it: `BF16`, `F32`."""
-        of = {name: stored for name, (_, stored) in self._headers().items()}
-        found = []
-        for names, parameter in _named(lm):
-            if holds_experts(names[0]) and names[0] not in of:
-                whole = torch.empty(parameter.shape, device="meta")
-                names = [name for name, _ in per_expert(names[0], whole)]
-            if {of[name] for name in names if name in of} == {dtype}:
-                found.append(parameter)
-        return found
+        headers = self._headers()
+        return [
+            parameter
+            for names, parameter in _named(lm.named_parameters(remove_duplicate=False))
+            if {headers[name][1] for name, _, _ in self._parts(names, torch.empty(parameter.shape, device="meta"))} == {dtype}
+        ]
 
     def _headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the shape and the type of every tensor."""
@@ -175,11 +157,11 @@ class WeightFiles:
         return found
 
 
-def _named(lm: nn.Module) -> list[tuple[list[str], Any]]:
-    """Return every parameter once, with all its names: a tied head is in files under one of them."""
-    by_id: dict[int, tuple[list[str], Tensor]] = {}
-    for name, parameter in lm.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), ([], parameter))[0].append(name_in_files(name))
+def _named(tensors: Iterable[tuple[str, Any]]) -> list[tuple[list[str], Any]]:
+    """Return every tensor once, with all its names: a tied head is in files under one of them."""
+    by_id: dict[int, tuple[list[str], Any]] = {}
+    for name, tensor in tensors:
+        by_id.setdefault(id(tensor), ([], tensor))[0].append(name_in_files(name))
     return list(by_id.values())
 
 

@@ -253,7 +253,10 @@ class RolloutWorker:
                     return False
                 what, function, answer = command
                 with self._doing(what):
-                    _answer(engine, function, answer)
+                    try:
+                        answer.set_result(function(engine))
+                    except Exception as error:  # the caller's to handle; the engine goes on
+                        answer.set_exception(error)
         except queue.Empty:
             return True
 
@@ -305,13 +308,6 @@ class RolloutWorker:
                 return
             if command is not None:
                 command[2].set_exception(ClusterError(f"the rollout engine stopped: {self._failure or 'closed'}"))
-
-
-def _answer(engine: RolloutEngine, function: Callable[[RolloutEngine], Any], answer: Future[Any]) -> None:
-    try:
-        answer.set_result(function(engine))
-    except Exception as error:  # the caller's to handle; the engine goes on
-        answer.set_exception(error)
 
 
 _trackers: list[subprocess.Popen[bytes]] = []

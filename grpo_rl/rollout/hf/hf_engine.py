@@ -64,7 +64,9 @@ class HfEngine:
         self._device = torch.device(spec.device)
         if spec.device == "cpu":
             torch.set_num_threads(spec.threads)
-        self._model = _load_model(spec).to(self._device).eval()
+        options = {"dtype": getattr(torch, spec.dtype), "trust_remote_code": spec.trust_remote_code, **spec.engine_kwargs}
+        model: Any = AutoModelForCausalLM.from_pretrained(spec.model_path, config=load_config(spec), **options)
+        self._model = model.to(self._device).eval()
         self._stop_ids = frozenset(stop_token_ids(spec))
         # Views: what is copied into them is in the model.
         self._own = dict(stored_tensors(self._model.state_dict().items()))
@@ -106,7 +108,9 @@ class HfEngine:
         num_running = len(self._running)
         while self._waiting and num_running < self._spec.max_num_seqs:
             request = self._waiting.popleft()
-            self._unread.append(_Running(request, self._seed(request)))
+            seed = request.sampling.seed
+            own = int(torch.randint(2**62, (), generator=self._seeds)) if seed is None else seed
+            self._unread.append(_Running(request, own))
             num_running += 1
         for batch in self._batches:
             newest = [row.response_ids[-1] for row in batch.rows]
@@ -202,10 +206,6 @@ class HfEngine:
         self._batches = [batch for batch in self._batches if batch.rows]
         return completions
 
-    def _seed(self, request: Request) -> int:
-        seed = request.sampling.seed
-        return int(torch.randint(2**62, (), generator=self._seeds)) if seed is None else seed
-
     def _finish_reason(self, row: _Running) -> FinishReason | None:
         sampling = row.request.sampling
         if row.response_ids[-1] in self._stop_ids and not sampling.ignore_eos:
@@ -224,16 +224,6 @@ def _completion(row: _Running, reason: FinishReason) -> Completion:
     )
 
 
-def _load_model(spec: EngineSpec) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        spec.model_path,
-        config=load_config(spec),
-        dtype=getattr(torch, spec.dtype),
-        trust_remote_code=spec.trust_remote_code,
-        **spec.engine_kwargs,
-    )
-
-
 # ---- keys and values of several requests ----------------------------------------------------------------------------
 
 
@@ -246,13 +236,9 @@ class RowCache:
     """
 
     def __init__(self, cache: DynamicCache, lengths: Sequence[int]) -> None:
-        self._cache = cache
+        self._cache: Any = cache
+        """Its layers have `keys` and `values`: a DynamicCache makes plain ones, whatever the model's attention is."""
         self._lengths = list(lengths)
-
-    @property
-    def _layers(self) -> list[Any]:
-        """The layers, each with `keys` and `values`: a DynamicCache makes plain ones, whatever the model's attention is."""
-        return self._cache.layers
 
     @classmethod
     def read(cls, model: Any, token_ids: Sequence[Sequence[int]], device: torch.device) -> tuple[RowCache, Tensor]:
@@ -291,14 +277,14 @@ class RowCache:
         self._lengths = [self._lengths[row] for row in rows]
         unused = before - max(self._lengths)
         index = torch.tensor(rows)
-        for layer in self._layers:
+        for layer in self._cache.layers:
             layer.keys = layer.keys[index.to(layer.keys.device), :, unused:]
             layer.values = layer.values[index.to(layer.values.device), :, unused:]
 
     def append(self, other: RowCache) -> None:
         """Take over the rows of another cache, behind those of this one."""
         width = max(*self._lengths, *other._lengths)
-        for mine, added in zip(self._layers, other._layers, strict=True):
+        for mine, added in zip(self._cache.layers, other._cache.layers, strict=True):
             mine.keys = torch.cat([_widened(mine.keys, width), _widened(added.keys, width)])
             mine.values = torch.cat([_widened(mine.values, width), _widened(added.values, width)])
         self._lengths += other._lengths
