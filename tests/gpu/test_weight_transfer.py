@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here"),
 ]
-needs_two_gpus = pytest.mark.skipif(
+TWO_GPUS = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason=f"needs two CUDA devices, and there are {torch.cuda.device_count()}"
 )
 
@@ -166,15 +166,26 @@ def assert_engine_has_weights_of(engine: RemoteEngine, model: Qwen3ForCausalLM, 
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 30, 300_000])
-def test_weights_reach_an_engine_on_the_same_gpu_through_ipc(
-    model: Qwen3ForCausalLM, start: Callable[[EngineSpec, int], RemoteEngine], bucket_bytes: int
+@pytest.mark.parametrize("backend", ["object_store", "ipc", pytest.param("nccl", marks=TWO_GPUS)])
+def test_weights_reach_an_engine(
+    model: Qwen3ForCausalLM, start: Callable[[EngineSpec, int], RemoteEngine], backend: Any, bucket_bytes: int
 ) -> None:
-    engine = start(spec_for(model, "ipc", bucket_bytes), 0)
-    sender = make_sender("ipc", bucket_bytes, dtype=torch.bfloat16, verify=True)
+    """The engine has a GPU of its own where weights come by NCCL, else the trainer's."""
+    engine = start(spec_for(model, backend, bucket_bytes), int(backend == "nccl"))
+    sender = make_sender(backend, bucket_bytes, dtype=torch.bfloat16, verify=True)
+    if backend == "nccl":
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            rendezvous = NcclRendezvous("127.0.0.1", probe.getsockname()[1], world_size=2)
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(engine, "connect", rendezvous)
+            sender.connect(rendezvous)
+            joined.result(ANSWER_S)
     for version in (1, 2):
         perturb(model, version)
         update(engine, sender, model, version)
         assert_engine_has_weights_of(engine, model, version)
+    sender.close()
 
 
 def test_a_sleeping_engine_frees_its_memory_and_samples_again_after_new_weights(
@@ -191,34 +202,3 @@ def test_a_sleeping_engine_frees_its_memory_and_samples_again_after_new_weights(
     update(engine, make_sender("ipc", 1 << 26, dtype=torch.bfloat16, verify=True), model, 1)
     engine("wake_up", "kv_cache")
     assert_engine_has_weights_of(engine, model, 1)
-
-
-def test_weights_reach_an_engine_on_a_gpu_through_host_memory(
-    model: Qwen3ForCausalLM, start: Callable[[EngineSpec, int], RemoteEngine]
-) -> None:
-    engine = start(spec_for(model, "object_store", 300_000), 0)
-    perturb(model, 21)
-    update(engine, make_sender("object_store", 300_000, dtype=torch.bfloat16, verify=True), model, 1)
-    assert_engine_has_weights_of(engine, model, 1)
-
-
-@needs_two_gpus
-@pytest.mark.parametrize("bucket_bytes", [1 << 30, 300_000])
-def test_weights_reach_an_engine_on_another_gpu_through_nccl(
-    model: Qwen3ForCausalLM, start: Callable[[EngineSpec, int], RemoteEngine], bucket_bytes: int
-) -> None:
-    engine = start(spec_for(model, "nccl", bucket_bytes), 1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    rendezvous = NcclRendezvous("127.0.0.1", port, world_size=2)
-    sender = make_sender("nccl", bucket_bytes, dtype=torch.bfloat16, verify=True)
-    with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(engine, "connect", rendezvous)
-        sender.connect(rendezvous)
-        joined.result(ANSWER_S)
-    for version in (1, 2):
-        perturb(model, version)
-        update(engine, sender, model, version)
-        assert_engine_has_weights_of(engine, model, version)
-    sender.close()

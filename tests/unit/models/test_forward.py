@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.models.forward import PolicyModel
+from grpo_rl.models.forward import Head, PolicyModel, head_columns
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
@@ -200,3 +201,67 @@ def test_trained_tokens_with_context_between_them_have_the_plain_logprobs_and_gr
     changed = batch.replace(token_ids_S=batch.token_ids_S.clone().index_fill(0, torch.tensor([5]), 13))
     difference_T = policy(sequences_of(changed, torch.device("cpu"), share_prompts=True)).logprobs_T - logprobs_T
     assert difference_T[0] == 0 and difference_T[1:3].abs().min() > 1e-4
+
+
+# ---- distributions over the tokens that could be sampled, against a float64 softmax over them -----------------------
+
+FEW = Ragged(prompt_lengths=[3, 7, 1, 5], response_lengths=[2, 9, 6, 0], seed=4)
+
+
+def supports() -> list[list[int]]:
+    """Return a random set for each trained token, with the token in it; one is the token alone, one is everything."""
+    generator = torch.Generator().manual_seed(11)
+    sets = []
+    for number, target in enumerate(FEW.targets_T().tolist()):
+        size = 1 if number == 3 else VOCAB if number == 4 else int(torch.randint(2, 12, (), generator=generator))
+        others = [token for token in torch.randperm(VOCAB, generator=generator).tolist() if token != target]
+        sets.append([*others[: size - 1], target])
+    return sets
+
+
+@torch.no_grad()
+def test_logprobs_entropies_and_kls_are_those_of_a_softmax_over_the_allowed_tokens(folder, reference):
+    batch, sets = FEW.batch(), supports()
+    batch = batch.replace(
+        support_counts_T=torch.tensor([len(each) for each in sets], dtype=torch.int32),
+        support_ids_M=torch.tensor([token for each in sets for token in each], dtype=torch.int32),
+    )
+    given = sequences_of(batch, torch.device("cpu"), share_prompts=False)
+    models = [packed_policy(path, temperature=0.8, chunk_tokens=5) for path in (folder("qwen3", False), reference)]
+    hidden = [model(given, want_hidden=True).hidden_TD for model in models]
+    heads = [model.lm.get_output_embeddings().weight for model in models]
+    out = models[0](given, want_entropy=True, ref_hidden_TD=hidden[1], ref_head_VD=heads[1])
+    logits = [(x.double() @ head.double().T / 0.8).tolist() for x, head in zip(hidden, heads, strict=True)]
+    for row, (allowed, target) in enumerate(zip(sets, FEW.targets_T().tolist(), strict=True)):
+        p, q = ({token: math.exp(of[row][token]) for token in allowed} for of in logits)
+        p, q = ({token: value / sum(of.values()) for token, value in of.items()} for of in (p, q))
+        assert float(out.logprobs_T[row]) == pytest.approx(math.log(p[target]), abs=1e-5)
+        assert float(out.entropy_T[row]) == pytest.approx(-sum(x * math.log(x) for x in p.values()), abs=1e-5)
+        assert float(out.full_kl_T[row]) == pytest.approx(sum(p[t] * math.log(p[t] / q[t]) for t in allowed), abs=1e-4)
+    assert float(out.logprobs_T[3]) == 0.0, "the only token that could be sampled is certain"
+
+
+@pytest.mark.parametrize("column", [0, 1, 2], ids=["logprob", "entropy", "full_kl"])
+def test_gradients_are_those_of_finite_differences_and_pass_nothing_to_other_tokens(column):
+    torch.manual_seed(0)
+    hidden_TD, ref_TD, head_VD, ref_VD = torch.randn(3, 4), torch.randn(3, 4), torch.randn(7, 4), torch.randn(7, 4)
+    target_T = torch.tensor([2, 0, 6])
+    allowed = [[2, 5, 1], [0], [6, 3]]
+    row_M = torch.tensor([row for row, each in enumerate(allowed) for _ in each], dtype=torch.int32)
+    id_M = torch.tensor([token for each in allowed for token in each], dtype=torch.int32)
+
+    def value(head_VD: torch.Tensor) -> torch.Tensor:
+        head, ref_head = (Head(weight_VD, None, 0.7, "float32") for weight_VD in (head_VD, ref_VD))
+        asked = {"want_entropy": True, "ref_head": ref_head, "ref_hidden_TD": ref_TD, "support": (row_M, id_M)}
+        found = head_columns(head, hidden_TD, target_T, **asked)[column]
+        return (found * torch.tensor([1.0, -2.0, 0.5])).sum()
+
+    parameter = head_VD.clone().requires_grad_()
+    value(parameter).backward()
+    assert parameter.grad.isfinite().all()
+    assert parameter.grad[4].abs().max() == 0, "token 4 could be sampled nowhere"
+    for v, d in [(2, 0), (5, 3), (6, 1), (3, 2), (0, 1)]:
+        step = torch.zeros_like(head_VD)
+        step[v, d] = 1e-2
+        slope = float(value(head_VD + step) - value(head_VD - step)) / 2e-2
+        assert float(parameter.grad[v, d]) == pytest.approx(slope, abs=2e-3)

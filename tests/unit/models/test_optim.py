@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,19 +12,22 @@ from grpo_rl.config.schema.tree import OptimConfig
 from grpo_rl.models.optim import averaged, keep_average, lr_factor, make_optimizer, make_scheduler, orthogonal
 
 
-def factors(total_steps: int, **settings: object) -> list[float]:
+@pytest.mark.parametrize(
+    ("total_steps", "settings", "expected"),
+    [
+        # Warm-up rises in equal steps from above zero.
+        (6, {"lr_warmup_steps": 3}, [1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1]),
+        (2, {"lr_warmup_steps": 0}, [1, 1, 1]),
+        (4, {"lr_scheduler_type": "linear"}, [1, 0.75, 0.5, 0.25, 0]),
+        (4, {"lr_scheduler_type": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4, 0.2]),
+        (4, {"lr_scheduler_type": "cosine"}, [1, 0.8535534, 0.5, 0.1464466, 0]),
+        # After the last step the rate stays at its end.
+        (2, {"lr_scheduler_type": "linear", "min_lr_ratio": 0.1}, [1, 0.55, 0.1, 0.1, 0.1]),
+    ],
+)
+def test_the_rate_at_each_step_by_hand(total_steps: int, settings: dict[str, Any], expected: list[float]) -> None:
     factor = lr_factor(OptimConfig(**settings), total_steps)
-    return [factor(step) for step in range(total_steps + 1)]
-
-
-def test_warm_up_rises_in_equal_steps_from_above_zero_to_one():
-    assert factors(6, lr_warmup_steps=3) == pytest.approx([1 / 4, 2 / 4, 3 / 4, 1, 1, 1, 1])
-    assert factors(2, lr_warmup_steps=0) == [1, 1, 1]
-
-
-def test_linear_falls_to_its_end_in_equal_steps():
-    assert factors(4, lr_scheduler_type="linear") == pytest.approx([1, 0.75, 0.5, 0.25, 0])
-    assert factors(4, lr_scheduler_type="linear", min_lr_ratio=0.2) == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    assert [factor(step) for step in range(len(expected))] == pytest.approx(expected)
 
 
 def test_the_average_moves_with_each_step_and_lends_its_values():
@@ -42,12 +47,6 @@ def test_the_average_moves_with_each_step_and_lends_its_values():
         for weight, value in zip(weights, expected, strict=True):
             torch.testing.assert_close(weight.detach(), value)
     assert all(torch.equal(weight, value) for weight, value in zip(weights, own, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_after_the_last_step_the_rate_stays_at_its_end(kind):
-    factor = lr_factor(OptimConfig(lr_scheduler_type=kind, min_lr_ratio=0.1), 5)
-    assert factor(5) == factor(6) == factor(500) == pytest.approx(0.1)
 
 
 def test_the_optimizer_uses_the_schedule_from_the_first_step():

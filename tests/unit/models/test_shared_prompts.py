@@ -83,14 +83,6 @@ def test_a_block_attends_to_its_prompt_and_to_itself_and_so_do_its_gradients(cop
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
 
 
-def test_the_keys_of_a_variable_length_kernel_are_the_prompts_and_then_the_blocks_own():
-    lengths_N, continues_N = torch.tensor([2, 3, 1, 2]), torch.tensor([-1, 0, 0, -1])
-    keys = GatheredKeys.of(lengths_N.cumsum(0) - lengths_N, lengths_N, continues_N, CPU)
-    assert keys.index_K.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 5, 6, 7]
-    assert keys.cumulative_lengths.tolist() == [0, 2, 7, 10, 12]
-    assert keys.cumulative_lengths.dtype == torch.int32
-
-
 # ---- the model ----------------------------------------------------------------------------------------
 
 

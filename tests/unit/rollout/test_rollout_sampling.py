@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from grpo_rl.rollout.hf.token_sampling import keep_min_p, keep_top_k, keep_top_p, sample, support_of
 from grpo_rl.types import Sampling
@@ -20,23 +22,23 @@ def test_temperature_zero_takes_the_likeliest_token_with_its_probability_at_temp
     assert draw(Sampling(1, temperature=0.0)) == (0, pytest.approx(math.log(0.5)))
 
 
-def test_top_k_keeps_the_k_likeliest() -> None:
-    assert keep_top_k(LOGITS_V, 2).softmax(-1).tolist() == pytest.approx([0.625, 0.375, 0, 0])
-    assert torch.equal(keep_top_k(LOGITS_V, 9), LOGITS_V)
-
-
 @pytest.mark.parametrize(
-    ("p", "kept"), [(0.4, [1, 0, 0, 0]), (0.6, [0.625, 0.375, 0, 0]), (0.9, [0.5263158, 0.3157895, 0.1578947, 0])]
+    ("keep", "limit", "kept"),
+    [
+        (keep_top_k, 2, [0.625, 0.375, 0, 0]),
+        (keep_top_k, 9, [0.5, 0.3, 0.15, 0.05]),
+        # The smallest set that reaches p.
+        (keep_top_p, 0.4, [1, 0, 0, 0]),
+        (keep_top_p, 0.6, [0.625, 0.375, 0, 0]),
+        (keep_top_p, 0.9, [0.5263158, 0.3157895, 0.1578947, 0]),
+        # What has that share of the largest probability.
+        (keep_min_p, 0.2, [0.5263158, 0.3157895, 0.1578947, 0]),
+        (keep_min_p, 0.5, [0.625, 0.375, 0, 0]),
+        (keep_min_p, 1.0, [1, 0, 0, 0]),
+    ],
 )
-def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, kept: list[float]) -> None:
-    assert keep_top_p(LOGITS_V, p).softmax(-1).tolist() == pytest.approx(kept, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("p", "kept"), [(0.2, [0.5263158, 0.3157895, 0.1578947, 0]), (0.5, [0.625, 0.375, 0, 0]), (1.0, [1, 0, 0, 0])]
-)
-def test_min_p_keeps_what_has_that_share_of_the_largest_probability(p: float, kept: list[float]) -> None:
-    assert keep_min_p(LOGITS_V, p).softmax(-1).tolist() == pytest.approx(kept, abs=1e-6)
+def test_a_limit_keeps_the_likeliest(keep: Callable[[Tensor, float], Tensor], limit: float, kept: list[float]) -> None:
+    assert keep(LOGITS_V, limit).softmax(-1).tolist() == pytest.approx(kept, abs=1e-6)
 
 
 def test_the_tokens_left_are_told_where_the_settings_ask_and_leave_some_out() -> None:
