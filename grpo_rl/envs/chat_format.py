@@ -16,14 +16,14 @@ from grpo_rl.envs.contract import Message, ToolCall, Turn
 from grpo_rl.envs.tool_formats import parse, spoken
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_ONE_ANSWER: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("n", (1, None)),
-    ("stop", ([], "", None)),
-    ("logprobs", (False, None)),
-    ("functions", ([], None)),
-    ("response_format", ({"type": "text"}, None)),
-    ("tool_choice", ("auto", "none", None)),
-)
+_ONE_ANSWER: dict[str, tuple[Any, ...]] = {
+    "n": (1, None),
+    "stop": ([], "", None),
+    "logprobs": (False, None),
+    "functions": ([], None),
+    "response_format": ({"type": "text"}, None),
+    "tool_choice": ("auto", "none", None),
+}
 """Fields that would make another answer than the policy's turn, with the values that do not."""
 
 
@@ -48,10 +48,8 @@ class ChatRequest:
     model: str = "policy"
     tools: tuple[Mapping[str, Any], ...] = ()
     """The tools as they were given, in OpenAI's form."""
-    may_call: bool = True
-    """False where tool_choice is none: a turn is text, whatever it has."""
-    one_call: bool = False
-    """True where parallel_tool_calls is false: further calls of a turn are left out."""
+    most_calls: int | None = None
+    """The calls of a turn that count, the first ones: none where tool_choice says so, one where parallel_tool_calls is false."""
     streams: bool = False
     with_usage: bool = False
 
@@ -85,17 +83,17 @@ def read_request(body: bytes) -> ChatRequest:
         raise Refused(400, "the body is no JSON") from None
     if not isinstance(request, dict) or not isinstance(request.get("messages"), list) or not request["messages"]:
         raise Refused(400, "the body has no messages", param="messages")
-    for name, allowed in _ONE_ANSWER:
+    for name, allowed in _ONE_ANSWER.items():
         if not any(request.get(name) is value or request.get(name) == value for value in allowed):
             reason = f"{name}={request[name]!r:.60} is not answered here: an answer is the policy's whole turn, and one of them"
             raise Refused(400, reason, "unsupported_value", name)
-    streaming = request.get("stream_options")
+    streaming, one_call = request.get("stream_options"), request.get("parallel_tool_calls") is False
+    tools = _tools(request.get("tools"))
     return ChatRequest(
         messages=tuple(_message(message, number) for number, message in enumerate(request["messages"])),
         model=str(request.get("model", "policy")),
-        tools=_tools(request.get("tools")),
-        may_call=request.get("tool_choice") != "none",
-        one_call=request.get("parallel_tool_calls") is False,
+        tools=tools,
+        most_calls=0 if not tools or request.get("tool_choice") == "none" else 1 if one_call else None,
         streams=request.get("stream") is True,
         with_usage=isinstance(streaming, Mapping) and streaming.get("include_usage") is True,
     )
@@ -154,10 +152,8 @@ def answer_of(turn: Turn, request: ChatRequest, tool_format: str) -> ChatAnswer:
     A call that cannot be read stays in the text, where the agent sees it. Ids are letters and digits, nine of them, and
     differ between the turns of a conversation: templates such as Mistral's want that.
     """
-    may_call = request.tools and request.may_call and turn.finish_reason == "stop"
-    found = parse(tool_format, turn.raw_text)[0] if may_call else ()
-    if request.one_call:
-        found = found[:1]
+    may_call = request.most_calls != 0 and turn.finish_reason == "stop"
+    found = parse(tool_format, turn.raw_text)[0][: request.most_calls] if may_call else ()
     calls = tuple(
         ToolCall(call.name, call.arguments, f"call{turn.index % 1000:03d}{number % 100:02d}")
         for number, call in enumerate(found)

@@ -69,10 +69,7 @@ def made(named: Named, table: Mapping[str, str], kind: str) -> Any:
             raise ConfigError(f"{what}: has `{theirs}`, as verl's classes; here a {kind} has {contract} (docs/agents.md)")
     if problems := out_of_bounds(what, found, named.options):
         raise ConfigError(problems)
-    try:
-        parameters = inspect.signature(found).parameters
-    except ValueError:  # written in C, without a signature
-        return found(**named.options)
+    parameters = inspect.signature(found).parameters
     try:
         inspect.signature(found).bind(**named.options)
         for name, value in named.options.items() if named.name in table else ():
