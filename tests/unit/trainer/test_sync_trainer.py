@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from grpo_rl.checkpoint.files import Files, write_file
-from grpo_rl.columns import Block, RemoteColumn
 from grpo_rl.config.derived import settled
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, DataConfig, PolicyLossConfig, RewardConfig, TrainerConfig
 from grpo_rl.data.dataset import PromptDataset
@@ -25,7 +24,6 @@ from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.rewards.audit import Audit
 from grpo_rl.rewards.runtime.runner import RewardRunner
-from grpo_rl.rollout.reports import pack, unpack
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollout_log import RolloutLog, read_rollouts
@@ -34,7 +32,7 @@ from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Context, Output, Roles
 from grpo_rl.trainer.schedules import schedule_of
-from grpo_rl.types import GREEDY, Batch, Completion, Counts, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import GREEDY, Batch, Counts, Metrics, Prompt, Rollout, Sampling
 from grpo_rl.workers.trained_rank import step_optimizer
 
 
@@ -197,34 +195,6 @@ def make(tmp_path: Path, rewarder: RewardRunner) -> Iterator[Callable[..., tuple
     run_dir.release()
 
 
-class FarPolicy(Policy):
-    """Its responses lie in blocks of another process, as those of a rollout pool do; every look at them is noted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = 0
-        self.blocks: list[Block] = []
-
-    def read(self) -> Block:
-        self.reads += 1
-        return self.blocks[-1]
-
-    def generate(self, *arguments: Any, on_finish: Any = None, **options: Any) -> list[Rollout]:
-        *arguments, finished = arguments if len(arguments) == 4 else (*arguments, on_finish)
-        made = super().generate(*arguments, **options)
-        reports, block = pack([Completion("r", r.response_ids, r.rollout_logprobs, "stop", r.versions) for r in made])
-        self.blocks.append(block)
-        for rollout, places in zip(made, unpack(reports, self), strict=True):
-            rollout.response_ids, rollout.rollout_logprobs = places.response_ids, places.logprobs
-            finished(rollout)
-        return made
-
-    def old_logprobs(self, batch: Batch) -> Batch:
-        assert isinstance(batch.token_ids_S, RemoteColumn)
-        self.calls.append("old")
-        return batch
-
-
 STEP = ["sync", "generate 2x4", "old", "update"]
 VALIDATION = ["sync", "generate 3x1"]
 
@@ -238,21 +208,6 @@ def test_a_step_samples_with_the_newest_weights_compares_and_trains(make):
     records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
     # Rewards 1 0 1 0: mean 1/2, sample standard deviation sqrt(1/3).
     assert [record["advantage"] for record in records[:2]] == pytest.approx([0.75**0.5, -(0.75**0.5)], rel=1e-5)
-
-
-@pytest.mark.parametrize("save_rollouts", [False, True])
-def test_a_step_reads_no_token_unless_it_logs_the_rollouts(make, save_rollouts):
-    rows, records = [], []
-    for policy in (Policy(), FarPolicy()):
-        config = make_config(save_rollouts=save_rollouts)
-        trainer, _ = make(config, total_steps=1, with_val=False, policy=policy)
-        trainer.fit()
-        row = read_metrics(trainer.output.run_dir.metrics_file)[-1]
-        rows.append({name: value for name, value in row.items() if "time" not in name and "_s" not in name})
-        records.append(read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl") if save_rollouts else [])
-    assert len(policy.blocks) == 1
-    assert policy.reads == (8 if save_rollouts else 0), "the log has the mean log-prob of each rollout"
-    assert rows[0] == rows[1] and records[0] == records[1] and len(rows[0]) > 10
 
 
 def test_an_audit_is_logged_and_changes_nothing_that_is_trained(make, tmp_path):
