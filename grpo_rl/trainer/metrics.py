@@ -87,9 +87,14 @@ def batch_metrics(batch: Batch, timer: Timer) -> Metrics:
         "response_length/min": float(lengths_N.min()),
         "prompt_length/mean": float(batch.prompt_lengths_N.float().mean()),
         "prompt_length/max": float(batch.prompt_lengths_N.max()),
-        "perf/total_num_tokens": float(len(batch.token_ids_S)),
-        "perf/tokens_per_s": len(batch.token_ids_S) / max(1e-9, timer.total()),
+        **throughput(batch, timer),
     }
+
+
+def throughput(batch: Batch, timer: Timer) -> Metrics:
+    """Return how many tokens the step has, and how many in a second of its phases so far."""
+    num_tokens = float(len(batch.token_ids_S))
+    return {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:

@@ -23,6 +23,7 @@ from grpo_rl.data.training_rows.conversations import Demonstration, supervised_b
 from grpo_rl.errors import DivergedError
 from grpo_rl.faults import fault_point
 from grpo_rl.protocols import Actor
+from grpo_rl.trainer.metrics import throughput
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.advantage import check_finite
 from grpo_rl.trainer.sampled.selection import resume_order
@@ -57,9 +58,7 @@ class RowSchedule:
 
     def step_metrics(self, batch: Batch, timer: Timer) -> Metrics:
         """Return what is measured of each step, whatever the model is."""
-        num_tokens = float(len(batch.token_ids_S))
-        throughput = {"perf/total_num_tokens": num_tokens, "perf/tokens_per_s": num_tokens / max(1e-9, timer.total())}
-        return {"trainer/epoch": float(self.sampler.epoch)} | throughput | timer.metrics()
+        return {"trainer/epoch": float(self.sampler.epoch)} | throughput(batch, timer) | timer.metrics()
 
     def ended(self) -> str | None:
         """Return None: there are always further rows."""

@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from grpo_rl.envs.runtime.episode_host import HostSetup
+from grpo_rl.envs.runtime.episode_host import CANCEL_S, HostSetup
 from grpo_rl.errors import ClusterError
 from grpo_rl.processes.child import START_S, Child, OutputLog, encode
 
 SEND_S = 5.0
 """Seconds after which a process that takes no messages counts as lost."""
-CANCEL_S = 1.0
-"""Seconds within which work that is cancelled ends, and a process notices that it is."""
 
 What = Literal["answered", "failed", "timeout", "lost"]
 Op = Literal["start", "reset", "step", "close"]
@@ -77,25 +75,23 @@ class EnvironmentProcess:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A piece of work of a process that has not ended."""
+    """A piece of work of a process that is waited for."""
 
     episode: str
     process: EnvironmentProcess
     began: float
     op: Op
     deadline: float
-    cancelled: bool = False
-    """Nobody waits for it any more, but its end."""
     heard: bool = False
-    """True once the process has noticed that it is cancelled."""
+    """True once the process has noticed that it has to close the episode."""
 
 
 class EnvironmentPool:
     """Environments of many episodes in a few processes. It is used from one thread, and nothing but `events` waits.
 
-    At an answer's deadline its work is cancelled. Work that does not end then, because it computes or blocks, retires its
-    process, which gets no further episodes and ends with its last one. A process that notices nothing any more is killed, as
-    one that dies: its other episodes are lost, and may be begun again.
+    An episode whose answer is late has to be ended, as any other: what works on it is cancelled. Work that does not end then,
+    because it computes or blocks, retires its process, which gets no further episodes and ends with its last one. A process
+    that notices nothing any more is killed, as one that dies: its other episodes are lost, and may be begun again.
     """
 
     def __init__(
@@ -119,7 +115,7 @@ class EnvironmentPool:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._serials = itertools.count()
         self._asked: dict[int, _Asked] = {}
-        """The work that has not ended, by serial number."""
+        """The work that is waited for, by serial number."""
         self._serial_of: dict[str, int] = {}
         """The work that each episode waits for, closing left out."""
         self._place: dict[str, EnvironmentProcess] = {}
@@ -159,7 +155,7 @@ class EnvironmentPool:
             return
         process.episodes.discard(episode)
         if episode in self._serial_of:
-            self._cancel(self._serial_of[episode])
+            del self._asked[self._serial_of.pop(episode)]
         self._ask(process, episode, "close", None)
         self._admit()
 
@@ -217,17 +213,10 @@ class EnvironmentPool:
             self._ask(process, episode, "reset", start)
 
     def _ask(self, process: EnvironmentProcess, episode: str, op: Op, values: Any) -> None:
-        serial = self._note(process, episode, op, self.step_timeout_s)
+        serial = self._note(process, episode, op, CANCEL_S if op == "close" else self.step_timeout_s)
         if op != "close":
             self._serial_of[episode] = serial
         process.send({"id": episode, "op": op, "serial": serial, "values": values})
-
-    def _cancel(self, serial: int) -> None:
-        """Stop waiting for an answer and end the work on it."""
-        asked = self._asked[serial]
-        asked.cancelled, asked.deadline = True, time.monotonic() + CANCEL_S
-        self._serial_of.pop(asked.episode, None)
-        asked.process.send({"id": asked.episode, "op": "cancel", "serial": serial})
 
     def _read(self, process: EnvironmentProcess, message: dict[str, Any]) -> list[Event]:
         if not process.is_ready and "failed" in message:
@@ -243,11 +232,14 @@ class EnvironmentPool:
         if asked is None:
             return []
         if "heard" in message:
-            asked.heard = True
+            asked.heard, asked.deadline = True, time.monotonic() + self.step_timeout_s
             return []
         del self._asked[message["serial"]]
-        if asked.cancelled or asked.op == "close":
+        if "stuck" in message:
+            self._retire(process)
+        elif asked.op == "close":
             self._end_empty()
+        if asked.op == "close":
             return []
         del self._serial_of[asked.episode]
         seconds = time.monotonic() - asked.began
@@ -264,30 +256,29 @@ class EnvironmentPool:
     # ---- deadlines and losses --------------------------------------------------------------------------------
 
     def _past_deadlines(self) -> list[Event]:
-        """Return the events of answers that are late, and end what does not react to being cancelled."""
+        """Return the events of answers that are late; a process that does not close an episode gets no other, or is killed."""
         found: list[Event] = []
         now = time.monotonic()
         for serial, late in [(serial, asked) for serial, asked in self._asked.items() if asked.deadline <= now]:
             if late.op == "start":
                 late.process.child.kill()
                 raise ClusterError(f"an environment process did not start within {START_S:g} s; {late.process.obituary()}")
-            if late.cancelled:
-                del self._asked[serial]
-                if not late.heard:
-                    late.process.child.kill()
-                elif late.process in self._processes:
-                    self._retire(late.process)
-                continue
-            self._cancel(serial)
+            del self._asked[serial]
             if late.op != "close":
+                del self._serial_of[late.episode]
                 cause = f"no answer within step_timeout_s={self.step_timeout_s:g}"
                 found.append(Event(late.episode, "timeout", cause=cause, seconds=now - late.began))
+            elif late.heard:
+                self._retire(late.process)
+            else:
+                late.process.child.kill()
         return found
 
     def _retire(self, process: EnvironmentProcess) -> None:
         """Give a process no further episodes, and start another in its place."""
-        self._processes[self._processes.index(process)] = self._start(process.number)
-        self._retired.append(process)
+        if process in self._processes:
+            self._processes[self._processes.index(process)] = self._start(process.number)
+            self._retired.append(process)
         self._end_empty()
 
     def _end_empty(self) -> None:

@@ -199,50 +199,61 @@ def _finite(value: Any) -> float:
 # ---- the process -----------------------------------------------------------------------------------------
 
 
+CANCEL_S = 1.0
+"""Seconds within which work that is cancelled ends, and a process notices that it is."""
+
+
 class Episodes:
     """The episodes of this process, by the names that the parent gives them: the host of each, and the loop that runs it."""
 
     def __init__(self, setup: HostSetup, parent: Parent) -> None:
         self._parent, self._setup = parent, setup
         self._hosts: dict[str, tuple[EpisodeHost, asyncio.AbstractEventLoop]] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        """The thread of the last work on each."""
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         """The work on each that has not ended."""
 
     def handle(self, message: dict[str, Any]) -> None:
         """Begin what a message asks for; the reply follows from another thread."""
-        if message["op"] == "cancel":
-            task = self._tasks.get(message["id"])
-            if task is not None:
-                with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-                    task.get_loop().call_soon_threadsafe(task.cancel)
+        name = message["id"]
+        if message["op"] == "close":
             self._send(message, heard=True)
-        else:
-            threading.Thread(target=self._answer, args=(message,), daemon=True).start()
+        before = self._threads.get(name)
+        self._threads[name] = threading.Thread(target=self._answer, args=(message, before), daemon=True)
+        self._threads[name].start()
 
-    def _answer(self, message: dict[str, Any]) -> None:
+    def _answer(self, message: dict[str, Any], before: threading.Thread | None) -> None:
+        name, op, values = message["id"], message["op"], message["values"]
+        answer: dict[str, Any] | None = None
         try:
-            answer = self._work(message["op"], message["id"], message["values"])
-        except asyncio.CancelledError:
-            self._send(message, failed="it was cancelled")
+            if op == "reset":
+                self._hosts[name] = EpisodeHost(self._setup), asyncio.new_event_loop()
+            elif op == "close" and before is not None and not self._cancelled(name, before):
+                self._send(message, stuck=True)
+                return
+            if name in self._hosts:
+                host, loop = self._hosts[name]
+                work = host.close() if op == "close" else host.reset(values) if op == "reset" else host.step(values)
+                answer = self._run(name, loop, work)
         except BaseException as error:  # a user's code may raise anything, and even exit
             self._send(message, failed=f"{type(error).__name__}: {error}{raised_in(error)}"[:LONGEST_CAUSE])
         else:
             self._send(message, answer=answer)
+        finally:
+            if op == "close":
+                self._threads.pop(name, None)
+                _, loop = self._hosts.pop(name, (None, None))
+                if loop is not None and not loop.is_running():
+                    loop.close()
 
-    def _work(self, op: str, name: str, values: Any) -> dict[str, Any] | None:
-        if op == "reset":
-            self._hosts[name] = EpisodeHost(self._setup), asyncio.new_event_loop()
-        if op != "close":
-            host, loop = self._hosts[name]
-            answer: dict[str, Any] = self._run(name, loop, host.reset(values) if op == "reset" else host.step(values))
-            return answer
-        if name in self._hosts:
-            host, loop = self._hosts.pop(name)
-            try:
-                self._run(name, loop, host.close())
-            finally:
-                loop.close()
-        return None
+    def _cancelled(self, name: str, thread: threading.Thread) -> bool:
+        """Cancel the work on an episode, and return whether its thread has ended."""
+        if (task := self._tasks.get(name)) is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has ended meanwhile
+                task.get_loop().call_soon_threadsafe(task.cancel)
+        thread.join(CANCEL_S)
+        return not thread.is_alive()
 
     def _run(self, name: str, loop: asyncio.AbstractEventLoop, work: Any) -> Any:
         """Run the work to its end in this thread."""
