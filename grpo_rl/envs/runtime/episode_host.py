@@ -243,9 +243,9 @@ class Episodes:
         finally:
             if op == "close":
                 self._threads.pop(name, None)
-                _, loop = self._hosts.pop(name, (None, None))
-                if loop is not None and not loop.is_running():
-                    loop.close()
+                closed = self._hosts.pop(name, None)
+                if closed is not None and not closed[1].is_running():
+                    closed[1].close()
 
     def _cancelled(self, name: str, thread: threading.Thread) -> bool:
         """Cancel the work on an episode, and return whether its thread has ended."""
