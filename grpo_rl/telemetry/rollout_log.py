@@ -8,6 +8,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,27 +70,29 @@ class RolloutLog:
         """
         if advantages is not None and len(advantages) != len(rollouts):
             raise ValueError(f"{len(rollouts)} rollouts but {len(advantages)} advantages")
-        path, kept = self._folders[kind] / f"step_{step}.jsonl", list(rollouts)
-
-        def job() -> None:
-            try:
-                write_rollouts(path, kept, advantages, self._token_groups)
-            except OSError as error:
-                path.with_suffix(".tmp").unlink(missing_ok=True)
-                if not self._is_failing:
-                    why = f"{path} cannot be written: {error.strerror or error}"
-                    self._warn(f"{why}; rollouts are left out of the log while that lasts, and training goes on")
-                self._is_failing = True
-            else:
-                self._is_failing = False
-                self._written(kind, step, path)
-
+        path = self._folders[kind] / f"step_{step}.jsonl"
+        job = partial(self._write, kind, step, path, list(rollouts), advantages)
         if self._thread is None:
             job()
         else:
             self._raise_failure()
             self._put(job)
         return path
+
+    def _write(
+        self, kind: Kind, step: int, path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None
+    ) -> None:
+        try:
+            write_rollouts(path, rollouts, advantages, self._token_groups)
+        except OSError as error:
+            path.with_suffix(".tmp").unlink(missing_ok=True)
+            if not self._is_failing:
+                why = f"{path} cannot be written: {error.strerror or error}"
+                self._warn(f"{why}; rollouts are left out of the log while that lasts, and training goes on")
+            self._is_failing = True
+        else:
+            self._is_failing = False
+            self._written(kind, step, path)
 
     def flush(self) -> None:
         """Wait until everything is written that the disk takes. Raises what else went wrong."""

@@ -26,7 +26,9 @@ LAST_S = 20.0
 """Seconds that the end of a run waits for its last page, which has begun beside the export and the pictures."""
 FAILED_S = 3.0
 """Seconds that the end of a run with an error waits for it: the process goes on without the run."""
-LOG = "page.log"
+LOG = "logs/page.log"
+IDLE = "idle"
+"""In place of a state: the page of a run that goes on, which is written in idle time."""
 
 
 class PageBeside:
@@ -50,9 +52,9 @@ class PageBeside:
             return
         if self._is_writing() or time.monotonic() - self._began < self._took / SHARE:
             return
-        self._start(["idle"])
+        self._start(self.run, IDLE, str(os.getpid()))
 
-    def last(self, state: str | None = None, *, outlives: bool = False) -> None:
+    def last(self, state: str = "", *, outlives: bool = False) -> None:
         """Begin the last page. It shows this state of the run, or that of status.json; with `outlives` it may outlive the run."""
         if self.run is None:
             return
@@ -61,7 +63,7 @@ class PageBeside:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
             self._process = None
-        self._start([*([f"state={state}"] if state else []), *(["outlives"] if outlives else [])])
+        self._start(self.run, state, "" if outlives else str(os.getpid()))
 
     def wait(self, seconds: float) -> None:
         """Wait for the page that is under way, for so long at most."""
@@ -70,12 +72,11 @@ class PageBeside:
                 self._process.wait(seconds)
             self._is_writing()
 
-    def _start(self, words: Sequence[str]) -> None:
-        assert self.run is not None
-        environment = {key: value for key, value in os.environ.items() if key != "GRPO_SESSION" or "outlives" not in words}
+    def _start(self, run: Path, state: str, parent: str) -> None:
+        environment = {key: value for key, value in os.environ.items() if parent or key != "GRPO_SESSION"}
         try:
-            with (self.run / "logs" / LOG).open("wb") as log:
-                self._process = start(__name__, [str(self.run), str(os.getpid()), *words], log, environment=environment)
+            with (run / LOG).open("wb") as log:
+                self._process = start(__name__, [str(run), state, parent], log, environment=environment)
         except OSError as error:
             self._failed(str(error.strerror or error))
         self._began = time.monotonic()
@@ -88,7 +89,7 @@ class PageBeside:
         if code is None:
             return True
         self._took = time.monotonic() - self._began
-        self._process, log = None, self.run / "logs" / LOG
+        self._process, log = None, self.run / LOG
         with contextlib.suppress(OSError):
             if code == 0:
                 log.unlink()
@@ -104,22 +105,21 @@ class PageBeside:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the page of the run that the first word names: `RUN PARENT [idle] [outlives] [state=STATE]`."""
-    run, parent, words = Path(arguments[0]), int(arguments[1]), arguments[2:]
+    """Write the page of a run: its folder, the state that it shows, and the process that it dies with, which may be empty."""
+    run, state, parent = arguments
     signal.alarm(LIMIT_S)
-    if "idle" in words:
+    if state == IDLE:
         os.nice(19)
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    if "outlives" not in words:
-        die_with(parent)
+    if parent:
+        die_with(int(parent))
     # Only now: what is imported is most of the work.
     from grpo_rl.errors import GrpoRlError
     from grpo_rl.telemetry.page.page_file import write_page
 
-    state = next((word.removeprefix("state=") for word in words if word.startswith("state=")), None)
     try:
-        write_page([run], state=state, keep=True)
+        write_page([Path(run)], state=None if state in ("", IDLE) else state, keep=True)
     except GrpoRlError as error:
         print(error, file=sys.stderr)
         return error.exit_code

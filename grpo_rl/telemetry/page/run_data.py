@@ -72,7 +72,7 @@ def run_data(
         "timeline": timeline(run / "timeline.jsonl"),
         "configuration": configuration(run, record.config),
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
-        "written": _written(run, diagnosis.num_steps if state == "done" else None),
+        "written": [[name, path.relative_to(run).as_posix()] for name, path in RunDir(run).written() if name != "page"],
     }
     return dict(jsonable(data)) | {"chunks": {"index": None if inlined is None else index, "inlined": inlined or {}}}
 
@@ -97,18 +97,6 @@ def results(
 
 def _point(point: Point) -> dict[str, Any]:
     return {"step": int(point[0]), "value": rounded(point[1])}
-
-
-def _written(run: Path, ends_after: int | None) -> list[list[str]]:
-    """Return name and path of what lies in the run's folder for people. A run that ends, after so many steps, writes some of it now."""
-    run_dir, found = RunDir(run), dict[str, Path]()
-    with suppress(OSError):
-        found = dict(run_dir.written())
-    if ends_after is not None:
-        found["report"] = run_dir.report_file
-    if ends_after:
-        found["curves"] = run_dir.plots / "curves.png"
-    return [[name, path.relative_to(run).as_posix()] for name, path in found.items() if name != "page"]
 
 
 def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from run_folders import make_run
@@ -15,8 +14,8 @@ from grpo_rl.telemetry.page import beside_run
 class PageBeside(beside_run.PageBeside):
     """Its processes have the priority of others: one of idle time may have no turn on a busy machine before a test gives up."""
 
-    def _start(self, words: Sequence[str]) -> None:
-        super()._start([word for word in words if word != "idle"])
+    def _start(self, run: Path, state: str, parent: str) -> None:
+        super()._start(run, state.removeprefix(beside_run.IDLE), parent)
 
 
 def test_a_page_is_written_when_it_is_due_and_not_while_one_is_under_way(tmp_path: Path) -> None:
