@@ -26,77 +26,90 @@ from grpo_rl.telemetry.rundir import RunDir, run_config
 from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.telemetry.terminal.text import safe_text
 
+_BASE = "actor_rollout_ref.model.path"
 _LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resume_from_path")
 """Keys that are about one machine's folders and say nothing about the model."""
+
+
+ADAPTER = "lora_adapter"
+"""The folder of the adapter in the exported model of a run with LoRA."""
+CARD, CONFIG, CURVE, METRICS = "README.md", "run_config.yaml", "curves.png", "metrics.jsonl"
+_TEXT = """\
+---
+{metadata}---
+
+# {name}
+
+Trained with reinforcement learning by grpo_rl {version}, from `{base}`: {at}. Objective: `{estimator}` advantages, `{loss}` policy loss.
+
+## Result
+
+{result}
+{curve}
+## Configuration
+
+Keys that differ from the defaults; all of them are in `run_config.yaml`.
+
+```yaml
+{changed}```
+
+Paths in it are those of the machine that trained. The same again:
+
+```bash
+python -m grpo_rl.main recipe=run_config.yaml trainer.experiment_name=again
+```
+"""
 
 
 def model_card(run_dir: RunDir, config: Mapping[str, Any], step: int | None, *, has_curve: bool) -> str:
     """Return the card as Markdown with the hub's metadata at its head. `step` is that of the checkpoint, None for the end."""
     config = flat(config)
     records = [record for record in read_metrics(run_dir.metrics_file) if step is None or record["step"] <= step]
-    base, steps = config.get("actor_rollout_ref.model.path"), int(records[-1]["step"]) if records else 0
-    trained = f"Trained with reinforcement learning by grpo_rl {grpo_rl.__version__}"
-    at = f"the checkpoint of step {step}" if step is not None else f"the policy after {steps} steps"
-    lines = [
-        *_metadata(str(base), config),
-        f"# {safe_text(run_dir.name, limit=100)}",
-        "",
-        f"{trained}, from `{_code(base)}`: {at}. Objective: `{_code(config.get('algorithm.adv_estimator'))}` advantages, "
-        f"`{_code(config.get('actor_rollout_ref.actor.policy_loss.loss_mode'))}` policy loss.",
-    ]
-    lines += ["", "## Result", "", *_result(records)]
-    lines += ["", "![curves](curves.png)"] if has_curve else []
-    lines += ["", "## Configuration", "", "Keys that differ from the defaults; all of them are in `run_config.yaml`.", ""]
-    lines += ["```yaml", _changed(config) + "```"]
-    lines += ["", "Paths in it are those of the machine that trained. The same again:", "", "```bash"]
-    lines += ["python -m grpo_rl.main recipe=run_config.yaml trainer.experiment_name=again", "```"]
-    return "\n".join(lines) + "\n"
+    done = int(records[-1]["step"]) if records else 0
+    own = {key: value for key, (value, _) in changed(config).items() if key in leaves() and key not in _LOCAL}
+    return _TEXT.format(
+        metadata=_metadata(config),
+        name=safe_text(run_dir.name, limit=100),
+        version=grpo_rl.__version__,
+        base=_code(config.get(_BASE)),
+        at=f"the checkpoint of step {step}" if step is not None else f"the policy after {done} steps",
+        estimator=_code(config.get("algorithm.adv_estimator")),
+        loss=_code(config.get("actor_rollout_ref.actor.policy_loss.loss_mode")),
+        result=_result(records),
+        curve="\n![curves](curves.png)\n" if has_curve else "",
+        changed=yaml.safe_dump(own, sort_keys=False, allow_unicode=True).replace("```", ""),
+    )
 
 
-def _metadata(base: str, config: Mapping[str, Any]) -> list[str]:
+def _metadata(config: Mapping[str, Any]) -> str:
     """Return the block at the head of the card, which the hub reads."""
     found: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["grpo_rl", "reinforcement-learning"],
     }
-    estimator = config.get("algorithm.adv_estimator")
+    estimator, base, files = (config.get(key) for key in ("algorithm.adv_estimator", _BASE, "data.train_files"))
     if isinstance(estimator, str) and ":" not in estimator:
         found["tags"].append(estimator)
-    if base.count("/") == 1 and not base.startswith(("/", ".", "~")):
-        found["base_model"] = base
-    files = config.get("data.train_files")
-    files = [str(file) for file in files] if isinstance(files, list) else []
-    names = [file.removeprefix("hf:").partition("?")[0] for file in files if file.startswith("hf:")]
-    if names:
-        found["datasets"] = names
-    return ["---", *yaml.safe_dump(found, sort_keys=False).splitlines(), "---", ""]
+    if str(base).count("/") == 1 and not str(base).startswith(("/", ".", "~")):
+        found["base_model"] = str(base)
+    hub = [str(file) for file in (files if isinstance(files, list) else ()) if str(file).startswith("hf:")]
+    if hub:
+        found["datasets"] = [file.removeprefix("hf:").partition("?")[0] for file in hub]
+    return yaml.safe_dump(found, sort_keys=False)
 
 
-def _result(records: Sequence[Mapping[str, float]]) -> list[str]:
+def _result(records: Sequence[Mapping[str, float]]) -> str:
     """Return a table of validation and reward before and after."""
     rows = []
     for name, (first, before), (last, after) in results(records):
         shown = safe_text(name, limit=80).replace("|", "\\|")
         rows.append(f"| {shown} | {before:.4g} (step {first:.0f}) | {after:.4g} (step {last:.0f}) |")
-    if not rows:
-        return ["No step was measured."]
-    return ["| | first | last |", "|---|---|---|", *rows]
-
-
-def _changed(config: Mapping[str, Any]) -> str:
-    """Return the keys that differ from the schema's defaults as YAML, without those about one machine's folders."""
-    own = {key: value for key, (value, _) in changed(config).items() if key in leaves() and key not in _LOCAL}
-    return yaml.safe_dump(own, sort_keys=False, allow_unicode=True).replace("```", "")
+    return "\n".join(["| | first | last |", "|---|---|---|", *rows]) if rows else "No step was measured."
 
 
 def _code(value: Any) -> str:
     return safe_text(str(value), limit=300).replace("`", "'")
-
-
-ADAPTER = "lora_adapter"
-"""The folder of the adapter in the exported model of a run with LoRA."""
-CARD, CONFIG, CURVE, METRICS = "README.md", "run_config.yaml", "curves.png", "metrics.jsonl"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -105,47 +118,39 @@ def main(argv: Sequence[str]) -> int:
     target = find_target(options.target, trusted=options.trust_run)
     if target.run is None:
         raise ConfigError(f"{options.target} belongs to no run: there is nothing to export")
+    run_dir = RunDir(target.run)
     with closing(Console()) as console:
-        folder = Path(options.output).expanduser() if options.output else _default(target, options.adapter)
-        _fill(target, folder, console, adapter=options.adapter, trusted=options.trust_run)
+        folder = Path(options.output).expanduser() if options.output else _default(target, run_dir, options.adapter)
+        model, marks = Path(model_folder(target, console, trusted=options.trust_run)), "config.json"
+        if options.adapter:
+            model, marks = model / ADAPTER, "adapter_config.json"
+            if not (model / marks).is_file():
+                raise ConfigError(f"{target.label}: has no adapter: it was trained without actor_rollout_ref.model.lora_rank")
+        with writing(str(folder)):
+            if folder.resolve() != model.resolve():
+                if folder.exists() and any(folder.iterdir()) and not (folder / marks).is_file():
+                    raise ConfigError(f"--output {folder}: is there and holds no model; give a new folder")
+                folder.mkdir(parents=True, exist_ok=True)
+                with console.progress("copying the model"):
+                    shutil.copytree(model, folder, dirs_exist_ok=True)
+            files = {CONFIG: run_dir.config_file, METRICS: run_dir.metrics_file, CURVE: run_dir.plots / CURVE}
+            names = [name for name, file in files.items() if file.is_file()]
+            for name in names:
+                shutil.copyfile(files[name], folder / name)
+            card = model_card(run_dir, run_config(target.run), target.step, has_curve=CURVE in names)
+            (folder / CARD).write_text(redact(card), encoding="utf-8")
         what = "adapter" if options.adapter else "model, tokenizer"
-        names = [name for name in (CARD, CONFIG, METRICS, CURVE) if (folder / name).is_file()]
-        console.info(f"written: {folder} ({what}, {', '.join(names)})")
+        console.info(f"written: {folder} ({what}, {', '.join([CARD, *names])})")
         console.info(f"to the hub: hf upload OWNER/NAME {shlex.quote(str(folder))}")
     return 0
 
 
-def _fill(target: Target, folder: Path, console: Console, *, adapter: bool, trusted: bool) -> None:
-    assert target.run is not None
-    model, marks = Path(model_folder(target, console, trusted=trusted)), "config.json"
-    if adapter:
-        model, marks = model / ADAPTER, "adapter_config.json"
-        if not (model / marks).is_file():
-            raise ConfigError(f"{target.label}: has no adapter: it was trained without actor_rollout_ref.model.lora_rank")
-    run_dir = RunDir(target.run)
-    with writing(str(folder)):
-        if folder.resolve() != model.resolve():
-            if folder.exists() and any(folder.iterdir()) and not (folder / marks).is_file():
-                raise ConfigError(f"--output {folder}: is there and holds no model; give a new folder")
-            folder.mkdir(parents=True, exist_ok=True)
-            with console.progress("copying the model"):
-                shutil.copytree(model, folder, dirs_exist_ok=True)
-        shutil.copyfile(run_dir.config_file, folder / CONFIG)
-        if run_dir.metrics_file.is_file():
-            shutil.copyfile(run_dir.metrics_file, folder / METRICS)
-        if (run_dir.plots / CURVE).is_file():
-            shutil.copyfile(run_dir.plots / CURVE, folder / CURVE)
-        card = model_card(run_dir, run_config(target.run), target.step, has_curve=(folder / CURVE).is_file())
-        (folder / CARD).write_text(redact(card), encoding="utf-8")
-
-
-def _default(target: Target, adapter: bool) -> Path:
-    assert target.run is not None
+def _default(target: Target, run_dir: RunDir, adapter: bool) -> Path:
     ending = "_adapter" if adapter else ""
     if target.step is not None:
         return target.export_folder.with_name(target.export_folder.name + ending)
-    if Path(target.model) == RunDir(target.run).model:
-        return RunDir(target.run).path / "exports" / f"final{ending}"
+    if Path(target.model) == run_dir.model:
+        return run_dir.path / "exports" / f"final{ending}"
     raise DataError(f"{target.label}: is the model that the run began with; export it with --output FOLDER if that is meant")
 
 
