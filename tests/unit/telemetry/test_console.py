@@ -1,14 +1,11 @@
 import io
-import os
-import pty
 import re
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
+from terminal import Terminal
 
 from grpo_rl.telemetry.terminal.console import Console
 
@@ -77,36 +74,13 @@ console.info("end")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_on_a_terminal_nested_bars_are_live_and_leave_one_line(encoding: str) -> None:
-    main, worker = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": encoding, "COLUMNS": "120"}
-    environment.pop("NO_COLOR", None)
-    process = subprocess.Popen([sys.executable, "-c", TERMINAL_PROGRAM], stdout=worker, stderr=worker, env=environment)
-    chunks: list[bytes] = []
-    reader = threading.Thread(target=_read_all, args=(main, chunks))
-    reader.start()
-    exit_code = process.wait(timeout=60)
-    os.close(worker)
-    reader.join(timeout=10)
-    screen = b"".join(chunks).decode()
-    assert exit_code == 0, screen
-    assert "inner" in screen and "[===============---------------] 1 of 2" in screen  # the live bars
-    assert "[red]n\\x1b[5m" in screen and "\x1b[5m" not in screen
-    lines = [line.rsplit("\x1b[2K")[-1].strip() for line in screen.splitlines()]
-    assert "between" in lines and lines[-1] == "end"
-    assert lines[-2].startswith("outer ([red]n\\x1b[5m): ")
-
-
-def _read_all(fd: int, chunks: list[bytes]) -> None:
-    while True:
-        try:
-            chunk = os.read(fd, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
-    os.close(fd)
+def test_on_a_terminal_nested_bars_are_live_and_leave_one_line(tmp_path: Path, encoding: str) -> None:
+    with Terminal([sys.executable, "-c", TERMINAL_PROGRAM], tmp_path, {"PYTHONIOENCODING": encoding}) as terminal:
+        assert terminal.wait(60) == 0, terminal.screen().text()
+        shown, lines = terminal.raw.decode(), terminal.screen().text().splitlines()
+    assert "inner" in shown and "[===============---------------] 1 of 2" in shown  # the live bars
+    assert "[red]n\\x1b[5m" in shown and "\x1b[5m" not in shown
+    assert lines[0] == "between" and lines[1].startswith("outer ([red]n\\x1b[5m): ") and lines[2:] == ["end"]
 
 
 def test_on_a_pipe_long_work_says_where_it_is_now_and_then() -> None:
