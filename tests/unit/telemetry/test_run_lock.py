@@ -37,7 +37,9 @@ def owner(tmp_path: Path):
     process.stdout.close()
 
 
-def test_the_second_one_learns_whose_the_name_is_and_changes_nothing(owner: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_the_second_one_learns_whose_the_name_is_until_the_first_one_is_killed(
+    owner: subprocess.Popen[str], tmp_path: Path
+) -> None:
     before = (tmp_path / "shared" / LOCK_FILE).read_bytes()
     expected = rf"experiment_name=shared: another process \(pid {owner.pid} on {socket.gethostname()}, since 20.*\)"
     for _ in range(2):
@@ -47,9 +49,6 @@ def test_the_second_one_learns_whose_the_name_is_and_changes_nothing(owner: subp
             RunDir.create(tmp_path, "shared")
     assert (tmp_path / "shared" / LOCK_FILE).read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shared"]
-
-
-def test_a_killed_owner_leaves_the_name_free(owner: subprocess.Popen[str], tmp_path: Path) -> None:
     owner.send_signal(signal.SIGKILL)
     owner.wait(10)
     refuse_taken(tmp_path, "shared")
