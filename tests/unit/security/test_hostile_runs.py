@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -14,23 +13,20 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from run_folders import make_run
 
 import grpo_rl
 from grpo_rl import main as command
 from grpo_rl import run_files
 from grpo_rl.__main__ import main
 from grpo_rl.cluster import run_session
-from grpo_rl.config.compose import compose
 from grpo_rl.errors import DataError, GrpoRlError
 from grpo_rl.telemetry import report
-from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.rollout_log import read_rollouts, write_rollouts
-from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.telemetry.status import Status
-from grpo_rl.types import Prompt, Rollout
 
 FILES = ("config.yaml", "overrides.txt", "plan.txt", "status.json", "metrics.jsonl", "timeline.jsonl")
-LOGS = ("rollouts/step_3.jsonl", "val/step_3.jsonl")
+LOGS = ("rollouts/step_4.jsonl", "val/step_4.jsonl")
 QUICK = (
     ["doctor", "{run}", "--json"],
     ["page", "{run}"],
@@ -38,35 +34,11 @@ QUICK = (
 )
 SLOW = (
     ["export", "{run}@start", "--output", "{out}"],
-    ["export", "{run}@3", "--output", "{out}"],
+    ["export", "{run}@4", "--output", "{out}"],
     ["eval", "{run}@last", "--output", "{out}"],
 )
 """Commands that read what the quick ones read, and load more: they are tried with a file of each kind."""
 LONGEST_S = 60
-
-
-def make_run(base: Path, name: str) -> Path:
-    run_dir = RunDir.create(base, name)
-    composed = compose([f"trainer.default_local_dir={base}", f"trainer.experiment_name={name}"])
-    run_dir.write_config(composed.yaml(), composed.overrides)
-    run_dir.plan_file.write_text("plan: recipe arithmetic/grpo\n  model        builtin:arithmetic\n")
-    metrics = MetricsFile(run_dir.metrics_file)
-    for step in range(4):
-        metrics.log(step, {"reward/mean": 0.1 * step, "val/arithmetic/mean@1": 0.1 * step, "timing_s/step": 1.0})
-        rollouts = []
-        for row, sample in itertools.product(range(3), range(2)):
-            prompt = Prompt(f"val-{row}", [1], f"{row}+1=", "arithmetic", ground_truth=str(row + 1))
-            right = float(row == sample)
-            rollouts.append(Rollout(prompt, sample, [3, 4], [-0.1, -0.2], "stop", ((1, 2),), str(row), right, {"acc": right}))
-        for folder in (run_dir.rollouts, run_dir.val):
-            write_rollouts(folder / f"step_{step}.jsonl", rollouts, [0.5] * 6, token_groups=1)
-    metrics.close()
-    run_dir.timeline_file.write_text('{"step": 1, "role": "rollout", "what": "gen", "start": 0.0, "end": 1.0}\n')
-    status = Status(run_dir.status_file)
-    status.update(step=3, total=3)
-    status.end()
-    run_dir.release()
-    return run_dir.path
 
 
 def instead(file: str, put: Callable[[Path], Any]) -> Callable[[Path], Any]:
@@ -139,8 +111,8 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("runs")
-    make_run(base, "sent")
-    make_run(base, "other")
+    for name in ("sent", "other"):
+        make_run(base, name, num_steps=4, rows=3, size=2)
     return base
 
 
@@ -189,7 +161,7 @@ GOING_ON: dict[str, Callable[[Path], Any]] = {
     **{f"{file} is a FIFO": lambda run, file=file: os.mkfifo(run / file) for file in (SESSION, ".lock", "page.html")},
     **{f"{file} is deep": lambda run, file=file: (run / file).write_text(DEEP) for file in (SESSION, ".lock")},
     "plan.txt is a link": instead("plan.txt", lambda path: path.symlink_to(path.parents[1] / "mine")),
-    "a rollout is a link": instead("rollouts/step_3.jsonl", lambda path: path.symlink_to(path.parents[2] / "mine")),
+    "a rollout is a link": instead("rollouts/step_4.jsonl", lambda path: path.symlink_to(path.parents[2] / "mine")),
     "the logs are a link to another's file": lambda run: (run / "logs" / "console.log").symlink_to(run.parent / "mine"),
 }
 
@@ -224,6 +196,6 @@ def test_a_training_that_goes_on_in_a_hostile_folder_begins_or_is_refused(
 
 def test_a_wrong_row_is_named_with_what_is_expected(runs: Path, tmp_path: Path) -> None:
     run = shutil.copytree(runs / "sent", tmp_path / "sent")
-    changed("rollouts/step_3.jsonl", reward_parts=[1])(run)
-    with pytest.raises(DataError, match=r"step_3.jsonl, line 6: reward_parts is '\[1\]', expected an object"):
-        read_rollouts(run / "rollouts/step_3.jsonl")
+    changed("rollouts/step_4.jsonl", reward_parts=[1])(run)
+    with pytest.raises(DataError, match=r"step_4.jsonl, line 6: reward_parts is '\[1\]', expected an object"):
+        read_rollouts(run / "rollouts/step_4.jsonl")
