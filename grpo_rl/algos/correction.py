@@ -29,6 +29,10 @@ MAX_LOG_WEIGHT = 20.0
 """Logs of weights and ratios are cut to +-20 before exp, as in verl."""
 
 
+_BOUNDED_BY = {"token": "token_k1", "sequence": "seq_sum_k1"}
+"""The rejection of the same ratio that a weight is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rejection:
     """A bound; what lies outside is not trained: a token for `token_*`, the whole response for `seq_*`.
@@ -76,7 +80,6 @@ class RolloutCorrection:
 
     def __post_init__(self) -> None:
         problems = [problem for rejection in self.rollout_rs for problem in rejection.problems()]
-        problems += self._weight_problems() or ([] if self.bypass_mode else self._bound_problems())
         modes = [rejection.mode for rejection in self.rollout_rs]
         problems += [f"rollout_rs={mode}: given twice" for mode in sorted(set(modes)) if modes.count(mode) > 1]
         if self.bypass_mode and self.rollout_is_batch_normalize:
@@ -84,6 +87,17 @@ class RolloutCorrection:
                 "rollout_is_batch_normalize=true: with bypass_mode=true weights are made in each micro-batch of the update, and their "
                 "mean would depend on how the batch is cut; set it to false, or bypass_mode=false"
             )
+        if self.rollout_is is not None and not self.bypass_mode:
+            mode, limit = _BOUNDED_BY[self.rollout_is], self.rollout_is_threshold
+            upper = next((r.upper for r in self.rollout_rs if r.mode == mode), None)
+            if limit is None and upper is None:
+                problems.append(
+                    f"rollout_is={self.rollout_is}: nothing bounds the weights; rollout_is_threshold, or an upper bound for {mode}"
+                )
+            elif limit is not None and upper is not None and upper <= limit:
+                problems.append(
+                    f"rollout_is_threshold={limit}: has no effect, because {mode} rejects weights above {upper}; leave it out"
+                )
         if problems:
             raise ConfigError(problems)
 
@@ -102,13 +116,13 @@ class RolloutCorrection:
         if problems:
             raise ConfigError(problems)
         given = iter(lowers)
-        rejections = []
-        for mode, upper in zip(modes, uppers, strict=True):
-            lower = None if not mode.endswith("k1") else next(given) if lowers else 1.0 / upper
-            rejections.append(Rejection(mode, lower, upper))
+        rejections = [
+            Rejection(mode, None if mode not in ratios else next(given) if lowers else 1.0 / upper, upper)
+            for mode, upper in zip(modes, uppers, strict=True)
+        ]
         threshold = config.rollout_is_threshold
         if config.rollout_is is not None and threshold is None:
-            threshold = None if {"token": "token_k1", "sequence": "seq_sum_k1"}[config.rollout_is] in modes else 2.0
+            threshold = None if _BOUNDED_BY[config.rollout_is] in modes else 2.0
         return cls(config.rollout_is, threshold, config.rollout_is_batch_normalize, tuple(rejections), bool(config.bypass_mode))
 
     @property
@@ -121,31 +135,6 @@ class RolloutCorrection:
         if not self.rollout_rs and (has_ratio or not self.rollout_is):
             return None
         return dataclasses.replace(self, rollout_is=None, rollout_is_threshold=None) if has_ratio else self
-
-    def _weight_problems(self) -> list[str]:
-        if self.rollout_is is not None:
-            return []
-        problems = []
-        if self.rollout_is_threshold is not None:
-            problems.append(f"rollout_is_threshold={self.rollout_is_threshold}: has no effect without rollout_is")
-        if self.rollout_is_batch_normalize:
-            problems.append("rollout_is_batch_normalize=true: has no effect without rollout_is")
-        return problems
-
-    def _bound_problems(self) -> list[str]:
-        if self.rollout_is is None:
-            return []
-        mode = "token_k1" if self.rollout_is == "token" else "seq_sum_k1"
-        uppers = [r.upper for r in self.rollout_rs if r.mode == mode and r.upper is not None]
-        if self.rollout_is_threshold is None and not uppers:
-            return [
-                f"rollout_is={self.rollout_is}: nothing bounds the weights; rollout_is_threshold, or an upper bound for {mode}"
-            ]
-        if self.rollout_is_threshold is not None and uppers and min(uppers) <= self.rollout_is_threshold:
-            return [
-                f"rollout_is_threshold={self.rollout_is_threshold}: has no effect, because {mode} rejects weights above {min(uppers)}"
-            ]
-        return []
 
 
 @dataclass(frozen=True, slots=True)

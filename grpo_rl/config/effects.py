@@ -87,6 +87,7 @@ critic.optim: lr_warmup_steps_ratio      | critic.optim.lr_warmup_steps=-1
 algorithm: kl_penalty kl_penalty_options kl_ctrl.type | algorithm.use_kl_in_reward=true
 algorithm: kl_ctrl.horizon kl_ctrl.target_kl | algorithm.kl_ctrl.type=adaptive
 algorithm: replay.max_success replay.share | algorithm.replay.max_age above 0
+algorithm.rollout_correction: rollout_is_threshold rollout_is_batch_normalize | algorithm.rollout_correction.rollout_is
 algorithm: rejection.*                   | data.responses=initial_policy
 algorithm: filter_groups.*               | algorithm.filter_groups.enable=true
 algorithm: filter_groups.max_num_gen_batches | algorithm.filter_groups.refill=true

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,21 +68,29 @@ class RewardFunction:
         Raises ConfigError, with all problems at once, for unknown names, files that cannot be imported,
         options that a function does not take, and contradictions.
         """
-        problems: list[str] = []
-        components: list[Component] = []
-        try:
-            specs = _specs(config)
-        except ConfigError as error:
-            raise ConfigError([f"reward: {problem}" for problem in error.problems]) from error
-        for spec in specs:
+        problems, parsed, components = list[str](), list[tuple[float, str]](), list[Component]()
+        for spec in _specs(config):
             try:
-                components.append(_component(spec, specs, config))
+                parsed.append(_parse(spec))
+            except ConfigError as error:
+                problems += [f"reward.{key}: {problem}" for problem in error.problems]
+        names = [name for _, name in parsed]
+        all_names = [*names, *(spec.rpartition("*")[2].strip() for spec in config.audit)]
+        all_parts = [_part_name(name, all_names) for name in all_names]
+        problems += [
+            f"reward.{setting}: {name!r} is not in the reward's sum; it has {', '.join(all_parts)}"
+            for setting, given in (("batched", config.batched), ("function_kwargs", config.function_kwargs))
+            for name in given
+            if name not in (*all_names, *all_parts) and not problems
+        ]
+        for factor, name in parsed:
+            try:
+                components.append(_component(name, factor, names, config))
             except ConfigError as error:
                 problems += [f"reward.{key}: {problem}" for problem in error.problems]
         problems += [text for component in components for text in code_problems(component.function, config.timeout_s)]
-        names = [component.name for component in components]
-        problems += [f"reward.{key}: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
-        problems += _unknown_names(config, specs)
+        counts = Counter(component.name for component in components)
+        problems += [f"reward.{key}: {name!r} is there twice" for name in sorted(counts) if counts[name] > 1]
         if problems:
             raise ConfigError(problems)
         return cls(components, decode)
@@ -114,7 +123,8 @@ class RewardFunction:
         steps are read, for none and for bad ones.
         """
         found: dict[str, RewardResult] = {}
-        for component, outcome in zip(self._as_called(), outcomes, strict=False):
+        as_called = sorted(self.components, key=lambda component: component.batched)
+        for component, outcome in zip(as_called, outcomes, strict=False):
             if isinstance(outcome, RewardFailure):
                 raise outcome.at(place(component.name, rollout))
             found[component.name] = outcome
@@ -136,9 +146,6 @@ class RewardFunction:
         if not math.isfinite(reward):
             raise RewardFailure(INVALID, f"{place(' + '.join(parts), rollout)}: the sum is {reward}, not a finite number")
         return AssembledReward(reward, parts, None if self.decode is None else self._only_steps(steps, rollout))
-
-    def _as_called(self) -> list[Component]:
-        return sorted(self.components, key=lambda component: component.batched)
 
     def _only_steps(self, steps: dict[str, tuple[Step, ...]], rollout: Rollout) -> tuple[Step, ...]:
         """The steps of the one component that gave some. Raises RewardFailure when none did, or several."""
@@ -189,22 +196,17 @@ def _specs(config: RewardConfig) -> list[str]:
     custom = config.custom_reward_function
     if custom.path is None:
         return config.functions
+    spec = f"{custom.path}:{custom.name}"
     if config.functions != RewardConfig().functions:
         raise ConfigError(
-            f"reward.custom_reward_function.path={custom.path}: would replace reward.functions; "
-            f"add {_custom_spec(custom)} to reward.functions instead"
+            f"reward.custom_reward_function.path={custom.path}: would replace reward.functions; add {spec} to reward.functions instead"
         )
-    return [_custom_spec(custom)]
+    return [spec]
 
 
-def _custom_spec(custom: CustomRewardConfig) -> str:
-    return f"{custom.path}:{custom.name}"
-
-
-def _component(spec: str, specs: list[str], config: RewardConfig) -> Component:
-    factor, name = _parse(spec)
+def _component(name: str, factor: float, names: list[str], config: RewardConfig) -> Component:
     function = REWARDS.get(name)
-    part = _part_name(name, [_parse(other)[1] for other in specs])
+    part = _part_name(name, names)
     batched = bool({name, part} & set(config.batched))
     options = config.function_kwargs.get(part, config.function_kwargs.get(name, {}))
     if not isinstance(options, dict):
@@ -232,21 +234,6 @@ def _check_signature(name: str, function: Any, given: Sequence[str], options: di
         raise ConfigError(f"{name!r} is called with {', '.join(given)} ({hint}), and does not take that: {error}") from error
     except ValueError:
         pass  # written in C, without a signature
-
-
-def _unknown_names(config: RewardConfig, specs: list[str]) -> list[str]:
-    """Return the names of functions that are not in the sum, in the keys that name single ones."""
-    try:
-        names = [_parse(spec)[1] for spec in (*specs, *config.audit)]
-    except ConfigError:
-        return []  # reported by itself
-    known = {*names, *(_part_name(name, names) for name in names)}
-    return [
-        f"reward.{key}: {name!r} is not in the reward's sum; it has {', '.join(_part_name(other, names) for other in names)}"
-        for key, given in (("batched", config.batched), ("function_kwargs", config.function_kwargs))
-        for name in given
-        if name not in known
-    ]
 
 
 def _parse(spec: str) -> tuple[float, str]:

@@ -91,17 +91,26 @@ Outcome = RewardResult | RewardFailure
 
 
 def read_result(value: Any) -> RewardResult:
-    """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, where there is none."""
-    if not isinstance(value, Mapping):
-        return RewardResult(_number(value, "score"))
-    if "score" not in value:
-        raise RewardFailure(INVALID, f"the dict has no 'score', it has {', '.join(map(str, value)) or 'nothing'}")
-    numbers = {
-        str(key): _number(number, str(key))
-        for key, number in value.items()
-        if key not in ("score", "steps") and isinstance(number, Real)  # text is for the user's own logs
-    }
-    return RewardResult(_number(value["score"], "score"), numbers, value.get("steps"))
+    """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, where there is none.
+
+    Even the reading may fail: a dict or a number may be of the user's own class.
+    """
+    try:
+        if not isinstance(value, Mapping):
+            return RewardResult(_number(value, "score"))
+        if "score" not in value:
+            raise RewardFailure(INVALID, f"the dict has no 'score', it has {', '.join(map(str, value)) or 'nothing'}")
+        numbers = {
+            str(key): _number(number, str(key))
+            for key, number in value.items()
+            if key not in ("score", "steps") and isinstance(number, Real)  # text is for the user's own logs
+        }
+        return RewardResult(_number(value["score"], "score"), numbers, value.get("steps"))
+    except RewardFailure:
+        raise
+    except (Exception, SystemExit) as error:
+        cause = f"a {type(value).__name__} that cannot be read: {type(error).__name__}: {error}"
+        raise RewardFailure(INVALID, cause) from error
 
 
 def _number(value: Any, key: str) -> float:
@@ -155,7 +164,7 @@ class Component:
 
 def call(component: Component, sample: Sample) -> RewardResult:
     """The result of a function of single responses for one. Raises RewardFailure for whatever the function does but return a reward."""
-    return _read(_returned(component, dict(zip(ARGUMENTS, sample, strict=True))))
+    return read_result(_returned(component, dict(zip(ARGUMENTS, sample, strict=True))))
 
 
 def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]:
@@ -173,7 +182,7 @@ def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]
     results: list[Outcome] = []
     for value in returned:
         try:
-            results.append(_read(value))
+            results.append(read_result(value))
         except RewardFailure as failure:
             results.append(failure)
     return results
@@ -198,15 +207,3 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 async def _awaited(value: Awaitable[Any]) -> Any:
     return await value
-
-
-def _read(value: Any) -> RewardResult:
-    """Read a value as `read_result` does. Even that may fail: a dict or a number may be of the user's own class."""
-    try:
-        return read_result(value)
-    except RewardFailure:
-        raise
-    except (Exception, SystemExit) as error:
-        raise RewardFailure(
-            INVALID, f"a {type(value).__name__} that cannot be read: {type(error).__name__}: {error}"
-        ) from error

@@ -214,8 +214,6 @@ REFUSED: list[tuple[list[str], str]] = [
         "clip_ratio_c=10: has no effect with actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
     ),
     # correction of rollouts
-    ([f"{C}.rollout_is_threshold=3"], f"{C}.rollout_is_threshold=3.0: has no effect without rollout_is"),
-    ([f"{C}.rollout_is_batch_normalize=true"], "has no effect without rollout_is"),
     ([f"{C}.rollout_rs=[token_k1]"], f"{C}.rollout_rs_threshold has 0 entries; one for each of the 1"),
     ([f"{C}.rollout_rs_threshold=[2.0]"], "rollout_rs_threshold has 1 entries"),
     (

@@ -74,12 +74,7 @@ def lots(lengths_N: Tensor) -> Iterator[Lot]:
 
 
 def suffix_sums(x_RL: Tensor, decay: float) -> Tensor:
-    """y_t = x_t + decay y_(t+1) along each row: within blocks by a matrix product, over the blocks' heads by itself.
-
-    Raises ValueError for a decay outside [0, 1].
-    """
-    if not 0.0 <= decay <= 1.0:
-        raise ValueError(f"a discount lies between 0 and 1, not {decay}")
+    """y_t = x_t + decay y_(t+1) along each row: within blocks by a matrix product, over the blocks' heads by itself."""
     num_rows, length = x_RL.shape
     base = torch.tensor(decay, dtype=torch.float64)
     position_B = torch.arange(min(length, BLOCK))

@@ -295,9 +295,8 @@ class Judge:
 
     async def _ask(self, body: bytes) -> str:
         """The judge's answer, by several tries. Raises RewardFailure, the last one."""
-        for number in range(self.config.retries + 1):
-            if number:
-                await self._turn()
+        number = 0
+        while True:
             try:
                 return await self._try(body)
             except _Passing as failed:
@@ -307,7 +306,8 @@ class Judge:
                 longest = min(LONGEST_BACKOFF_S, self.config.backoff_s * 2**number)
                 # Drawn anew for each, so that requests that failed together do not come back together.
                 await asyncio.sleep(max(failed.after_s, longest * random.uniform(0.5, 1.0)))
-        raise AssertionError("unreachable")
+            number += 1
+            await self._turn()
 
     async def _turn(self) -> None:
         """Return when the rate limit lets the next request start."""

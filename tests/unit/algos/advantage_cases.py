@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from ragged_batches import Ragged
 
@@ -18,16 +20,12 @@ def inputs(
     return AdvantageInput(token_rewards(rewards_N, lengths_N, kl_T, kl_coef), lengths_N, group_N, rewards_N)
 
 
-def complete(data: Ragged, kl: list[float] | None = None, kl_coef: float = 0.0) -> AdvantageInput:
+def complete(data: Ragged) -> AdvantageInput:
     """Return the input with all that any estimator may see."""
-    base = inputs(data.rewards, data.lengths, data.group, kl, kl_coef)
     starts = [sum(data.lengths[:i]) for i in range(len(data.lengths))]
     steps = [(start + t, reward) for start, steps in zip(starts, data.steps, strict=True) for t, reward in steps]
-    return AdvantageInput(
-        base.token_rewards_T,
-        base.lengths_N,
-        base.group_N,
-        base.rewards_N,
+    return replace(
+        inputs(data.rewards, data.lengths, data.group),
         values_T=torch.tensor(data.values, dtype=torch.float32),
         baselines_N=torch.tensor(data.baselines, dtype=torch.float32),
         step_ends_K=torch.tensor([end for end, _ in steps], dtype=torch.long),

@@ -20,7 +20,6 @@ from grpo_rl.types import Counts
 SINGLE = [name for name in sorted(POLICY_LOSSES) if name != "sft" and "pairs" not in needs_of(POLICY_LOSSES.get(name))]
 """The losses that weigh each response by its advantage. Those over pairs are in test_preference.py; `sft` reads no advantage."""
 COMBINATIONS = list(itertools.product(SINGLE, sorted(AGGREGATIONS)))
-FACTOR = 7.0
 
 
 def own(loss_mode: str, **options: Any) -> dict[str, Any]:
@@ -28,11 +27,10 @@ def own(loss_mode: str, **options: Any) -> dict[str, Any]:
     return own_options(POLICY_LOSSES.get(loss_mode), options)
 
 
-def make(loss_mode: str, agg_mode: str, *, clip_high: float = 0.2, **settings: Any) -> Objective:
-    """An objective with the options that its average cannot do without, and the bound where the loss has it."""
-    agg_options = (("loss_scale_factor", FACTOR),) if agg_mode == "seq-mean-token-sum-norm" else ()
-    loss_options = tuple(own(loss_mode, clip_high=clip_high).items())
-    return Objective(loss_mode, agg_mode, loss_options=loss_options, agg_options=agg_options, **settings)
+def make(loss_mode: str, agg_mode: str, **settings: Any) -> Objective:
+    """An objective with the options that its average cannot do without."""
+    agg_options = (("loss_scale_factor", 7.0),) if agg_mode == "seq-mean-token-sum-norm" else ()
+    return Objective(loss_mode, agg_mode, agg_options=agg_options, **settings)
 
 
 def inputs(policy_T: Tensor, advantages_T: Tensor, lengths: Any, **columns: Tensor | None) -> LossInput:
@@ -50,21 +48,18 @@ def extras(objective: Objective, data: reference.Ragged) -> dict[str, Tensor]:
     return columns
 
 
-def run(
-    objective: Objective, data: reference.Ragged, counts: Counts, dtype: torch.dtype = torch.float32, on_policy: bool = False
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def run(objective: Objective, data: reference.Ragged, counts: Counts) -> tuple[Tensor, dict[str, Tensor], Tensor]:
     """Loss, statistics, and gradient with respect to the policy's log-probs, with rewards as advantages."""
-    policy_T = torch.tensor(data.policy, dtype=dtype, requires_grad=True)
+    policy_T = torch.tensor(data.policy, requires_grad=True)
     advantages = [r for r, length in zip(data.rewards, data.lengths, strict=True) for _ in range(length)]
     columns = inputs(
         policy_T,
-        torch.tensor(advantages, dtype=dtype),
+        torch.tensor(advantages),
         data.lengths,
-        old_logprobs_T=None if on_policy else torch.tensor(data.old, dtype=dtype),
-        ref_logprobs_T=torch.tensor(data.ref, dtype=dtype),
-        # Functions of the log-probs, so that their share of the gradient is seen too.
+        old_logprobs_T=torch.tensor(data.old),
+        ref_logprobs_T=torch.tensor(data.ref),
+        # A function of the log-probs, so that its share of the gradient is seen too.
         entropy_T=policy_T.square() if objective.needs_entropy else None,
-        full_kl_T=policy_T.exp() if objective.needs_full_kl else None,
         **extras(objective, data),
     )
     loss, stats = objective(columns, counts)

@@ -12,7 +12,7 @@ from grpo_rl.types import Counts
 EXTREME_LOG_RATIOS = (30.0, -30.0, 100.0, -100.0, 20.0, -20.0)
 
 
-TOKEN_COLUMNS = ("policy", "old", "ref", "entropy", "full_kl", "values")
+TOKEN_COLUMNS = ("policy", "old", "ref", "entropy", "values")
 ROLLOUT_COLUMNS = ("lengths", "group", "rewards", "baselines", "parts", "steps", "group_tokens")
 
 
@@ -27,7 +27,6 @@ class Ragged:
     old: list[float]
     ref: list[float]
     entropy: list[float]
-    full_kl: list[float]
     values: list[float]
     """The critic's."""
     baselines: list[float]
@@ -82,7 +81,6 @@ def ragged(seed: int, num_rollouts: int = 12, extremes: bool = False) -> Ragged:
         "old": [a - b for a, b in zip(policy, log_ratio, strict=True)],
         "ref": [a - b for a, b in zip(policy, to_ref, strict=True)],
         "entropy": [rng.expovariate(1) for _ in range(total)],
-        "full_kl": [rng.expovariate(3) for _ in range(total)],
         "values": [rng.gauss(0, 1) for _ in range(total)],
         "baselines": [rng.gauss(0, 1) for _ in lengths],
     }

@@ -121,17 +121,3 @@ def test_batches_with_hardly_a_token_give_finite_numbers(name: str, lengths: lis
     out = run(name, inp)
     assert len(out.advantages_T) == tokens and torch.isfinite(out.advantages_T).all()
     assert out.returns_T is None or len(out.returns_T) == tokens
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_an_estimator_without_a_column_that_it_needs_says_which(name: str) -> None:
-    need = needs_of(ADVANTAGES.get(name))
-    inp = replace(
-        complete(reference.ragged(0)),
-        **dict.fromkeys(("values_T", "baselines_N", "step_ends_K", "step_rewards_K", "step_states_K", "reward_parts_NP")),
-    )
-    if need - {"group"}:
-        with pytest.raises(AssertionError, match=r"there is no (values_T|baselines_N|step_ends_K|reward_parts_NP)"):
-            run(name, inp)
-    else:
-        run(name, inp)

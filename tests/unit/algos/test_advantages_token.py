@@ -41,14 +41,6 @@ def test_gae_is_the_temporal_difference_for_lam_0_and_the_reward_to_go_minus_val
     assert gae(inp, lam=1.0, whiten=False).advantages_T.tolist() == [0.5, 0.75, -0.125]
 
 
-@pytest.mark.parametrize("bad", [{"gamma": 1.5}, {"lam": -0.1}])
-def test_a_discount_outside_its_range_is_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        gae(with_values([0.0, 0.0, 0.0]), **bad)
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        reinforce_plus_plus(inputs([1.0], [2], [0]), gamma=1.5)
-
-
 def test_reinforce_plus_plus_whitens_the_discounted_reward_to_go_by_hand() -> None:
     # to go with gamma 1/2: 0.5, 1 and 0 (mean 0.5, sample variance 0.25)
     out = reinforce_plus_plus(inputs([1, 0], [2, 1], [0, 0]), gamma=HALF)
@@ -91,8 +83,6 @@ def test_process_supervision_sums_the_steps_to_come_by_hand() -> None:
 def test_a_later_step_counts_less_with_a_discount_by_steps() -> None:
     # Rewards 4, 0 and 2 of one response, mean 2: deviations 2, -2 and 0; before the first step 2 + 0.5 * (-2) + 0.25 * 0.
     assert process([1, 2, 4], [4.0, 0.0, 2.0], [6], [0], gamma=0.5) == [1.0, 1.0, -2.0, 0.0, 0.0, 0.0]
-    with pytest.raises(ValueError, match=r"gamma=1\.5"):
-        process([0], [1.0], [1], [0], gamma=1.5)
 
 
 def test_responses_without_steps_and_batches_without_any_have_no_advantage() -> None:
@@ -142,8 +132,6 @@ def test_turns_in_the_same_state_are_compared_by_what_they_lead_to_by_hand() -> 
     assert divided == pytest.approx([episode, episode, episode + 0.5, -episode - 0.5, -episode, -episode], rel=1e-6)
     # The same state of another prompt is another one.
     assert gigpo(replace(inp, group_N=torch.tensor([0, 1])), gamma=0.0).advantages_T.tolist() == [-0.5, -0.5, 0.5, 0, 0, 0]
-    with pytest.raises(ValueError, match="mode='std'"):
-        gigpo(inp, mode="std")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -136,8 +136,6 @@ def test_batches_without_a_token_give_finite_metrics(lengths: list[int]) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_is_threshold": 2.0}, "has no effect without rollout_is"),
-        ({"rollout_is_batch_normalize": True}, "has no effect without rollout_is"),
         ({"rollout_is": "token"}, "nothing bounds the weights"),
         (
             {"rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_rs": (Rejection("token_k1", 0.5, 2.0),)},

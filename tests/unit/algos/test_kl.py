@@ -52,9 +52,6 @@ def test_a_reference_that_has_broken_down_shows_in_every_estimator(kind: str, re
     assert not kl_estimate(policy_T, torch.tensor([ref]), kind).isfinite().any()
 
 
-POLICY, REF, OLD = ([-0.3, -2.0, -4.0], [-1.0, -1.7, -2.1], [-0.5, -1.0, -4.5])
-
-
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind.endswith("+")])
 @pytest.mark.parametrize("d", [0.75, -1.25, 30.0, -30.0])
 def test_the_forms_with_a_plus_have_a_base_s_value_and_the_gradient_of_k2_even_behind_a_clamp(kind: str, d: float) -> None:

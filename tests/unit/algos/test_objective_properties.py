@@ -51,12 +51,12 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_gradient(
     assert together == pytest.approx({key: value.item() for key, value in stats.items()}, rel=1e-9, abs=1e-9)
 
 
-def leaves_the_policy(objective: Objective, estimator: str, on_policy: bool) -> bool:
+def leaves_the_policy(objective: Objective, on_policy: bool) -> bool:
     """Return whether groups of equal rewards give no loss and no gradient at all."""
     data = reference.ragged(6)
     same = [0.1 * group for group in data.group]
     data = replace(data, rewards=same, parts=[[r, r] for r in same], steps=[[] for _ in same])
-    advantages_T = ADVANTAGES.get(estimator)(complete(data)).advantages_T
+    advantages_T = ADVANTAGES.get("grpo")(complete(data)).advantages_T
     policy_T, old_T = torch.tensor(data.policy, requires_grad=True), torch.tensor(data.old)
     columns: dict[str, Tensor | None] = {**extras(objective, data)}
     if objective.needs_selection:
@@ -70,9 +70,9 @@ def leaves_the_policy(objective: Objective, estimator: str, on_policy: bool) -> 
 
 @pytest.mark.parametrize(("loss_mode", "agg_mode"), COMBINATIONS)
 def test_groups_without_signal_leave_the_policy_exactly_where_it_is(loss_mode: str, agg_mode: str) -> None:
-    assert leaves_the_policy(make(loss_mode, agg_mode), "grpo", on_policy=True)
+    assert leaves_the_policy(make(loss_mode, agg_mode), on_policy=True)
     # Only dro pulls back towards the old policy even without a signal.
-    assert leaves_the_policy(make(loss_mode, agg_mode), "grpo", on_policy=False) == (loss_mode != "dro")
+    assert leaves_the_policy(make(loss_mode, agg_mode), on_policy=False) == (loss_mode != "dro")
 
 
 # ---- weights ------------------------------------------------------------------------

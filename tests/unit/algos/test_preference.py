@@ -39,13 +39,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("orpo", {"beta": 0.5}),
     ("kto", {"beta": 0.5, "undesirable_weight": 1.5}),
 ]
-IDS = [f"{name} {options}" for name, options in CASES]
 
 
-def pair(policy: list[list[float]], ref: list[list[float]], chosen: list[bool], group: list[int] | None = None) -> LossInput:
+def pair(policy: list[list[float]], ref: list[list[float]], chosen: list[bool]) -> LossInput:
     """Responses with these log-probs per token; two after another are a pair."""
     lengths_N = torch.tensor([len(tokens) for tokens in policy])
-    group_N = torch.arange(len(policy)) // 2 if group is None else torch.tensor(group)
+    group_N = torch.arange(len(policy)) // 2
     flat_T, ref_T = (torch.tensor(list(itertools.chain(*rows)), dtype=torch.float64) for rows in (policy, ref))
     return LossInput(
         policy_logprobs_T=flat_T.requires_grad_(),
@@ -58,10 +57,8 @@ def pair(policy: list[list[float]], ref: list[list[float]], chosen: list[bool], 
     )
 
 
-def total(
-    name: str, inputs: LossInput, average: str = "seq-mean-token-mean", **options: Any
-) -> tuple[Tensor, dict[str, float]]:
-    objective = Objective(name, average, loss_options=tuple(options.items()))
+def total(name: str, inputs: LossInput, **options: Any) -> tuple[Tensor, dict[str, float]]:
+    objective = Objective(name, "seq-mean-token-mean", loss_options=tuple(options.items()))
     assert inputs.group_N is not None
     loss, stats = objective(inputs, count(inputs.segments.lengths_N, inputs.group_N))
     return loss, {key: value.item() for key, value in stats.items()}
@@ -123,13 +120,14 @@ def test_implicit_rewards_their_margin_and_accuracy_by_hand() -> None:
 # ---- gradients -----------------------------------------------------------------------------------------
 
 
-def ragged(seed: int, num_pairs: int = 5, dtype: torch.dtype = torch.float64) -> LossInput:
-    """Random pairs whose rollouts lie in any order."""
+def ragged(seed: int) -> LossInput:
+    """Five random pairs whose rollouts lie in any order."""
+    num_pairs = 5
     generator = torch.Generator().manual_seed(seed)
     order_N = torch.randperm(2 * num_pairs, generator=generator)
     lengths_N = torch.randint(1, 9, (2 * num_pairs,), generator=generator)
     group_N, chosen_N = (torch.arange(2 * num_pairs) // 2)[order_N], (torch.arange(2 * num_pairs) % 2 == 0)[order_N]
-    policy_T, ref_T = (-3 * torch.rand(2, int(lengths_N.sum()), generator=generator, dtype=torch.float64)).to(dtype)
+    policy_T, ref_T = -3 * torch.rand(2, int(lengths_N.sum()), generator=generator, dtype=torch.float64)
     return LossInput(
         policy_logprobs_T=policy_T.requires_grad_(),
         advantages_T=torch.ones(len(policy_T)),
