@@ -208,9 +208,8 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     from grpo_rl.cluster.recovery.replicas import Replicas
     from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
     from grpo_rl.cluster.roles.reference_role import ReferenceRole
-    from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+    from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, Transfer
     from grpo_rl.cluster.roles.trained_roles import ActorRole
-    from grpo_rl.cluster.roles.weight_sync import Transfer
     from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir

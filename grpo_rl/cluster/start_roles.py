@@ -27,9 +27,8 @@ from grpo_rl.cluster.roles.reference_role import (
     Teacher,
     TeacherRole,
 )
-from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, Transfer
 from grpo_rl.cluster.roles.trained_roles import ActorRole, CriticRole, TrainedRewardModelRole
-from grpo_rl.cluster.roles.weight_sync import Transfer
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.model import ModelConfig, RefFsdpConfig

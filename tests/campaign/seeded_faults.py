@@ -460,14 +460,14 @@ FAULTS: list[Fault] = [
     # ---- cluster
     _F(
         "wrong rank",
-        "cluster/roles/weight_sync.py",
+        "cluster/roles/rollout_pool.py",
         "offsets = [0, *(1 + step * i for i in range(len(engines)))]",
         "offsets = [0, *(1 + i for i in range(len(engines)))]",
         "unit/cluster/test_gpu_order.py",
     ),
     _F(
         "bucket left out",
-        "cluster/roles/weight_sync.py",
+        "cluster/roles/rollout_pool.py",
         "more, buckets = following or self._next()",
         "more, buckets = self._next()",
         "unit/cluster faults/test_recovery_replicas.py",

@@ -18,8 +18,7 @@ from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.replicas import Elastic, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
-from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
-from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, Transfer
 from grpo_rl.cluster.session.ray_session import ray_session
 from grpo_rl.config.schema.tree import RayInitConfig, TrainerConfig
 from grpo_rl.rollout.requests import sample_seed

@@ -10,7 +10,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -60,16 +59,17 @@ class Pool:
         check: Callable[[Iterable[str]], None] | None = None,
     ) -> None:
         """`check` raises ClusterError for nodes, by Ray's ids, that lack what the processes need."""
-        self._bundle = bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
+        self._bundle = {"CPU": 1.0, "GPU": 1.0} if use_gpu else {"CPU": CPU_SHARE}
         self.per_node = per_node
         self._free: list[Slot] = []
         """Slots of the pool whose process has left."""
         self._further: list[PlacementGroup] = []
         """What was reserved since, each for one process."""
         strategy = "STRICT_PACK" if nodes_per_slot == 1 else "PACK"
-        self.groups = [placement_group([bundle] * per_node * nodes_per_slot, strategy) for _ in range(nnodes // nodes_per_slot)]
-        what = f"{nnodes} x {per_node} {'GPUs' if use_gpu else 'processes'}"
-        self._wait(timeout_s, grow_s, what, lambda: _fits(nnodes, per_node, bundle))
+        self.groups = [
+            placement_group([self._bundle] * per_node * nodes_per_slot, strategy) for _ in range(nnodes // nodes_per_slot)
+        ]
+        self._wait(nnodes, timeout_s, grow_s)
         self.gpu_ids = [_probe_gpus(group, timeout_s) if use_gpu else [] for group in self.groups]
         one_node = [[*range(per_node)]]
         self.on_nodes = [one_node if nodes_per_slot == 1 else self._by_node(group, nodes_per_slot) for group in self.groups]
@@ -133,11 +133,12 @@ class Pool:
         for group in [*self.groups, *self._further]:
             remove_placement_group(group)
 
-    def _wait(self, timeout_s: float, grow_s: float, what: str, fits: Callable[[], bool]) -> None:
+    def _wait(self, nnodes: int, timeout_s: float, grow_s: float) -> None:
+        what = f"{nnodes} x {self.per_node} {'GPUs' if 'GPU' in self._bundle else 'processes'}"
         deadline = time.monotonic() + timeout_s
         for group in self.groups:
             # One that others use now may come free; one that is too small never does.
-            if not group.wait(min(grow_s, timeout_s)) and not fits():
+            if not group.wait(min(grow_s, timeout_s)) and not _fits(nnodes, self.per_node, self._bundle):
                 raise ClusterError(
                     f"the cluster is too small: it has {_resources(ray.cluster_resources())} on "
                     f"{sum(node['Alive'] for node in ray.nodes())} nodes, and the run needs {what}; take a larger one, or "
@@ -281,15 +282,21 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
 
     `own_files` are files of the user's that workers import; `models` the folders that they read, with the setting of each.
     """
-    with _marker(run_folder) as marker:
-        needed = {
-            str(marker): "which the run has written: trainer.default_local_dir must be on storage that all machines share"
-        }
-        needed |= {path: f"{key}: copy it there, to the same path" for path, key in models.items() if _is_there(Path(path))}
-        ours = look(own_files, ())
-        known = {node["NodeID"]: f"the machine {node['NodeManagerAddress']}" for node in ray.nodes()}
-        asked = {node: _look_on(node, own_files, list(needed)) for node in nodes}
-        problems: list[str] = []
+    # A new name: no file system has remembered that it was not there.
+    marker = run_folder / f".seen_{token_hex(4)}"
+    needed = {str(marker): "which the run has written: trainer.default_local_dir must be on storage that all machines share"}
+    needed |= {path: f"{key}: copy it there, to the same path" for path, key in models.items() if _is_there(Path(path))}
+    ours = look(own_files, ())
+    known = {node["NodeID"]: f"the machine {node['NodeManagerAddress']}" for node in ray.nodes()}
+    problems: list[str] = []
+    marker.touch()
+    try:
+        asked = {}
+        for node in nodes:
+            task = ray.remote(look).options(
+                num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+            )
+            asked[node] = task.remote(own_files, list(needed))
         until = time.monotonic() + ANSWER_S
         for node, answer in asked.items():
             machine = known.get(node, f"the node {node}")
@@ -300,27 +307,15 @@ def check_machines(nodes: Iterable[str], run_folder: Path, own_files: Sequence[s
                     f"{machine} did not start a process within {ANSWER_S:.0f} s: is it overloaded, or out of reach?"
                 )
             except ray.exceptions.RayError as error:
-                problems.append(f"{machine} cannot run this program: {_reason(error)}; bash scripts/setup.sh cluster there")
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+                reason = next((line for line in reversed(lines) if "ModuleNotFoundError" in line), lines[-1])
+                problems.append(f"{machine} cannot run this program: {reason}; bash scripts/setup.sh cluster there")
             else:
                 problems += differences(f"{machine} ({theirs.name})", theirs, ours, needed)
-    if problems:
-        raise ClusterError("\n  ".join(problems))
-
-
-def _look_on(node: str, own_files: Sequence[str], paths: Sequence[str]) -> ray.ObjectRef:
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(own_files, paths)
-
-
-@contextmanager
-def _marker(folder: Path) -> Iterator[Path]:
-    """Yield a file with a new name in this folder: no file system has remembered that it was not there."""
-    marker = folder / f".seen_{token_hex(4)}"
-    marker.touch()
-    try:
-        yield marker
     finally:
         marker.unlink(missing_ok=True)
+    if problems:
+        raise ClusterError("\n  ".join(problems))
 
 
 def _is_there(path: Path) -> bool:
@@ -338,9 +333,3 @@ def _version(package: str) -> str:
         except metadata.PackageNotFoundError:
             continue
     return "none"
-
-
-def _reason(error: Exception) -> str:
-    """Return the last line of the error's text that names a missing module, or else its last line at all."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in reversed(lines) if "ModuleNotFoundError" in line), lines[-1])

@@ -18,9 +18,8 @@ from grpo_rl.cluster import start_roles
 from grpo_rl.cluster.processes.worker_group import WorkerDied, WorkerFailed
 from grpo_rl.cluster.recovery import replicas as replicas_module
 from grpo_rl.cluster.recovery.replicas import Replicas
-from grpo_rl.cluster.roles import rollout_pool, weight_sync
-from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool
-from grpo_rl.cluster.roles.weight_sync import Transfer
+from grpo_rl.cluster.roles import rollout_pool
+from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, Transfer
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan.decisions import Plan
@@ -129,7 +128,7 @@ def wait_all(workers: Any, refs: Any, timeout_s: float, what: str) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (start_roles, rollout_pool, weight_sync, replicas_module):
+    for module in (start_roles, rollout_pool, replicas_module):
         for name, function in (("settle", settle), ("wait_all", wait_all), ("fetch", lambda worker, ref, what: ref.get())):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, function)
@@ -297,11 +296,10 @@ def test_an_engine_of_its_own_device_is_built_in_the_background_as_before() -> N
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_every_process_of_an_engine_has_a_rank_of_its_own_in_the_group(monkeypatch, devices) -> None:
+def test_every_process_of_an_engine_has_a_rank_of_its_own_in_the_group(devices) -> None:
     log, places = Log(), []
     engines = FakeSet("rollout", 3, log, lambda rank: {"connect": places.append})
     actors = FakeSet("actor", 2, log, lambda rank: {"connect": places.append})
-    monkeypatch.setattr(weight_sync, "wait_all", wait_all)
     transfer = Transfer("nccl", actors, engines, devices, 1.0)
     places.clear()
     transfer._connect(engines.workers)
