@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -128,17 +128,19 @@ def make_actor(rank: int) -> TinyActor:
     return TinyActor(rank)
 
 
+def _rollout(name: str, make: Callable[[], TinyEngine]) -> TinyRollout:
+    if name not in ENGINES:
+        ENGINES.register(name)(lambda spec: make())
+    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name=name))
+
+
 def make_rollout(seconds_per_step: float) -> TinyRollout:
-    if "tiny" not in ENGINES:
-        ENGINES.register("tiny")(lambda spec: TinyEngine(seconds_per_step))
-    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name="tiny"))
+    return _rollout("tiny", lambda: TinyEngine(seconds_per_step))
 
 
 def make_draining_rollout(seconds_per_step: float) -> TinyRollout:
     """A replica that takes no weights while requests are unfinished."""
-    if "draining" not in ENGINES:
-        ENGINES.register("draining")(lambda spec: TinyEngine(seconds_per_step, updates_in_flight=False))
-    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name="draining"))
+    return _rollout("draining", lambda: TinyEngine(seconds_per_step, updates_in_flight=False))
 
 
 def bulk_ids(prompt: int, count: int) -> np.ndarray:
@@ -160,9 +162,7 @@ class BulkEngine(TinyEngine):
 
 
 def make_bulk_rollout(seconds_per_step: float) -> TinyRollout:
-    if "bulk" not in ENGINES:
-        ENGINES.register("bulk")(lambda spec: BulkEngine(seconds_per_step))
-    return TinyRollout(EngineSpec(model_path=NO_MODEL, max_model_len=64, name="bulk"))
+    return _rollout("bulk", lambda: BulkEngine(seconds_per_step))
 
 
 def checksum(token_ids: np.ndarray) -> int:

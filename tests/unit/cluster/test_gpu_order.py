@@ -286,12 +286,6 @@ def test_the_only_engine_is_built_again_at_once_unless_the_ranks_are_at_work() -
     assert [worker.name for worker in shared.replicas.serving] == ["rollout0"]
 
 
-def test_an_engine_of_its_own_device_is_built_in_the_background_as_before() -> None:
-    shared = Shared(2, sleeps=False, shares=False)
-    shared.lose(1)
-    assert shared.log == ["rollout1 killed", "rollout located", "rollout1 build"]
-
-
 # ---- NCCL -----------------------------------------------------------------------------------------------
 
 
