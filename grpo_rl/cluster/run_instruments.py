@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,17 @@ class RunInstruments:
 
     def begin(self, step: int) -> None:
         """Order traces of this step where it is one of those that are chosen."""
-        chosen: dict[str, list[int]] = {}
+        chosen: dict[str, Sequence[int]] = {}
         if (request := self.run_folder / REQUEST).exists():
             request.unlink()
             chosen = {worker_group.role: [0] for worker_group in self.worker_groups if worker_group.role != "rollout"}
-        own = self.config.global_profiler
+        own, profilers = self.config.global_profiler, profilers_of(self.config)
         if own.tool is not None and step in (own.steps or ()):
-            chosen |= self._enabled()
+            for worker_group in self.worker_groups:
+                profiler = profilers.get(PROFILERS.get(worker_group.role, ""))
+                if profiler is not None and profiler.enable:
+                    ranks = range(len(worker_group)) if profiler.all_ranks else profiler.ranks or [0]
+                    chosen[worker_group.role] = ranks
         self._profiled = [one.workers[rank] for one in self.worker_groups for rank in chosen.get(one.role, ())]
         if self._profiled:
             _ask(self._profiled, "observe", str(self.folder / f"step_{step:06d}"))
@@ -82,34 +86,16 @@ class RunInstruments:
         if self._profiled:
             _ask(self._profiled, "observe", None)
             self._profiled = []
-        return self._throughput(metrics) | self._measured() | self.expected
-
-    def _enabled(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield role and ranks of the processes whose profiler is switched on."""
-        profilers = profilers_of(self.config)
-        for worker_group in self.worker_groups:
-            profiler = profilers.get(PROFILERS.get(worker_group.role, ""))
-            if profiler is not None and profiler.enable:
-                yield worker_group.role, list(range(len(worker_group))) if profiler.all_ranks else profiler.ranks or [0]
-
-    # ---- figures of every step ---------------------------------------------------------------------------
-
-    def _throughput(self, metrics: Metrics) -> Metrics:
-        seconds = metrics.get("timing_s/step")
-        if not seconds:
-            return {}
-        figures = {"perf/time_per_step": seconds}
-        if "perf/total_num_tokens" in metrics:
-            figures["perf/throughput"] = metrics["perf/total_num_tokens"] / (seconds * self.num_devices)
-        return figures
-
-    def _measured(self) -> Metrics:
-        metrics: Metrics = {}
+        figures: Metrics = {}
+        if seconds := metrics.get("timing_s/step"):
+            figures["perf/time_per_step"] = seconds
+            if "perf/total_num_tokens" in metrics:
+                figures["perf/throughput"] = metrics["perf/total_num_tokens"] / (seconds * self.num_devices)
         for worker_group in self.worker_groups:
             answers = _ask([worker for worker in worker_group.workers if worker.is_built], "measures")
             if answers:
-                metrics |= figures_of(worker_group.role, answers, self.config.trainer.device_tflops)
-        return metrics
+                figures |= figures_of(worker_group.role, answers, self.config.trainer.device_tflops)
+        return figures | self.expected
 
 
 def figures_of(role: str, answers: Sequence[Answer], device_tflops: float | None) -> Metrics:

@@ -480,7 +480,7 @@ class WorkerGroup:
         return wait_all(self.workers, refs, self.call_timeout_s, f"{self.role}.{method}")
 
 
-def cause_line(text: str, *, at_end: bool) -> str:
+def cause_line(text: str, *, at_end: bool = False) -> str:
     """Return the line of an error's text that describes it, without colours: the first, or the last of a traceback."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).strip().splitlines()
     return lines[-1 if at_end else 0].strip() if lines else ""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import ray
 
-from grpo_rl.cluster.processes.worker_group import Doing, Worker, WorkerGroup, stack_of
+from grpo_rl.cluster.processes.worker_group import Doing, Worker, WorkerGroup, cause_line, stack_of
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
 from grpo_rl.processes.child import CHILDREN
@@ -68,7 +68,7 @@ class Recoveries:
                     f"{name} failed and is not started again: restarts so far: {restarts} (trainer.max_restarts={self._max_restarts} "
                     f"within trainer.restart_window_s={self._window_s:.0f}). Every failure in that time:{''.join(causes)}"
                 )
-        self.warn(f"recovery: {name} failed: {first_line(cause)}; {then}")
+        self.warn(f"recovery: {name} failed: {cause_line(cause)}; {then}")
 
     def recovered(self, name: str, kind: str, seconds: float, how: str) -> None:
         """Report that it works again, `seconds` after the failure was noticed."""
@@ -190,7 +190,7 @@ class Supervisor(threading.Thread):
         try:
             activity = ray.get(entry.ref, timeout=10.0)
         except ray.exceptions.RayActorError as error:
-            self._ended(entry, entry.worker.verdict or f"the process died ({first_line(str(error)) or type(error).__name__})")
+            self._ended(entry, entry.worker.verdict or f"the process died ({cause_line(str(error)) or type(error).__name__})")
             return
         except ray.exceptions.RayError:
             activity = None  # a worker that is not built yet, or whose report failed: its process lives
@@ -210,11 +210,6 @@ class Supervisor(threading.Thread):
     def _ended(self, entry: _Watched, cause: str) -> None:
         if self.forget(entry.worker):
             entry.on_end(entry.worker, cause)
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a text, "" of an empty one."""
-    return text.strip().partition("\n")[0]
 
 
 # ---- what every process is doing, said once where a phase takes far too long, or before a worker is given up ----
