@@ -108,9 +108,8 @@ class Replicas:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            leaving = sorted(reversed(self._standings), key=lambda one: self._standings[one].state == "serving")[
-                : self._leaving
-            ]
+            newest_first = reversed(self._standings)
+            leaving = sorted(newest_first, key=lambda one: self._standings[one].state == "serving")[: self._leaving]
             self._leaving -= len(leaving)
             for worker in leaving:
                 del self._standings[worker]
