@@ -48,14 +48,10 @@ class RowOrder:
         """Go to a position in an epoch, the epoch of the batch that is drawn next unless too few rows are left in it."""
         self.epoch, self.position, self._order = epoch, position, self._order_of(epoch)
 
-    def place(self) -> tuple[int, int]:
-        """Return where it is, for `seek`."""
-        return self.epoch, self.position
-
     @contextmanager
     def rewinding(self) -> Iterator[None]:
         """After a DataError in the body the next draw begins with the same rows again."""
-        place = self.place()
+        place = self.epoch, self.position
         try:
             yield
         except DataError:

@@ -258,7 +258,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         name == "reward_model",
     )
     teacher = next((one for _, one in plan.teachers if one.model_path), TeacherConfig())
-    sharded: dict[str, FsdpConfig | RefFsdpConfig] = {
+    sharded: dict[str, RefFsdpConfig] = {
         "actor": parts.actor.fsdp_config,
         "reference": parts.ref.fsdp_config,
         "teacher": RefFsdpConfig(dtype=teacher.dtype, param_offload=config.distillation.param_offload),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from test_run_folder import ended, write_run
 
@@ -16,7 +17,7 @@ from grpo_rl.config import overrides
 from grpo_rl.errors import ConfigError, Preempted
 from grpo_rl.main import main
 from grpo_rl.sweep import outcome
-from grpo_rl.sweep.outcome import Point, name_of, read_points
+from grpo_rl.sweep.outcome import Point, expected_end, name_of, read_points
 from grpo_rl.sweep.run_all import sweep_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
@@ -238,3 +239,29 @@ def test_the_table_of_runs_that_were_submitted_one_by_one_goes_by_their_folders(
     assert "all runs" in out and "0.300 ± 0.141" in out and f"grpo-rl page {tmp_path}/s/seed=1 {tmp_path}/s/seed=2\n" in out
     assert outcome.main([str(tmp_path / "s/seed=1")]) == 3
     assert read_points(tmp_path / "s") == [Point({"seed": "1"}, "seed=1"), Point({"seed": "2"}, "seed=2")]
+
+
+# ---- the end of a reward curve from its beginning ------------------------------------------------------------
+
+
+def curve(generator: np.random.Generator, steps: int) -> np.ndarray:
+    start, end, halfway, exponent = (generator.uniform(*bounds) for bounds in ((0.1, 0.4), (0.5, 1.0), (5, 60), (0.8, 2.0)))
+    clean = start + (end - start) / (1 + (halfway / np.arange(1, steps + 1)) ** exponent)
+    return clean + generator.normal(0, 0.03, steps)
+
+
+def test_nine_of_ten_intervals_hold_the_end() -> None:
+    generator = np.random.default_rng(4)
+    held = []
+    for _ in range(40):
+        rewards = curve(generator, 60)
+        found = expected_end(rewards[:30].tolist(), 60, 5)
+        assert found is not None
+        held.append(found.low <= rewards[-5:].mean() <= found.high)
+    assert 0.80 <= np.mean(held) <= 0.98
+
+
+def test_a_flat_curve_stays_and_few_steps_say_nothing() -> None:
+    found = expected_end([0.5] * 20, 100, 5)
+    assert found is not None and (found.low, found.mean, found.high) == pytest.approx((0.5, 0.5, 0.5), abs=1e-3)
+    assert expected_end([0.5] * 7, 100, 5) is None

@@ -104,8 +104,6 @@ class AlgorithmConfig:
 
 # ---- distillation.* ------------------------------------------------------------------------------------------
 
-Dtype = Literal["auto", "bfloat16", "float32"]
-
 
 @dataclass(frozen=True, slots=True)
 class DistillationLossConfig:

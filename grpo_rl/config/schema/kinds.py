@@ -122,6 +122,7 @@ Operand = Annotated[
 ]
 AnySeed = Annotated[int, Range(reason="no bounds: Python's generator takes any whole number as its seed")]
 
+Dtype = Literal["auto", "bfloat16", "float32"]
 RejectionMode = Literal[
     "token_k1", "token_k2", "token_k3",
     "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",

@@ -77,23 +77,27 @@ class HeadOptimConfig(OptimConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class FsdpConfig:
+class RefFsdpConfig:
     param_offload: bool = False
-    """GPU: keep parameters in host memory while the rollout engine runs."""
-    optimizer_offload: bool = False
-    """GPU: keep the optimizer state in host memory while the rollout engine runs."""
-    reshard_after_forward: bool = True
-    """Free the gathered layer after its forward pass (less memory, one more all-gather)."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """GPU: keep parameters in host memory while the role has nothing to do."""
+    dtype: Dtype = "auto"
     """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU. Master weights and LM head are float32."""
     fsdp_size: CountOrOff = -1
     """Ranks that the model is sharded over; each group of so many has a replica of it. -1, or all ranks: one group. Must divide the ranks."""
     offload_policy: bool = False
-    """GPU: parameters and optimizer stay in host memory, where the optimizer steps; the GPU has the layers in use only. Takes the place of the other two offloads."""
+    """GPU: parameters, and the optimizer, stay in host memory, where the optimizer steps; the GPU has the layers in use only. Takes the place of other offloads."""
     forward_prefetch: bool = False
     """Begin to gather a layer's parameters while the layer before it is computed, instead of when its kernels are queued."""
     use_torch_compile: bool = False
     """Compile the decoder layers with torch.compile: faster after a compilation of minutes; equal up to rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpConfig(RefFsdpConfig):
+    optimizer_offload: bool = False
+    """GPU: keep the optimizer state in host memory while the rollout engine runs."""
+    reshard_after_forward: bool = True
+    """Free the gathered layer after its forward pass (less memory, one more all-gather)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +108,6 @@ class ProfilerConfig:
     """Use it on all ranks of the role."""
     ranks: list[Ranks] = field(default_factory=list)
     """Use it on these ranks of the role; without any and without all_ranks on rank 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class RefFsdpConfig:
-    param_offload: bool = False
-    """GPU: keep the reference's parameters in host memory while it is not asked."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU."""
-    fsdp_size: CountOrOff = -1
-    """Ranks that the reference is sharded over; as actor.fsdp_config.fsdp_size."""
-    offload_policy: bool = False
-    """GPU: parameters stay in host memory, and the GPU has the layers in use only. Takes the place of param_offload."""
-    forward_prefetch: bool = False
-    """Begin to gather a layer's parameters while the layer before it is computed."""
-    use_torch_compile: bool = False
-    """Compile the decoder layers with torch.compile."""
 
 
 @dataclass(frozen=True, slots=True)

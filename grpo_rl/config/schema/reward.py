@@ -73,7 +73,7 @@ class RewardModelConfig:
     """Nodes of the reward model's own pool."""
     n_gpus_per_node: Devices | None = None
     """Ranks per node of the reward model's own pool; null: as trainer.n_gpus_per_node."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: Dtype = "auto"
     """The number type the layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
     param_offload: bool = False
     """Keep the reward model's weights on the host between scorings."""

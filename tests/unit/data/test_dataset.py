@@ -1,13 +1,12 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.dataset import PromptDataset, truncate
+from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import ConfigError, DataError
 from grpo_rl.models.builtin import build_tokenizer
 
@@ -82,11 +81,6 @@ def test_overlong_prompts_are_refused_with_the_ways_out_or_dropped_and_counted(t
     assert [data.prompt(i, "u").ground_truth for i in range(len(data))] == ["short"]
     assert (data.report.num_rows, data.report.num_dropped, data.report.longest) == (3, 2, 32)
     assert "2 of 3 rows dropped as too long" in str(data.report)
-
-
-@pytest.mark.parametrize(("side", "expected"), [("left", [3, 4, 5]), ("right", [1, 2, 3]), ("middle", [1, 4, 5])])
-def test_truncation_cuts_the_named_side(side, expected):
-    assert truncate(np.arange(1, 6), 3, side).tolist() == expected
 
 
 def test_a_cut_prompt_keeps_the_limit_and_its_text_is_what_the_model_sees(tmp_path, tokenizer):
