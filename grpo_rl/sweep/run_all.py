@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from grpo_rl.config import overrides
 from grpo_rl.config.compose import Composed, compose
@@ -30,6 +31,7 @@ from grpo_rl.sweep.outcome import SWEEP_FILE, Point, last_step, name_of, score_u
 from grpo_rl.telemetry.rundir import dated_name, refuse_taken
 from grpo_rl.telemetry.status import read_status
 
+T = TypeVar("T")
 STOPPED_CODES = (75, 130)
 """Exit codes of a run that was stopped from outside: no other run of the sweep starts then."""
 HALVING = "sweep.halving"
@@ -69,7 +71,7 @@ def run_sweep(words: Sequence[str]) -> int:
             print(redact(f"=== run {number} of {count}: {point.name}\n{plan.render()}"))
         return 0
     waiting = [point for point in sweep.points if not _is_done(sweep, point)]
-    totals = _check(sweep, waiting)
+    totals = _of_each([one.name for one in waiting], len(waiting), lambda name: _steps(sweep.composed[name]))
     # What the runs are, for the summary that is made from the folder.
     sweep.folder.mkdir(parents=True, exist_ok=True)
     record = [{"name": point.name, "values": dict(point.values)} for point in sweep.points]
@@ -173,27 +175,35 @@ def _is_at(folder: Path, step: int) -> bool:
     return last_step(folder) >= step
 
 
-def _check(sweep: Sweep, points: Sequence[Point]) -> dict[str, int]:
-    """Plan each of the runs, and return its steps by its name.
+def _steps(composed: Composed) -> int:
+    """Plan a run, and return its steps. Raises ConfigError and DataError."""
+    refuse_taken(composed.config.trainer.default_local_dir, composed.config.trainer.experiment_name)
+    return make_plan(composed).sizes.total_steps or 0
 
-    Raises ConfigError, or DataError where only data are wrong, with the problems of all.
+
+def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> dict[str, T]:
+    """Return what is made of each of the runs, by its name.
+
+    Raises ConfigError, or DataError where only data are wrong, with the problems of all; each names the runs that it is in, unless
+    these are all.
     """
+    made: dict[str, T] = {}
     found: dict[str, list[str]] = {}
     of_data = True
-    totals: dict[str, int] = {}
-    for point in points:
-        composed = sweep.composed[point.name]
+    for name in names:
         try:
-            refuse_taken(composed.config.trainer.default_local_dir, composed.config.trainer.experiment_name)
-            totals[point.name] = make_plan(composed).sizes.total_steps or 0
+            made[name] = make(name)
         except (ConfigError, DataError) as error:
             of_data = of_data and isinstance(error, DataError)
             for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
-                found.setdefault(problem, []).append(point.name)
-    if found:
-        lines = with_places(found, len(points))
+                found.setdefault(problem, []).append(name)
+    lines = []
+    for problem, where in found.items():
+        shown = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        lines.append(problem if len(where) == num_runs else f"{problem} (in run {shown})")
+    if lines:
         raise DataError("\n  ".join(lines)) if of_data else ConfigError(lines)
-    return totals
+    return made
 
 
 def _is_done(sweep: Sweep, point: Point) -> bool:
@@ -225,19 +235,10 @@ def sweep_of(words: Sequence[str]) -> Sweep:
     with suppress(ConfigError):  # wrong words show below, in every run
         given = compose(settings[points[0].name]).config.trainer.experiment_name
     name = given or f"sweep_{dated_name()}"
-    found: dict[str, list[str]] = {}
-    composed: dict[str, Composed] = {}
     lines = {
         point: [*words, f"trainer.experiment_name={overrides.quoted(f'{name}/{point}')}"] for point, words in settings.items()
     }
-    for point, line in lines.items():
-        try:
-            composed[point] = compose(line)
-        except ConfigError as error:
-            for problem in error.problems:
-                found.setdefault(problem, []).append(point)
-    if found:
-        raise ConfigError(with_places(found, len(points)))
+    composed = _of_each(list(lines), len(points), lambda point: compose(lines[point]))
     folders = {str(Path(one.config.trainer.default_local_dir).expanduser()) for one in composed.values()}
     if len(folders) > 1:
         raise ConfigError(f"--multirun: the runs of a sweep lie in one folder, not in {' and '.join(sorted(folders))}")
@@ -246,12 +247,3 @@ def sweep_of(words: Sequence[str]) -> Sweep:
         axes.problems.append(f"{HALVING}=true: all runs differ by their seeds alone, and none is a better setting")
         raise ConfigError(axes.problems)
     return Sweep(Path(folders.pop()) / name, points, lines, composed, is_named, halving)
-
-
-def with_places(found: Mapping[str, Sequence[str]], num_runs: int) -> list[str]:
-    """Return each problem with the runs in which it is; a problem of all runs is not one of a value."""
-    lines = []
-    for problem, names in found.items():
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        lines.append(problem if len(names) == num_runs else f"{problem} (in run {shown})")
-    return lines

@@ -1,4 +1,4 @@
-"""`scripts/setup.sh` says what a machine lacks before anything is downloaded, and the engine's start says it where it is met later."""
+"""Tests are skipped for what a machine lacks, with the reason, and in CI none is; `scripts/setup.sh` says what a machine lacks before anything is downloaded, and the engine's start says it where it is met later."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import machine_lacks
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,3 +50,17 @@ def test_an_engine_whose_compiled_part_is_not_loaded_says_why(monkeypatch: pytes
         vllm_engine.check_compiled_part()
     monkeypatch.setattr(vllm_engine, "torch", SimpleNamespace(ops=SimpleNamespace(_C=SimpleNamespace(init_cpu_memory_env=1))))
     vllm_engine.check_compiled_part()
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="the variable CI is not set")
+def test_ci_runs_every_test() -> None:
+    assert machine_lacks.LACKS == {}
+
+
+def test_a_machine_without_it_skips_with_the_sandboxs_own_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
+    monkeypatch.setattr("grpo_rl.rewards.sandbox.sandbox.LAUNCH", launch)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    lacks = machine_lacks.lacks()
+    assert lacks["sandbox"].startswith("no sandbox for code on this machine") and "make the namespaces: no" in lacks["sandbox"]
+    assert lacks["compiler"] == "no C++ compiler: there is no program no-such-compiler"

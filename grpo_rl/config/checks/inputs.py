@@ -30,7 +30,6 @@ def problems(config: Config) -> Iterator[str]:
     """Yield what is named and cannot be found, read or trusted."""
     yield from _data(config)
     yield from _models(config)
-    yield from _code_in_models(config)
     yield from _rewards(config)
     yield from _judge(config)
     yield from _run(config)
@@ -82,40 +81,46 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
 
 
 def _models(config: Config) -> Iterator[str]:
-    model, scorer, elsewhere = config.actor_rollout_ref.model, config.reward.reward_model, config.trainer.machine is not None
-    alone = derived.trains_only_reward_model(config)  # without a policy
+    model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
+    alone, own_tokenizer = derived.trains_only_reward_model(config), f"{_MODEL}.tokenizer_path"  # alone: without a policy
     if not alone and not model.path:
         yield f"{_MODEL}.path is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
     elif not alone:
-        yield from _model_folder(f"{_MODEL}.path", model.path, f"{_MODEL}.tokenizer_path", model.tokenizer_path, elsewhere)
+        yield from _model_folder(config, OWN_CODE, f"{_MODEL}.path", model.path, own_tokenizer, model.tokenizer_path)
         if derived.critic_has_own_model(config):
             path = config.critic.model.path
             if path.startswith("builtin:"):
                 yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
-            yield from _model_folder("critic.model.path", path, "", "", elsewhere)
+            yield from _model_folder(config, OWN_CODE, "critic.model.path", path)
     if not scorer.enable and not alone:
         return
+    embedded = derived.trains_reward_model(config)
     if scorer.model_path is None:
-        example = ", or builtin:arithmetic" if derived.trains_reward_model(config) else " with a head of one label"
+        example = ", or builtin:arithmetic" if embedded else " with a head of one label"
         yield f"{_SCORER}.model_path is not set: the reward model needs one, a model folder{example}"
-    elif not derived.trains_reward_model(config) or not scorer.model_path.startswith("builtin:"):
-        tokenizer = scorer.tokenizer_path if alone or scorer.tokenizer_path else ""
-        yield from _model_folder(
-            f"{_SCORER}.model_path", scorer.model_path, f"{_SCORER}.tokenizer_path", tokenizer, elsewhere, builtin=False
-        )
+    key, tokenizer_key = f"{_SCORER}.model_path", f"{_SCORER}.tokenizer_path"
+    tokenizer = scorer.tokenizer_path if alone else scorer.tokenizer_path or ""
+    yield from _model_folder(config, SCORER_CODE, key, scorer.model_path or "", tokenizer_key, tokenizer, builtin=embedded)
 
 
 def _model_folder(
-    key: str, path: str, tokenizer_key: str, tokenizer: str | None, elsewhere: bool, *, builtin: bool = True
+    config: Config,
+    switch: str,
+    key: str,
+    path: str,
+    tokenizer_key: str = "",
+    tokenizer: str | None = "",
+    *,
+    builtin: bool = True,
 ) -> Iterator[str]:
-    """Yield why a folder cannot hold a model; nothing where only asking a hub would show it.
+    """Yield why a folder cannot hold a model, or brings code that the user has not allowed with `switch`.
 
-    `tokenizer` is the folder of the tokenizer, None for the model's, empty where none is needed. Where the run is `elsewhere`
-    only the model's config.json is read.
+    Nothing where only asking a hub would show it. `tokenizer` is the folder of the tokenizer, None for the model's, empty where none
+    is needed. Where the run is elsewhere only the model's config.json is read.
     """
-    folder = Path(path).expanduser()
-    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZER_FILES)
-    if builtin and path.startswith("builtin:"):
+    folder, elsewhere = Path(path).expanduser(), config.trainer.machine is not None
+    none_there = f"no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
+    if not path or (builtin and path.startswith("builtin:")):
         pass
     elif not folder.exists():
         if not _HUB_NAME.fullmatch(path):
@@ -124,36 +129,24 @@ def _model_folder(
         yield f"{key}={path}: no config.json there; a Hugging Face model folder has config.json, *.safetensors and a tokenizer"
     elif not elsewhere and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         yield f"{key}={path}: no weights there (*.safetensors)"
-    elif not elsewhere and tokenizer is None and not has_tokenizer:
-        yield f"{key}={path}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)}); name its folder in {tokenizer_key}"
-    if tokenizer:
-        folder = Path(tokenizer).expanduser()
-        if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            yield f"{tokenizer_key}={folder}: no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
-        elif not folder.is_dir() and not _HUB_NAME.fullmatch(tokenizer):
-            yield f"{tokenizer_key}={folder}: there is no such folder"
-
-
-def _code_in_models(config: Config) -> Iterator[str]:
-    """Yield a line for each model folder that brings code of its own, which the user has not allowed."""
-    model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
-    folders = {
-        f"{_MODEL}.path": (model.path, OWN_CODE),
-        f"{_MODEL}.tokenizer_path": (model.tokenizer_path, OWN_CODE),
-        "critic.model.path": (config.critic.model.path, OWN_CODE),
-    }
-    if scorer.enable:
-        folders[f"{_SCORER}.model_path"] = (scorer.model_path, SCORER_CODE)
-        folders[f"{_SCORER}.tokenizer_path"] = (scorer.tokenizer_path, SCORER_CODE)
-    for key, (folder, switch) in folders.items():
-        if not folder or folder.startswith("builtin:") or switch in allows_code(config):
-            continue
-        for name in ("config.json", "tokenizer_config.json"):
-            if brings_code(Path(folder).expanduser() / name):
+    elif not elsewhere and tokenizer is None and not _has_tokenizer(folder):
+        yield f"{key}={path}: {none_there}; name its folder in {tokenizer_key}"
+    if tokenizer and Path(tokenizer).expanduser().is_dir():
+        if not _has_tokenizer(Path(tokenizer).expanduser()):
+            yield f"{tokenizer_key}={tokenizer}: {none_there}"
+    elif tokenizer and not _HUB_NAME.fullmatch(tokenizer):
+        yield f"{tokenizer_key}={tokenizer}: there is no such folder"
+    for named, place in ((key, path), (tokenizer_key, tokenizer)):
+        for name in ("config.json", "tokenizer_config.json") if place and switch not in allows_code(config) else ():
+            if brings_code(Path(str(place)).expanduser() / name):
                 yield (
-                    f"{key}={folder}: its {name} names Python code of its own (auto_map); read that code, then set "
+                    f"{named}={place}: its {name} names Python code of its own (auto_map); read that code, then set "
                     f"{switch}=true on the command line if it may run"
                 )
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def allows_code(config: Config) -> list[str]:
