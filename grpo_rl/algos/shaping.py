@@ -13,11 +13,8 @@ def overlong_penalty(lengths_N: Tensor, max_length: int, buffer: int, penalty_fa
 
     Formula: penalty_factor · clip(((max_length - buffer) - length) / buffer, -1, 0)
 
-    Soft overlong punishment: DAPO (arXiv 2503.14476), eq. 13. Raises ValueError for a buffer that is not between
-    1 and `max_length`.
+    Soft overlong punishment: DAPO (arXiv 2503.14476), eq. 13, for a buffer from 1 to `max_length`.
     """
-    if not 1 <= buffer <= max_length:
-        raise ValueError(f"an overlong buffer of {buffer} tokens for responses of at most {max_length}; 1 to {max_length}")
     over_N = (max_length - buffer - lengths_N.double()) / buffer
     return (penalty_factor * over_N.clamp(-1.0, 0.0)).float()
 
