@@ -1,4 +1,4 @@
-"""Averaging modes: values by hand, the reference, and the sum of shares."""
+"""Averaging modes and sums over ragged responses: values by hand, and the sum of shares."""
 
 from __future__ import annotations
 
@@ -65,3 +65,21 @@ def test_counts_leave_out_what_has_no_trained_token() -> None:
     assert count(lengths_N, group_N) == Counts(num_tokens=5, num_sequences=2, num_groups=2)
     assert group_tokens(lengths_N, torch.tensor([1, 1, 4, 1])).tolist() == [3, 3, 2, 3]
     assert group_tokens(lengths_N[:0], group_N[:0]).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("lengths", "values", "sums", "means"),
+    [
+        ([0, 2, 1, 0, 3, 0], [1.0, 2.0, 10.0, 3.0, 4.0, 8.0], [0, 3, 10, 0, 15, 0], [0, 1.5, 10, 0, 5, 0]),
+        ([], [], [], []),
+        ([0, 0], [], [0, 0], [0, 0]),
+    ],
+)
+def test_sums_means_and_broadcasts_by_hand(
+    lengths: list[int], values: list[float], sums: list[float], means: list[float]
+) -> None:
+    segments, values_T = Segments(torch.tensor(lengths, dtype=torch.long)), torch.tensor(values)
+    assert segments.sum(values_T).tolist() == sums
+    assert segments.mean(values_T).tolist() == means
+    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
+    assert segments.broadcast(torch.arange(len(lengths))).tolist() == numbers
