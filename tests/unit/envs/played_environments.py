@@ -100,8 +100,6 @@ class Wrong(Echo):
             raise ValueError("the puzzle is broken")
         if self.how == "nothing":
             return None
-        if self.how == "no message":
-            return Observation((), 1.0, False)
         if self.how == "nan":
             return Observation(({"role": "user", "content": "?"},), float("nan"))
         return Observation(({"role": "assistant", "content": "I speak for you"},))

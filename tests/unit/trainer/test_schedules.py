@@ -79,6 +79,7 @@ def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_train
     rows = read_metrics(run.output.run_dir.metrics_file)
     assert [row["own/loss"] for row in rows] == [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
     assert [row["step"] for row in rows if "own/quality" in row] == [2, 4, 5]
+    assert [row["step"] for row in rows if "timing_s/save" in row] == [2, 4, 5]
 
 
 def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make: Any, tmp_path: Path) -> None:
