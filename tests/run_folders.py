@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_rl.config.compose import compose
-from grpo_rl.episode import Ending, Episode, PlayedTurn
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.rollout_log import write_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.types import Prompt, Rollout
+from grpo_rl.types import Ending, Episode, PlayedTurn, Prompt, Rollout
 
 PLAN = """plan: recipe arithmetic/grpo
   model        builtin:arithmetic

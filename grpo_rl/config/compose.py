@@ -57,7 +57,8 @@ def compose(argv: Sequence[str]) -> Composed:
     values of the wrong type or out of range, keys of verl's with what to use instead, unreadable recipes.
     """
     secrets.remember_environment()
-    secrets.remember(_typed_secrets(argv))
+    typed = (word.partition("=")[2] for word in argv if _is_secret(word))
+    secrets.remember(value.strip("'\"") for value in typed if "${" not in value)
     line = overrides.read(argv)
     recipe_name = line.recipe
     recipe_is_default = recipe_name is None and not line.keys & _RECIPE_UNLESS_SET
@@ -228,16 +229,13 @@ def _escaped(value: Any) -> Any:
 
 
 def _hide_secret(word: str) -> str:
+    return f"{word.partition('=')[0]}={secrets.HIDDEN}" if _is_secret(word) else secrets.redact(word)
+
+
+def _is_secret(word: str) -> bool:
+    """Return whether a word of the command line sets something by the name of a secret, which is no key of the schema."""
     key, equals, _ = word.partition("=")
-    hidden = equals and free_mapping(key.lstrip("+~")) and secrets.is_secret_name(key.rpartition(".")[2])
-    return f"{key}={secrets.HIDDEN}" if hidden else secrets.redact(word)
-
-
-def _typed_secrets(words: Sequence[str]) -> Iterator[str]:
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and "${" not in value and secrets.is_secret_name(key.rpartition(".")[2]) and key.lstrip("+") not in leaves():
-            yield value.strip("'\"")
+    return bool(equals) and secrets.is_secret_name(key.rpartition(".")[2]) and key.lstrip("+~") not in leaves()
 
 
 def _own_code_in_recipe(config: Config, line: Settings) -> Iterator[str]:

@@ -23,7 +23,6 @@ import numpy as np
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.contract import Message
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event
-from grpo_rl.episode import Ending, Episode, PlayedTurn
 from grpo_rl.errors import ClusterError, ConfigError, DataError
 from grpo_rl.protocols import RolloutPool
 from grpo_rl.rollout.reports import joined, pack, unpack
@@ -31,8 +30,11 @@ from grpo_rl.rollout.requests import WholeBatches, rollout_id, sample_seed, samp
 from grpo_rl.types import (
     GREEDY,
     Completion,
+    Ending,
+    Episode,
     FinishReason,
     Metrics,
+    PlayedTurn,
     Prompt,
     Rollout,
     Sampling,

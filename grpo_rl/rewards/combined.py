@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from grpo_rl.config import derived
 from grpo_rl.config.schema.model import MultiTurnConfig
 from grpo_rl.config.schema.tree import Config, RewardConfig
-from grpo_rl.episode import TRUNCATED, Episode
 from grpo_rl.errors import NoRewardError, RewardError
 from grpo_rl.rewards.compose import JUDGE, RewardFunction
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, summary
-from grpo_rl.types import GREEDY, Rollout
+from grpo_rl.types import GREEDY, TRUNCATED, Episode, Rollout
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
     from grpo_rl.protocols import Rewarder

@@ -21,8 +21,7 @@ from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, dump_line, is_cou
 from grpo_rl.telemetry.rundir import RunDir
 
 if TYPE_CHECKING:  # types imports torch, which reading a log does not need
-    from grpo_rl.episode import Episode
-    from grpo_rl.types import Rollout
+    from grpo_rl.types import Episode, Rollout
 
 Kind = Literal["rollouts", "val"]
 WRITE_S = 3600.0

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from grpo_rl.episode import TRUNCATED
 from grpo_rl.trainer.progress import Timer
 from grpo_rl.trainer.sampled.trained import failure_metrics
-from grpo_rl.types import Batch, Metrics, Rollout
+from grpo_rl.types import TRUNCATED, Batch, Metrics, Rollout
 
 COUNTS = ("tool_calls", "failed_calls", "malformed_calls")
 """Counts that every run with episodes has, though they may be 0."""

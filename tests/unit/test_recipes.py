@@ -3,7 +3,6 @@
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -12,16 +11,8 @@ from grpo_rl.config import recipes
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.recipes import folder, known_recipes
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.fields import flat, leaves
 from grpo_rl.rewards.compose import RewardFunction
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        values |= {name: value} if name in leaves() or not isinstance(value, dict) else flat(value, f"{name}.")
-    return values
 
 
 @pytest.mark.parametrize("recipe", known_recipes())

@@ -1,4 +1,4 @@
-"""Sources of rows: their names in the config, and data too large to be checked whole."""
+"""Prompts from files, folders, hubs and classes of one's own: what they become, and data too large to be checked whole."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.trainer.sampled.selection import Selection
 
 TOKENIZER = build_tokenizer(128)
+SHARED = Path(__file__).resolve().parents[3] / ".." / "shared" / "data"
 
 
 def row(number: int, **columns: Any) -> dict[str, Any]:
@@ -34,6 +35,10 @@ def row(number: int, **columns: Any) -> dict[str, Any]:
         "reward_model": {"ground_truth": str(number)},
         "extra_info": {"index": number},
     } | columns
+
+
+def asked(content: str, answer: str = "2") -> dict[str, Any]:
+    return row(0, prompt=[{"role": "user", "content": content}], reward_model={"ground_truth": answer})
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -235,3 +240,73 @@ def test_resuming_on_changed_data_is_refused_unless_allowed(tmp_path: Path) -> N
     allowed = selection(changed[:3], allow_change=True)
     allowed.load_state_dict(state)
     assert allowed.sampler.next_batch() == [(0, "e1-r0"), (1, "e1-r1")]
+
+
+# ---- prompts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_row_becomes_the_templated_prompt_and_its_tokens(tmp_path: Path) -> None:
+    prompt = load(write(tmp_path / "a.jsonl", [asked("47+8=", "55")])).prompt(0, "e0-r0")
+    assert prompt.text == "<|user|>47+8=<|assistant|>"
+    assert prompt.token_ids.tolist() == TOKENIZER.encode("<|user|>47+8=<|assistant|>")
+    assert (prompt.uid, prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("e0-r0", "a", "55", {"index": 0})
+
+
+def test_parquet_json_and_jsonl_give_the_same_prompts(tmp_path: Path) -> None:
+    rows = [asked("1+1=", "2"), asked("2+2=", "4")]
+    write(tmp_path / "a.jsonl", rows)
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    first, *others = (load(str(tmp_path / name)) for name in ("a.jsonl", "a.json", "a.parquet"))
+    assert all(len(data) == len(first) == 2 and data.prompt(1, "x") == first.prompt(1, "x") for data in others)
+
+
+def test_template_options_reach_the_template_and_ours_are_refused(tmp_path: Path) -> None:
+    name, template = write(tmp_path / "a.jsonl", [asked("x")]), "{{ messages[0]['content'] }}{% if terse %}!{% endif %}"
+    assert load(name, chat_template=template, apply_chat_template_kwargs={"terse": True}).prompt(0, "u").text == "x!"
+    with pytest.raises(ConfigError, match="tokenize is set by the program"):
+        load(name, apply_chat_template_kwargs={"tokenize": True})
+
+
+def test_overlong_prompts_are_refused_with_the_ways_out_or_dropped_and_counted(tmp_path: Path) -> None:
+    name = write(tmp_path / "a.jsonl", [asked("1", "short"), asked("1" * 20), asked("1" * 30)])
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: the prompt has 22 tokens.*=3; 2 rows are too long .*longest: 32"):
+        load(name, max_prompt_length=3)
+    data = load(name, max_prompt_length=3, filter_overlong_prompts=True)
+    assert truths(data) == ["short"]
+    assert (data.report.num_rows, data.report.num_dropped, data.report.longest) == (3, 2, 32)
+    assert "2 of 3 rows dropped as too long" in str(data.report)
+
+
+def test_a_cut_prompt_keeps_the_limit_and_its_text_is_what_the_model_sees(tmp_path: Path) -> None:
+    name = write(tmp_path / "a.jsonl", [row(0, prompt="123456789"), row(0, prompt="12")])
+    data = load(name, max_prompt_length=4, truncation="left")
+    assert data.prompt(0, "u").text == "6789" == TOKENIZER.decode(data.prompt(0, "u").token_ids)
+    assert data.prompt(1, "u").text == "12" and data.report.num_truncated == 1
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for i in range(10**9) %}{% endfor %}", "{{ 1 // 0 }}", "{{ messages[7].content.x }}", "{{ 'a' * 10**7 }}", "{% if %}"],
+)
+def test_a_template_that_fails_in_any_way_is_an_error_of_the_data(tmp_path: Path, template: str) -> None:
+    with pytest.raises(DataError, match=r"line 1: the chat template in data\.chat_template (refuses the messages|makes)"):
+        load(write(tmp_path / "a.jsonl", [asked("1+1=")]), chat_template=template)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data is not there")
+def test_gsm8k_loads_with_the_qwen_tokenizer_and_its_chat_template() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen2.5")
+    file = str(SHARED / "gsm8k" / "gsm8k_test.parquet")
+    data = PromptDataset([file], DataConfig(filter_overlong_prompts=True), tokenizer).checked()
+    prompt = data.prompt(0, "u")
+    assert len(data) == 1319 and data.report.num_dropped == 0
+    assert (prompt.data_source, prompt.ground_truth, prompt.extra_info["index"]) == ("openai/gsm8k", "18", 0)
+    assert prompt.text.endswith("<|im_start|>assistant\n")
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    instruction = ' Let\'s think step by step and output the final answer after "####".'
+    messages = [{"role": "user", "content": prompt.extra_info["question"] + instruction}]
+    expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert prompt.token_ids.tolist() == expected

@@ -10,12 +10,11 @@ import pytest
 from grpo_rl.config.schema.model import EnvironmentConfig, MultiTurnConfig, TruncationConfig
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.data.collate import collate
-from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.errors import RewardError
 from grpo_rl.rewards.combined import EpisodeRewarder
 from grpo_rl.rewards.compose import sample_of
 from grpo_rl.trainer.metrics import episode_metrics, rollout_metrics
-from grpo_rl.types import Prompt, Rollout
+from grpo_rl.types import Episode, PlayedTurn, Prompt, Rollout
 
 
 class Outcome:

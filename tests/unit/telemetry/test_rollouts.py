@@ -5,10 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from grpo_rl.columns import Block, View
-from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.telemetry.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.types import Prompt, Rollout
+from grpo_rl.types import Episode, PlayedTurn, Prompt, Rollout
 
 
 def make_rollout(sample: int = 0, text: str = "55", reward: float | None = 1.0) -> Rollout:

@@ -13,12 +13,11 @@ import torch
 
 from grpo_rl.config.schema.tree import AlgorithmConfig, KlControlConfig, RolloutCorrectionConfig
 from grpo_rl.data.collate import collate
-from grpo_rl.episode import Episode, PlayedTurn
 from grpo_rl.errors import ConfigError, DivergedError
 from grpo_rl.trainer.metrics import rollout_metrics
 from grpo_rl.trainer.sampled.advantage import Advantage, with_baselines
 from grpo_rl.trainer.sampled.trained import TrainedTokens, scored, with_reward
-from grpo_rl.types import GREEDY, Batch, Prompt, Rollout
+from grpo_rl.types import GREEDY, Batch, Episode, PlayedTurn, Prompt, Rollout
 
 
 def rollout(uid: str, sample: int, reward: float | None, failure: str | None = None, **more: Any) -> Rollout:
