@@ -16,7 +16,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -291,32 +291,23 @@ class Prometheus:
     """The newest value of every metric, for a Prometheus that asks: `grpo_rl_reward_mean{run="NAME"}` is `reward/mean`."""
 
     def __init__(self, run: str, host: str, port: int) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-        self._run = run
-        self._newest: dict[str, tuple[str, float]] = {}
-        """By the name that Prometheus allows: the name here, and the value."""
         registry = CollectorRegistry()
-        registry.register(self)
+        self._make = lambda allowed, name: Gauge(allowed, name, ["run"], registry=registry).labels(run)
+        self._gauges: dict[str, Any] = {}
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
             raise ConfigError(f"trainer.metrics_port={port}: {host}:{port} cannot be served: {error.strerror}") from error
 
-    def collect(self) -> Iterator[Any]:
-        """Yield a gauge for each metric; Prometheus' library calls it at each request."""
-        from prometheus_client.core import GaugeMetricFamily
-
-        for allowed, (name, value) in self._newest.items():
-            gauge = GaugeMetricFamily(allowed, name, labels=["run"])
-            gauge.add_metric([self._run], value)
-            yield gauge
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step. Those of a validation stay until the next one."""
-        # A new dict: a request that is being answered has the one before.
-        told = {**metrics, "step": float(step)}
-        self._newest = self._newest | {re.sub(r"\W", "_", f"grpo_rl_{name}"): (name, value) for name, value in told.items()}
+        for name, value in {**metrics, "step": step}.items():
+            allowed = re.sub(r"\W", "_", f"grpo_rl_{name}", flags=re.ASCII)
+            if allowed not in self._gauges:
+                self._gauges[allowed] = self._make(allowed, name)
+            self._gauges[allowed].set(value)
 
     def truncate_after(self, step: int) -> None:
         """A resumed run has nothing yet."""

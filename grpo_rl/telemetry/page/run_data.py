@@ -69,7 +69,7 @@ def run_data(
         "rewards": bands(index, "rollouts"),
         "validation": measured,
         "results": results(record.records, index, measured),
-        "timeline": timeline(run / "timeline.jsonl"),
+        "timeline": [one._asdict() for one in read_timeline(run / "timeline.jsonl", TIMELINE_STEPS)],
         "configuration": configuration(run, record.config),
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
         "written": [[name, path.relative_to(run).as_posix()] for name, path in RunDir(run).written() if name != "page"],
@@ -226,19 +226,6 @@ def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict
     return {"mean": rounded(mean), "low": rounded(low), "high": rounded(high), "prompts": len(both)}
 
 
-def timeline(path: Path) -> dict[str, Any] | None:
-    """Return the intervals of the last steps as rows of numbers; None where none were recorded."""
-    intervals = read_timeline(path, TIMELINE_STEPS)
-    if not intervals:
-        return None
-    roles = list(dict.fromkeys(one.role for one in intervals))
-    kinds = list(dict.fromkeys(one.what for one in intervals))
-    rows = [
-        [one.step, roles.index(one.role), kinds.index(one.what), round(one.start, 3), round(one.end, 3)] for one in intervals
-    ]
-    return {"roles": roles, "kinds": kinds, "rows": rows}
-
-
 def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
     """Return the values of a group's responses: rewards, or for mean@N what the index has in their place where it differs."""
     values = group[6] if value != "reward" and len(group) > 6 else group[2]
@@ -253,7 +240,6 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that differ from their defaults, the whole as YAML text, and the commands that repeat and resume the run."""
     words = _text(run / "overrides.txt").splitlines()
     named = {word.partition("=")[0].lstrip("+~") for word in words}
-    values = flat(config)
     different = [
         {
             "key": key,
@@ -261,18 +247,14 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
             "default": show(default) if key in leaves() else "",
             "named": any(key == name or key.startswith(f"{name}.") for name in named),
         }
-        for key, (value, default) in changed(values).items()
+        for key, (value, default) in changed(flat(config)).items()
     ]
-    name, folder = values.get(_NAME), values.get(_FOLDER)
-    unnamed = [word for word in words if word.partition("=")[0] != _NAME]
-    resume = words
-    if name is None:  # it was named by its date
-        resume = [word for word in unnamed if word.partition("=")[0] != _FOLDER]
-        resume += [f"{_NAME}={run.name}", f"{_FOLDER}={folder or run.parent}"]
-    commands = {"repeat": [*unnamed, f"{_NAME}={(name or run.name)}_again"], "resume": resume}
-    return {"different": different, "whole": _text(run / "config.yaml")} | {
-        name: shlex.join(["python", "-m", "grpo_rl.main", *line]) for name, line in commands.items()
+    others = [word for word in words if word.partition("=")[0] not in (_NAME, _FOLDER)]
+    commands = {
+        what: shlex.join(["python", "-m", "grpo_rl.main", *others, f"{_FOLDER}={run.parent}", f"{_NAME}={name}"])
+        for what, name in (("repeat", f"{run.name}_again"), ("resume", run.name))
     }
+    return {"different": different, "whole": _text(run / "config.yaml")} | commands
 
 
 def _text(file: Path) -> str:

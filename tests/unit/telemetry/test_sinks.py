@@ -57,7 +57,7 @@ def test_prometheus_reads_the_newest_values_under_names_of_its_own(tmp_path: Pat
             Sinks(RunDir.create(tmp_path, "taken"), TrainerConfig(metrics_port=port), {})
     sinks = Sinks(RunDir.create(tmp_path, "it's"), TrainerConfig(metrics_port=port), {})
     sinks.log(0, {"val/a/mean@1": 0.25, "reward/mean": 0.0})
-    sinks.log(3, {"reward/mean": 0.5, "timing_s/gen": 2.0, "actor/kl_loss": math.nan})
+    sinks.log(3, {"reward/mean": 0.5, "val/数/mean@1": 2.0, "actor/kl_loss": math.nan})
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     sinks.close()
@@ -65,7 +65,7 @@ def test_prometheus_reads_the_newest_values_under_names_of_its_own(tmp_path: Pat
     assert values == {
         "val_a_mean_1": "0.25",
         "reward_mean": "0.5",
-        "timing_s_gen": "2.0",
+        "val___mean_1": "2.0",
         "actor_kl_loss": "NaN",
         "step": "3.0",
     }

@@ -53,12 +53,11 @@ function gradeCard(one) {
 }
 
 function busyCard(one) {
-  const { timeline } = one;
-  if (!timeline) return null;
-  const roles = timeline.roles.filter((role) => role !== 'step' && role !== 'wait');
+  const bars = one.timeline;
+  if (!bars.length) return null;
+  const roles = [...new Set(bars.map((bar) => bar.role))].filter((role) => role !== 'step' && role !== 'wait');
   const order = Object.keys(ROLE_HUES);
   roles.sort((a, b) => order.indexOf(a) - order.indexOf(b));
-  const bars = timeline.rows.map(([step, role, kind, start, end]) => ({ step, role: timeline.roles[role], kind: timeline.kinds[kind], start, end }));
   const steps = bars.filter((bar) => bar.role === 'step');
   const first = Math.min(...bars.map((bar) => bar.start));
   const last = Math.max(...bars.map((bar) => bar.end));
@@ -107,7 +106,7 @@ function laneChart(host, roles, bars, window, [first, last], hint) {
       const lane = bar.role === 'wait' ? roles.length : roles.indexOf(bar.role);
       const top = plot.valToPos(lane - 0.36, 'y', true);
       const bottom = plot.valToPos(lane + (bar.role === 'wait' ? -0.2 : 0.36), 'y', true);
-      ctx.fillStyle = OTHER_HUES[bar.kind] || ROLE_HUES[bar.role] || '#888888';
+      ctx.fillStyle = OTHER_HUES[bar.what] || ROLE_HUES[bar.role] || '#888888';
       ctx.fillRect(left, Math.min(top, bottom), Math.max(devicePixelRatio, right - left - 0.5), Math.abs(bottom - top));
     }
     ctx.restore();
@@ -118,7 +117,7 @@ function laneChart(host, roles, bars, window, [first, last], hint) {
     const at = each.posToVal(left, 'x');
     const role = roles[Math.round(each.posToVal(top, 'y'))];
     const bar = bars.find((one) => one.role === role && one.start <= at && at <= one.end);
-    hint.textContent = bar ? `${role}: ${phaseName(bar.kind)}, ${duration(bar.end - bar.start)}, step ${bar.step}` : '';
+    hint.textContent = bar ? `${role}: ${phaseName(bar.what)}, ${duration(bar.end - bar.start)}, step ${bar.step}` : '';
   } });
   plot.setScale('x', { min: window[0], max: window[1] });
   return plot;
