@@ -62,16 +62,14 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
     """Return the table of results: validation, losses on given answers, and training reward, at first and at last.
 
-    What was measured at one step alone has neither a before nor an after.
+    What was measured at one step alone has neither a before nor a change.
     """
-    found = results(records)
-    changed = [(safe_text(name, limit=54), before[1], after[1]) for name, before, after in found if before[0] != after[0]]
-    measured = [(safe_text(name, limit=54), after[1]) for name, before, after in found if before[0] == after[0]]
-    lines = [f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}"] if changed else []
-    lines += [f"  {name:<54}{before:>10.3f}{after:>10.3f}{after - before:>+10.3f}" for name, before, after in changed]
-    lines += [f"{'Result':<56}{'value':>10}"] if measured and not changed else []
-    lines += [f"  {name:<54}{value:>10.3f}" for name, value in measured]
-    return "\n".join(lines)
+    rows = [
+        f"  {safe_text(name, limit=54):<54}"
+        + (f"{before:>10.3f}{after:>10.3f}{after - before:>+10.3f}" if first != last else f"{after:>20.3f}")
+        for name, (first, before), (last, after) in results(records)
+    ]
+    return "\n".join([f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}", *rows] if rows else [])
 
 
 def _graded(records: Sequence[dict[str, float]]) -> str:

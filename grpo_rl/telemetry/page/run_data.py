@@ -106,7 +106,7 @@ def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """
     every = max(1, math.ceil(len(records) / MOST_POINTS))
     tokens, seconds = (
-        list(itertools.accumulate(_finite(record.get(name)) for record in records))
+        list(itertools.accumulate(rounded(record.get(name), 12) or 0.0 for record in records))
         for name in ("perf/total_num_tokens", "timing_s/step")
     )
     # Steps with a validation are kept: there are few of them.
@@ -230,10 +230,6 @@ def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
     """Return the values of a group's responses: rewards, or for mean@N what the index has in their place where it differs."""
     values = group[6] if value != "reward" and len(group) > 6 else group[2]
     return [one or 0.0 for one in values] if kind == "val" else [one for one in values if one is not None]
-
-
-def _finite(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
 
 
 def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
