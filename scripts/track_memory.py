@@ -166,7 +166,7 @@ def track(case: Case, layers: int | None = None) -> dict[str, int]:
         mesh = init_device_mesh("cpu", (case.world,))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, Scalars():
-            fsdp.shard(policy, mesh, fsdp.Sharding(DTYPES[case.dtype]))
+            fsdp.shard(policy, mesh, DTYPES[case.dtype])
             with tracker:
                 fsdp.materialize_from(policy, CPU, lambda: None)
                 watch(policy, tracker)

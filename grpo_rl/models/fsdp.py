@@ -7,7 +7,6 @@ import datetime
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,6 @@ SHARD_BYTES = 5 << 30
 """The largest file of an exported model, and about the host memory that an export needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """The spread of a model over the ranks of its set, and the place where it rests."""
-
-    compute_dtype: torch.dtype = torch.float32
-    """The type in which layers compute. Parameters, gradients and moments are float32."""
-    reshard_after_forward: bool = True
-    in_host_memory: bool = False
-    """Parameters, gradients and moments lie in host memory, and the optimizer steps there. A layer's parameters come to the
-    device to be gathered, and its gradients leave it when they are reduced."""
-    forward_prefetch: bool = False
-    """Begin to gather a layer's parameters when the layer before it begins, and not when that one's kernels are queued."""
-
-
 def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
     """Return the ranks that a model is sharded over: all, or groups of `group_size` consecutive ones with a replica each.
 
@@ -66,23 +51,35 @@ def mesh_of(device_type: str, group_size: int, timeout_s: float) -> DeviceMesh:
     return DeviceMesh.from_group(own_groups, device_type, mesh=ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
+def shard(
+    policy: PackedModel,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    *,
+    reshard_after_forward: bool = True,
+    in_host_memory: bool = False,
+    forward_prefetch: bool = False,
+) -> None:
     """Shard the policy's parameters over the last dimension of `mesh`, with gradients summed over all its ranks.
 
-    Layers compute in the type that `how` says. Embedding, final norm and LM head stay in float32: the root unit
-    has no lower precision, and the layers cast what they are given.
+    Layers compute in `compute_dtype`; parameters, gradients and moments are float32. Embedding, final norm and LM head stay in
+    float32: the root unit has no lower precision, and the layers cast what they are given.
+
+    `in_host_memory`: parameters, gradients and moments lie in host memory, and the optimizer steps there. A layer's parameters
+    come to the device to be gathered, and its gradients leave it when they are reduced. `forward_prefetch`: begin to gather a
+    layer's parameters when the layer before it begins, and not when that one's kernels are queued.
     """
-    layer_precision = MixedPrecisionPolicy(param_dtype=how.compute_dtype, reduce_dtype=torch.float32)
-    if how.compute_dtype == torch.float32:
+    layer_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    if compute_dtype == torch.float32:
         layer_precision = MixedPrecisionPolicy()
     alone = mesh.size(mesh.ndim - 1) == 1
     # Only from pinned memory do copies to a GPU run beside its kernels.
-    rests = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if how.in_host_memory else OffloadPolicy()
-    layers = decoder_layers(policy.lm)
+    rests = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if in_host_memory else OffloadPolicy()
+    layers: list[Any] = decoder_layers(policy.lm)
     for layer in layers:
         # One rank has nothing to gather again, so a layer's copy in the computing type stays between passes. Frozen weights that
         # rest in that type already are copied anew: the copies of all layers would be a second whole model.
-        reshard = (how.reshard_after_forward and not alone) or (alone and rests_in_half(layer, how.compute_dtype))
+        reshard = rests_in_half(layer, compute_dtype) if alone else reshard_after_forward
         fully_shard(layer, mesh=mesh, mp_policy=layer_precision, reshard_after_forward=reshard, offload_policy=rests)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False, offload_policy=rests)
     for module in policy.modules():
@@ -91,9 +88,8 @@ def shard(policy: PackedModel, mesh: DeviceMesh, how: Sharding) -> None:
             module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no reduction that multiplies first.
             module.set_force_sum_reduction_for_comms(True)
-    if how.forward_prefetch:
+    if forward_prefetch:
         for layer, following in itertools.pairwise(layers):
-            assert isinstance(layer, FSDPModule) and isinstance(following, FSDPModule)
             layer.set_modules_to_forward_prefetch([following])
 
 

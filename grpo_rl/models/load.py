@@ -130,7 +130,8 @@ def packed_model(
 def parameters_on_meta() -> Iterator[None]:
     """Give parameters that are made inside of this context no storage; buffers, which files do not have, are computed.
 
-    A rotary table is a function of the model's config, so that every rank makes its own.
+    A rotary table is a function of the model's config, so that every rank makes its own. A tied head stays the embedding's
+    parameter (accelerate's `init_empty_weights` makes two of them).
     """
     register = nn.Module.register_parameter
 

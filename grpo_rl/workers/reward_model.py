@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 from grpo_rl.columns import values
+from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.models import fsdp
 from grpo_rl.models.heads import ScoreModel, load_score_config, load_scorer
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.device_memory import DeviceMemory
 from grpo_rl.workers.model_work import ModelWork
-from grpo_rl.workers.sharded_policy import as_block, compute_dtype, fill, join_set
-from grpo_rl.workers.specs import OptimizerStep, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
+from grpo_rl.workers.sharded_policy import as_block, build_sharded, join_set
+from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rank, RewardModelSpec, Rows, ScoreBatch, TrainedRewardModelSpec
 from grpo_rl.workers.trained_rank import TrainedRank
 
 _DUMMY = ScoreBatch(torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.tensor([0]))
@@ -131,27 +131,14 @@ def _sequences(batch: ScoreBatch, device: torch.device) -> Sequences:
 
 
 def _build(spec: RewardModelSpec, rank: Rank, device: torch.device, *, checkpointing: bool | None = None) -> ScoreModel:
-    """Return the model, sharded over the worker group; each rank reads its own rows.
+    """Return the model, sharded over the worker group. `checkpointing` is None for a frozen model."""
+    trained, own_code = checkpointing is not None, spec.trust_remote_code
 
-    `checkpointing` is None for a frozen model.
-    """
-    alone, trained = rank.world_size == 1, checkpointing is not None
-    model = _load(spec, on_meta=not alone, trained=trained)
-    if checkpointing:
-        model.lm.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train(trained)
-    model.requires_grad_(trained)
-    if alone:
-        model.to(device)
-    mesh = init_device_mesh(device.type, (rank.world_size,))
-    fsdp.shard(model, mesh, fsdp.Sharding(compute_dtype(spec.dtype, device)))
-    if not alone:
-        # A trained one may start from a language model, which has no head for scores.
-        new = ("score.weight", "score.bias") if trained else ()
-        fill(model, model.lm, spec.path, rank, device, lambda: _load(spec, on_meta=False, trained=trained), new)
-    return model
+    def read(on_meta: bool) -> Any:
+        config = load_score_config(spec.path, trust_remote_code=own_code, trained=trained)
+        return load_scorer(spec.path, config, trust_remote_code=own_code, on_meta=on_meta)
 
-
-def _load(spec: RewardModelSpec, *, on_meta: bool, trained: bool) -> ScoreModel:
-    config = load_score_config(spec.path, trust_remote_code=spec.trust_remote_code, trained=trained)
-    return ScoreModel(load_scorer(spec.path, config, trust_remote_code=spec.trust_remote_code, on_meta=on_meta))
+    model = ModelConfig(path=spec.path, enable_gradient_checkpointing=bool(checkpointing))
+    # A trained one may start from a language model, which has no head for scores.
+    new = ("score.weight", "score.bias") if trained else ()
+    return build_sharded(PolicySpec(model, 1.0, spec.dtype, train=trained), rank, device, ScoreModel, read, new)

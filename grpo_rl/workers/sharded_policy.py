@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import ipaddress
 import os
 import socket
@@ -122,11 +123,22 @@ def head_precision(name: str, device_type: str) -> Precision:
     return name  # type: ignore[return-value]
 
 
-def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Callable[[Any], M]) -> M:
-    """Return what `wrap` makes of the language model, sharded over the worker group; each rank reads its own rows."""
+def build_sharded(
+    spec: PolicySpec,
+    rank: Rank,
+    device: torch.device,
+    wrap: Callable[[Any], M],
+    read: Callable[[bool], Any] | None = None,
+    new: Sequence[str] = (),
+) -> M:
+    """Return what `wrap` makes of the language model, sharded over the worker group; each rank reads its own rows.
+
+    `read` gives another model, told whether it is on meta, of whose weights those of the names `new` may be missing.
+    """
     model, alone = spec.model, rank.world_size == 1
     attention.choose_kernel(model.flash_attention)
-    lm = language_model(spec, on_meta=not alone)
+    read = read or functools.partial(language_model, spec)
+    lm = read(not alone)
     if spec.train and model.enable_gradient_checkpointing:
         load.recompute_layers(lm, inputs_in_host_memory=model.enable_activation_offload)
     if spec.compiled:
@@ -141,12 +153,17 @@ def build_sharded(spec: PolicySpec, rank: Rank, device: torch.device, wrap: Call
         _keep_as_stored(lm, model.path, adapters)
     if alone:
         policy.to(device)
-    how = fsdp.Sharding(computes_in, spec.reshard_after_forward, spec.in_host_memory, spec.forward_prefetch)
-    fsdp.shard(policy, fsdp.mesh_of(device.type, spec.shard_ranks, rank.timeout_s), how)
+    fsdp.shard(
+        policy,
+        fsdp.mesh_of(device.type, spec.shard_ranks, rank.timeout_s),
+        computes_in,
+        reshard_after_forward=spec.reshard_after_forward,
+        in_host_memory=spec.in_host_memory,
+        forward_prefetch=spec.forward_prefetch,
+    )
     policy.sequence_group = SequenceGroup.join(spec.sequence_ranks, rank.timeout_s)
     if not alone:
-        whole = lambda: wrap(language_model(spec))  # noqa: E731
-        fill(policy, lm, model.path, rank, device, whole, new=adapters, in_host_memory=spec.in_host_memory)
+        fill(policy, lm, spec, rank, device, lambda: wrap(read(False)), [*new, *adapters])
     return policy
 
 
@@ -169,27 +186,25 @@ def _keep_as_stored(lm: Any, path: str, adapters: Sequence[str]) -> None:
 def fill(
     policy: PackedModel,
     lm: Any,
-    path: str,
+    spec: PolicySpec,
     rank: Rank,
     device: torch.device,
     whole: Callable[[], PackedModel],
-    new: Sequence[str] = (),
-    *,
-    in_host_memory: bool = False,
+    new: Sequence[str],
 ) -> None:
-    """Fill a sharded policy around `lm` with the weights of a folder; those of the names `new` may be missing, and are 0 then.
+    """Fill a sharded policy around `lm` with the weights of its folder; those of the names `new` may be missing, and are 0 then.
 
     Where transformers has to rename or rearrange what the files have, rank 0 reads the `whole` model and gives the others
     their rows. No collective is entered while a rank reads: that may take longer than collectives are given.
     """
-    files = WeightFiles.find(path)
+    files = WeightFiles.find(spec.model.path)
     if files is not None and files.fits(lm, new):
-        fsdp.materialize_from(policy, device, lambda: files.read_into(lm), in_host_memory=in_host_memory)
+        fsdp.materialize_from(policy, device, lambda: files.read_into(lm), in_host_memory=spec.in_host_memory)
         wait_for_all(rank)
         return
     read = whole() if rank.rank == 0 else None
     wait_for_all(rank)
-    fsdp.materialize(policy, read, device, in_host_memory=in_host_memory)
+    fsdp.materialize(policy, read, device, in_host_memory=spec.in_host_memory)
 
 
 def wait_for_all(rank: Rank) -> None:
@@ -203,7 +218,7 @@ def wait_for_all(rank: Rank) -> None:
     store.wait([f"all here {time_through}"], datetime.timedelta(seconds=rank.patience_s))
 
 
-def language_model(spec: PolicySpec, *, on_meta: bool = False) -> Any:
+def language_model(spec: PolicySpec, on_meta: bool = False) -> Any:
     """Return the unsharded language model in host memory, its weights read; `on_meta` without storage."""
     model, key = spec.model, spec.path_key
     config = load.load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config, key=key)
