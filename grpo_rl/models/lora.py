@@ -294,12 +294,10 @@ def check_adapter_folder(model: ModelConfig) -> None:
         raise ConfigError(f"{where}: is no LoRA adapter of peft")
     if not (folder / WEIGHTS).is_file():
         raise ConfigError(f"{where}: has no {WEIGHTS}")
-    expected = {"r": model.lora_rank, "lora_alpha": model.lora_alpha}
-    names = {"r": "lora_rank", "lora_alpha": "lora_alpha"}
     wrong = [
-        f"{_KEY}.{names[key]}={value}, and the adapter has {settings.get(key)}"
-        for key, value in expected.items()
-        if settings.get(key) != value
+        f"{_KEY}.{ours}={value}, and the adapter has {settings.get(theirs)}"
+        for ours, theirs, value in (("lora_rank", "r", model.lora_rank), ("lora_alpha", "lora_alpha", model.lora_alpha))
+        if settings.get(theirs) != value
     ]
     wrong += [
         f"{key}={settings[key]} is not here" for key, value in _PLAIN.items() if settings.get(key, value) not in (value, None)

@@ -127,7 +127,10 @@ def weight_backend(cfg: Config, device: Device) -> WeightBackend:
 
 @dataclass(frozen=True, slots=True)
 class NcclRendezvous:
-    """The meeting point of the trainer's sending rank (rank 0) and all engine processes, and a replica's ranks."""
+    """The meeting point of the trainer's sending rank (rank 0) and all engine processes, and a replica's ranks.
+
+    The fields have the names that vLLM gives them.
+    """
 
     master_address: str
     master_port: int

@@ -88,13 +88,28 @@ class DeviceMemory:
 
     def move_weights(self, device: torch.device) -> None:
         """Move this rank's shards, and buffers. The parameters stay the same objects, which the optimizer refers to."""
-        if not self.in_host_memory:
-            move_module(self.model, device, self._host)
+        if self.in_host_memory:
+            return
+        # Under FSDP `_apply` also tells the sharding where its shards are now, as `Module.to` does.
+        self.model._apply(lambda tensor: self._moved(tensor, device, id(tensor), isinstance(tensor, nn.Parameter)))
+        _finish(device)
 
     def move_moments(self, device: torch.device) -> None:
         """Move the optimizer's moments."""
-        if self.optimizer is not None and not self.in_host_memory:
-            move_optimizer(self.optimizer, device, self._host)
+        if self.optimizer is None or self.in_host_memory:
+            return
+        for parameter, state in self.optimizer.state.items():
+            for key, value in state.items():
+                # AdamW's step counter stays where AdamW put it.
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = self._moved(value, device, (id(parameter), key), True)
+        _finish(device)
+
+    def _moved(self, tensor: Tensor, device: torch.device, key: object, has_place: bool) -> Tensor:
+        """Return the tensor on a device. A parameter or moment that leaves a GPU has its own place in host memory."""
+        if device.type == "cpu" and tensor.device.type != "cpu" and has_place:
+            return in_host_memory(tensor, self._host, key)
+        return tensor.to(device, non_blocking=device.type != "cpu")
 
     def free_cache(self) -> None:
         """Give memory that the allocator holds and nothing uses back to the device."""
@@ -102,31 +117,6 @@ class DeviceMemory:
             # Memory that another process had mapped is kept until this process asks whether it still does.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
-
-
-def move_module(model: nn.Module, device: torch.device, host: HostMemory) -> None:
-    """Move parameters and buffers to a device, or from a GPU into kept host memory."""
-    # Under FSDP `_apply` also tells the sharding where its shards are now, as `Module.to` does.
-    model._apply(lambda tensor: _moved(tensor, device, host, id(tensor)))
-    _finish(device)
-
-
-def move_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, host: HostMemory) -> None:
-    """Move the optimizer's moments to a device, or from a GPU into kept host memory."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            # AdamW's step counter stays where AdamW put it.
-            if isinstance(value, Tensor) and key != "step":
-                state[key] = _moved(value, device, host, (id(parameter), key))
-    _finish(device)
-
-
-def _moved(tensor: Tensor, device: torch.device, host: HostMemory, key: object) -> Tensor:
-    """Return the tensor on a device. A parameter or moment that leaves a GPU has its own place in host memory."""
-    is_moment = not isinstance(tensor, nn.Parameter) and not isinstance(key, int)
-    if device.type != "cpu" or tensor.device.type == "cpu" or not (is_moment or isinstance(tensor, nn.Parameter)):
-        return tensor.to(device, non_blocking=device.type != "cpu")
-    return in_host_memory(tensor, host, key)
 
 
 def in_host_memory(tensor: Tensor, host: HostMemory, key: object) -> Tensor:

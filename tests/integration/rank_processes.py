@@ -237,14 +237,14 @@ class RecordingActor(Recording, ActorWorker):
         """Return whether FSDP keeps the shards in host memory, and how often a phase or an engine's start moves tensors."""
         modules = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         (offloaded,) = {param.offload_to_cpu for m in modules for param in m._get_fsdp_state()._fsdp_param_group.fsdp_params}
-        whole, calls = (device_memory.move_module, device_memory.move_optimizer), []
-        device_memory.move_module = device_memory.move_optimizer = lambda *_: calls.append(1)  # type: ignore[assignment]
+        whole, calls = device_memory._finish, []
+        device_memory._finish = lambda *_: calls.append(1)  # type: ignore[assignment]
         try:
             self.memory.gives_back = True
             for phase in (self.vacate, self.occupy, self.memory.load_all, self.memory.release):
                 phase()
         finally:
-            device_memory.move_module, device_memory.move_optimizer = whole
+            device_memory._finish = whole
         return offloaded, len(calls)
 
 

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import importlib.util
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,18 +94,8 @@ class VllmEngine:
     def connect(self, rendezvous: NcclRendezvous) -> None:
         if self._spec.weight_backend != "nccl":
             raise WeightTransferError(f"weights come by {self._spec.weight_backend}: there is nothing to connect")
-        self._rpc(
-            "init_weight_transfer_engine",
-            init_info={
-                "master_address": rendezvous.master_address,
-                "master_port": rendezvous.master_port,
-                "rank_offset": rendezvous.rank_offset,
-                "world_size": rendezvous.world_size,
-                "timeout_s": rendezvous.timeout_s,
-                "packed": True,
-                "packed_buffer_size_bytes": self._spec.bucket_bytes,
-            },
-        )
+        packed = {"packed": True, "packed_buffer_size_bytes": self._spec.bucket_bytes}
+        self._rpc("init_weight_transfer_engine", init_info=asdict(rendezvous) | packed)
 
     def start_weight_update(self, version: int) -> None:
         self._update.start(version, self.num_unfinished)
