@@ -31,7 +31,7 @@ from grpo_rl.plan.text import describe
 from grpo_rl.registry import load_function
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import RewardFunction, audit_of
-from grpo_rl.rollout.engine import ENGINES
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.trainer.schedules import schedule_of
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from grpo_rl.config.derived import max_num_seqs, updates_in_flight
 from grpo_rl.config.schema.tree import Config
-from grpo_rl.registry import Registry
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Completion, Request
 
@@ -25,7 +24,7 @@ class EngineSpec:
     max_model_len: int
     """Longest prompt plus response, in tokens."""
     name: str = "vllm"
-    """The engine's name in `ENGINES`."""
+    """The engine's name in `rollout.engines.ENGINES`."""
     batched: bool = True
     """hf: requests share forward passes; without, each has its own and its bits depend on no other request."""
     device: Device = "cpu"
@@ -248,21 +247,3 @@ def check_requests(requests: Sequence[Request], taken: Collection[str], max_mode
                 f"{where}: {len(request.prompt_ids)} prompt tokens and up to {sampling.max_tokens} response tokens make "
                 f"{longest}, more than the engine's max_model_len of {max_model_len}"
             )
-
-
-ENGINES: Registry[Callable[[EngineSpec], RolloutEngine]] = Registry("rollout engine")
-"""Rollout engines by name. Each is imported when it is built, and no sooner."""
-
-
-@ENGINES.register("vllm")
-def _vllm(spec: EngineSpec) -> RolloutEngine:
-    from grpo_rl.rollout.vllm.vllm_engine import VllmEngine
-
-    return VllmEngine(spec)
-
-
-@ENGINES.register("hf")
-def _hf(spec: EngineSpec) -> RolloutEngine:
-    from grpo_rl.rollout.hf.hf_engine import HfEngine
-
-    return HfEngine(spec)

@@ -20,7 +20,8 @@ import numpy as np
 from grpo_rl.columns import Block
 from grpo_rl.errors import ClusterError
 from grpo_rl.faults import fault_point
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine, Wakeable
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.reports import Report, pack
 from grpo_rl.rollout.weights import WeightBucket
 from grpo_rl.types import Completion, Metrics, Request

@@ -12,7 +12,8 @@ import torch
 
 from grpo_rl import faults
 from grpo_rl.faults import fault_point
-from grpo_rl.rollout.engine import ENGINES, EngineSpec
+from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.weights import WeightBucket, WeightUpdate, pack
 from grpo_rl.types import Batch, Completion, Request
 from grpo_rl.workers.rollout import RolloutWorker

@@ -17,7 +17,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.senders import WeightSender, make_sender
 from grpo_rl.rollout.weights import WeightTransferError, check_digests, merge_ranks
 from grpo_rl.types import Completion, Request, Sampling

@@ -23,7 +23,8 @@ from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.models import fsdp, lora
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, NcclRendezvous, RolloutEngine
+from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.senders import ObjectStoreSender
 from grpo_rl.rollout.weights import WeightTransferError, check_digests, pack_buckets
 from grpo_rl.types import Completion, Request, Sampling

@@ -27,7 +27,8 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, RolloutEngine
+from grpo_rl.rollout.engine import EngineSpec, RolloutEngine
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.types import Request, Sampling
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}

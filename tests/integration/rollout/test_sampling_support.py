@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from grpo_rl.data.collate import collate
 from grpo_rl.models.forward import PolicyModel
 from grpo_rl.models.load import load_config, load_lm
-from grpo_rl.rollout.engine import ENGINES, EngineSpec, RolloutEngine
+from grpo_rl.rollout.engine import EngineSpec, RolloutEngine
+from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.vllm.vllm_engine import VllmEngine
 from grpo_rl.types import Batch, Completion, Prompt, Request, Rollout, Sampling
 from grpo_rl.workers.sharded_policy import sequences_of
