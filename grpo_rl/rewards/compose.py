@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 # Not the whole schema, whose classes would be a third of a reward process's start.
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
@@ -220,20 +219,18 @@ def _component(name: str, factor: float, names: list[str], config: RewardConfig)
     if set(options) & set(given):
         raise ConfigError(f"{name!r}: {', '.join(sorted(set(options) & set(given)))} is given with every call and no option")
     REWARDS.check_keywords(name, options)
-    _check_signature(name, function, given, options, batched)
+    try:
+        REWARDS.check_call(name, **dict.fromkeys(given), **options)
+    except ConfigError as error:
+        hint = (
+            "with lists, as it is in reward.batched"
+            if batched
+            else "for one response; reward.batched names those that take lists"
+        )
+        raise ConfigError(f"{error} ({hint})") from error
     if options:
         function = functools.partial(function, **options)
     return Component(part, factor, function, batched, own=":" in name)
-
-
-def _check_signature(name: str, function: Any, given: Sequence[str], options: dict[str, Any], batched: bool) -> None:
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(given), **options)
-    except TypeError as error:
-        hint = "lists, as it is in reward.batched" if batched else "one response; name it in reward.batched if it takes lists"
-        raise ConfigError(f"{name!r} is called with {', '.join(given)} ({hint}), and does not take that: {error}") from error
-    except ValueError:
-        pass  # written in C, without a signature
 
 
 def _parse(spec: str) -> tuple[float, str]:

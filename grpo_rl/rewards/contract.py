@@ -127,11 +127,6 @@ def _number(value: Any, key: str) -> float:
     return number
 
 
-ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
-BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-RETURNED = "a finite number or a dict with 'score'"
-
-
 class Sample(NamedTuple):
     """The arguments of a reward function for one response."""
 
@@ -139,6 +134,11 @@ class Sample(NamedTuple):
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any]
+
+
+ARGUMENTS = Sample._fields
+BATCH_ARGUMENTS = tuple(f"{name}s" for name in ARGUMENTS)
+RETURNED = "a finite number or a dict with 'score'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Component:
 
 def call(component: Component, sample: Sample) -> RewardResult:
     """The result of a function of single responses for one. Raises RewardFailure for whatever the function does but return a reward."""
-    return read_result(_returned(component, dict(zip(ARGUMENTS, sample, strict=True))))
+    return read_result(_returned(component, sample._asdict()))
 
 
 def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]:

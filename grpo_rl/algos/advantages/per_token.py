@@ -98,6 +98,8 @@ def grpo_process(
     are all equal, gives exactly 0. γ discounts by steps, which are turns in episodes of several turns; the paper has 1. Raises
     ValueError for a step that ends outside the token axis.
     """
+    if std not in ("group", "none"):
+        raise ValueError(f"std={std!r}: group or none")
     steps = Steps(inp, gamma)
     groups = Groups(inp.group_N[steps.rollout_K])
     deviation_K = groups.deviation(steps.rewards_K)
@@ -140,7 +142,9 @@ def gigpo(
 
 
 def episode_and_turn(inp: AdvantageInput, steps: Steps, mode: str, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return GiGPO's advantages of episodes [N] and of turns [K], in float64."""
+    """Return GiGPO's advantages of episodes [N] and of turns [K], in float64. Raises ValueError for another mode."""
+    if mode not in ("mean_norm", "mean_std_norm"):
+        raise ValueError(f"mode={mode!r}: mean_norm or mean_std_norm")
 
     def normalised(x: Tensor, groups: Groups) -> Tensor:
         deviation = groups.deviation(x)

@@ -244,6 +244,8 @@ def test_turns_in_the_same_state_are_compared_by_what_they_lead_to_by_hand() -> 
     assert divided == pytest.approx([episode, episode, episode + 0.5, -episode - 0.5, -episode, -episode], rel=1e-6)
     # The same state of another prompt is another one.
     assert gigpo(replace(inp, group_N=torch.tensor([0, 1])), gamma=0.0).advantages_T.tolist() == [-0.5, -0.5, 0.5, 0, 0, 0]
+    with pytest.raises(ValueError, match="mode='std'"):
+        gigpo(inp, mode="std")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -69,7 +69,7 @@ def test_a_function_may_be_async_or_batched_or_have_options(check, my_file):
     assert "score: mean 4," in check(f"{my_file}:many", rows, "--batched")[1]
     assert "score: mean 6," in check(my_file, rows, "--options", '{"bonus": 2}')[1]
     code, shown = check("math", [row(response="x")], "--batched")
-    assert code == 2 and "(lists, as it is in reward.batched), and does not take that" in shown
+    assert code == 2 and "(with lists, as it is in reward.batched)" in shown
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -140,7 +140,7 @@ def test_options_reach_the_function_that_they_are_named_for(my_file):
             r"reward\.function_kwargs: 'lengths' is not in the reward's sum; it has half",
         ),
         ({"batched": ["halve"]}, r"reward\.batched: 'halve' is not in the reward's sum; it has half"),
-        ({"batched": ["half"]}, "half' is called with data_sources, .*lists, as it is in reward.batched"),
+        ({"batched": ["half"]}, "half' takes .* is called as .*data_sources=.*with lists, as it is in reward.batched"),
         ({"function_kwargs": {"half": {"bonus": 1}}}, "has no option bonus"),
         ({"function_kwargs": {"half": {"solution_str": "1"}}}, "solution_str is given with every call"),
         ({"function_kwargs": {"half": 3}}, "write its options by name"),
