@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,13 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
         if _is_used(config, choice):
             yield "", partial(_bind, config, choice)
     if config.distillation.enabled:
-        yield "", lambda: _check_distillation(config)
+        yield "", lambda: _refuse(_of_teachers(config))
     if derived.is_offline(config):
         return  # nothing is sampled that could be corrected or filtered
     if derived.estimates_advantages(config):
-        yield "algorithm.adv_estimator: ", lambda: _check_estimator(config)
+        yield "algorithm.adv_estimator: ", lambda: _refuse(_of_estimator(config))
     if not derived.trains_pairs(config):
-        yield "algorithm.rollout_correction.", lambda: _check_correction(config)
+        yield "algorithm.rollout_correction.", lambda: _refuse(_of_correction(config))
     groups, data = config.algorithm.filter_groups, config.data
     if groups.enable:
         yield "algorithm.filter_groups.metric", lambda: check_metric(groups.metric, config)
@@ -115,13 +115,15 @@ def _bind(config: Config, choice: Choice) -> None:
     key = f"{choice.section}.{choice.key}"
     with _problems_of(f"{key}: "):
         function = kind.registry.get(name)
-    if problems := [*_idle_keys(config, choice, function), *_fits(config, choice, function)]:
-        raise ConfigError(problems)
+    _refuse([*_idle_keys(config, choice, function), *_fits(config, choice, function)])
     options = _options(config, choice)
     given = value_of(config, f"{choice.section}.{choice.options_key}")
     with _problems_of(f"{choice.section}.{choice.options_key}: "):
         check_options(f"{choice.kind} {name!r}", function, given)
-    run = _run_estimator(config) if choice is ESTIMATOR else kind.run
+    run = kind.run
+    if choice is ESTIMATOR:  # with as many parts of the reward as the run has
+        num_parts = max(1, len(config.algorithm.reward_parts or _factors(config)))
+        run = partial(trial.run_estimator, num_parts=num_parts)
     with _problems_of(f"{key}: "):
         check_options(f"{choice.kind} {name!r}", function, options)
         trial.check(kind, name, options, run)
@@ -134,6 +136,12 @@ def _bind(config: Config, choice: Choice) -> None:
             raise ConfigError(
                 f"{key}: epsilon={value} has no effect with {name} and {undivided[0]}, which divides by nothing; leave it out"
             )
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError where there is a problem."""
+    if found := list(problems):
+        raise ConfigError(found)
 
 
 @contextlib.contextmanager
@@ -217,10 +225,7 @@ def _pairs(config: Config, chosen: str) -> Iterator[str]:
 def _options(config: Config, choice: Choice) -> dict[str, Any]:
     """Return the keywords that a chosen function will be called with, as far as they are known without the data."""
     if choice is ESTIMATOR:
-        try:
-            return estimator_options(config.algorithm, factors_of(config))
-        except ConfigError:
-            return estimator_options(config.algorithm, {"": 1.0})  # the reward's own problem is reported by itself
+        return estimator_options(config.algorithm, _factors(config))
     if choice is AVERAGE:
         return average_options(config.actor_rollout_ref.actor, config.data.max_response_length)
     function = trial.KINDS[choice.kind].registry.get(choice.name(config))
@@ -228,13 +233,12 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
     return chosen_options(choice, section, options_of(function))
 
 
-def _run_estimator(config: Config) -> trial.Trial:
-    """Return the trial of an estimator with as many parts of the reward as the run has."""
+def _factors(config: Config) -> dict[str, float]:
+    """Return the factor of each part of the reward; one part where the reward has a problem, which is reported by itself."""
     try:
-        num_parts = max(1, len(config.algorithm.reward_parts or factors_of(config)))
+        return factors_of(config)
     except ConfigError:
-        num_parts = 1
-    return lambda function, options: trial.run_estimator(function, options, num_parts)
+        return {"": 1.0}
 
 
 def _reads_old_logprobs(config: Config) -> bool:
@@ -253,85 +257,72 @@ def _has_ratio(config: Config) -> bool:
     return trial.has_ratio(POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS))
 
 
-def _check_estimator(config: Config) -> None:
-    """Raise ConfigError for an estimator that asks for what the run does not have."""
-    algorithm = config.algorithm
+def _of_estimator(config: Config) -> Iterator[str]:
+    """Yield what an estimator asks for and the run does not have."""
+    algorithm, name = config.algorithm, config.algorithm.adv_estimator
     try:
-        wanted = needs_of(ADVANTAGES.get(algorithm.adv_estimator))
+        wanted = needs_of(ADVANTAGES.get(name))
     except ConfigError:
         return  # reported by itself
     read = "steps" if "steps" in wanted else "the parts"
-    problems = []
     if "states" in wanted and not derived.plays_episodes(config):
-        problems.append(
-            f"{algorithm.adv_estimator} compares turns that episodes take in the same state, and here every response is one turn; "
+        yield (
+            f"{name} compares turns that episodes take in the same state, and here every response is one turn; "
             "actor_rollout_ref.rollout.multi_turn.enable=true, or an estimator of whole responses, such as grpo"
         )
     elif "steps" in wanted and not _may_score_steps(config):
-        problems.append(
-            f"{algorithm.adv_estimator} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
+        yield (
+            f"{name} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
             "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
             "reward.reward_model.step_separator"
         )
-    if algorithm.use_kl_in_reward and not reads_token_rewards(wanted):
-        problems.append(
-            f"{algorithm.adv_estimator} does not read rewards of tokens, so algorithm.use_kl_in_reward=true would have no effect; "
-            "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
-        )
-    if config.reward.overlong_buffer.tokens is not None and not reads_token_rewards(wanted):
-        problems.append(f"{algorithm.adv_estimator} reads {read} of the reward, so reward.overlong_buffer would have no effect")
-    if config.reward.on_failure == "value" and not reads_token_rewards(wanted):
-        problems.append(
-            f"{algorithm.adv_estimator} reads {read} of the reward, which a failed one does not have; "
-            "reward.on_failure=value cannot stand for them, use drop or stop"
-        )
+    if not reads_token_rewards(wanted):
+        if algorithm.use_kl_in_reward:
+            yield (
+                f"{name} does not read rewards of tokens, so algorithm.use_kl_in_reward=true would have no effect; "
+                "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
+            )
+        if config.reward.overlong_buffer.tokens is not None:
+            yield f"{name} reads {read} of the reward, so reward.overlong_buffer would have no effect"
+        if config.reward.on_failure == "value":
+            yield (
+                f"{name} reads {read} of the reward, which a failed one does not have; reward.on_failure=value cannot stand for them, "
+                "use drop or stop"
+            )
     if derived.is_iterated(config) and "parts" in wanted:
-        problems.append(
-            f"{algorithm.adv_estimator} reads the parts of the reward, and with trainer.schedule=iterate only the model's score counts"
-        )
+        yield f"{name} reads the parts of the reward, and with trainer.schedule=iterate only the model's score counts"
     if derived.is_iterated(config) and "steps" in wanted and config.reward.reward_model.step_separator is None:
-        problems.append(
-            f"{algorithm.adv_estimator} reads rewards of steps, which with trainer.schedule=iterate come from the reward model alone "
+        yield (
+            f"{name} reads rewards of steps, which with trainer.schedule=iterate come from the reward model alone "
             "(reward.reward_model.step_separator); take an estimator of whole responses, such as grpo"
         )
-    if problems:
-        raise ConfigError(problems)
 
 
-def _check_distillation(config: Config) -> None:
-    """Raise ConfigError for teachers and a loss that contradict each other or the rest, and for a teacher with other tokens."""
+def _of_teachers(config: Config) -> Iterator[str]:
+    """Yield where teachers and a loss contradict each other or the rest, and a teacher with other tokens."""
     teachers, taught = derived.teachers_of(config), Distillation.from_config(config.distillation)
     assert taught is not None
     key, loss, rows = "distillation.teacher_models", f"{LOSS.key}={LOSS.name(config)}", derived.is_offline(config)
-    problems = []
     if derived.trains_pairs(config):
-        problems.append(
-            f"distillation.enabled=true: {loss} compares pairs, and a teacher teaches single responses; {LOSS.key}=vanilla"
-        )
+        yield f"distillation.enabled=true: {loss} compares pairs, and a teacher teaches single responses; {LOSS.key}=vanilla"
     elif taught.as_advantage and LOSS.name(config) in POLICY_LOSSES and selection_of(POLICY_LOSSES.get(LOSS.name(config))):
-        problems.append(
-            f"distillation.distillation_loss.use_policy_gradient=true: {loss} chooses tokens by the advantages of rewards"
-        )
+        yield f"distillation.distillation_loss.use_policy_gradient=true: {loss} chooses tokens by the advantages of rewards"
     if rows and taught.as_advantage:
-        problems.append(
+        yield (
             "distillation.distillation_loss.use_policy_gradient=true: reads what the policy sampled, and "
             f"data.responses={config.data.responses} trains on fixed responses; use_policy_gradient=false, e.g. loss_mode=forward_kl"
         )
     if rows and len(teachers) > 1:
-        problems.append(f"{key}: {len(teachers)} teachers, and rows that are trained as they stand have one; leave one")
+        yield f"{key}: {len(teachers)} teachers, and rows that are trained as they stand have one; leave one"
     for name, teacher in teachers.items():
         if rows and teacher.context is not None:
-            problems.append(
-                f"{key}.{name}.context: is put before sampled prompts, and rows are trained as they stand; leave it out"
-            )
+            yield f"{key}.{name}.context: is put before sampled prompts, and rows are trained as they stand; leave it out"
         if teacher.model_path is None and teacher.context is None and teacher.ema_decay is None:
-            problems.append(
+            yield (
                 f"{key}.{name}: is the policy with the same prompt, which teaches nothing; give it a model_path, a context or an ema_decay"
             )
         elif teacher.model_path is not None and (other := first_other_token(config, teacher.model_path)):
-            problems.append(f"{key}.{name}.model_path={teacher.model_path}: {other}; a teacher needs the policy's tokens")
-    if problems:
-        raise ConfigError(problems)
+            yield f"{key}.{name}.model_path={teacher.model_path}: {other}; a teacher needs the policy's tokens"
 
 
 def first_other_token(config: Config, path: str) -> str | None:
@@ -350,18 +341,18 @@ def first_other_token(config: Config, path: str) -> str | None:
     return None if number is None else f"its token {number} is {other.get(number)!r}, and the policy's is {own.get(number)!r}"
 
 
-def _check_correction(config: Config) -> None:
-    """Raise ConfigError for settings that contradict each other, or a bypass that no ratio makes use of."""
+def _of_correction(config: Config) -> Iterator[str]:
+    """Yield settings that contradict each other, or a bypass that no ratio makes use of."""
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     actor = config.actor_rollout_ref.actor
     is_stale = derived.oldest_sampler(config) > 0 and not derived.trains_pairs(config)
     if is_stale and not correction.rollout_is and not _has_ratio(config):
-        raise ConfigError(
+        yield (
             f"rollout_is=null: {'trainer.schedule=' + config.trainer.schedule if derived.max_staleness(config) else 'algorithm.replay'} trains tokens that older weights have sampled, and "
             f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} has no ratio that corrects for that; rollout_is=token"
         )
-    if correction.bypass_mode and not _reads_old_logprobs(config) and not (correction.rollout_is or correction.rollout_rs):
-        raise ConfigError(
+    elif correction.bypass_mode and not _reads_old_logprobs(config) and not (correction.rollout_is or correction.rollout_rs):
+        yield (
             f"bypass_mode=true: has no effect with {ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode}, which has no ratio"
         )
 

@@ -37,13 +37,13 @@ def probe_machine(config: Config) -> Machine:
         host_gib = gpus * found.device.host_gib if trainer.machine_host_gib is None else trainer.machine_host_gib
         return Machine(
             num_gpus=gpus,
-            num_cpus=ray.num_cpus or gpus * found.device.cores,
+            num_cpus=ray.num_cpus or int(gpus * found.device.cores),
             device="cuda" if wanted == "auto" else wanted,
             cluster=nodes > 1,
-            gpu_memory=int(found.device.memory_gib * GIB),
+            gpu_memory=int(found.device.memory_gib * 2**30),
             name=found.name,
             nodes=nodes,
-            host_memory=int(host_gib * GIB),
+            host_memory=int(host_gib * 2**30),
         )
     num_gpus = gpu_memory = 0
     if wanted != "cpu" and _may_have_gpu():
@@ -107,7 +107,6 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
 # ---- machines by name, such as 8xH100-80GB --------------------------------------------------------------------------
 
 
-GIB = 2**30
 KEY = "trainer.machine"
 _NAME = re.compile(r"(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,4})x(?P<device>[A-Za-z][\w]*-\d+GB)", re.ASCII | re.IGNORECASE)
 
@@ -130,9 +129,8 @@ class Device:
     """Between machines, for each GPU."""
     host_gib: float
     """Host memory for each GPU."""
-    cores: int
+    cores: float
     """CPU cores for each GPU."""
-    source: str
     products: float = 0.65
     """Share of `tflops` that products of matrices reach in long passes; more where the data sheet's figure is low for the power that the
     device may draw. PaLM's operations (arXiv 2204.02311, appendix B) at this share, and the traffic beside them (plan/cost.py), give
@@ -140,6 +138,7 @@ class Device:
     attention: float = 0.5
     """Share of `tflops` that attention reaches. FlashAttention 3 on Hopper, 2 on Ampere and Ada; the kernels of version 2 know nothing of
     Blackwell's tensor cores, and there reach 300 TFLOP/s (prime-rl's baselines of Qwen3-4B at 64k tokens on B200)."""
+    source: str = ""
     fixed_s: float = 0.5
     """Seconds of an update beside what it computes and moves: assumed."""
     call_s: float = 0.0
@@ -155,49 +154,35 @@ class Device:
 
 _DGX_H100 = "DGX H100 data sheet: 8 x 400 Gb/s, 2 TB, 112 cores"
 _ASSUMED = "network of 25 Gb/s, 64 GiB and 8 cores for each GPU assumed"
+# Memory in GiB, TFLOP/s; GB/s of memory, of the link between GPUs, of PCIe and of the network; GiB and cores of the host for each GPU;
+# the shares of products and of attention; the source. The memory that a program finds is what `torch.cuda.get_device_properties`
+# reports, rounded down.
+_TABLE = f"""
+GB200-186GB   184.0  2500 8000 900 256  50 240 36 0.65 0.12  GB200 NVL72 data sheet, half of its figures with sparsity; NVLink-C2C
+B200-180GB    178.0  2250 8000 900  64  50 238 14 0.65 0.13  DGX B200 data sheet, half of its figures with sparsity
+MI300X-192GB  191.4  1307 5300 448  64  50 256 24 0.65 0.30  AMD Instinct MI300X data sheet, 7 Infinity Fabric links
+H200-141GB    139.8   989 4800 450  64  50 238 14 0.65 0.50  NVIDIA H200 data sheet (SXM); {_DGX_H100}
+H100-80GB      79.1   989 3350 450  64  50 238 14 0.65 0.50  NVIDIA H100 data sheet (SXM); {_DGX_H100}
+H800-80GB      79.1   989 3350 200  64  50 238 14 0.65 0.50  NVIDIA H800 data sheet (SXM): NVLink of 400 GB/s; {_DGX_H100}
+H20-96GB       95.1   148 4000 450  64  50 238 14 0.90 0.60  NVIDIA H20 data sheet (SXM); {_DGX_H100}
+H100NVL-94GB   93.1   835 3900 300  64 3.1  64  8 0.65 0.50  NVIDIA H100 data sheet (NVL); {_ASSUMED}
+H100PCIE-80GB  79.1   756 2000  64  64 3.1  64  8 0.65 0.50  NVIDIA H100 PCIe product brief; {_ASSUMED}
+A100-80GB      79.2   312 2039 300  32  25 238 16 0.80 0.50  NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 2 TB
+A800-80GB      79.2   312 2039 200  32  25 238 16 0.80 0.50  NVIDIA A800 data sheet (SXM): NVLink of 400 GB/s
+A100-40GB      39.4   312 1555 300  32  25 119 16 0.80 0.50  NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 1 TB
+L40S-48GB      44.4   362  864  32  32 3.1  64  8 0.65 0.50  NVIDIA L40S data sheet; {_ASSUMED}
+A6000-48GB     47.4 154.8  768  56  32 3.1  64  8 0.65 0.50  NVIDIA RTX A6000 data sheet, NVLink in pairs; {_ASSUMED}
+A10-24GB       22.0   125  600  32  32 3.1  64  8 0.65 0.50  NVIDIA A10 data sheet; {_ASSUMED}
+L4-24GB        22.0   121  300  32  32 3.1  64  8 0.65 0.50  NVIDIA L4 data sheet; {_ASSUMED}
+RTX5090-32GB   31.3 209.5 1792  64  64 3.1  64  8 0.65 0.50  NVIDIA RTX Blackwell GPU architecture paper; {_ASSUMED}
+RTX4090-24GB   23.5 165.2 1008  32  32 3.1  64  8 0.65 0.50  NVIDIA Ada GPU architecture paper; {_ASSUMED}
+RTX3090-24GB   23.5    71  936  32  32 3.1  64  8 0.65 0.50  NVIDIA Ampere GA102 GPU architecture paper; {_ASSUMED}
+"""
 DEVICES = {
-    "GB200-186GB": Device(
-        184.0,
-        2500,
-        8000,
-        900,
-        256,
-        50,
-        240,
-        36,
-        "GB200 NVL72 data sheet, half of its figures with sparsity; NVLink-C2C",
-        attention=0.12,
-    ),
-    "B200-180GB": Device(
-        178.0, 2250, 8000, 900, 64, 50, 238, 14, "DGX B200 data sheet, half of its figures with sparsity", attention=0.13
-    ),
-    "MI300X-192GB": Device(
-        191.4, 1307, 5300, 448, 64, 50, 256, 24, "AMD Instinct MI300X data sheet, 7 Infinity Fabric links", attention=0.3
-    ),
-    "H200-141GB": Device(139.8, 989, 4800, 450, 64, 50, 238, 14, f"NVIDIA H200 data sheet (SXM); {_DGX_H100}"),
-    "H100-80GB": Device(79.1, 989, 3350, 450, 64, 50, 238, 14, f"NVIDIA H100 data sheet (SXM); {_DGX_H100}"),
-    "H800-80GB": Device(
-        79.1, 989, 3350, 200, 64, 50, 238, 14, f"NVIDIA H800 data sheet (SXM): NVLink of 400 GB/s; {_DGX_H100}"
-    ),
-    "H20-96GB": Device(95.1, 148, 4000, 450, 64, 50, 238, 14, f"NVIDIA H20 data sheet (SXM); {_DGX_H100}", 0.9, 0.6),
-    "H100NVL-94GB": Device(93.1, 835, 3900, 300, 64, 3.1, 64, 8, f"NVIDIA H100 data sheet (NVL); {_ASSUMED}"),
-    "H100PCIE-80GB": Device(79.1, 756, 2000, 64, 64, 3.1, 64, 8, f"NVIDIA H100 PCIe product brief; {_ASSUMED}"),
-    "A100-80GB": Device(
-        79.2, 312, 2039, 300, 32, 25, 238, 16, "NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 2 TB", 0.8
-    ),
-    "A800-80GB": Device(79.2, 312, 2039, 200, 32, 25, 238, 16, "NVIDIA A800 data sheet (SXM): NVLink of 400 GB/s", 0.8),
-    "A100-40GB": Device(
-        39.4, 312, 1555, 300, 32, 25, 119, 16, "NVIDIA A100 data sheet (SXM); DGX A100 data sheet: 200 Gb/s, 1 TB", 0.8
-    ),
-    "L40S-48GB": Device(44.4, 362, 864, 32, 32, 3.1, 64, 8, f"NVIDIA L40S data sheet; {_ASSUMED}"),
-    "A6000-48GB": Device(47.4, 154.8, 768, 56, 32, 3.1, 64, 8, f"NVIDIA RTX A6000 data sheet, NVLink in pairs; {_ASSUMED}"),
-    "A10-24GB": Device(22.0, 125, 600, 32, 32, 3.1, 64, 8, f"NVIDIA A10 data sheet; {_ASSUMED}"),
-    "L4-24GB": Device(22.0, 121, 300, 32, 32, 3.1, 64, 8, f"NVIDIA L4 data sheet; {_ASSUMED}"),
-    "RTX5090-32GB": Device(31.3, 209.5, 1792, 64, 64, 3.1, 64, 8, f"NVIDIA RTX Blackwell GPU architecture paper; {_ASSUMED}"),
-    "RTX4090-24GB": Device(23.5, 165.2, 1008, 32, 32, 3.1, 64, 8, f"NVIDIA Ada GPU architecture paper; {_ASSUMED}"),
-    "RTX3090-24GB": Device(23.5, 71, 936, 32, 32, 3.1, 64, 8, f"NVIDIA Ampere GA102 GPU architecture paper; {_ASSUMED}"),
+    name: Device(*map(float, row[:10]), source=row[10])
+    for name, *row in (line.split(maxsplit=11) for line in _TABLE.strip().splitlines())
 }
-"""GPUs by name. The memory that a program finds is what `torch.cuda.get_device_properties` reports, rounded down."""
+"""GPUs by name."""
 CORES = Device(
     *(0.0, 0.2, 60, 10, 10, 1, 0, 1),
     source="nominal; a run gives the factors",

@@ -598,14 +598,14 @@ FAULTS: list[Fault] = [
         "plan/decisions.py",
         '"actor" if old_readers or has_ratio else "none"',
         '"actor" if old_readers else "none"',
-        "unit/test_plan_decisions.py unit/test_plan.py",
+        "unit/test_plan.py",
     ),
     _F(
         "pass left out",
         "plan/decisions.py",
         "derived.updates_per_step(config) > 1 and not objective.needs_pairs",
         "derived.updates_per_step(config) > 1",
-        "unit/test_plan_paradigm.py unit/test_plan.py unit/config/test_schedule_rules.py",
+        "unit/test_plan.py unit/config/test_schedule_rules.py",
     ),
     _F(
         "biased estimate",

@@ -1,33 +1,38 @@
-"""Refusals by a model's folder: found by the plan, in less than two seconds and before any process starts."""
+"""Models in the plan: their sizes, and what of a folder, or of a family, is refused, in seconds and before any process starts."""
 
 from __future__ import annotations
 
 import json
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vllm_sources
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from grpo_rl import hub
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.models.load import load_lm
+from grpo_rl.models.lora import add_adapters, is_adapter
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.make import make_plan
-from grpo_rl.plan.model_folder import CPU_HEAD_SIZES, positions_of
+from grpo_rl.plan.memory import adapter_params
+from grpo_rl.plan.model_folder import CPU_HEAD_SIZES, KNOWN, ModelSize, known_settings, model_size, positions_of
 
+A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 CPU = Machine(num_gpus=0, num_cpus=2, device="cpu")
 GPU = Machine(num_gpus=8, num_cpus=64, device="cuda")
-M, R = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 SETTINGS = {
     "model_type": "qwen3",
     "architectures": ["Qwen3ForCausalLM"],
     "hidden_size": 64,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -36,6 +41,33 @@ SETTINGS = {
     "max_position_embeddings": 512,
 }
 HEADER = {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+TAKEN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False, "sliding_window": 64},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 128},
+    "phi3": {"sliding_window": 4096},
+    "qwen3_moe": EXPERTS | {"moe_intermediate_size": 32},
+    "olmoe": EXPERTS,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mixtral": ({"num_local_experts": 8}, "of models with experts, qwen3_moe and olmoe can be trained; this one is mixtral"),
+    "deepseek_v3": ({"n_routed_experts": 8}, "this one is deepseek_v3"),
+    "gpt_oss": ({"num_local_experts": 8}, "attention sinks"),
+    "mamba": ({}, "carry a state from token to token"),
+    "qwen3_next": ({"layer_types": ["linear_attention", "full_attention"]}, "layers of the kind linear_attention"),
+    "gpt2": ({}, "cannot be packed"),
+    "gemma2": ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "mistral": ({"sliding_window": 100}, "more than the 100 tokens of the sliding window"),
+    "gemma3_text": (
+        {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+        "64 tokens of the sliding window",
+    ),
+}
 
 
 def safetensors(header: dict[str, Any], num_bytes: int) -> bytes:
@@ -57,7 +89,7 @@ def folder(tmp_path: Path) -> Path:
 
 def plan_of(path: Path | str, *words: str, machine: Machine = CPU) -> Plan:
     base = [f"{M}.path={path}", "data.train_files=task:arithmetic?num_rows=64", "data.train_batch_size=8"]
-    base += ["actor_rollout_ref.actor.ppo_mini_batch_size=8", "data.max_prompt_length=64", "data.max_response_length=64"]
+    base += [f"{A}.ppo_mini_batch_size=8", "data.max_prompt_length=64", "data.max_response_length=64"]
     return make_plan(compose([*base, *words]), machine)
 
 
@@ -75,20 +107,10 @@ def write(folder: Path, **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(kept))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def transformers_is_loaded() -> Iterator[None]:
-    """Its import takes seconds on a busy machine, once for a process: the time of the checks is measured without it."""
-    from transformers import AutoConfig, Qwen3Config
-
-    import grpo_rl.models.load
-
-    assert AutoConfig and Qwen3Config and grpo_rl.models.load
-    yield
-
-
-def test_a_folder_that_can_be_used_is_planned_with_its_sizes(folder: Path) -> None:
+def test_a_folder_that_can_be_used_is_planned_with_its_sizes_and_the_parameters_of_its_weight_files(folder: Path) -> None:
+    (folder / "second.safetensors").write_bytes(safetensors(HEADER | {"__metadata__": {}}, 8))
     plan = plan_of(folder)
-    assert plan.model is not None and (plan.model.hidden, plan.model.num_params) == (64, 2)
+    assert plan.model is not None and (plan.model.hidden, plan.model.num_params) == (64, 4)
     assert [need.role for need in plan.memory] == ["actor", "reference", "rollout"]
 
 
@@ -214,10 +236,10 @@ def test_under_adapters_that_were_trained_before_the_kl_is_to_the_base_model_and
     (adapter / "adapter_model.safetensors").write_bytes(safetensors(HEADER, 8))
     words = [f"{M}.lora_rank=4", f"{M}.lora_adapter_path={adapter}"]
     assert "(the KL is to the base model without them)" in " ".join(plan_of(folder, *words).render().split())
-    pairs = ["actor_rollout_ref.actor.policy_loss.loss_mode=dpo", "actor_rollout_ref.actor.loss_agg_mode=prompt-mean"]
+    pairs = [f"{A}.policy_loss.loss_mode=dpo", f"{A}.loss_agg_mode=prompt-mean"]
     with pytest.raises(ConfigError, match="the loss compares with a reference"):
-        plan_of(folder, *words, *pairs, "actor_rollout_ref.actor.use_kl_loss=false")
-    plan = plan_of(folder, *words, "actor_rollout_ref.actor.use_kl_loss=false")
+        plan_of(folder, *words, *pairs, f"{A}.use_kl_loss=false")
+    plan = plan_of(folder, *words, f"{A}.use_kl_loss=false")
     assert plan.base_reference is None and plan.role("reference") is None
 
 
@@ -227,8 +249,129 @@ def test_an_adapter_beside_the_weights_is_refused_for_two_ways_of_reading_would_
 
 
 def test_prompts_are_shared_unless_the_model_drops_at_random_beside_which_sharing_is_refused() -> None:
-    drops, key = f"{M}.override_config={{attention_dropout: 0.1}}", "actor_rollout_ref.actor.use_prefix_grouper"
+    drops, key = f"{M}.override_config={{attention_dropout: 0.1}}", f"{A}.use_prefix_grouper"
     for words, shares in (([], True), ([f"{key}=false"], False), ([drops], False), ([drops, f"{key}=false"], False)):
         assert plan_of("builtin:arithmetic", *words).config.actor_rollout_ref.actor.use_prefix_grouper is shares
     with pytest.raises(ConfigError, match=r"training drops at random \(attention_dropout=0.1\)"):
         plan_of("builtin:arithmetic", drops, f"{key}=true")
+
+
+# ---- families -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", TAKEN)
+def test_families_that_are_proved_are_taken(folder: Path, family: str) -> None:
+    write(folder, model_type=family, **TAKEN[family])
+    assert plan_of(folder).world_size == 1
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_other_families_are_refused_by_what_they_have(folder: Path, family: str) -> None:
+    settings, said = REFUSED[family]
+    write(folder, model_type=family, **settings)
+    problem = problem_of(folder)
+    assert said in problem and str(folder) in problem
+
+
+@pytest.mark.parametrize("word", [f"{A}.router_aux_loss_coef=0.01", f"{A}.router_replay.mode=R2"])
+def test_keys_for_experts_are_refused_without_experts(folder: Path, word: str) -> None:
+    words = [word, f"{A}.ppo_mini_batch_size=4"]
+    assert problem_of(folder, *words).startswith(f"{word}: is for models with experts")
+    write(folder, model_type="olmoe", **EXPERTS)
+    plan = plan_of(folder, *words)
+    assert plan.objective.router_aux_loss_coef == 0.01 or plan.passes.replays_routing
+
+
+@pytest.mark.parametrize("word", ["ulysses_sequence_parallel_size=2", "fsdp_config.use_torch_compile=true"])
+def test_keys_that_experts_do_not_take_are_refused(folder: Path, word: str) -> None:
+    words = [f"{A}.{word}", "trainer.n_gpus_per_node=2"]
+    assert plan_of(folder, *words).world_size == 2
+    write(folder, model_type="olmoe", **EXPERTS)
+    problem = problem_of(folder, *words)
+    assert problem.startswith(f"{A}.{word}: ") and "has experts" in problem
+
+
+def test_the_auxiliary_loss_leaves_no_rollout_without_a_gradient(folder: Path) -> None:
+    write(folder, model_type="olmoe", **EXPERTS)
+    words = [f"{A}.use_kl_loss=false"]
+    assert plan_of(folder, *words).objective.skips_zero_advantage
+    balanced = plan_of(folder, *words, f"{A}.router_aux_loss_coef=0.01").objective
+    assert not balanced.skips_zero_advantage and "balance" in balanced.formula()
+
+
+# ---- models that are known by their name -----------------------------------------------------------------
+
+
+def size_of(name: str) -> ModelSize:
+    size = model_size(name)
+    assert size is not None
+    return size
+
+
+# Published counts: "Total parameters" of the models' pages, the sum of the shapes in their safetensors files.
+PUBLISHED = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "google/gemma-3-1b-it": 999_885_952,
+    "microsoft/phi-4": 14_659_507_200,
+    "ByteDance-Seed/Seed-OSS-36B-Base": 36_151_104_512,
+    "microsoft/Phi-4-mini-instruct": 3_836_021_760,
+    "allenai/OLMo-2-0425-1B": 1_484_916_736,
+    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_counted_from_the_sizes_are_those_that_are_published(name) -> None:
+    assert size_of(name).num_params == PUBLISHED[name]
+
+
+def test_every_entry_has_sizes_and_names_of_other_models_have_none() -> None:
+    for pattern in KNOWN:
+        size = size_of(pattern.replace("-*", "-x").replace("*", ""))
+        assert size.num_params > 1e8 and size.heads % size.kv_heads == 0, pattern
+    for other in (
+        "Qwen/Qwen2.5-7B-Instruct-AWQ",
+        "Qwen/Qwen2.5-7B-Instruct-1M",
+        "Qwen/Qwen2.5-71B",
+        "Qwen/Qwen2.5-VL-7B",
+        "x/y",
+    ):
+        assert known_settings(other) is None, other
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("Qwen/Qwen3-30B-A3B", 30.5, 3.0), ("allenai/OLMoE-1B-7B-0924", 6.9, 1.2)]
+)
+def test_parameters_of_experts_are_those_of_transformers_model(name: str, total: float, active: float) -> None:
+    """As their cards say, 30.5 B and 6.9 B; 3.3 B and 1.3 B for each token, of which the embedding is no product."""
+    size = size_of(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**known_settings(name)))
+    named = dict(model.named_parameters())
+    assert size.num_params == sum(p.numel() for p in named.values())
+    experts = sum(p.numel() for key, p in named.items() if ".experts." in key)
+    idle = experts * (size.experts - size.experts_per_token) // size.experts
+    # Of embedding and head, which are not tied here, a token is multiplied with one.
+    assert size.active_params == size.num_params - idle - size.vocab * size.hidden
+    assert (size.num_params / 1e9, size.active_params / 1e9) == (
+        pytest.approx(total, abs=0.06),
+        pytest.approx(active, abs=0.06),
+    )
+
+
+@pytest.mark.parametrize("name", ["microsoft/Phi-4-mini-instruct", "Qwen/Qwen2.5-0.5B"])
+def test_the_parameters_of_adapters_are_those_that_peft_makes(name: str) -> None:
+    model = ModelConfig(path=name, lora_rank=8)
+    lm = load_lm("", AutoConfig.for_model(**known_settings(name)), on_meta=True)
+    add_adapters(lm, model)
+    made = sum(parameter.numel() for key, parameter in lm.named_parameters() if is_adapter(key))
+    assert adapter_params(model, size_of(name)) == made
