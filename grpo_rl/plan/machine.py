@@ -115,6 +115,7 @@ _NAME = re.compile(r"(?:(?P<nodes>\d{1,5})x)?(?P<gpus>\d{1,4})x(?P<device>[A-Za-
 class Device:
     """A GPU with the machine that it usually sits in."""
 
+    source: str
     memory_gib: float
     """Memory that a program finds, which is less than what the name says: ECC and the driver take some."""
     tflops: float
@@ -138,7 +139,6 @@ class Device:
     attention: float = 0.5
     """Share of `tflops` that attention reaches. FlashAttention 3 on Hopper, 2 on Ampere and Ada; the kernels of version 2 know nothing of
     Blackwell's tensor cores, and there reach 300 TFLOP/s (prime-rl's baselines of Qwen3-4B at 64k tokens on B200)."""
-    source: str = ""
     fixed_s: float = 0.5
     """Seconds of an update beside what it computes and moves: assumed."""
     call_s: float = 0.0
@@ -179,13 +179,13 @@ RTX4090-24GB   23.5 165.2 1008  32  32 3.1  64  8 0.65 0.50  NVIDIA Ada GPU arch
 RTX3090-24GB   23.5    71  936  32  32 3.1  64  8 0.65 0.50  NVIDIA Ampere GA102 GPU architecture paper; {_ASSUMED}
 """
 DEVICES = {
-    name: Device(*map(float, row[:10]), source=row[10])
+    name: Device(row[10], *map(float, row[:10]))
     for name, *row in (line.split(maxsplit=11) for line in _TABLE.strip().splitlines())
 }
 """GPUs by name."""
 CORES = Device(
+    "nominal; a run gives the factors",
     *(0.0, 0.2, 60, 10, 10, 1, 0, 1),
-    source="nominal; a run gives the factors",
     fixed_s=0.04,
     call_s=0.035,
     prompt_s=2e-4,
