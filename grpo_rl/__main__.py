@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 
 import grpo_rl
 from grpo_rl.errors import ConfigError, did_you_mean
 from grpo_rl.main import exit_code_after
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
-
-Command = Callable[[Sequence[str]], int]
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("grpo_rl.main", "train a model: recipe=NAME key=value ... (the same as python -m grpo_rl.main)"),
@@ -52,8 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, rest: list[str]) -> int:
+    if name not in COMMANDS:
+        meant = did_you_mean(name, COMMANDS, most=1)
+        raise ConfigError(f"there is no command {name!r}.{meant} There are {', '.join(COMMANDS)}: grpo-rl --help")
     try:
-        return _command(name)(rest)
+        # Each is imported when it is asked for: `doctor` needs no torch.
+        return int(import_module(COMMANDS[name][0]).main(rest))
     except SystemExit as ended:  # argparse, after --help
         return ended.code if isinstance(ended.code, int) else 0
     except BrokenPipeError:  # the reader, such as `head`, has read enough
@@ -63,15 +65,6 @@ def _run(name: str, rest: list[str]) -> int:
 
 def _is_setting(word: str) -> bool:
     return "=" in word.partition(":")[0] or word.startswith("~") or word in ("--cfg", "-c")
-
-
-def _command(name: str) -> Command:
-    """Return a command by its name. Each is imported when it is asked for: `doctor` needs no torch."""
-    if name not in COMMANDS:
-        meant = did_you_mean(name, COMMANDS, most=1)
-        raise ConfigError(f"there is no command {name!r}.{meant} There are {', '.join(COMMANDS)}: grpo-rl --help")
-    command: Command = import_module(COMMANDS[name][0]).main
-    return command
 
 
 def _usage() -> str:

@@ -130,7 +130,9 @@ def _run(words: list[str]) -> int:
         from grpo_rl.config.compose import compose
         from grpo_rl.telemetry.rundir import refuse_taken
 
-        only_config, words = _take_cfg(words)
+        cfg = {"--cfg", "-c", "--cfg=job"}
+        if only_config := bool(cfg & set(words)):
+            words = [word for word in words if word not in cfg | {"job"}]  # `--cfg job` is Hydra's spelling
         if {"--multirun", "-m"} & set(words):
             if only_config:
                 raise ConfigError(
@@ -179,18 +181,6 @@ def _ended_by_an_interrupt() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _take_cfg(words: list[str]) -> tuple[bool, list[str]]:
-    """Return whether --cfg (or -c, in Hydra's spelling `--cfg job`) is among the words, and the other words."""
-    rest: list[str] = []
-    found = False
-    for word in words:
-        if word in ("--cfg", "-c", "--cfg=job"):
-            found = True
-        elif not (word == "job" and found):
-            rest.append(word)
-    return found, rest
 
 
 def _explain(error: BaseException, refusal: str) -> None:

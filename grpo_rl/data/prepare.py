@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.arguments import Arguments, counted, writing
+from grpo_rl.config.convert import show
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.sources.source import Joined
 from grpo_rl.errors import ConfigError, DataError
@@ -34,7 +35,7 @@ def gsm8k(record: Record, split: str, index: int) -> Row:
     _, marker, final = answer.rpartition("#### ")
     truth = final.strip().replace(",", "")
     if not marker or not truth.removeprefix("-").replace(".", "", 1).isdigit():
-        raise ValueError(f"the answer does not end with '#### NUMBER': {_shown(answer[-40:])}")
+        raise ValueError(f"the answer does not end with '#### NUMBER': {answer[-40:]!r}")
     return _row(
         "openai/gsm8k",
         f"{question} {GSM8K_INSTRUCTION}",
@@ -51,7 +52,7 @@ def math(record: Record, split: str, index: int) -> Row:
     problem, solution = _text(record, "problem"), _text(record, "solution")
     truth = last_boxed(solution, bare_end="$")
     if truth is None:
-        raise ValueError(f"the solution has no complete \\boxed{{...}}: {_shown(solution[-60:])}")
+        raise ValueError(f"the solution has no complete \\boxed{{...}}: {solution[-60:]!r}")
     row = _row("DigitalLearningGmbH/MATH-lighteval", f"{problem} {MATH_INSTRUCTION}", truth, {"split": split, "index": index})
     # MATH-500 has the level as a number, and calls the type a subject.
     level = record.get("level")
@@ -80,13 +81,8 @@ def _text(record: Record, key: str) -> str:
         raise ValueError(f"there is no {key!r}; the record has {', '.join(sorted(map(str, record))) or 'nothing'}{ready}")
     value = record[key]
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{key!r} must be text; found {_shown(value)}")
+        raise ValueError(f"{key!r} must be text; found {show(value)}")
     return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # ---- the command -------------------------------------------------------------------------------------
