@@ -26,6 +26,7 @@ _OURS = re.compile(r"\.(writing|removing|replaced)_(step_[0-9]+)_[0-9a-f]{8}")
 class Draft:
     """A checkpoint that is being written."""
 
+    store: CheckpointStore
     step: int
     folder: Path
     """The temporary folder of its files; it gets the checkpoint's name when they are all there."""
@@ -60,7 +61,7 @@ class CheckpointStore:
 
         Raises CheckpointError, with nothing written, where fewer than the `needed` bytes are free.
         """
-        draft = Draft(step, self.folder / _temporary("writing", f"step_{step}"), needed, json.dumps(state).encode())
+        draft = Draft(self, step, self.folder / _temporary("writing", f"step_{step}"), needed, json.dumps(state).encode())
         with self.writing(draft):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._tidy()

@@ -77,23 +77,21 @@ class Timer:
     """Wall-clock seconds of named phases; `announce` is called with the name of each as it begins, `ended` with its seconds too."""
 
     def __init__(
-        self, announce: Callable[[str], None] | None = None, ended: Callable[[str, float], None] | None = None
+        self, announce: Callable[[str], None] = lambda _: None, ended: Callable[[str, float], None] = lambda *_: None
     ) -> None:
         self.announce, self.ended = announce, ended
         self.seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        if self.announce is not None:
-            self.announce(phase)
+        self.announce(phase)
         started = time.perf_counter()
         try:
             yield
         finally:
             seconds = time.perf_counter() - started
             self.seconds[phase] += seconds
-            if self.ended is not None:
-                self.ended(phase, seconds)
+            self.ended(phase, seconds)
 
     def total(self) -> float:
         """Return the seconds of all phases together."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -45,11 +44,13 @@ class Saving:
             self.own = CheckpointStore(output.run_dir.recovery, 1, output.console.warn)
         self._next_own = time.monotonic() + OWN_EVERY_S
         self.num_failed = 0
-        self._going: _Save | None = None
+        self._going: Draft | None = None
+        self._committing: Future[None] | None = None
+        """The commit of the save that is going on, once all of it is written."""
 
     def is_saved(self, step: int) -> bool:
         """Return whether there is a checkpoint of this step, or will be unless its save fails."""
-        return (self._going is not None and self._going.draft.step == step) or step in self.store.steps()
+        return (self._going is not None and self._going.step == step) or step in self.store.steps()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """Save the roles' state as it is now, and `state`. It is committed by a later `poll` or `finish`, or at once.
@@ -110,12 +111,12 @@ class Saving:
 
     def _begin(self, step: int, state: dict[str, Any], store: CheckpointStore) -> None:
         draft = store.begin(step, state, self._bytes)
-        with self._writing(draft, store):
+        with self._writing(draft):
             for role in self.roles:
                 role.save(draft.folder, self.in_background)
             if self.exported is not None and store is self.store:
                 self.exported.export(draft.folder / "huggingface")
-        self._going = _Save(draft, store)
+        self._going, self._committing = draft, None
         if not self.in_background:
             self._finish(self.trainer.step_timeout_s)
 
@@ -131,9 +132,9 @@ class Saving:
         while self._going is not None and not self._advance(_WAIT_S):
             if time.monotonic() > deadline:
                 going, self._going = self._going, None
-                going.store.abandon(going.draft)
+                going.store.abandon(going)
                 raise CheckpointError(
-                    f"the checkpoint of step {going.draft.step} was not written within {timeout_s:.0f} s, and is given up; "
+                    f"the checkpoint of step {going.step} was not written within {timeout_s:.0f} s, and is given up; "
                     "is the disk hanging? Where it is only slow, raise trainer.step_timeout_s"
                 )
 
@@ -141,34 +142,34 @@ class Saving:
         """Return whether the save that is going on is done, waiting about `wait_s` at most. Raises the error that ended it."""
         going = self._going
         assert going is not None
-        with self._writing(going.draft, going.store):
-            if going.commit is None:
+        with self._writing(going):
+            if self._committing is None:
                 written: Files = {}
                 for role in self.roles:
                     part = role.saved(wait_s)
                     if part is None:
                         return False
                     written |= part
-                going.commit = in_background("commit", lambda: self._commit(going, written))
-            if not has_ended(going.commit, wait_s):
+                self._committing = in_background("commit", lambda: self._commit(going, written))
+            if not has_ended(self._committing, wait_s):
                 return False
-            going.commit.result(0)
+            self._committing.result(0)
         self._going = None
         return True
 
-    def _commit(self, going: _Save, written: Files) -> None:
+    def _commit(self, draft: Draft, written: Files) -> None:
         # A checkpoint must not outlive metrics and rollouts of the steps before it.
         self.output.sinks.flush()
         self.output.rollouts.flush()
-        replaced = going.store.publish(going.draft, written)
-        if going.store is self.store:
-            self.output.status.update(last_commit=going.draft.step)
-        going.store.clear(going.draft.step, replaced)
+        replaced = draft.store.publish(draft, written)
+        if draft.store is self.store:
+            self.output.status.update(last_commit=draft.step)
+        draft.store.clear(draft.step, replaced)
 
     @contextmanager
-    def _writing(self, draft: Draft, store: CheckpointStore) -> Iterator[None]:
+    def _writing(self, draft: Draft) -> Iterator[None]:
         try:
-            with store.writing(draft):
+            with draft.store.writing(draft):
                 yield
         except Exception:
             self._going = None
@@ -189,12 +190,3 @@ class Saving:
             self.output.console.warn(
                 f"NOT SAVED ({self.num_failed} so far): {error}. Training goes on; the next save point tries again"
             )
-
-
-@dataclass(slots=True)
-class _Save:
-    """A save, from the moment its ranks have begun to write."""
-
-    draft: Draft
-    store: CheckpointStore
-    commit: Future[None] | None = None

@@ -324,7 +324,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_and_what_was_trained_before_is_s
     draw, positions = sampler.next_batch, []
 
     def next_batch():
-        positions.append(sampler.place())
+        positions.append((sampler.epoch, sampler.position))
         batch = draw()
         if len(positions) == 3:
             raise DataError("train.jsonl, line 7: broken JSON")
@@ -335,7 +335,7 @@ def test_a_row_that_cannot_be_used_ends_the_run_and_what_was_trained_before_is_s
         trainer.fit()
     assert trainer.store.steps() == [2] and policy.version == 2
     # The row comes again: the two batches before it are all that was drawn.
-    assert sampler.place() == positions[2]
+    assert (sampler.epoch, sampler.position) == positions[2]
 
 
 GAE = AlgorithmConfig(adv_estimator="gae", adv_options={"whiten": False})
