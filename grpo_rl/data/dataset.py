@@ -47,7 +47,7 @@ class PromptDataset(RowSet[PromptRow]):
 
     @property
     def data_sources(self) -> list[str]:
-        """The values of data_source in the rows that were checked, sorted: an `auto` reward needs a rule for each."""
+        """The values of data_source in the rows that were read, sorted: an `auto` reward needs a rule for each."""
         return sorted(self._data_sources)
 
     def prompt(self, row_index: int, uid: str) -> Prompt:
@@ -76,16 +76,14 @@ class PromptDataset(RowSet[PromptRow]):
                 else:
                     yield index, BadRow(f"{self._source.where(index)}: column {self.config.prompt_key!r} has no tokens")
 
-    def _sizes(self, row: PromptRow) -> tuple[int, int, int]:
-        return len(row.token_ids), len(row.token_ids), 0
-
     def _cut(self, row: PromptRow, where: str) -> PromptRow:
         token_ids = truncate(row.token_ids, self.longest, self.config.truncation)
         return PromptRow(row.example, unmarked(self.renderer.tokenizer.decode(token_ids.tolist())), token_ids)
 
-    def _count(self, row: PromptRow) -> None:
-        super()._count(row)
-        self._data_sources.add(row.example.data_source)
+    def _keep(self, index: int, found: PromptRow | BadRow) -> PromptRow:
+        kept = super()._keep(index, found)
+        self._data_sources.add(kept.example.data_source)
+        return kept
 
 
 def bare_example(row: dict[str, Any], where: str, config: DataConfig) -> Example:

@@ -96,10 +96,6 @@ class RowReport:
     """Rows left out because something is wrong with them (data.on_bad_row=skip)."""
     longest: int = 0
     """Tokens of the longest prompt or sequence as read."""
-    num_tokens: int = 0
-    """Tokens of the rows that were checked and can be used."""
-    num_trained: int = 0
-    """Tokens among them that are trained; none of a prompt."""
     num_control: int = 0
     """Rows with control words in their text, which are plain text there."""
 
@@ -108,8 +104,6 @@ class RowReport:
         if self.num_checked < self.num_rows:
             text = f"{self.num_rows} rows, {self.num_checked} of them checked and the others when they are drawn"
         text += f", longest {self.longest} tokens"
-        if self.num_trained:
-            text += f", {self.num_trained / self.num_tokens:.0%} of all tokens trained"
         if self.num_dropped:
             text += f", {self.num_dropped} of {self.num_checked} rows dropped as too long"
         if self.num_truncated:
@@ -123,10 +117,6 @@ class RowReport:
 
 class TooLongRow(DataError):
     """A row that is longer than allowed, and not cut."""
-
-    def __init__(self, message: str, length: int) -> None:
-        super().__init__(message)
-        self.length = length
 
 
 class RowSet(ABC, Generic[Row]):
@@ -177,9 +167,9 @@ class RowSet(ABC, Generic[Row]):
         """Return a row of the source, at this place, as tokens. Raises BadRow."""
         raise NotImplementedError
 
-    @abstractmethod
-    def _sizes(self, row: Row) -> tuple[int, int, int]:
-        """Return the tokens of the row's longest sequence, all its tokens, and those among them that are trained."""
+    def _length(self, row: Any) -> int:
+        """Return the tokens of the row's longest sequence."""
+        return len(row.token_ids)
 
     def _cut(self, row: Row, where: str) -> Row | None:
         """Return a row that is too long as a shorter one; None for a kind that is never cut."""
@@ -241,9 +231,8 @@ class RowSet(ABC, Generic[Row]):
         too_long: list[TooLongRow] = []
         for number, (index, found) in enumerate(self._tokenized_all(indices), start=1):
             try:
-                self._count(self._keep(index, found))
+                self._keep(index, found)
             except TooLongRow as error:
-                report.longest = max(report.longest, error.length)
                 too_long.append(error)
                 unusable.append(index)
             except BadRow as error:
@@ -270,27 +259,21 @@ class RowSet(ABC, Generic[Row]):
         """Keep a row that was read, cut where it is too long and may be cut. Raises BadRow, and TooLongRow for a long one."""
         if isinstance(found, BadRow):
             raise found
-        length, _, _ = self._sizes(found)
+        length = self._length(found)
+        self.report.longest = max(self.report.longest, length)
         if length > self.longest:
             where = self._source.where(index)
             may_cut = not self.config.filter_overlong_prompts and self.config.truncation != "error"
             cut = self._cut(found, where) if may_cut else None
             if cut is None:
                 text = self.too_long.format(length=length, longest=self.longest)
-                raise TooLongRow(f"{where}: {text}", length)
-            self.report.longest = max(self.report.longest, length)
+                raise TooLongRow(f"{where}: {text}")
             self.report.num_truncated += 1
             found = cut
         self._kept[index] = found
         if len(self._kept) > self.kept_rows:
             self._kept.popitem(last=False)
         return found
-
-    def _count(self, row: Row) -> None:
-        longest, num_tokens, num_trained = self._sizes(row)
-        self.report.longest = max(self.report.longest, longest)
-        self.report.num_tokens += num_tokens
-        self.report.num_trained += num_trained
 
 
 # ---- rows that are trained as they stand -----------------------------------------------------------------
@@ -303,9 +286,6 @@ class TrainingSet(RowSet[Row]):
         """Open the sources with the options of a RowSet."""
         super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
         self.run = config
-
-    def _sizes(self, row: Any) -> tuple[int, int, int]:
-        return len(row.token_ids), len(row.token_ids), len(row.positions)
 
     @abstractmethod
     def batch(self, rows: Sequence[int]) -> Batch:

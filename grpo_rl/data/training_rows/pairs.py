@@ -42,11 +42,6 @@ class Pair:
     rejected_ids: np.ndarray
     margin: float | None = None
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the prompt with the longer answer."""
-        return len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids))
-
 
 # ---- one row -----------------------------------------------------------------------------------------
 
@@ -149,9 +144,8 @@ class PairSet(TrainingSet[Pair]):
         """Return these rows as a batch: see `pair_batch`."""
         return pair_batch([self.row(row) for row in rows])
 
-    def _sizes(self, row: Pair) -> tuple[int, int, int]:
-        trained = len(row.chosen_ids) + len(row.rejected_ids)
-        return row.longest, 2 * len(row.prompt_ids) + trained, trained
+    def _length(self, row: Pair) -> int:
+        return len(row.prompt_ids) + max(len(row.chosen_ids), len(row.rejected_ids))
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Pair:
         # Margins are for reward models, whose loss reads them.
@@ -227,9 +221,8 @@ class LabelledSet(TrainingSet[Labelled]):
             following = (following + 1) % len(self)
         return self.row(following).answer_ids[: self.longest - len(self.row(row).prompt_ids)]
 
-    def _sizes(self, row: Labelled) -> tuple[int, int, int]:
-        length = len(row.prompt_ids) + len(row.answer_ids)
-        return length, length, len(row.answer_ids)
+    def _length(self, row: Labelled) -> int:
+        return len(row.prompt_ids) + len(row.answer_ids)
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Labelled:
         asked, text, label = labelled_texts(row, where, self.config)
