@@ -170,12 +170,20 @@ def said(answer: ChatAnswer) -> Message:
 
 
 def continues(before: list[Message], messages: tuple[Message, ...]) -> bool:
-    """Return whether a conversation begins with what was said, and goes on; blanks around a text may have been stripped."""
-    return len(messages) > len(before) and all(
-        one["role"] == other["role"]
-        and one["content"].strip() == other["content"].strip()
-        and one.get("tool_calls") == other.get("tool_calls")
-        for one, other in zip(before, messages, strict=False)
+    """Return whether a conversation begins with what was said, and goes on without an answer that the policy has not given.
+
+    Blanks around a text may have been stripped.
+    """
+    new = messages[len(before) :]
+    return (
+        bool(new)
+        and all(message["role"] != "assistant" for message in new)
+        and all(
+            one["role"] == other["role"]
+            and one["content"].strip() == other["content"].strip()
+            and one.get("tool_calls") == other.get("tool_calls")
+            for one, other in zip(before, messages, strict=False)
+        )
     )
 
 

@@ -44,9 +44,6 @@ any user of this machine may connect, and hold memory and files of this process.
 LAST_ANSWERS_S = 1.0
 """Seconds that requests have to read that the conversation is over."""
 
-_REWRITTEN = "it does not continue the conversation: its messages so far, with the answers that it got, and new ones"
-_OTHER_TOOLS = "its tools are not those of the conversation's first request, which the policy was shown"
-
 
 class ChatEndpoint:
     """The environment `endpoint`: one conversation of a user's agent with the policy.
@@ -121,22 +118,21 @@ class ChatEndpoint:
             reason = "the conversation has no room for another turn: data.max_response_length"
             asked.refuse(Refused(400, reason, "context_length_exceeded", "messages"))
             return Observation(done=True, info=info)
-        is_first = not self._said
-        new = list(asked.request.messages[len(self._said) :])
-        if not continues(self._said, asked.request.messages) or any(message["role"] == "assistant" for message in new):
-            self._rewritten(asked, _REWRITTEN)
-        if not is_first and asked.request.tools != self._tools:
-            self._rewritten(asked, _OTHER_TOOLS)
+        is_first, reason = not self._said, None
+        if not continues(self._said, asked.request.messages):
+            reason = "it does not continue the conversation: its messages so far, with the answers that it got, and new ones"
+        elif not is_first and asked.request.tools != self._tools:
+            reason = "its tools are not those of the conversation's first request, which the policy was shown"
+        if reason is not None:
+            asked.refuse(Refused(409, reason, "conversation_rewritten", "messages"))
+            raise ValueError(
+                f"the agent's request cannot be a turn of its conversation: {reason}; a conversation is one growing list of messages"
+            )
+        new = asked.request.messages[len(self._said) :]
         self._pending, self._tools = asked, asked.request.tools
         self._said += new
         messages = tuple(self._named(message) for message in new)
         return Observation(messages, replaces_prompt=is_first, tools=self._tools if is_first else (), info=info)
-
-    def _rewritten(self, asked: Asked, reason: str) -> None:
-        asked.refuse(Refused(409, reason, "conversation_rewritten", "messages"))
-        raise ValueError(
-            f"the agent's request cannot be a turn of its conversation: {reason}; a conversation is one growing list of messages"
-        )
 
     def _named(self, message: Message) -> Message:
         """Return a tool's message with the name of the tool, which some templates write, and which clients leave out."""
