@@ -118,12 +118,12 @@ class ChatEndpoint:
             reason = "the conversation has no room for another turn: data.max_response_length"
             asked.refuse(Refused(400, reason, "context_length_exceeded", "messages"))
             return Observation(done=True, info=info)
-        is_first, reason = not self._said, None
+        is_first, reason = not self._said, ""
         if not continues(self._said, asked.request.messages):
             reason = "it does not continue the conversation: its messages so far, with the answers that it got, and new ones"
         elif not is_first and asked.request.tools != self._tools:
             reason = "its tools are not those of the conversation's first request, which the policy was shown"
-        if reason is not None:
+        if reason:
             asked.refuse(Refused(409, reason, "conversation_rewritten", "messages"))
             raise ValueError(
                 f"the agent's request cannot be a turn of its conversation: {reason}; a conversation is one growing list of messages"
