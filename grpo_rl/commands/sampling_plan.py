@@ -82,7 +82,7 @@ def responses_folder(folder: Path) -> Iterator[RunDir]:
     run_dir = RunDir(folder)
     with writing(f"--output {folder}"):
         run_dir.logs.mkdir(parents=True, exist_ok=True)
-    lock = RunLock.take(folder)
+    lock = RunLock(folder)
     try:
         yield run_dir
     finally:

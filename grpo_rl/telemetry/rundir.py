@@ -93,7 +93,7 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=experiment_name is not None)
             _refuse_prepared(path)
-            run_dir = cls(path, RunLock.take(path))
+            run_dir = cls(path, RunLock(path))
             run_dir._make_subfolders()
         except OSError as error:
             raise ConfigError(f"the run's folder {path} cannot be made: {error.strerror or error}") from error
@@ -288,7 +288,7 @@ def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
     path = _named_path(Path(base).expanduser(), experiment_name)
     if (path / LOCK_FILE).exists():
         with suppress(OSError):
-            RunLock.take(path, claim=False).release()
+            RunLock(path, claim=False).release()
 
 
 def _refuse_prepared(run: Path) -> None:
@@ -323,12 +323,8 @@ class RunLock:
     says whose it is, and decides on a file system without locks: an owner on another machine is taken to be alive there.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor: int | None = descriptor
-
-    @classmethod
-    def take(cls, folder: Path, *, claim: bool = True) -> RunLock:
-        """Return the lock of this folder; without `claim`, one that only shows that the folder is free.
+    def __init__(self, folder: Path, *, claim: bool = True) -> None:
+        """Take the lock of this folder; without `claim`, look only whether the folder is free.
 
         Raises ConfigError with the owner where another process has it.
         """
@@ -351,7 +347,7 @@ class RunLock:
         if claim:
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(_myself()).encode(), 0)
-        return cls(descriptor)
+        self._descriptor: int | None = descriptor
 
     def release(self) -> None:
         """Let other processes have the folder."""

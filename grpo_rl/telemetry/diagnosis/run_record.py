@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from grpo_rl.config.convert import value_problem
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.schema.fields import flat
 from grpo_rl.errors import DataError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_keys
@@ -103,14 +103,14 @@ class RunRecord:
         """The number of training steps that were logged."""
         return len(self.training)
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        return flat(self.config)
+
     def setting(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key of the configuration, `default` where there is none that the key takes."""
-        value: Any = self.config
-        for part in key.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return default
-            value = value[part]
-        return default if key in leaves() and value_problem(key, value) else value
+        value = self._settings.get(key, default)
+        return default if value_problem(key, value) else value
 
     def series(self, key: str, *, validation: bool = False) -> Series:
         """Return the finite values of a metric over the training steps; with `validation` also that before training."""

@@ -43,7 +43,6 @@ _EQUAL = {
     "advantage/zero_group_fraction": "critic/advantages/zero_group_fraction",
     "trainer/epoch": "training/epoch",
 }
-_OVER_RESPONSES = re.compile(r"(?P<kind>mean|best|maj)@\d+")
 
 _logger = logging.getLogger(__name__)
 
@@ -330,23 +329,19 @@ def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]
     # Each data source has a mean length of its responses. A source may be the beginning of another one's name.
     lengths = [name for name in metrics if name.startswith("val/") and name.endswith("/response_length")]
     sources = sorted((name.removeprefix("val/").removesuffix("/response_length") for name in lengths), key=len, reverse=True)
-    named: dict[str, float] = {}
+    named: dict[str, float] = {STEP: float(step)}
     for name, value in metrics.items():
         kind = name.removeprefix("reward/")
+        source = next((one for one in sources if name.startswith(f"val/{one}/")), "")
         if name.startswith("reward/") and kind in ("mean", "max", "min"):
             named[f"critic/score/{kind}"] = value
             if "actor/reward_kl_penalty" not in metrics:
                 named[f"critic/rewards/{kind}"] = value
-        elif name.startswith("val/") and (source := next((one for one in sources if name.startswith(f"val/{one}/")), "")):
-            named[_validation_name(source, name.removeprefix(f"val/{source}/"))] = value
+        elif source:
+            rest = name.removeprefix(f"val/{source}/")
+            core = re.fullmatch(r"(mean|best|maj)@\d+", rest)
+            ending = "" if core is None or core[1] == "mean" else "/mean"
+            named[f"val-core/{source}/acc/{rest}{ending}" if core else f"val-aux/{source}/{rest}"] = value
         else:
             named[_EQUAL.get(name, name)] = value
-    return named | {STEP: float(step)}
-
-
-def _validation_name(source: str, rest: str) -> str:
-    """Return the name of one measure of a source's validation."""
-    match = _OVER_RESPONSES.fullmatch(rest)
-    if match is None:
-        return f"val-aux/{source}/{rest}"
-    return f"val-core/{source}/acc/{rest}" + ("" if match["kind"] == "mean" else "/mean")
+    return named

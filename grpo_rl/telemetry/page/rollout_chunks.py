@@ -40,7 +40,6 @@ CHUNK_BYTES = 2**20
 """The characters of texts after which a chunk is full: about what a browser unpacks in a few hundredths of a second."""
 PREVIEW = 160
 """Characters of a prompt that the index has, for the list of groups."""
-_CALL = re.compile(r'__chunk\("[^"]*","([^"]*)"\)')
 
 
 def chunks_of(
@@ -117,11 +116,8 @@ def write_chunk(folder: Path, name: str, packed: str) -> None:
 
 
 def read_chunk(folder: Path, name: str) -> Any:
-    """Return the content of a chunk's file. Raises DataError, ValueError or OSError where there is none."""
-    match = _CALL.match(read_bytes(folder / f"{name}.js").decode("ascii"))
-    if match is None:
-        raise ValueError(f"{folder / name}.js is no chunk")
-    return unpack(match[1])
+    """Return the content of a chunk's file. Raises DataError, ValueError, LookupError or OSError where there is none."""
+    return unpack(read_bytes(folder / f"{name}.js").decode("ascii").split('"')[3])
 
 
 def _parted(records: Sequence[Record]) -> Iterator[list[list[Record]]]:
@@ -247,7 +243,7 @@ def _place(table: list[str], name: str) -> int:
 
 def _earlier(folder: Path) -> dict[str, Any]:
     """Return the index that an earlier call left; empty where there is none, or one of another version."""
-    with suppress(DataError, OSError, ValueError):
+    with suppress(DataError, OSError, ValueError, LookupError):
         index = read_chunk(folder, INDEX)
         if isinstance(index, dict) and index.get("format") == FORMAT:
             return index

@@ -137,10 +137,10 @@ def test_without_locks_a_running_process_of_this_machine_keeps_its_name(
     owner: subprocess.Popen[str], tmp_path: Path, without_locks: None
 ) -> None:
     with pytest.raises(ConfigError, match=f"pid {owner.pid} on"):
-        RunLock.take(tmp_path / "shared")
+        RunLock(tmp_path / "shared")
     owner.kill()
     owner.wait(10)
-    RunLock.take(tmp_path / "shared").release()
+    RunLock(tmp_path / "shared").release()
 
 
 def test_without_locks_a_process_elsewhere_keeps_its_name_until_somebody_says_that_it_is_gone(
@@ -151,9 +151,9 @@ def test_without_locks_a_process_elsewhere_keeps_its_name_until_somebody_says_th
     with pytest.raises(
         ConfigError, match=f"pid 1 on another, since 2030-01-01 00:00:00.*Remove {file} if that process is gone"
     ):
-        RunLock.take(tmp_path)
+        RunLock(tmp_path)
     file.unlink()
-    lock = RunLock.take(tmp_path)
+    lock = RunLock(tmp_path)
     assert json.loads(file.read_text())["pid"] == os.getpid()
     lock.release()
     lock.release()
