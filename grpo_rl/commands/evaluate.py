@@ -68,7 +68,7 @@ def _report(
     from grpo_rl.evaluation import evaluation_results as results
 
     n = len(next(iter(groups[0].values())))
-    found = results.results_of(groups, pass_at=pass_at, seed=0)
+    found = results.results_of(groups, pass_at=pass_at)
     how = (
         f"Means over prompts with 95 % intervals: bootstrap over prompts, {RESAMPLES:,} resamples. pass@k: unbiased (Chen et al. "
         f"2021), a response passes with a value of at least {pass_at:g}. Sampled at temperature {temperature:g}."

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 LEVEL = 0.95
+SEED = 0
 RESAMPLES = 10_000
 SHUFFLES = 100_000
 EXACT_UP_TO = 16
@@ -59,7 +60,7 @@ def ks_of(n: int) -> list[int]:
     return [*(2**exponent for exponent in range(n.bit_length()) if 2**exponent < n), n]
 
 
-def interval(values_P: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES) -> Estimate:
+def interval(values_P: np.ndarray) -> Estimate:
     """Return the mean over the prompts and its 95 % interval: percentiles of the means of resampled prompts.
 
     Efron and Tibshirani, "An introduction to the bootstrap" (1993), section 13.3. Prompts are drawn and not responses:
@@ -68,11 +69,11 @@ def interval(values_P: np.ndarray, *, seed: int = 0, resamples: int = RESAMPLES)
     values_P = np.asarray(values_P, dtype=np.float64)
     if len(values_P) < 2:
         return Estimate(float(values_P.mean()), math.nan, math.nan)
-    low, high = np.quantile(_resampled_means(values_P, seed, resamples), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(_resampled_means(values_P), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(float(values_P.mean()), float(low), float(high))
 
 
-def paired_difference(first_P: np.ndarray, second_P: np.ndarray, *, seed: int = 0) -> Difference:
+def paired_difference(first_P: np.ndarray, second_P: np.ndarray) -> Difference:
     """Return how much better the second model is on the same prompts.
 
     The interval is that of a bootstrap over prompts, which keeps the two values of a prompt together. `p` is of a
@@ -83,22 +84,22 @@ def paired_difference(first_P: np.ndarray, second_P: np.ndarray, *, seed: int = 
     differences_P = np.asarray(second_P, dtype=np.float64) - np.asarray(first_P, dtype=np.float64)
     if len(np.atleast_1d(first_P)) != len(np.atleast_1d(second_P)):
         raise ValueError(f"a paired test needs the same prompts: {len(first_P)} and {len(second_P)}")
-    found = interval(differences_P, seed=seed)
-    return Difference(found.mean, found.low, found.high, _sign_flips(differences_P, seed))
+    found = interval(differences_P)
+    return Difference(found.mean, found.low, found.high, _sign_flips(differences_P))
 
 
-def _resampled_means(values: np.ndarray, seed: int, resamples: int) -> np.ndarray:
-    """Return the means of `resamples` draws with replacement of as many values as there are."""
-    rng, count = np.random.default_rng(seed), len(values)
+def _resampled_means(values: np.ndarray) -> np.ndarray:
+    """Return the means of RESAMPLES draws with replacement of as many values as there are."""
+    rng, count = np.random.default_rng(SEED), len(values)
     at_once = max(1, _AT_ONCE // count)
     parts = [
-        values[rng.integers(0, count, size=(min(at_once, resamples - start), count))].mean(axis=1)
-        for start in range(0, resamples, at_once)
+        values[rng.integers(0, count, size=(min(at_once, RESAMPLES - start), count))].mean(axis=1)
+        for start in range(0, RESAMPLES, at_once)
     ]
     return np.concatenate(parts)
 
 
-def _sign_flips(differences: np.ndarray, seed: int) -> float:
+def _sign_flips(differences: np.ndarray) -> float:
     """Return the two-sided p of the mean under random signs. Zeros have no sign."""
     sizes = np.abs(differences[differences != 0])
     if not len(sizes):
@@ -108,7 +109,7 @@ def _sign_flips(differences: np.ndarray, seed: int) -> float:
     if len(sizes) <= EXACT_UP_TO:
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(sizes))))
         return float(np.mean(np.abs(signs @ sizes) >= least))
-    rng, count = np.random.default_rng(seed), 0
+    rng, count = np.random.default_rng(SEED), 0
     at_once = max(1, _AT_ONCE // len(sizes))
     for start in range(0, SHUFFLES, at_once):
         size = (min(at_once, SHUFFLES - start), len(sizes))

@@ -41,7 +41,7 @@ class SourceResult:
     """True where every value is 0 or 1."""
 
 
-def results_of(models: Sequence[Groups], *, pass_at: float = 1.0, seed: int = 0) -> list[SourceResult]:
+def results_of(models: Sequence[Groups], *, pass_at: float = 1.0) -> list[SourceResult]:
     """Return the results by data source, of all models on the same prompts; with several sources also those of all together.
 
     A response passes whose value is at least `pass_at`. Raises ValueError where the models answered different prompts.
@@ -55,12 +55,11 @@ def results_of(models: Sequence[Groups], *, pass_at: float = 1.0, seed: int = 0)
     if len(chosen) > 1:
         chosen[ALL] = sorted(models[0])
     return [
-        _of_source(source, [[groups[row] for row in rows] for groups in models], pass_at, seed)
-        for source, rows in chosen.items()
+        _of_source(source, [[groups[row] for row in rows] for groups in models], pass_at) for source, rows in chosen.items()
     ]
 
 
-def _of_source(source: str, models: Sequence[Sequence[Sequence[Record]]], pass_at: float, seed: int) -> SourceResult:
+def _of_source(source: str, models: Sequence[Sequence[Sequence[Record]]], pass_at: float) -> SourceResult:
     """Return the results on one data source, of which each model has the responses to each prompt."""
     flat = [[record for group in groups for record in group] for groups in models]
     values = [np.array([[logged_value(record) for record in group] for group in groups]) for groups in models]
@@ -69,10 +68,8 @@ def _of_source(source: str, models: Sequence[Sequence[Sequence[Record]]], pass_a
     return SourceResult(
         source=source,
         num_prompts=len(models[0]),
-        metrics={name: [estimates.interval(one[name], seed=seed) for one in per_prompt] for name in first},
-        differences={
-            name: [estimates.paired_difference(first[name], one[name], seed=seed) for one in per_prompt[1:]] for name in first
-        },
+        metrics={name: [estimates.interval(one[name]) for one in per_prompt] for name in first},
+        differences={name: [estimates.paired_difference(first[name], one[name]) for one in per_prompt[1:]] for name in first},
         lengths=[fmean(record.get("response_length") or 0 for record in records) for records in flat],
         truncated=[fmean(record.get("finish_reason") == "length" for record in records) for records in flat],
         failures=[sum(record.get("failure") is not None for record in records) for records in flat],

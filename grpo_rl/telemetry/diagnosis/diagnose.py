@@ -43,7 +43,7 @@ def diagnose(run: RunRecord) -> Diagnosis:
     return Diagnosis(tuple(sorted(found.values(), key=lambda one: one.weight)), run.num_steps)
 
 
-def as_text(diagnosis: Diagnosis, width: int = 100, *, brief: bool = False) -> str:
+def as_text(diagnosis: Diagnosis, *, brief: bool = False) -> str:
     """Return the diagnosis for people, safe to print: what is wrong first, then what to change.
 
     With `brief` only the first finding is shown in full, as it often brought about the others.
@@ -59,7 +59,7 @@ def as_text(diagnosis: Diagnosis, width: int = 100, *, brief: bool = False) -> s
 
     def add(label: str, text: str, indent: int = 13) -> None:
         shown = safe_text(text, limit=1000)
-        lines.extend(textwrap.wrap(shown, width, initial_indent=label, subsequent_indent=" " * indent, break_long_words=False))
+        lines.extend(textwrap.wrap(shown, 100, initial_indent=label, subsequent_indent=" " * indent, break_long_words=False))
 
     for number, finding in enumerate(diagnosis.findings):
         lines.append("")
