@@ -47,11 +47,9 @@ class Selection:
         self.groups = config.algorithm.filter_groups
         self.refills = self.groups.enable and self.groups.refill
         self.num_wanted = config.data.train_batch_size
-        self.retire_metric, self.retire_score = config.data.retire_metric, config.data.retire_score
-        self.retire_above = config.data.retire_above
+        self.settings = config.data
         self.retired: set[int] = set()
         """The rows of prompts that are learnt: their latest pass rate reached the bound. They stay retired."""
-        self.allow_change = config.data.allow_change
         self.sampler = make_row_order(config, data, self.retired.__contains__)
 
     def next(self, sample: Sample, spared: int = 0) -> Selected:
@@ -136,20 +134,20 @@ class Selection:
         Returns whether it continues: with data.allow_change the next epoch of data that have changed begins instead. Raises
         CheckpointError for such data otherwise.
         """
-        if not resume_order(self.sampler, self.data, state, allow_change=self.allow_change):
+        if not resume_order(self.sampler, self.data, state, allow_change=self.settings.allow_change):
             return False
         self.retired.clear()  # what draws looks at this very set
-        self.retired |= set(() if self.retire_above is None else state.get("retired", ()))
+        self.retired |= set(() if self.settings.retire_above is None else state.get("retired", ()))
         return True
 
     def _record(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> None:
         """Note how many responses to each prompt passed, where what is drawn next depends on it; `rows` are by uid."""
-        if self.retire_above is None:
+        if self.settings.retire_above is None:
             return
         for uid, group in by_uid(with_reward(rollouts)).items():
-            values = [metric_of(rollout, self.retire_metric, self.factors) for rollout in group]
-            passed = sum(value >= self.retire_score for value in values)
-            if passed >= self.retire_above * len(values):
+            values = [metric_of(rollout, self.settings.retire_metric, self.factors) for rollout in group]
+            passed = sum(value >= self.settings.retire_score for value in values)
+            if passed >= self.settings.retire_above * len(values):
                 self.retired.add(rows[uid])
 
     def _with_signal(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
@@ -175,7 +173,7 @@ class Selection:
 
     def _data_metrics(self) -> Metrics:
         """Return how many prompts are retired, where any can be."""
-        return {} if self.retire_above is None else {"data/retired_fraction": len(self.retired) / len(self.data)}
+        return {} if self.settings.retire_above is None else {"data/retired_fraction": len(self.retired) / len(self.data)}
 
 
 def resume_order(
