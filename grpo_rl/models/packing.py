@@ -198,42 +198,34 @@ def _blocks(
     families: list[tuple[list[int], int]],
 ) -> Layout:
     """Return the blocks: each family's prompt and what its sequences have after it, then the sequences that share nothing."""
-    begins, lengths, continues = [], [], []
+    blocks: list[
+        tuple[int, int, int]
+    ] = []  # of each the place among the sequences' tokens, the length, the block that it continues
     shared_N, prompt_N, own_N = (torch.zeros_like(needed_N) for _ in range(3))
     starts, needed = starts_N.tolist(), needed_N.tolist()
-    at = 0
-
-    def add(begin: int, length: int, parent: int) -> int:
-        nonlocal at
-        begins.append(begin)
-        lengths.append(length)
-        continues.append(parent)
-        at += length
-        return at - length
-
-    alone = set(range(len(needed)))
-    for rows, shared in families:
-        alone.difference_update(rows)
-        prompt = len(begins)
-        prompt_N[rows], shared_N[rows] = add(starts[rows[0]], shared, -1), shared
-        for number in rows:
-            if needed[number] > shared:
-                own_N[number] = add(starts[number] + shared, needed[number] - shared, prompt)
-    for number in sorted(alone):
-        own_N[number] = add(starts[number], needed[number], -1)
-    lengths_B = torch.tensor(lengths)
-    moved_B = torch.tensor(begins) - (lengths_B.cumsum(0) - lengths_B)
-    source_S = torch.arange(at) + moved_B.repeat_interleave(lengths_B)
+    grouped = {row for rows, _ in families for row in rows}
+    for rows, shared in [*families, *(([row], 0) for row in range(len(needed)) if row not in grouped)]:
+        prompt = len(blocks) if shared else -1
+        if shared:
+            prompt_N[rows], shared_N[rows] = prompt, shared
+            blocks.append((starts[rows[0]], shared, -1))
+        for row in rows:
+            if needed[row] > shared:
+                own_N[row] = len(blocks)
+                blocks.append((starts[row] + shared, needed[row] - shared, prompt))
+    begins_B, lengths_B, continues_B = torch.tensor(blocks).unbind(1)
+    at_B = lengths_B.cumsum(0) - lengths_B
+    source_S = torch.arange(int(lengths_B.sum())) + (begins_B - at_B).repeat_interleave(lengths_B)
 
     def place(within: Tensor, num_N: Tensor) -> Tensor:
         # What is in the shared part lies in the prompt's block, anything else that much further on in its own.
         after = within - shared_N.repeat_interleave(num_N)
-        return torch.where(after < 0, _flat(prompt_N, within, num_N), _flat(own_N, after, num_N))
+        return torch.where(after < 0, _flat(at_B[prompt_N], within, num_N), _flat(at_B[own_N], after, num_N))
 
     within_S = torch.arange(int(lengths_N.sum())) - starts_N.repeat_interleave(lengths_N)
     left_out_S = within_S >= needed_N.repeat_interleave(lengths_N)
     place_S = place(within_S, lengths_N).masked_fill(left_out_S, -1)
-    return Layout(source_S, lengths_B, torch.tensor(continues), place(within_T, num_read_N), place_S)
+    return Layout(source_S, lengths_B, continues_B, place(within_T, num_read_N), place_S)
 
 
 def _flat(starts_N: Tensor, within_T: Tensor, num_read_N: Tensor) -> Tensor:
