@@ -93,11 +93,11 @@ def load_scorer(path: str, config: Any, *, trust_remote_code: bool = False, on_m
         or not isinstance(getattr(lm, "score", None), nn.Linear)
         or not getattr(lm, "_supports_attention_backend", True)
     ):
-        raise ConfigError(f"{KEY}={path}: {type(lm).__name__}: {_NO_DECODER}")
+        raise ConfigError(
+            f"{KEY}={path}: {type(lm).__name__}: only causal decoders with a linear head called `score` can be reward models, "
+            "such as Qwen, Llama or Mistral"
+        )
     return lm
-
-
-_NO_DECODER = "only causal decoders with a linear head called `score` can be reward models, such as Qwen, Llama or Mistral"
 
 
 def _is_classifier(name: str) -> bool:

@@ -7,7 +7,6 @@ vLLM drives them (`start_weight_update`, `update_weights`, `finish_weight_update
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,15 +77,10 @@ class _Verified:
         super().start_weight_update()  # type: ignore[misc]
 
     def receive_weights(self, update_info: Any) -> None:
-        with self._recording():
-            super().receive_weights(update_info)  # type: ignore[misc]
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
         model = self.model
         self.model = _RecordingModel(model, self.received_digests)
         try:
-            yield
+            super().receive_weights(update_info)  # type: ignore[misc]
         finally:
             self.model = model
 
