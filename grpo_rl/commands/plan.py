@@ -11,14 +11,23 @@ from grpo_rl import main as training
 from grpo_rl.arguments import Arguments
 from grpo_rl.errors import DataError
 
-DRY = "trainer.dry_run=true"
-
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan of the run that the words describe, and return the code that the run's own refusal would end with."""
-    options, settings = _parser().read_with_settings(argv)
+    parser = Arguments(
+        "plan",
+        "Check a configuration whole and print its plan: roles and devices, passes, sizes, objective, memory; for a machine that\n"
+        "machine= names also the time of a step and how to divide its GPUs. Nothing starts.\n"
+        "The words are those of training: recipe=NAME, key=value, ~key.",
+        "grpo-rl plan recipe=gsm8k/qwen2.5-7b machine=8xH100-80GB trainer.mean_response_length=300",
+    )
+    lengths = "take mean and spread of the responses' lengths from this run's log"
+    parser.add_argument("--lengths", type=Path, metavar="RUN", help=lengths)
+    options, settings = parser.read_with_settings(argv)
     measured = [] if options.lengths is None else words_of_lengths(options.lengths)
-    return training.main([*(word for word in settings if not word.startswith("trainer.dry_run=")), *measured, DRY])
+    return training.main(
+        [*(word for word in settings if not word.startswith("trainer.dry_run=")), *measured, "trainer.dry_run=true"]
+    )
 
 
 def words_of_lengths(run: Path) -> list[str]:
@@ -34,17 +43,3 @@ def words_of_lengths(run: Path) -> list[str]:
         f"trainer.mean_response_length={max(1, round(statistics.fmean(lengths)))}",
         f"trainer.response_length_spread={min(spread, 5.0):.4f}",
     ]
-
-
-def _parser() -> Arguments:
-    parser = Arguments(
-        "plan",
-        "Check a configuration whole and print its plan: roles and devices, passes, sizes, objective, memory; for a machine that\n"
-        "machine= names also the time of a step and how to divide its GPUs. Nothing starts.\n"
-        "The words are those of training: recipe=NAME, key=value, ~key.",
-        "grpo-rl plan recipe=gsm8k/qwen2.5-7b machine=8xH100-80GB trainer.mean_response_length=300",
-    )
-    parser.add_argument(
-        "--lengths", type=Path, metavar="RUN", help="take mean and spread of the responses' lengths from this run's log"
-    )
-    return parser

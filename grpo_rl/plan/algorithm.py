@@ -68,16 +68,10 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def objective_of(config: Config) -> Objective:
-    """Return the objective of the run."""
-    try:
-        correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
-    except ConfigError:
-        correction = None  # reported by itself
+    """Return the objective of a run that is not refused."""
+    correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length, correction)
-    try:
-        return dataclasses.replace(objective, distillation=Distillation.from_config(config.distillation))
-    except ConfigError:
-        return objective  # reported by itself
+    return dataclasses.replace(objective, distillation=Distillation.from_config(config.distillation))
 
 
 def advantage_formula(config: Config) -> str:

@@ -285,14 +285,15 @@ def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) ->
     """
     if size is None or plan.engine is None or plan.role("actor") is None:
         return None
-    if here is None and (not plan.machine.name or plan.machine.device != "cuda"):
+    if here is not None:
+        device = CORES if plan.machine.device == "cpu" else DEVICES["H100-80GB"]
+    elif plan.machine.name and plan.machine.device == "cuda":
+        device = named(plan.machine.name).device
+    else:
         return None
-    device = (
-        named(plan.machine.name).device if here is None else CORES if plan.machine.device == "cpu" else DEVICES["H100-80GB"]
-    )
+    run = here or Fitted({})
     config, rollouts, n = plan.config, plan.sizes.rollouts_per_step, plan.config.actor_rollout_ref.rollout.n
-    lengths = Lengths.of(config) if here is None else Lengths.of(config, here.response, here.spread)
-    prompt = (MEAN_SHARE if here is None else here.prompt) * config.data.max_prompt_length
+    lengths, prompt = Lengths.of(config, run.response, run.spread), run.prompt * config.data.max_prompt_length
     groups = rollouts / n if plan.passes.update.shares_prompts else rollouts
     tokens = groups * prompt + rollouts * lengths.mean
     phases = _training(plan, size, device, tokens, lengths, prompt)

@@ -197,6 +197,10 @@ class Plan:
         """Return the role of this name, None where it does not start."""
         return next((role for role in self.roles if role.name == name), None)
 
+    def num_workers(self, name: RoleName) -> int:
+        """Return the number of a role's processes; 0 where it does not start."""
+        return sum(role.num_workers for role in self.roles if role.name == name)
+
     def pool(self, name: str) -> PoolPlan:
         """Return the pool of this name."""
         return next(pool for pool in self.pools if pool.name == name)
@@ -234,12 +238,12 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks of the actor; 0 where none starts."""
-        return self._num_workers("actor")
+        return self.num_workers("actor")
 
     @property
     def num_replicas(self) -> int:
         """Replicas of the engine."""
-        return self._num_workers("rollout")
+        return self.num_workers("rollout")
 
     @property
     def replica_bounds(self) -> tuple[int, int]:
@@ -274,10 +278,6 @@ class Plan:
     def recomputes_old_logprobs(self) -> bool:
         """Return whether the actor computes old log-probs in a pass of its own, before the first update of a step."""
         return self.passes.old_logprobs == "actor"
-
-    def _num_workers(self, name: RoleName) -> int:
-        role = self.role(name)
-        return 0 if role is None else role.num_workers
 
 
 def decide(config: Config, machine: Machine, *, num_train_rows: int | None = None, resumes: bool = False) -> Plan:

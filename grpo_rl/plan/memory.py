@@ -8,7 +8,7 @@ word. No GPU has confirmed the sums.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
@@ -200,10 +200,7 @@ def _kept(size: ModelSize, load: Load) -> int:
 def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     """Return what each role that starts needs on one device: of tensors, at the peak of its passes."""
     roles = []
-    for name in _MODEL_ROLES:
-        if (own := size_of_role(plan, size, name)) is None:
-            continue
-        load = load_of(plan, own, name)
+    for name, own, load in _loads(plan, size):
         what = (
             "weights, and of adapters gradients and AdamW" if load.adapters else "weights" + ", gradients, AdamW" * load.trains
         )
@@ -213,6 +210,13 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
+
+
+def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, Load]]:
+    """Yield each role that starts and runs model passes, the sizes of its model and its largest micro-batch."""
+    for name in _MODEL_ROLES:
+        if (own := size_of_role(plan, size, name)) is not None:
+            yield name, own, load_of(plan, own, name)
 
 
 def host_bytes(plan: Plan) -> int:
@@ -251,8 +255,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     """
     config, objective, passes = plan.config, plan.objective, plan.passes
     parts, critic, scorer = config.actor_rollout_ref, config.critic, config.reward.reward_model
-    role = plan.role(name)
-    ranks = 1 if role is None else role.num_workers
+    ranks = max(1, plan.num_workers(name))
     learns, scores = (
         name in ("actor", "critic") or (name == "reward_model" and plan.trains_reward_model),
         name == "reward_model",
@@ -497,18 +500,14 @@ def host_need(plan: Plan, size: ModelSize) -> int:
     """Return the host memory that one machine needs: its processes, what is kept off the GPUs, and a checkpoint being copied."""
     nodes = max(1, plan.config.trainer.nnodes)
     config, total = plan.config, HOST_OF_RUN
-    for name in _MODEL_ROLES:
-        role, own = plan.role(name), size_of_role(plan, size, name)
-        if role is None or own is None:
-            continue
-        ranks, load = -(-role.num_workers // nodes), load_of(plan, own, name)
+    for name, own, load in _loads(plan, size):
         kept = 4 * load.weights_away + 8 * (load.moments_away and load.trains)
         if load.in_host_memory:
             kept = 16 if load.trains else 4
         if load.trains and config.trainer.save_freq > 0:
             kept += 12
         inputs = own.layers * load.tokens * own.hidden * load.width if load.offloads_inputs else 0
-        total += ranks * (HOST_OF_RANK + own.num_params * kept // load.ranks + inputs)
+        total += -(-plan.num_workers(name) // nodes) * (HOST_OF_RANK + own.num_params * kept // load.ranks + inputs)
     if plan.engine is not None:
         total += HOST_OF_RANK * -(-plan.num_replicas * plan.engine.tensor_parallel_size // nodes)
     return total

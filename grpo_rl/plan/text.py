@@ -182,8 +182,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
     summed = describe_models(config) if alone else [*functions, *describe_models(config)]
     beside = f" alone; beside it {' + '.join(functions)}" if alone else ""
     yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
-    scorers = scoring.role("reward_model")
-    yield from describe_roles(config, 0 if scorers is None else scorers.num_workers)
+    yield from describe_roles(config, scoring.num_workers("reward_model"))
 
 
 def _adapters(config: Config, plan: Plan) -> str:

@@ -93,14 +93,8 @@ def test_ones_own_function_that_cannot_be_called_as_it_will_be_is_refused_with_i
 
 
 def test_gae_brings_its_critic_its_steps_and_its_loss() -> None:
-    words = [
-        *GAE,
-        "critic.ppo_mini_batch_size=8",
-        "critic.ppo_epochs=3",
-        "critic.cliprange_value=0.25",
-        "trainer.critic_warmup=2",
-    ]
-    page = page_of(*words, "trainer.total_training_steps=10")
+    words = [f"critic.{word}" for word in ("ppo_mini_batch_size=8", "ppo_epochs=3", "cliprange_value=0.25")]
+    page = page_of(*GAE, *words, "trainer.critic_warmup=2", "trainer.total_training_steps=10")
     assert "critic 1 rank on the actor's devices" in page and "a copy of the actor's model" in page
     assert "2 mini-batches of 8 prompts x 3 passes = 6 optimizer steps; it learns alone in the first 2 training steps" in page
     assert " = 0.99, λ = 0.95; whiten(x)" in page
@@ -160,10 +154,7 @@ REFUSED: list[tuple[list[str], str]] = [
     # estimators
     ([f"{E}=rloo", "algorithm.norm_adv_by_std_in_grpo=false"], "norm_adv_by_std_in_grpo=false"),
     (["algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_options={std: batch}"], "give one of them"),
-    (
-        ["algorithm.gamma=0.9"],
-        "algorithm.gamma=0.9: has no effect with algorithm.adv_estimator=grpo, which has no option gamma",
-    ),
+    (["algorithm.gamma=0.9"], "algorithm.gamma=0.9: has no effect with algorithm.adv_estimator=grpo"),
     ([f"{E}=reinforce_plus_plus", "algorithm.adv_options={gamma: 0.9}"], "is set by algorithm.gamma"),
     (["algorithm.adv_options={sdt: batch}"], "has no option sdt. Did you mean std?"),
     (["algorithm.adv_options={std: bach}"], "std='bach': group, batch, batch_rewards or none"),
@@ -176,10 +167,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["algorithm.gigpo.mode=mean_std_norm"], "has no option mode"),
     ([f"{E}=gdpo", *KL_IN_REWARD], "algorithm.use_kl_in_reward=true would have no effect"),
     # the critic
-    (
-        ["critic.optim.lr=1e-4"],
-        "critic.optim.lr=0.0001: has no effect in this run: algorithm.adv_estimator=grpo needs no critic; leave it out",
-    ),
+    (["critic.optim.lr=1e-4"], "critic.optim.lr=0.0001: has no effect in this run: algorithm.adv_estimator=grpo needs no"),
     ([*GAE, "critic.enable=false"], "critic.enable=false: algorithm.adv_estimator=gae learns from a critic"),
     ([*GAE, "critic.ppo_mini_batch_size=5"], "must divide data.train_batch_size=16; nearest: 4 or 8"),
     ([*GAE, "critic.use_dynamic_bsz=false"], "needs critic.ppo_micro_batch_size_per_gpu"),
@@ -189,32 +177,14 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*GAE, "trainer.critic_warmup=9", "trainer.total_training_steps=9"], "the actor would learn in none"),
     # losses and averages
     ([f"{P}.tau_pos=2"], f"{P}.options: policy loss 'vanilla' has no option tau_pos"),
-    (
-        [f"{P}.loss_mode=kl_cov", f"{P}.clip_cov_ratio=0.1"],
-        "has no option clip_cov_ratio. Did you mean kl_cov_ratio? It takes",
-    ),
+    ([f"{P}.loss_mode=kl_cov", f"{P}.clip_cov_ratio=0.1"], "no option clip_cov_ratio. Did you mean kl_cov_ratio?"),
     ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7"], "clip_cov_lb=7 must be below clip_cov_ub=5"),
-    (
-        [
-            *(f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7", "actor_rollout_ref.rollout.calculate_log_probs=true"),
-            "algorithm.rollout_correction.bypass_mode=true",
-        ],
-        "clip_cov_lb=7 must be below clip_cov_ub=5",
-    ),
+    ([f"{P}.loss_mode=clip_cov", f"{P}.clip_cov_lb=7", f"{C}.bypass_mode=true"], "clip_cov_lb=7 must be below clip_cov_ub=5"),
     ([f"{A}.loss_scale_factor=33"], f"{A}.loss_agg_mode=token-mean, which has no option loss_scale_factor"),
     # bounds
-    (
-        [f"{P}.loss_mode=sapo", f"{A}.clip_ratio_high=0.3"],
-        "clip_ratio_high=0.3: has no effect with actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
-    ),
-    (
-        [f"{P}.loss_mode=reinforce", f"{A}.clip_ratio=0.1"],
-        "clip_ratio=0.1: has no effect with actor_rollout_ref.actor.policy_loss.loss_mode=reinforce",
-    ),
-    (
-        [f"{P}.loss_mode=cispo", f"{A}.clip_ratio_c=10"],
-        "clip_ratio_c=10: has no effect with actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
-    ),
+    ([f"{P}.loss_mode=sapo", f"{A}.clip_ratio_high=0.3"], f"clip_ratio_high=0.3: has no effect with {P}.loss_mode=sapo"),
+    ([f"{P}.loss_mode=reinforce", f"{A}.clip_ratio=0.1"], f"clip_ratio=0.1: has no effect with {P}.loss_mode=reinforce"),
+    ([f"{P}.loss_mode=cispo", f"{A}.clip_ratio_c=10"], f"clip_ratio_c=10: has no effect with {P}.loss_mode=cispo"),
     # correction of rollouts
     ([f"{C}.rollout_rs=[token_k1]"], f"{C}.rollout_rs_threshold has 0 entries; one for each of the 1"),
     ([f"{C}.rollout_rs_threshold=[2.0]"], "rollout_rs_threshold has 1 entries"),

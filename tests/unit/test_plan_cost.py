@@ -33,7 +33,6 @@ def planned(*words: str) -> Plan:
 
 def timed(*words: str) -> StepTime:
     plan = planned(*words)
-    assert plan.model is not None
     found = step_time(plan, plan.model)
     assert found is not None
     return found

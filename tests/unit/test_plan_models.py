@@ -312,12 +312,9 @@ def size_of(name: str) -> ModelSize:
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
     "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
-    "Qwen/Qwen2.5-72B-Instruct": 72_706_203_648,
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
-    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
-    "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
     "google/gemma-3-1b-it": 999_885_952,
@@ -325,7 +322,6 @@ PUBLISHED = {
     "ByteDance-Seed/Seed-OSS-36B-Base": 36_151_104_512,
     "microsoft/Phi-4-mini-instruct": 3_836_021_760,
     "allenai/OLMo-2-0425-1B": 1_484_916_736,
-    "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
 }
 
 

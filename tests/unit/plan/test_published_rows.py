@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.compose import compose
-from grpo_rl.config.schema.tree import Config
 from grpo_rl.plan.cost import step_time
 from grpo_rl.plan.decisions import decide
 from grpo_rl.plan.machine import probe_machine
-from grpo_rl.plan.model_folder import ModelSize, model_size
+from grpo_rl.plan.model_folder import model_size
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_rows.json").read_text())
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -48,20 +47,12 @@ def words_of(row: dict[str, Any]) -> list[str]:
     return words
 
 
-def size_of(config: Config) -> ModelSize:
-    """Return the sizes of a row's model, which the table of known models has."""
-    size = model_size(config.actor_rollout_ref.model.path)
-    assert size is not None
-    return size
-
-
 def errors() -> dict[str, tuple[float, float, bool]]:
     """Return predicted and published seconds of each row and phase, and whether a cause is named for what is between them."""
     found = {}
     for row in PUBLISHED["rows"]:
         config = compose(words_of(row)).config
-        plan, size = decide(config, probe_machine(config)), size_of(config)
-        time = step_time(plan, size)
+        time = step_time(decide(config, probe_machine(config)), model_size(config.actor_rollout_ref.model.path))
         assert time is not None
         for phase, seconds in row["seconds"].items():
             predicted = time.total if phase == "total" else time.phases[phase]
