@@ -82,9 +82,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console(None if sys.stdin.isatty() else sys.stderr)
     with ExitStack() as stack:
         stack.callback(console.close)
-        folder = Path(
-            tempfile.mkdtemp(prefix="grpo-chat-")
-        )  # after a failure it stays, as the logs that an error names lie in it
+        # After a failure it stays, as the logs that an error names lie in it.
+        folder = Path(tempfile.mkdtemp(prefix="grpo-chat-"))
         from grpo_rl.cluster.sampling import sampler, sampling_session, unscored
 
         model = model_folder(target, console, trusted=options.trust_run)
