@@ -35,7 +35,7 @@ from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
-from grpo_rl.registry import check_options, needs_of, options_of, shown
+from grpo_rl.registry import check_options, needs_of, options_of
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.sampled.advantage import estimator_options
 from grpo_rl.trainer.sampled.selection import check_metric
@@ -72,11 +72,6 @@ def objective_of(config: Config) -> Objective:
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length, correction)
     return dataclasses.replace(objective, distillation=Distillation.from_config(config.distillation))
-
-
-def advantage_formula(config: Config) -> str:
-    """Return the estimator's formula with its options as numbers."""
-    return shown(ADVANTAGES.get(config.algorithm.adv_estimator), estimator_options(config.algorithm)).removeprefix("A = ")
 
 
 def without_effect_on_policy(config: Config) -> list[str]:

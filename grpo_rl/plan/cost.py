@@ -337,13 +337,6 @@ def transfer_s(size: ModelSize, width: int) -> float:
     return size.num_params * width / (TRANSFER_GBS * 1e9) + tensors * TENSOR_S + FIXED_S
 
 
-def _links(plan: Plan, device: Device) -> float:
-    """Return the GB/s at which a GPU gathers shards: of several machines all network cards of one work together."""
-    if plan.config.trainer.nnodes == 1:
-        return device.link_gbs
-    return min(device.link_gbs, device.nic_gbs * max(1, plan.world_size // plan.config.trainer.nnodes))
-
-
 def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prompt: float) -> Replica:
     engine = plan.engine
     assert engine is not None
@@ -369,7 +362,9 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
 
 def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, lengths: Lengths, prompt: float) -> dict[str, float]:
     """Return the seconds of each pass of the trained side, each that of its busiest rank."""
-    ranks, link, passes, sizes = plan.world_size, _links(plan, device), plan.passes, plan.sizes
+    ranks, nodes, passes, sizes = plan.world_size, plan.config.trainer.nnodes, plan.passes, plan.sizes
+    # A GPU gathers shards of several machines by all network cards of its own together.
+    link = device.link_gbs if nodes == 1 else min(device.link_gbs, device.nic_gbs * max(1, ranks // nodes))
     rollouts = sizes.rollouts_per_step
     prompts = rollouts / plan.config.actor_rollout_ref.rollout.n
     # Attention of a response costs by its square: its mean context is that of a token, not of a response.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,9 +155,10 @@ def _look_at_data(config: Config) -> int | None:
     unusable = [] if away else _unusable(config)
     rows = None
     if data.custom_cls.path is None and not trainer.val_only and not collects(config):
-        rows = _sum(_count(name, with_files=not (unusable or away)) for name in data.train_files)
-    if rows is not None and data.train_max_samples >= 0:
-        rows = min(rows, data.train_max_samples)
+        counts = [count for name in data.train_files for count in _count(name, with_files=not (unusable or away))]
+        rows = None if not counts or None in counts else sum(count or 0 for count in counts)
+        if rows is not None and data.train_max_samples >= 0:
+            rows = min(rows, data.train_max_samples)
     sizes = {key: getattr(data, key) for key in ("train_batch_size", "gen_batch_size")}
     problems = [
         f"data.{key}={size}: larger than the training data, which has {rows} rows; a batch of at most {rows}, or more data"
@@ -187,26 +188,18 @@ def _unusable(config: Config) -> list[str]:
     return [*rows, *(problem for problem in prompts if problem not in rows)]
 
 
-def _count(name: str, *, with_files: bool) -> int | None:
-    """Return the rows of one entry of `data.train_files`; None where finding out would take long."""
+def _count(name: str, *, with_files: bool) -> Iterator[int | None]:
+    """Yield the rows of each file of an entry of `data.train_files`; None where finding out would take long."""
     if name.startswith(TASK_PREFIX):
-        return len(task_rows(name))
-    if name.startswith(HUB_PREFIX) or not with_files:
-        return None
-    return _sum(_count_file(path) for _, path in data_files(name))
+        yield len(task_rows(name))
+    elif name.startswith(HUB_PREFIX) or not with_files:
+        yield None
+    else:
+        for _, path in data_files(name):
+            if path.name.endswith(".parquet"):
+                import pyarrow.parquet
 
-
-def _sum(counts: Iterable[int | None]) -> int | None:
-    """Return the sum; None where there is nothing, or one is not known."""
-    known = list(counts)
-    return None if not known or None in known else sum(count or 0 for count in known)
-
-
-def _count_file(path: Path) -> int | None:
-    if path.name.endswith(".parquet"):
-        import pyarrow.parquet
-
-        return int(pyarrow.parquet.read_metadata(path).num_rows)
-    if path.stat().st_size <= (INDEXED_WHOLE if path.name.endswith(".jsonl") else READ_WHOLE):
-        return len(open_source(str(path)))
-    return None
+                yield int(pyarrow.parquet.read_metadata(path).num_rows)
+            else:
+                is_small = path.stat().st_size <= (INDEXED_WHOLE if path.name.endswith(".jsonl") else READ_WHOLE)
+                yield len(open_source(str(path))) if is_small else None

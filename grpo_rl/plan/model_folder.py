@@ -123,7 +123,15 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
             settings = _builtin_settings(model.path)
         except ConfigError:
             return None  # reported by itself
-        return _overridden(settings, model.override_config) if model.override_config else settings
+        if model.override_config:
+            from transformers import AutoConfig
+
+            from grpo_rl.models.load import override_field
+
+            family = AutoConfig.for_model(settings["model_type"], head_dim=settings["head_dim"])
+            for key, value in model.override_config.items():
+                override_field(family, key, value)
+        return settings | dict(model.override_config)
     folder = Path(model.path).expanduser()
     if folder.is_dir():
         settings = _read_config(folder)
@@ -139,18 +147,6 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
 
     loaded = load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
     return dict(loaded.to_dict())
-
-
-def _overridden(settings: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """An embedded model's settings with the override. Raises ConfigError for a field that its family does not have."""
-    from transformers import AutoConfig
-
-    from grpo_rl.models.load import override_field
-
-    config = AutoConfig.for_model(settings["model_type"], head_dim=settings["head_dim"])
-    for key, value in override.items():
-        override_field(config, key, value)
-    return settings | override
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -189,7 +185,9 @@ def _broken_files(folder: Path) -> Iterator[str]:
             header, start = _header(file)
             end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
         except (OSError, ValueError, LookupError, TypeError, struct.error):
-            lfs = " (a pointer of git LFS: fetch the file itself with git lfs pull)" if _is_pointer(file) else ""
+            with file.open("rb") as stream:
+                is_pointer = stream.read(40).startswith(b"version https://git-lfs")
+            lfs = " (a pointer of git LFS: fetch the file itself with git lfs pull)" * is_pointer
             yield f"{_PATH}={folder}: {file.name} is no safetensors file{lfs}"
             continue
         if file.stat().st_size < end:
@@ -200,11 +198,6 @@ def _broken_files(folder: Path) -> Iterator[str]:
             json.loads(settings.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         yield f"{_PATH}={folder}: tokenizer_config.json cannot be read: {error}"
-
-
-def _is_pointer(file: Path) -> bool:
-    with file.open("rb") as stream:
-        return stream.read(40).startswith(b"version https://git-lfs")
 
 
 def _dropouts(settings: dict[str, Any]) -> dict[str, float]:

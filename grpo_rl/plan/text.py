@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from grpo_rl.algos.advantages.registered import ADVANTAGES
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.algos.kl import KL_ESTIMATORS
 from grpo_rl.algos.losses.registered import POLICY_LOSSES
@@ -28,7 +29,7 @@ from grpo_rl.config.derived import (
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.machine_memory import machine_memory
-from grpo_rl.plan.algorithm import advantage_formula, without_effect_on_policy
+from grpo_rl.plan.algorithm import without_effect_on_policy
 from grpo_rl.plan.cost import assumptions, predict, step_time
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import TIGHT, Fit, adapter_params, fit_of, gib, gpu_phases, host_bytes, table
@@ -36,6 +37,7 @@ from grpo_rl.plan.proposal import HEAD, MOST_MACHINES, Proposal, divisions, prop
 from grpo_rl.registry import coefficient_of, shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.trainer.sampled.advantage import estimator_options
 
 WIDTH = 100
 _LABEL = 13
@@ -371,7 +373,8 @@ def _objective(config: Config, plan: Plan) -> Rows:
         yield "loss", f"= {steps if train.loss == 'steps' else pairs}"
         return
     if estimates_advantages(config):
-        yield "A", f"= {advantage_formula(config)}  [{algorithm.adv_estimator}]"
+        advantage = shown(ADVANTAGES.get(algorithm.adv_estimator), estimator_options(algorithm))
+        yield "A", f"= {advantage.removeprefix('A = ')}  [{algorithm.adv_estimator}]"
     if plan.role("critic"):
         formula = shown(value_loss, {"cliprange_value": config.critic.cliprange_value})
         yield "critic loss", f"= 1/num_tokens Σ_tokens {formula};  R the returns of A"
