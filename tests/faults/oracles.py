@@ -26,8 +26,9 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.telemetry.status import read_status
 
-ORPHANS_S = 5.0
-"""Longest time after the controller's end in which something of the run may still be there."""
+ORPHANS_S = 30.0
+"""Longest time after the controller's end in which something of the run may still be there. By itself it is gone within 5 s; a busy
+machine takes longer, and what was measured is printed."""
 STATE_FILES = (".safetensors",)
 
 
@@ -202,5 +203,6 @@ def leftovers(session: dict[str, Any]) -> Iterator[str]:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm")) if Path("/dev/shm").is_dir() else set()
+    """Names in /dev/shm that Python, torch, Ray and vLLM give; other programs may come and go there."""
+    kinds = ("psm_*", "sem.*", "torch_*", "plasma*", "vllm_*")
+    return {path.name for kind in kinds for path in Path("/dev/shm").glob(kind)}
