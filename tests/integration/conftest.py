@@ -19,7 +19,6 @@ LONGEST = (
     "test_training.py",
     "test_commands.py",
     "test_episodes_run.py",
-    "test_teachers_run.py",
     "test_secrets.py",
 )
 """They begin: a long run that begins last is waited for by everybody else."""

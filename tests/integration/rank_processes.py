@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import random
 import socket
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_rl import faults
+from grpo_rl.algos.objective import Objective
 from grpo_rl.checkpoint.tensors import HostMemory
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import ActorConfig
+from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.models import forward, fsdp, sharded_load
 from grpo_rl.models.linear import linear
-from grpo_rl.types import Batch
+from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers import device_memory
 from grpo_rl.workers.actor import ActorWorker
 from grpo_rl.workers.critic import CriticWorker
 from grpo_rl.workers.device_memory import in_host_memory
 from grpo_rl.workers.reward_model import RewardModelWorker, TrainedRewardModelWorker
-from grpo_rl.workers.specs import ActorSpec, CriticSpec, Rank, RewardModelSpec, TrainedRewardModelSpec, Update
+from grpo_rl.workers.specs import ActorSpec, CriticSpec, PolicySpec, Rank, RewardModelSpec, TrainedRewardModelSpec, Update
 
 VOCAB = 64
 DEADLINE_S = 120.0
@@ -40,43 +46,34 @@ READ = [0]
 """Bytes, as float32, of the rows that this process has read into shards since its last build."""
 
 
-def count_reading() -> None:
-    """Count the rows that are cut out of safetensors files from now on."""
-    whole_open = sharded_load.safe_open
+class Counting:
+    """Stands before a safetensors file, or a tensor in one, and counts the rows that are cut out of it."""
 
-    class Counting:
-        def __init__(self, path: Path, framework: str) -> None:
-            self.opened = whole_open(path, framework=framework)
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
 
-        def __enter__(self) -> Counting:
-            self.opened.__enter__()
-            return self
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
-        def __exit__(self, *details: Any) -> None:
-            self.opened.__exit__(*details)
+    def __enter__(self) -> Counting:
+        return Counting(self.inner.__enter__())
 
-        def keys(self) -> list[str]:
-            return self.opened.keys()
+    def __exit__(self, *details: Any) -> None:
+        self.inner.__exit__(*details)
 
-        def get_slice(self, name: str) -> Any:
-            return CountingSlice(self.opened.get_slice(name))
+    def get_slice(self, name: str) -> Counting:
+        return Counting(self.inner.get_slice(name))
 
-    class CountingSlice:
-        def __init__(self, rows: Any) -> None:
-            self.rows, self.get_shape, self.get_dtype = rows, rows.get_shape, rows.get_dtype
-
-        def __getitem__(self, place: slice) -> Tensor:
-            read: Tensor = self.rows[place]
-            READ[0] += read.numel() * 4
-            return read
-
-    sharded_load.safe_open = Counting
+    def __getitem__(self, place: slice) -> Tensor:
+        read: Tensor = self.inner[place]
+        READ[0] += read.numel() * 4
+        return read
 
 
 class Recording:
     """A rank that remembers the gradients of every optimizer step, and shows what it holds."""
 
-    trained: torch.nn.Module
+    model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
 
@@ -84,12 +81,13 @@ class Recording:
         """Arm faults in this process."""
         faults.arm(spec)
 
-    def record(self) -> None:
+    def __init__(self, spec: Any, rank: Rank) -> None:
+        super().__init__(spec, rank)
         self.steps: list[dict[str, Tensor]] = []
         self.optimizer.register_step_pre_hook(lambda *_: self.steps.append(self._gradients()))
 
     def _gradients(self) -> dict[str, Tensor]:
-        named = self.trained.named_parameters()
+        named = self.model.named_parameters()
         return {name: fsdp.full_tensor(p.grad).clone() for name, p in named if p.grad is not None}
 
     def gradients(self) -> list[dict[str, Tensor]]:
@@ -98,13 +96,13 @@ class Recording:
 
     def parameters(self) -> dict[str, Tensor]:
         """Whole parameters. A collective."""
-        return {name: fsdp.full_tensor(p.detach()).clone() for name, p in self.trained.named_parameters()}
+        return {name: fsdp.full_tensor(p.detach()).clone() for name, p in self.model.named_parameters()}
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's whole state by parameter name. A collective."""
         return {
             f"{key}:{name}": fsdp.full_tensor(value).clone()
-            for name, parameter in self.trained.named_parameters()
+            for name, parameter in self.model.named_parameters()
             for key, value in self.optimizer.state[parameter].items()
         }
 
@@ -115,11 +113,11 @@ class Recording:
 
     def buffers(self) -> dict[str, Tensor]:
         """The buffers of this rank's model."""
-        return dict(self.trained.named_buffers())
+        return dict(self.model.named_buffers())
 
     def read_bytes(self) -> tuple[int, int]:
         """Return how many bytes of weights this rank read when it was built, and how many it holds, as float32."""
-        held = sum(parameter.to_local().numel() * 4 for parameter in self.trained.parameters())  # type: ignore[operator]
+        held = sum(parameter.to_local().numel() * 4 for parameter in self.model.parameters())  # type: ignore[operator]
         return READ[0], held
 
     def schedule(self) -> tuple[int, list[float], list[float]]:
@@ -129,11 +127,6 @@ class Recording:
 
 class RecordingActor(Recording, ActorWorker):
     """An actor rank."""
-
-    def __init__(self, spec: ActorSpec, rank: Rank) -> None:
-        super().__init__(spec, rank)
-        self.trained = self.model
-        self.record()
 
     def update_counting_head_rows(self, *args: Any) -> int:
         """Make an update; return how many hidden states the LM head was multiplied with."""
@@ -251,19 +244,9 @@ class RecordingActor(Recording, ActorWorker):
 class RecordingCritic(Recording, CriticWorker):
     """A critic rank."""
 
-    def __init__(self, spec: CriticSpec, rank: Rank) -> None:
-        super().__init__(spec, rank)
-        self.trained = self.model
-        self.record()
-
 
 class RecordingRewardModel(Recording, TrainedRewardModelWorker):
     """A rank of a reward model that is trained."""
-
-    def __init__(self, spec: TrainedRewardModelSpec, rank: Rank) -> None:
-        super().__init__(spec, rank)
-        self.trained = self.model
-        self.record()
 
 
 KINDS = {
@@ -298,9 +281,7 @@ class RankProcesses(WorkerGroup):
         """New actors, critics or reward models in all processes, in a new process group."""
         kinds: dict[type, str] = {ActorSpec: "actor", CriticSpec: "critic"}
         self.role = kinds.get(type(spec), "reward_model")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks = [Rank(i, len(self), "127.0.0.1", port, "cpu", DEADLINE_S) for i in range(len(self))]
         self._send("build", [(spec, rank) for rank in ranks])
 
@@ -333,6 +314,14 @@ class RankProcesses(WorkerGroup):
         return [answer for _, answer in answers]
 
 
+def free_port() -> int:
+    """A free port below those that the kernel gives away by itself: none of those would stay free until the ranks meet there."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def _here(value: Any) -> Any:
     """A batch or an update as a rank gets it: what other ranks answered is here."""
     return value.local(lambda _: ()) if isinstance(value, Batch | Update) else value
@@ -340,7 +329,7 @@ def _here(value: Any) -> Any:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    count_reading()
+    sharded_load.safe_open = lambda *words, **options: Counting(safe_open(*words, **options))
     worker: RecordingActor | RecordingCritic | RecordingRewardModel | RewardModelWorker | None = None
     while True:
         method, args = pipe.recv()
@@ -365,14 +354,112 @@ def _serve(pipe: Connection) -> None:
             pipe.send((reported, str(error) if reported is not AssertionError else traceback.format_exc()))
 
 
+WHOLE = MicroBatchRule(None, 1000)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to cut the work of an update."""
+
+    ranks: int = 1
+    rule: MicroBatchRule = WHOLE
+    checkpointing: bool = False
+    chunk_tokens: int = 10_000
+    reshard: bool = True
+    share: bool = False
+    """Prompts are computed once for all their responses in a micro-batch."""
+    shard_ranks: int = -1
+    in_host_memory: bool = False
+    prefetch: bool = False
+
+
+ALONE = Layout()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training leaves: the gradients of each optimizer step, the parameters, the metrics of each update."""
+
+    gradients: list[dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+    metrics: list[Metrics]
+
+
+def spec_for(path: Path, layout: Layout, objective: Objective, clip_grad: float = 1e6, **model: Any) -> ActorSpec:
+    """The spec of an actor's ranks. `model` are fields of the model's section."""
+    settings = {"enable_gradient_checkpointing": layout.checkpointing, "lm_head_chunk_tokens": layout.chunk_tokens, **model}
+    # AdamW divides by the root of the squared gradient: where a gradient is 0 up to rounding, its noise still makes
+    # a step of the size of lr. With lr = 1e-5 a layout that is right stays within 1e-6 where the gradient is not 0.
+    return ActorSpec(
+        PolicySpec(
+            ModelConfig(path=str(path), **settings),
+            temperature=0.9,
+            dtype="float32",
+            reshard_after_forward=layout.reshard,
+            train=True,
+            share_prompts=layout.share,
+            sequence_ranks=layout.rule.sequence_ranks,
+            shard_ranks=layout.shard_ranks,
+            in_host_memory=layout.in_host_memory,
+            forward_prefetch=layout.prefetch,
+        ),
+        objective,
+        OptimConfig(lr=1e-5, clip_grad=clip_grad),
+        total_optimizer_steps=100,
+        seed=1,
+    )
+
+
+def train(
+    ranks: dict[int, RankProcesses],
+    spec: ActorSpec,
+    layout: Layout,
+    batches: Sequence[Batch],
+    config: ActorConfig | None = None,
+    choose: Callable[[Batch], Batch] = lambda batch: batch,
+) -> Trained:
+    """Train on the batches, of each of which `choose` takes what is trained once the old log-probs are there."""
+    processes, config = ranks[layout.ranks], config or ActorConfig()
+    processes.build(spec)
+    updates = config.ppo_epochs * -(-batches[0].group_N.unique().numel() // config.ppo_mini_batch_size)
+    rule = replace(layout.rule, shares_prompts=layout.share)
+    actor = actor_group(processes, config, rule, spec.objective, updates_per_step=updates)
+    metrics = [actor.update(choose(actor.old_logprobs(batch))) for batch in batches]
+    return Trained(processes.call("gradients")[0], processes.call("parameters")[0], metrics)
+
+
 def actor_group(
-    processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Any, *, updates_per_step: int = 1
+    processes: RankProcesses, config: ActorConfig, rule: MicroBatchRule, objective: Objective, *, updates_per_step: int = 1
 ) -> Any:
     """The actor's role over these processes, as the trainer drives it."""
     from grpo_rl.cluster.roles.trained_roles import ActorRole
 
     old = "actor" if updates_per_step > 1 or objective.needs_selection else "none"
     return ActorRole(processes, config, train_rule=rule, forward_rule=rule, old_logprobs=old, objective=objective)
+
+
+def largest(tensors: dict[str, Tensor]) -> float:
+    """The largest absolute value in them."""
+    return max(float(tensor.abs().max()) for tensor in tensors.values())
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float, where: str = "") -> None:
+    """Each tensor is the expected one up to `atol`."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, atol=atol, rtol=0, msg=lambda text, name=name: f"{where} {name}: {text}"
+        )
+
+
+def assert_same(one: Trained, other: Trained, smallest: float = 1e-3, scale: int = 0) -> None:
+    """First gradients to 1e-6 of the largest entry of step number `scale`, parameters after all steps to 1e-6, metrics alike."""
+    assert largest(one.gradients[0]) > smallest, "without gradients this comparison would see nothing"
+    assert_close(other.gradients[0], one.gradients[0], 1e-6 * largest(one.gradients[scale]))
+    assert_close(other.parameters, one.parameters, 1e-6)
+    for ours, theirs in zip(one.metrics, other.metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        assert theirs == pytest.approx(ours, rel=1e-4, abs=1e-5)
 
 
 def state(processes: RankProcesses) -> dict[str, Tensor]:
@@ -386,26 +473,29 @@ def assert_equal_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert not different, different[:5]
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+"""Of a model whose distributions are far from uniform."""
+
+
 def make_model(folder: Path, *, tied: bool, seed: int = 5, **sizes: int) -> Path:
-    """A random Qwen3 of 2 layers whose distributions are far from uniform."""
+    """A random Qwen3."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {
-        "hidden_size": 48,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.15,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-    }
-    config = Qwen3Config(**settings | sizes, tie_word_embeddings=tied)
+    config = Qwen3Config(**SIZES | sizes, tie_word_embeddings=tied)
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 

@@ -1,4 +1,5 @@
-"""The commands on the folder of a small real run, of whole weights and with LoRA: exact exports, eval that goes on, generate, chat."""
+"""A small real run that learns from teachers too, of whole weights and with LoRA; and the commands on its folder: exact exports,
+eval that goes on, generate, chat."""
 
 from __future__ import annotations
 
@@ -19,13 +20,30 @@ from grpo_rl.models import builtin, lora
 from grpo_rl.models.load import load_tokenizer
 
 DATA = "task:arithmetic?split=val&num_rows=6"
+TEACHERS = "distillation.teacher_models"
+TAUGHT = [
+    "distillation.enabled=true",
+    f"{TEACHERS}.other.weight=2",
+    f"{TEACHERS}.self.ema_decay=0.5",
+    f"{TEACHERS}.self.context='The answer is {{ground_truth}}. '",
+    "distillation.distillation_loss.loss_mode=jsd",
+    "distillation.distillation_loss.topk=5",
+]
+"""A model of its own, and the policy itself as it was."""
 
 
 @pytest.fixture(scope="module", params=[0, pytest.param(4, marks=pytest.mark.campaign)], ids=["whole", "adapters"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("commands")
-    model = builtin.build("arithmetic", folder / "model")
-    words = [*arithmetic(model), "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.val_before_train=false"]
+    model, teacher = builtin.build("arithmetic_half", folder / "model"), builtin.build("arithmetic", folder / "teacher")
+    words = [
+        *arithmetic(model),
+        *TAUGHT,
+        f"{TEACHERS}.other.model_path={teacher}",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.val_before_train=false",
+    ]
     words = [word for word in words if "kv_cache_gib" not in word and not word.startswith("reward.functions")]
     words += ["reward.functions=[my_reward.py:odd]", "actor_rollout_ref.rollout.name=hf"]
     return train(folder, "small", *words, f"actor_rollout_ref.model.lora_rank={request.param}")
@@ -36,6 +54,17 @@ def test_with_adapters_the_reference_has_no_processes_and_the_sampler_agrees_wit
     assert adapted == (not list(run.path.glob("logs/reference*"))) and list(run.path.glob("logs/actor*"))
     assert_trains_like_its_engine(run, last=2)
     assert run.steps[1]["actor/kl_loss"] == pytest.approx(0.0, abs=1e-6) and run.steps[2]["actor/kl_loss"] > 0
+
+
+def test_each_prompt_has_one_teacher_and_the_policy_moves_towards_them(run: Run) -> None:
+    assert "teacher" in (run.path / "plan.txt").read_text() and list(run.path.glob("logs/teacher0*"))
+    for row in run.steps.values():
+        assert sum(row.get(f"distillation/{name}/share", 0.0) for name in ("other", "self")) == 1
+        assert row["actor/distillation_loss"] > 0
+        # The mean over all tokens is that of the teachers' own, as the policy of the update is the one that sampled.
+        low, high = sorted(row.get(f"distillation/{name}/kl", 0.0) for name in ("other", "self"))
+        assert low - 1e-3 <= row["actor/distillation_kl"] <= high + 1e-3
+    assert 0 < sum(row.get("distillation/other/share", 0.0) for row in run.steps.values()) < 2
 
 
 def test_an_exported_checkpoint_has_the_bits_of_the_runs_own_export(run: Run, tmp_path: Path) -> None:

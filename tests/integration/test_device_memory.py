@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import torch
-from rank_processes import RankProcesses, actor_group, make_batch, make_model
+from rank_processes import Layout, RankProcesses, actor_group, assert_equal_bits, make_batch, make_model
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
@@ -77,8 +78,7 @@ def test_phases_load_what_they_read_and_end_with_shards_only(phases, tmp_path, s
     assert noted["logprobs"] == ([IN[0], *OUT], []), "a pass without gradients reads no optimizer state"
     assert noted["update"] == ([*IN, *OUT], []), "nothing is left whole, and nothing waits for the weight transfer"
     assert phases[size].call("same_objects") == [True] * size
-    for name, parameter in there.items():
-        assert torch.equal(parameter, moved[name]), name
+    assert_equal_bits(there, moved)
 
 
 def test_a_weight_transfer_loads_nothing_and_casts_before_it_gathers(phases, tmp_path):
@@ -96,8 +96,23 @@ def test_an_engine_gets_the_device_for_itself_and_ranks_come_back_as_they_were(p
     before = phases[2].call("parameters")[0]
     assert phases[2].call("moves_of", "vacate")[0] == (OUT, [])
     assert phases[2].call("moves_of", "occupy")[0] == (IN, [])
-    for name, parameter in phases[2].call("parameters")[0].items():
-        assert torch.equal(parameter, before[name]), name
+    assert_equal_bits(before, phases[2].call("parameters")[0])
     phases[2].build(spec_of(path, param_offload=True, optimizer_offload=True))
     phases[2].call("as_on_a_gpu")
     assert phases[2].call("moves_of", "occupy")[0] == ([], []), "what is kept in host memory stays there"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_steps_in_host_memory_are_the_same_to_the_last_bit_and_no_phase_moves_anything(phases, path, size):
+    plain = Layout(size, MicroBatchRule(None, 2))
+    specs = [rank_processes.spec_for(path, replace(plain, in_host_memory=there), Objective()) for there in (False, True)]
+    one, two = (rank_processes.train(phases, spec, plain, BATCHES) for spec in specs)
+    assert_equal_bits(one.parameters, two.parameters)
+    assert one.metrics == two.metrics
+    assert phases[size].call("same_objects") == [True] * size, (
+        "the optimizer's parameters are the model's, head and embedding one"
+    )
+    assert phases[size].call("offloads_and_moves") == [(True, 0)] * size
+    phases[size].build(specs[0])
+    ((offloads, moves), *_) = phases[size].call("offloads_and_moves")
+    assert not offloads and moves >= 4

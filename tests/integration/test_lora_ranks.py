@@ -1,4 +1,4 @@
-"""Adapters on real FSDP2 ranks over gloo: one gradient however the work is cut, checkpoints, the reference, the weights sent."""
+"""Adapters on real FSDP2 ranks over gloo: what is trained, checkpoints, the reference, the weights sent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import torch
 from peft import PeftModel
-from rank_processes import RankProcesses, actor_group, assert_equal_bits, make_batch, make_model, state
+from rank_processes import WHOLE, Layout, RankProcesses, actor_group, assert_equal_bits, make_batch, make_model, state
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,45 +21,25 @@ from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster.roles.reference_role import BaseReferenceRole
 from grpo_rl.columns import values
 from grpo_rl.config.derived import MicroBatchRule
-from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
+from grpo_rl.config.schema.tree import ActorConfig, OptimConfig
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models import builtin, lora
 from grpo_rl.types import Batch
-from grpo_rl.workers.specs import ActorSpec, PolicySpec
+from grpo_rl.workers.specs import ActorSpec
 
 BATCHES = [make_batch(seed, one_prompt=True) for seed in range(5)]
 CONFIG = ActorConfig(ppo_mini_batch_size=2, shuffle=True)
-WHOLE = MicroBatchRule(None, 1000)
 
 
-def spec_for(
-    path: Path,
-    *,
-    lr: float = 3e-3,
-    recomputed: bool = False,
-    share: bool = True,
-    shard_ranks: int = -1,
-    sequence_ranks: int = 1,
-    **model: Any,
-) -> ActorSpec:
+SHARING = Layout(share=True)
+
+
+def spec_for(path: Path, layout: Layout = SHARING, **model: Any) -> ActorSpec:
     # Rank 3 over 2 ranks: their rows of an A are uneven.
-    settings = {"lora_rank": 3, "lora_alpha": 6, "enable_gradient_checkpointing": recomputed, **model}
-    return ActorSpec(
-        PolicySpec(
-            ModelConfig(path=str(path), **settings),
-            temperature=0.9,
-            dtype="float32",
-            train=True,
-            share_prompts=share,
-            seed=4,
-            shard_ranks=shard_ranks,
-            sequence_ranks=sequence_ranks,
-        ),
-        Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.01),
-        OptimConfig(lr=lr, clip_grad=1e6),
-        total_optimizer_steps=12,
-        seed=3,
-    )
+    settings = {"lora_rank": 3, "lora_alpha": 6, **model}
+    objective = Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.01)
+    spec = rank_processes.spec_for(path, layout, objective, **settings)
+    return replace(spec, optim=OptimConfig(lr=3e-3, clip_grad=1e6), policy=replace(spec.policy, seed=4))
 
 
 def start(processes: RankProcesses, spec: ActorSpec, rule: MicroBatchRule = WHOLE) -> Any:
@@ -74,55 +55,15 @@ def base_of(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value for name, value in parameters.items() if not lora.is_adapter(name)}
 
 
-# ---- training ------------------------------------------------------------------------------------------
-
-
-LAYOUTS = {
-    "1 rank, 12 micro-batches": (1, MicroBatchRule(None, 1), {"share": False, "lm_head_chunk_tokens": 4}),
-    "1 rank, recomputed": (1, WHOLE, {"recomputed": True}),
-    "2 ranks, 3 micro-batches each": (2, MicroBatchRule(None, 2), {}),
-    "2 ranks, a replica each": (2, MicroBatchRule(None, 2), {"shard_ranks": 1}),
-    "2 ranks, each sequence over both": (2, MicroBatchRule(None, 3, sequence_ranks=2), {"sequence_ranks": 2}),
-    "2 ranks, by tokens, recomputed": (2, MicroBatchRule(60, None, shares_prompts=True), {"recomputed": True}),
-}
-
-
-@pytest.fixture(scope="module")
-def alone(ranks: dict[int, RankProcesses], path: Path) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
-    """Gradients and parameters of one rank with one micro-batch; of the first update B is 0, and A has no gradient."""
-    actor = start(ranks[1], spec_for(path, lr=1e-4))
-    update(actor, range(2))
-    return ranks[1].call("gradients")[0], ranks[1].call("parameters")[0]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_and_steps_are_the_same_however_the_work_is_cut(ranks, path, alone, layout):
-    world_size, rule, options = LAYOUTS[layout]
-    actor = start(ranks[world_size], spec_for(path, lr=1e-4, **options), rule)
-    update(actor, range(2))
-    gradients, parameters = ranks[world_size].call("gradients")[0], ranks[world_size].call("parameters")[0]
-    expected, stepped = alone
-    assert all(lora.is_adapter(name) for name in gradients[-1]), "nothing else has a gradient"
-    assert len(gradients[-1]) == 2 * 2 * 7
-    largest = max(float(gradient.abs().max()) for gradient in expected[-1].values())
-    assert largest > 1e-3
-    for name, gradient in expected[0].items():
-        torch.testing.assert_close(gradients[0][name], gradient, atol=1e-6 * largest, rtol=0, msg=name)
-    assert stepped.keys() == parameters.keys()
-    for name, parameter in stepped.items():
-        torch.testing.assert_close(parameters[name], parameter, atol=1e-5, rtol=0, msg=name)
-    assert_equal_bits(base_of(stepped), base_of(parameters))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_only_adapters_have_moments_and_the_base_stays_what_it_is_through_steps_and_transfers(ranks, path, world_size):
-    processes = ranks[world_size]
+def test_only_adapters_have_moments_and_gradients_and_the_base_stays_what_it_is_through_steps_and_transfers(ranks, path):
+    processes = ranks[2]
     actor = start(processes, spec_for(path))
     before = processes.call("parameters")[0]
     for number in range(3):
         update(actor, range(number, number + 1))
         processes.call("sends_weights")
     after = processes.call("parameters")[0]
+    assert all(lora.is_adapter(name) for name in processes.call("gradients")[0][-1])
     assert_equal_bits(base_of(before), base_of(after))
     assert {name.partition(":")[2] for name in processes.call("moments")[0]} == {
         name for name in after if lora.is_adapter(name)
@@ -133,22 +74,13 @@ def test_only_adapters_have_moments_and_the_base_stays_what_it_is_through_steps_
     assert_equal_bits({name: plain[name] for name in named}, named)
 
 
-def test_first_values_are_the_same_on_any_number_of_ranks(ranks, path):
-    found = []
-    for size in (1, 2):
-        start(ranks[size], spec_for(path))
-        found.append(ranks[size].call("parameters")[0])
-    assert_equal_bits(*found)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_base_in_bfloat16_stays_so_in_the_blocks_and_changes_no_bit_of_anything(ranks, path, tmp_path, world_size):
+def test_a_base_in_bfloat16_stays_so_in_the_blocks_and_changes_no_bit_of_anything(ranks, path, tmp_path):
     """The blocks compute in bfloat16: float32 copies of the same numbers give the same gradients, digests and exports."""
     half, whole = tmp_path / "half", tmp_path / "whole"
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     model.save_pretrained(half)
     model.float().save_pretrained(whole)
-    processes, found = ranks[world_size], []
+    processes, found = ranks[2], []
     for folder in (half, whole):
         spec = spec_for(folder)
         actor = start(processes, replace(spec, policy=replace(spec.policy, dtype="bfloat16")), MicroBatchRule(None, 2))
@@ -184,10 +116,8 @@ def logprobs_of(model: Any, batch: Batch) -> Tensor:
     return torch.cat(rows).detach()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_the_reference_is_the_base_model_under_the_adapters(ranks, path, tmp_path, world_size):
-    processes = ranks[world_size]
-    actor = start(processes, spec_for(path), MicroBatchRule(None, 2))
+def test_the_reference_is_the_base_model_under_the_adapters(ranks, path, tmp_path):
+    actor = start(ranks[2], spec_for(path), MicroBatchRule(None, 2))
     reference = BaseReferenceRole(actor, rule=MicroBatchRule(None, 3), want_hidden=True)
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     update(actor, range(2))
@@ -223,7 +153,7 @@ def saved(ranks: dict[int, RankProcesses], path: Path, tmp_path_factory: pytest.
 @pytest.mark.parametrize(("world_size", "shard_ranks"), [(1, -1), (2, -1), (2, 1)])
 def test_adapters_and_moments_come_back_bit_for_bit_on_any_number_of_ranks(ranks, path, saved, world_size, shard_ranks):
     folder, before = saved
-    actor = start(ranks[world_size], spec_for(path, shard_ranks=shard_ranks))
+    actor = start(ranks[world_size], spec_for(path, Layout(share=True, shard_ranks=shard_ranks)))
     actor.load(folder)
     assert_equal_bits(before, state(ranks[world_size]))
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import DEADLINE_S, RankProcesses
+from rank_processes import DEADLINE_S, RankProcesses, make_model
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3ForSequenceClassification,
 )
 from whole_runs import train
@@ -31,26 +30,15 @@ pytestmark = pytest.mark.timeout(1080)
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A policy and a reward model of the embedded tokenizer, both random."""
     root, tokenizer = tmp_path_factory.mktemp("models"), build_tokenizer(128)
-    config = Qwen3Config(
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        # vLLM's attention on CPUs has no kernel for smaller ones.
-        head_dim=32,
-        vocab_size=128,
-        max_position_embeddings=256,
-        initializer_range=0.15,
-        num_labels=1,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    made = {name: root / name for name in ("policy", "scorer")}
+    make_model(made["policy"], tied=False, vocab_size=128, max_position_embeddings=256, **ends)
     torch.manual_seed(4)
-    for name, kind in (("policy", Qwen3ForCausalLM), ("scorer", Qwen3ForSequenceClassification)):
-        kind(config).save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    return {"policy": root / "policy", "scorer": root / "scorer"}
+    config = Qwen3Config.from_pretrained(made["policy"], num_labels=1)
+    Qwen3ForSequenceClassification(config).save_pretrained(made["scorer"])
+    for folder in made.values():
+        tokenizer.save_pretrained(folder)
+    return made
 
 
 def rollouts(texts: list[str]) -> list[Rollout]:

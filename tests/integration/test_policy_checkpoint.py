@@ -8,17 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_processes
 import torch
-from rank_processes import RankProcesses, actor_group, assert_equal_bits, make_batch, make_model, state
+from rank_processes import (
+    ALONE,
+    Layout,
+    RankProcesses,
+    actor_group,
+    assert_close,
+    assert_equal_bits,
+    make_batch,
+    make_model,
+    state,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.checkpoint.files import entry_of
+from grpo_rl.checkpoint.tensors import Shards
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
 from grpo_rl.errors import CheckpointError
-from grpo_rl.workers.specs import ActorSpec, PolicySpec
+from grpo_rl.workers.specs import ActorSpec
 
 BATCHES = [make_batch(seed) for seed in range(5)]
 CONFIG = ActorConfig(ppo_mini_batch_size=2, shuffle=True)
@@ -29,17 +41,12 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return make_model(tmp_path_factory.mktemp("model"), tied=request.param)
 
 
-def spec_for(path: Path, **optim: Any) -> ActorSpec:
+def spec_for(path: Path, layout: Layout = ALONE, **optim: Any) -> ActorSpec:
     """Dropout on, so that the random state matters; a rate that changes in every step, so that the schedule does; a moving average."""
-    model = ModelConfig(path=str(path), override_config={"attention_dropout": 0.2})
-    return ActorSpec(
-        PolicySpec(model, temperature=1.0, dtype="float32", train=True),
-        Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.01),
-        OptimConfig(**{"lr": 1e-3, "lr_warmup_steps": 2, "lr_scheduler_type": "cosine", **optim}),
-        total_optimizer_steps=12,
-        seed=3,
-        ema_decay=0.9,
-    )
+    objective = Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.01)
+    spec = rank_processes.spec_for(path, layout, objective, override_config={"attention_dropout": 0.2})
+    settings = {"lr": 1e-3, "lr_warmup_steps": 2, "lr_scheduler_type": "cosine", **optim}
+    return replace(spec, optim=OptimConfig(**settings), total_optimizer_steps=12, seed=3, ema_decay=0.9)
 
 
 def start(processes: RankProcesses, spec: ActorSpec) -> Any:
@@ -62,15 +69,32 @@ def saved(ranks: dict[int, RankProcesses], path: Path, tmp_path_factory: pytest.
     return folder, (state(ranks[2]), ranks[2].call("schedule"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_weights_moments_and_schedule_come_back_bit_for_bit_on_any_number_of_ranks(ranks, path, saved, world_size):
+REPLICAS = Layout(4, shard_ranks=2)
+
+
+@pytest.mark.parametrize("layout", [ALONE, Layout(2), REPLICAS], ids=["1", "2", "2 x 2"])
+def test_weights_moments_and_schedule_come_back_bit_for_bit_in_any_layout(ranks, path, saved, layout):
     folder, (before, schedules) = saved
-    processes = ranks[world_size]
-    actor = start(processes, spec_for(path))
+    processes = ranks[layout.ranks]
+    actor = start(processes, spec_for(path, layout))
     actor.load(folder)
     assert_equal_bits(before, state(processes))
-    assert processes.call("schedule") == schedules[:world_size]
+    assert processes.call("schedule") == schedules[:1] * layout.ranks
     assert (actor.version, actor.num_shuffles) == (3, 3)
+
+
+def test_of_replicas_the_first_alone_writes_what_comes_back_in_another_layout(ranks, path, saved, tmp_path):
+    folder, (before, _) = saved
+    start(ranks[4], spec_for(path, REPLICAS)).load(folder)
+    ranks[4].call("save", str(tmp_path))
+    weights = [next(name for name in written if name.startswith("weights")) for written in ranks[4].call("saved", 0.0)]
+    with Shards([tmp_path / name for name in weights[2:]]) as shards:
+        assert not shards.shapes
+    expected = ranks[4].call("save_bytes")
+    start(ranks[2], spec_for(path, Layout(2)))
+    ranks[2].call("load", str(tmp_path))
+    assert_equal_bits(before, state(ranks[2]))
+    assert sum(ranks[2].call("save_bytes")) == sum(expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -174,9 +198,8 @@ def test_muon_takes_the_same_steps_on_any_number_of_ranks_and_goes_on_bit_for_bi
             actor.save(tmp_path)
         update(actor, range(3, 4))
         weights[world_size] = ranks[world_size].call("parameters")[0]
-    for name, weight in weights[1].items():
-        for world_size in (2, 4):
-            torch.testing.assert_close(weights[world_size][name], weight, rtol=0.0, atol=1e-6)
+    for world_size in (2, 4):
+        assert_close(weights[world_size], weights[1], 1e-6)
     actor = start(ranks[2], spec)
     actor.load(tmp_path)
     update(actor, range(3, 4))

@@ -16,7 +16,6 @@ from grpo_rl.models import builtin
 
 NAMES = ("HF_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD")
 CANARIES = {name: f"canary/{index}+{name.lower()}=" for index, name in enumerate(NAMES)}
-TYPED = "typed-canary-for-the-engine"
 CODE = """\
 import os, subprocess, sys
 
@@ -51,7 +50,7 @@ def holders(folder: Path) -> Iterator[tuple[str, str]]:
             data = file.read_bytes() if file.is_file() else b""
         except OSError:
             continue
-        yield from ((str(file), value) for value in (*CANARIES.values(), TYPED) if value.encode() in data)
+        yield from ((str(file), value) for value in CANARIES.values() if value.encode() in data)
 
 
 def test_a_run_whose_rewards_and_loss_print_their_environment_and_fail_with_it_writes_no_secret(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import RankProcesses, make_model
+from rank_processes import RankProcesses, assert_equal_bits, make_model
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForSequenceClassification
 
 from grpo_rl.algos.objective import Objective
@@ -44,8 +44,7 @@ def test_ranks_have_what_transformers_reads_and_read_their_rows_only(ranks, tmp_
     path = make_sharded(tmp_path, tied=tied, dtype=dtype)
     expected = stored(path)
     ranks[2].build(actor_of(path))
-    for name, parameter in ranks[2].call("parameters")[0].items():
-        assert torch.equal(parameter, expected[name]), name
+    assert_equal_bits(expected, ranks[2].call("parameters")[0])
     for read, held in ranks[2].call("read_bytes"):
         assert 0 < read <= held, "each rank reads what it holds, and a tied head once"
     buffers = dict(load_lm(str(path), load_config(str(path))).named_buffers())
@@ -79,8 +78,7 @@ def test_files_with_other_names_are_left_to_transformers(ranks, tmp_path):
     files = WeightFiles.find(str(path))
     assert files is not None and not files.fits(load_lm(str(path), load_config(str(path)), on_meta=True))
     ranks[2].build(actor_of(path))
-    for name, parameter in ranks[2].call("parameters")[0].items():
-        assert torch.equal(parameter, expected[name]), name
+    assert_equal_bits(expected, ranks[2].call("parameters")[0])
 
 
 def test_what_does_not_fit_is_refused_with_its_name_as_before(ranks, tmp_path):

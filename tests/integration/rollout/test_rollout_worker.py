@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,29 +73,6 @@ def test_a_patient_poll_returns_what_ends_within_its_time_together_and_at_once_w
     assert {one.request_id for one in poll_all(worker, 2)} == {"long-0", "long-1"}
 
 
-def test_many_threads_may_submit_and_poll_at_the_same_time(worker: RolloutWorker) -> None:
-    ended: list[Completion] = []
-    done = threading.Event()
-
-    def poll() -> None:
-        while not done.is_set():
-            ended.extend(worker.poll(timeout_s=0.05))
-
-    pollers = [threading.Thread(target=poll) for _ in range(3)]
-    submitters = [threading.Thread(target=worker.submit, args=(requests_for(f"thread{t}", 6),)) for t in range(4)]
-    for thread in pollers + submitters:
-        thread.start()
-    for thread in submitters:
-        thread.join(30)
-    deadline = time.monotonic() + 60
-    while len(ended) < 24 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    done.set()
-    for thread in pollers:
-        thread.join(30)
-    assert len({completion.request_id for completion in ended}) == len(ended) == 24
-
-
 def test_a_callers_mistake_is_raised_to_the_caller_and_the_worker_goes_on(worker: RolloutWorker) -> None:
     with pytest.raises(ValueError, match="empty prompt"):
         worker.submit([Request("empty", (), Sampling(1))])
@@ -121,7 +97,7 @@ def test_an_error_in_a_step_loses_no_response_that_ended_and_is_raised_by_every_
 ) -> None:
     worker = RolloutWorker(make_spec(f"{FAULTY}:fails_in_third_step"), START_S, START_S)
     worker.submit([*requests_for("short", 1, max_tokens=1), *requests_for("long", 1, max_tokens=9)])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while worker.stats()["num_steps"] < 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -141,16 +117,13 @@ def test_an_engine_that_cannot_start_raises_its_own_error(make_spec: Callable[[s
         RolloutWorker(make_spec("vlm"), START_S, START_S)
 
 
-def test_a_call_that_the_engine_does_not_get_to_names_itself_at_its_deadline(make_spec: Callable[[str], EngineSpec]) -> None:
-    worker = RolloutWorker(make_spec(f"{FAULTY}:steps_slowly"), START_S, 0.2)
+def test_a_call_that_the_engine_does_not_get_to_names_itself_at_its_deadline_and_a_closed_worker_refuses_calls(
+    make_spec: Callable[[str], EngineSpec],
+) -> None:
+    worker = RolloutWorker(make_spec(f"{FAULTY}:steps_slowly"), START_S, 0.5)
     worker.submit(requests_for("slow", 1))
-    with pytest.raises(ClusterError, match=r"did not answer received_digests within 0\.2 s"):
+    with pytest.raises(ClusterError, match=r"did not answer received_digests within 0\.5 s"):
         worker.received_digests()
-    worker.close()
-
-
-def test_a_closed_worker_refuses_calls(make_spec: Callable[[str], EngineSpec]) -> None:
-    worker = RolloutWorker(make_spec("hf"), START_S, START_S)
     worker.close()
     worker.close()
     with pytest.raises(ClusterError, match="closed"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import response_logits, sampled
@@ -99,16 +100,22 @@ def trainer_logprobs(folder: Path, batch: Batch, temperature: float) -> torch.Te
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_support_is_exactly_what_the_settings_leave(replica: Replica, cut: str) -> None:
-    for request, completion in replica.run(CUTS[cut], count=4, keep_support=True):
+def test_the_support_is_what_the_settings_leave_and_over_it_the_trainers_logprobs_are_the_engines(
+    replica: Replica, cut: str
+) -> None:
+    pairs = replica.run(CUTS[cut], keep_support=True)
+    for request, completion in pairs[:4]:
         assert completion.support is not None
         logits = response_logits(replica.model, request.prompt_ids, completion.response_ids)
-        start = 0
-        for row, size in enumerate(completion.support.counts.tolist()):
-            ids = completion.support.token_ids[start : start + size].tolist()
-            assert len(set(ids)) == size and set(ids) == allowed(logits[row], request.sampling)
-            start += size
-        assert start == len(completion.support.token_ids)
+        supports = np.split(completion.support.token_ids, np.cumsum(completion.support.counts)[:-1])
+        for row, ids in zip(logits, supports, strict=True):
+            assert len(set(ids)) == len(ids) and set(ids.tolist()) == allowed(row, request.sampling)
+    batch, temperature = batch_of(pairs), CUTS[cut].get("temperature", 1.0)
+    with_T = trainer_logprobs(replica.folder, batch, temperature) - batch.rollout_logprobs_T
+    assert float(with_T.abs().max()) <= 1e-4
+    without = batch.replace(support_counts_T=None, support_ids_M=None)
+    without_T = trainer_logprobs(replica.folder, without, temperature) - batch.rollout_logprobs_T
+    assert float(without_T.exp().mean()) < 0.92, "the ratio is off by what was cut away"
 
 
 def test_the_support_is_read_out_of_arrays_and_of_each_requests_own_columns(replica: Replica, monkeypatch) -> None:
@@ -130,17 +137,6 @@ def test_the_support_is_read_out_of_arrays_and_of_each_requests_own_columns(repl
         assert alone.support.counts.tolist() == completion.support.counts.tolist()
         assert alone.support.token_ids.tolist() == completion.support.token_ids.tolist()
         assert alone.logprobs.tolist() == pytest.approx(completion.logprobs.tolist(), abs=1e-5)
-
-
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_trainers_logprobs_are_the_engines_and_without_the_support_they_are_not(replica: Replica, cut: str) -> None:
-    batch = batch_of(replica.run(CUTS[cut], keep_support=True))
-    temperature = CUTS[cut].get("temperature", 1.0)
-    with_T = trainer_logprobs(replica.folder, batch, temperature) - batch.rollout_logprobs_T
-    assert float(with_T.abs().max()) <= 1e-4
-    without = batch.replace(support_counts_T=None, support_ids_M=None)
-    without_T = trainer_logprobs(replica.folder, without, temperature) - batch.rollout_logprobs_T
-    assert float(without_T.exp().mean()) < 0.92, "the ratio is off by what was cut away"
 
 
 def test_a_support_is_returned_only_where_it_is_asked_for_and_something_is_left_out(replica: Replica) -> None:
