@@ -5,10 +5,11 @@ All of them are made here; what they attack is named beside each group. None is 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
-CANARY = Path(tempfile.gettempdir()) / "grpo_rl_hostile_canary"
+CANARY = Path(tempfile.gettempdir()) / f"grpo_rl_hostile_canary_{os.getpid()}"
 """The file that the injections try to write: where it exists after scoring, model text was run as code."""
 MEGABYTE = 1_000_000
 

@@ -22,7 +22,7 @@ EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"
 ALONE = ["grpo_loss.py", "own_environment.py", "own_estimator.py", "own_loss.py", "own_reward.py", "own_task.py"]
 OF_RUNS = ["read_a_run.py", "plot_runs.py"]
 A_RUN = "train_from_python.py"
-"""The example that trains: tests/integration/test_benchmarks.py runs it."""
+"""The example that trains: tests/integration/test_scripts.py runs it."""
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 
 
