@@ -398,6 +398,7 @@ def spec_for(path: Path, layout: Layout, objective: Objective, clip_grad: float 
             reshard_after_forward=layout.reshard,
             train=True,
             share_prompts=layout.share,
+            seed=4,
             sequence_ranks=layout.rule.sequence_ranks,
             shard_ranks=layout.shard_ranks,
             in_host_memory=layout.in_host_memory,

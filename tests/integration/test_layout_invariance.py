@@ -218,8 +218,9 @@ CASES = {
     # Rank 3 over 2 ranks: their rows of an A are uneven.
     "adapters": Case(
         Objective(kl_loss_type="low_var_kl", kl_loss_coef=0.01),
-        ONE_PROMPT[:2],
+        [make_batch(seed, one_prompt=True) for seed in (0, 1)],
         ADAPTED,
+        ActorConfig(ppo_mini_batch_size=2, shuffle=True),
         model={"lora_rank": 3, "lora_alpha": 6},
     ),
 }
