@@ -36,16 +36,17 @@ TAUGHT = [
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("commands")
     model, teacher = builtin.build("arithmetic_half", folder / "model"), builtin.build("arithmetic", folder / "teacher")
-    words = [
-        *arithmetic(model),
+    words = arithmetic(
+        model,
         *TAUGHT,
         f"{TEACHERS}.other.model_path={teacher}",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.kv_cache_gib=1.0",
+        "reward.functions=[my_reward.py:odd]",
         "trainer.total_training_steps=2",
         "trainer.save_freq=1",
         "trainer.val_before_train=false",
-    ]
-    words = [word for word in words if "kv_cache_gib" not in word and not word.startswith("reward.functions")]
-    words += ["reward.functions=[my_reward.py:odd]", "actor_rollout_ref.rollout.name=hf"]
+    )
     return train(folder, "small", *words, f"actor_rollout_ref.model.lora_rank={request.param}")
 
 

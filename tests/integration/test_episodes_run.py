@@ -42,21 +42,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ends = {"eos_token_id": [load_tokenizer(str(model)).eos_token_id, *ENDS]}
     (model / "generation_config.json").write_text(json.dumps(ends))
     (folder / "game.py").write_text(GAME)
-    own = ("reward.functions=", "data.max_response_length=", "data.train_batch_size=", "ppo_mini_batch_size=")
-    words = [word for word in arithmetic(model) if not any(each in word for each in own)]
     return train(
         folder,
         "games",
-        *words,
+        *arithmetic(
+            model,
+            "reward.functions=[]",
+            f"data.max_response_length={ROOM}",
+            "data.train_batch_size=2",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        ),
         f"{TURNS}.enable=true",
         f"{TURNS}.environment.name=game.py:Digits",
         f"{TURNS}.environment.num_workers=1",
-        "reward.functions=[]",
         "algorithm.adv_estimator=gigpo",
         "algorithm.gamma=0.9",
-        f"data.max_response_length={ROOM}",
-        "data.train_batch_size=2",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "trainer.val_before_train=false",
         "trainer.total_training_steps=2",
     )

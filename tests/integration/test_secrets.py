@@ -56,14 +56,16 @@ def holders(folder: Path) -> Iterator[tuple[str, str]]:
 def test_a_run_whose_rewards_and_loss_print_their_environment_and_fail_with_it_writes_no_secret(tmp_path: Path) -> None:
     (tmp_path / "leaks.py").write_text(CODE)
     model = builtin.build("builtin:arithmetic", tmp_path / "model")
-    words = [word for word in arithmetic(model) if not word.startswith("reward.functions")]
-    words += ["reward.functions=[leaks.py:leak]", "reward.num_workers=1", "reward.on_failure=drop"]
-    words += ["actor_rollout_ref.actor.policy_loss.loss_mode=leaks.py:loud"]
-    words += ["data.system_prompt=${oc.env:DB_PASSWORD}", "data.max_prompt_length=64"]
-    words += ["actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.kv_cache_gib=1.0"]
-    words += ["trainer.total_training_steps=4", "trainer.save_freq=1"]
-    words += ["actor_rollout_ref.actor.use_kl_loss=false", "trainer.val_before_train=false"]
-    words += [f"trainer.default_local_dir={tmp_path / 'runs'}", "trainer.experiment_name=r"]
+    words = arithmetic(
+        model,
+        *("reward.functions=[leaks.py:leak]", "reward.num_workers=1", "reward.on_failure=drop"),
+        "actor_rollout_ref.actor.policy_loss.loss_mode=leaks.py:loud",
+        *("data.system_prompt=${oc.env:DB_PASSWORD}", "data.max_prompt_length=64"),
+        *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.kv_cache_gib=1.0"),
+        *("trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.val_before_train=false"),
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        *(f"trainer.default_local_dir={tmp_path / 'runs'}", "trainer.experiment_name=r"),
+    )
     run = tmp_path / "runs" / "r"
     seen_by_ray: set[tuple[str, str]] = set()
     environment = os.environ | CANARIES | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}

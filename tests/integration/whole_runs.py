@@ -76,8 +76,9 @@ def _log_tails(path: Path) -> str:
     return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in sorted(path.glob("logs/*.log")))
 
 
-def arithmetic(model: Path) -> list[str]:
-    return [
+def arithmetic(model: Path, *own: str) -> list[str]:
+    """The words of a small run on sums; `own` ones take the place of those of the same keys."""
+    words = [
         f"actor_rollout_ref.model.path={model}",
         "data.train_files=task:arithmetic?split=train&num_rows=64",
         "data.val_files=task:arithmetic?split=val&num_rows=6",
@@ -90,6 +91,8 @@ def arithmetic(model: Path) -> list[str]:
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.kv_cache_gib=0.1",
     ]
+    keys = {word.partition("=")[0] for word in own}
+    return [*(word for word in words if word.partition("=")[0] not in keys), *own]
 
 
 def assert_trains_like_its_engine(run: Run, last: int) -> None:
