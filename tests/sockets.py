@@ -1,9 +1,11 @@
-"""The listening TCP sockets of this machine, and those that some processes hold."""
+"""The listening TCP sockets of this machine, those that some processes hold, and a free port."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,3 +31,11 @@ def ports_of(pids: Sequence[int]) -> set[tuple[str, str]]:
                 with contextlib.suppress(OSError):
                     inodes.add(os.readlink(entry.path))
     return {(address, inode) for address, inode in listening() if f"socket:[{inode}]" in inodes}
+
+
+def free_port() -> int:
+    """A free port from 20000 to 31999, below those that the kernel gives away by itself: one of those may be somebody's when it is used."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port

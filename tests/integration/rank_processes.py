@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import random
-import socket
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from sockets import free_port
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -312,14 +310,6 @@ class RankProcesses(WorkerGroup):
             if kind is not None:
                 raise kind(answer)
         return [answer for _, answer in answers]
-
-
-def free_port() -> int:
-    """A free port below those that the kernel gives away by itself: none of those would stay free until the ranks meet there."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def _here(value: Any) -> Any:

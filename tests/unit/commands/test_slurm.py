@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sockets import free_port
 
 from grpo_rl.commands.slurm import job_file
 from grpo_rl.config.compose import compose
@@ -35,15 +34,8 @@ STAND_INS = {
 }
 
 
-def free_job() -> int:
-    """An id of a job whose port is free, and is not one of those that the kernel gives to others meanwhile."""
-    for job in range(os.getpid() % 10_000, 12_000):
-        with contextlib.suppress(OSError), socket.create_server(("", 20_000 + job)):
-            return job
-    raise AssertionError("no port is free")
-
-
-JOB = free_job()
+JOB = free_port() - 20_000
+"""Its port is free."""
 
 
 def start(text: str, tmp_path: Path) -> subprocess.Popen[bytes]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sockets import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from grpo_rl.config.schema.tree import TrainerConfig
@@ -51,10 +52,10 @@ def test_metrics_reach_the_file_and_tensorboard_and_a_resumed_run_shows_one_curv
 
 
 def test_prometheus_reads_the_newest_values_under_names_of_its_own(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} cannot be served: Address already in use"):
-            Sinks(RunDir.create(tmp_path, "taken"), TrainerConfig(metrics_port=port), {})
+    port = free_port()
+    refusal = f"127.0.0.1:{port} cannot be served: Address already in use"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(ConfigError, match=refusal):
+        Sinks(RunDir.create(tmp_path, "taken"), TrainerConfig(metrics_port=port), {})
     sinks = Sinks(RunDir.create(tmp_path, "it's"), TrainerConfig(metrics_port=port), {})
     sinks.log(0, {"val/a/mean@1": 0.25, "reward/mean": 0.0})
     sinks.log(3, {"reward/mean": 0.5, "val/数/mean@1": 2.0, "actor/kl_loss": math.nan})
