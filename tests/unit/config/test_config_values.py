@@ -142,8 +142,14 @@ def test_a_number_has_two_finite_bounds_and_a_reason_in_the_message(key: str) ->
     assert bounds.reason in problem or high >= 2**63 - 1
 
 
+@pytest.fixture(scope="module")
+def planned_once() -> None:
+    """The first plan imports torch, which takes longer than a plan."""
+    make_plan(compose([f"{name}={given}" for name, given in RUNNABLE.items()]), CPU)
+
+
 @pytest.mark.parametrize("key", NUMBERS)
-def test_an_extreme_number_is_refused_or_planned_at_once(key: str) -> None:
+def test_an_extreme_number_is_refused_or_planned_at_once(planned_once: None, key: str) -> None:
     for value in EXTREMES:
         if value_problem(key, [value] if NUMBERS[key].kind.item else value) is not None:
             continue
