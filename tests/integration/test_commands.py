@@ -35,7 +35,7 @@ TAUGHT = [
 @pytest.fixture(scope="module", params=[0, pytest.param(4, marks=pytest.mark.campaign)], ids=["whole", "adapters"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("commands")
-    model, teacher = builtin.build("arithmetic_half", folder / "model"), builtin.build("arithmetic", folder / "teacher")
+    model, teacher = builtin.build("arithmetic", folder / "model"), builtin.build("arithmetic_half", folder / "teacher")
     words = arithmetic(
         model,
         *TAUGHT,
