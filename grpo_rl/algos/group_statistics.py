@@ -11,7 +11,7 @@ from torch import Tensor
 class Groups:
     """A partition of a batch: equal numbers in `group_N` belong together. Groups may differ in size and be interleaved.
 
-    Everything is computed in float64 and returned per member, unless the suffix is G.
+    Everything is computed in float64 and returned per member.
     """
 
     def __init__(self, group_N: Tensor) -> None:
@@ -24,15 +24,16 @@ class Groups:
 
     def sum(self, x_N: Tensor) -> Tensor:
         """Sum over the member's group."""
-        return self._sum_G(x_N)[self.index_N]
+        zeros_G = torch.zeros(self.num_groups, dtype=torch.float64)
+        return zeros_G.index_add(0, self.index_N, x_N.double())[self.index_N]
 
     def highest(self, x_N: Tensor) -> Tensor:
         """Largest value in the member's group."""
-        return self._extreme_G(x_N, "amax")[self.index_N]
+        return self._extreme(x_N, "amax")
 
     def constant(self, x_N: Tensor) -> Tensor:
         """Return for each member whether all values of its group are equal."""
-        return (self._extreme_G(x_N, "amax") == self._extreme_G(x_N, "amin"))[self.index_N]
+        return self._extreme(x_N, "amax") == self._extreme(x_N, "amin")
 
     def deviation(self, x_N: Tensor) -> Tensor:
         """Distance to the group's mean: exactly 0 in a group of equal values.
@@ -47,9 +48,6 @@ class Groups:
         """The group's sample standard deviation (n - 1), from the members' deviations; 0 in a group of one."""
         return (self.sum(deviation_N.square()) / (self.count_N - 1).clamp(min=1)).sqrt()
 
-    def _sum_G(self, x_N: Tensor) -> Tensor:
-        return torch.zeros(self.num_groups, dtype=torch.float64).index_add(0, self.index_N, x_N.double())
-
-    def _extreme_G(self, x_N: Tensor, reduce: str) -> Tensor:
+    def _extreme(self, x_N: Tensor, reduce: str) -> Tensor:
         zeros_G = torch.zeros(self.num_groups, dtype=torch.float64)
-        return zeros_G.scatter_reduce(0, self.index_N, x_N.double(), reduce, include_self=False)
+        return zeros_G.scatter_reduce(0, self.index_N, x_N.double(), reduce, include_self=False)[self.index_N]

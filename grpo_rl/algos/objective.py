@@ -14,7 +14,7 @@ from grpo_rl.algos.correction import RolloutCorrection, correct
 from grpo_rl.algos.kl import KL_ESTIMATORS, full_kl, kl_estimate
 from grpo_rl.algos.losses.contract import scales_with_advantage
 from grpo_rl.algos.losses.distillation import Distillation
-from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, TokenLoss, selection_of
+from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_of
 from grpo_rl.algos.trial import has_ratio
 from grpo_rl.config.function_options import AVERAGE, LOSS, PAIR_AVERAGES, chosen_options
 from grpo_rl.config.schema.tree import ActorConfig
@@ -169,7 +169,8 @@ class Objective:
         taught = self.distillation
         if taught is not None and taught.as_advantage:
             inputs = replace(inputs, advantages_T=taught.advantages_T(inputs))
-        loss_T, token_stats = self._policy_loss(inputs)
+        policy_loss = POLICY_LOSSES.get(self.loss_mode)
+        loss_T, token_stats = policy_loss(inputs, **own_options(policy_loss, dict(self.loss_options)))
         weights_T = inputs.weights_T if self.correction is None else self._corrected(self.correction, inputs)
         loss = self._average(loss_T if weights_T is None else loss_T * weights_T.detach().double(), inputs, counts)
         stats = {"share/pg_loss": loss.detach()}
@@ -202,10 +203,6 @@ class Objective:
         """Return the weight of the bonus: the caller's where it is steered, else the configured one."""
         assert (steered is not None) == self.adaptive_entropy, "entropy_coeff comes with adaptive_entropy, and only then"
         return self.entropy_coeff if steered is None else steered
-
-    def _policy_loss(self, inputs: LossInput) -> TokenLoss:
-        loss = POLICY_LOSSES.get(self.loss_mode)
-        return loss(inputs, **own_options(loss, dict(self.loss_options)))
 
     def _corrected(self, correction: RolloutCorrection, inputs: LossInput) -> Tensor:
         """Return each token's weight: 0 for what is rejected, which stays in the denominators, as in verl."""

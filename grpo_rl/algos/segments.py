@@ -43,7 +43,7 @@ class Segments:
 
     def sum(self, x_T: Tensor) -> Tensor:
         """Sum over the tokens of each response; 0 for an empty one."""
-        self._check_tokens(x_T)
+        assert x_T.shape == (self.num_tokens,), f"{tuple(x_T.shape)} values for {self.num_tokens} tokens"
         # segment_reduce adds in a fixed order on every device; index_add on CUDA does not. `unsafe` only
         # skips its check that the lengths add up, which has just been done.
         return torch.segment_reduce(x_T, "sum", lengths=self.lengths_N, unsafe=True, initial=0)
@@ -54,11 +54,5 @@ class Segments:
 
     def broadcast(self, x_N: Tensor) -> Tensor:
         """Each response's value on all of its tokens."""
-        self._check_sequences(x_N)
-        return x_N.index_select(0, self.index_T)
-
-    def _check_tokens(self, x_T: Tensor) -> None:
-        assert x_T.shape == (self.num_tokens,), f"{tuple(x_T.shape)} values for {self.num_tokens} tokens"
-
-    def _check_sequences(self, x_N: Tensor) -> None:
         assert x_N.shape == (self.num_sequences,), f"{tuple(x_N.shape)} values for {self.num_sequences} responses"
+        return x_N.index_select(0, self.index_T)

@@ -77,12 +77,8 @@ def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:
 
 def _asks_for_value(question: str, gold: str) -> bool:
     """Return whether a short question has an expression in it whose value is the ground truth, as in `What is 17*23?`."""
-    found = EXPRESSION.findall(question) if len(question) <= LONGEST_QUESTION else []
-    return any(operations(text) > operations(gold) and compare(gold, text) is True for text in map(_stripped, found))
-
-
-def _stripped(text: str) -> str:
-    return text.strip(" \t\n.,=")
+    found = [text.strip(" \t\n.,=") for text in EXPRESSION.findall(question)] if len(question) <= LONGEST_QUESTION else []
+    return any(operations(text) > operations(gold) and compare(gold, text) is True for text in found)
 
 
 def _vote(answer: str) -> float:
