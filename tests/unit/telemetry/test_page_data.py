@@ -37,11 +37,7 @@ def test_the_interval_takes_prompts_as_independent_and_responses_to_one_prompt_n
     prompts = [[0.0, 0.0, 0.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]]
     mean, low, high = run_data.interval(prompts, single=False)
     error = 1.0 / math.sqrt(3)  # the standard deviation of 0, 2 and 1 is 1
-    assert (mean, high - mean, mean - low) == (
-        1.0,
-        pytest.approx(1.96 * error, rel=1e-3),
-        pytest.approx(1.96 * error, rel=1e-3),
-    )
+    assert (mean, high - mean, mean - low) == pytest.approx((1.0, 1.96 * error, 1.96 * error), rel=1e-3)
 
 
 def test_the_change_of_a_validation_is_paired_by_prompt(tmp_path: Path) -> None:
