@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
@@ -136,17 +137,13 @@ def _written(run_dir: RunDir) -> str:
 
 Records = Sequence[dict[str, float]]
 
-_BLUE = "#2563eb"
-_COLOURS = ["#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285"]
 STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # names of runs and data sources may hold a $
-    "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e4e7eb",
+    "grid.alpha": 0.3,
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
@@ -223,7 +220,7 @@ def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title)
-    colours = iter(_COLOURS * len(keys))
+    colours = (f"C{number}" for number in itertools.count(1))
     for key in keys:
         points = [(record["step"], record[key]) for record in records if key in record and math.isfinite(record[key])]
         steps, values = [step for step, _ in points], [value for _, value in points]
@@ -235,10 +232,8 @@ def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None
         elif values and key.startswith("audit/"):
             axes.plot(steps, smooth(values), ":", color=next(colours), linewidth=2, label=label)
         elif values:
-            axes.plot(steps, values, color=_BLUE, alpha=0.25, linewidth=1)
-            axes.plot(steps, smooth(values), color=_BLUE, linewidth=2, label=label)
-    axes.tick_params(length=0)
-    axes.grid(axis="x", visible=False)
+            axes.plot(steps, values, color="C0", alpha=0.25, linewidth=1)
+            axes.plot(steps, smooth(values), color="C0", linewidth=2, label=label)
     axes.set_xlabel("step", loc="right")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
     if not axes.has_data():
