@@ -254,6 +254,8 @@ class StepTime:
     phases: dict[str, float]
     total: float
     """Less than the phases together where sampling and training overlap."""
+    training: float
+    """Of all passes of the trained side."""
     filled: float
     """How full the engines' slots are while they sample."""
     limit: str
@@ -266,16 +268,6 @@ class StepTime:
     def tokens_per_gpu(self) -> float:
         """Return the tokens that each GPU gets through in a second."""
         return self.tokens / self.total / self.gpus
-
-    @property
-    def training(self) -> float:
-        """Return the seconds of all passes of the trained side."""
-        return _training_s(self.phases)
-
-
-def _training_s(phases: dict[str, float]) -> float:
-    others = ("sampling", "weight transfer", "switch and offload", "reward", "other")
-    return sum(seconds for name, seconds in phases.items() if name not in others)
 
 
 def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) -> StepTime | None:
@@ -318,7 +310,8 @@ def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) ->
         phases |= {"switch and offload": 0.0, "reward": rollouts * REWARD_S, "other": 1.0}
         phases = {name: seconds * here.of(name) for name, seconds in phases.items()}
     phases = {name: phases[name] for name in ("sampling", *phases) if phases[name] > 0}
-    training = _training_s(phases)
+    others = ("sampling", "weight transfer", "switch and offload", "reward", "other")
+    training = sum(seconds for name, seconds in phases.items() if name not in others)
     total = sum(phases.values())
     if plan.overlaps and staleness:
         crowded = CROWDED * min(phases["sampling"], training) if plan.machine.device == "cpu" else 0.0
@@ -328,7 +321,7 @@ def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) ->
     limit = max(parts, key=lambda name: parts[name])
     limit = "long responses" if limit == "sampling" and filled < EMPTY else limit
     apart = 0 if plan.colocated else plan.num_replicas * plan.engine.tensor_parallel_size
-    return StepTime(phases, total, filled, limit, tokens, plan.world_size + apart)
+    return StepTime(phases, total, training, filled, limit, tokens, plan.world_size + apart)
 
 
 def transfer_s(size: ModelSize, width: int) -> float:

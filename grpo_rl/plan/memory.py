@@ -89,19 +89,15 @@ class Load:
     """A reference's LM head lies there whole, for an exact KL."""
 
 
-def frozen_bytes(size: ModelSize, load: Load) -> int:
-    """Return the bytes of the whole model under adapters, all ranks together: embedding and head are float32 in any case."""
-    ends = size.vocab * size.hidden * (1 if size.tied else 2)
-    return ends * 4 + (size.num_params - ends) * (2 if load.half_base else 4)
-
-
 def resident(size: ModelSize, load: Load, *, weights: bool = True, gradients: bool = True, moments: bool = True) -> int:
     """Return the bytes of a rank's shards on its GPU: float32 weights and, where it trains, gradients and moments.
 
     This is where kinds of training that hold other parameters than these add what they hold.
     """
     trained = load.adapters or size.num_params
-    held = 4 * (load.adapters + load.others) + (frozen_bytes(size, load) if load.adapters else 4 * size.num_params)
+    # Embedding and head are float32 in any case.
+    blocks = size.num_params - size.vocab * size.hidden * (1 if size.tied else 2)
+    held = 4 * (size.num_params + load.adapters + load.others) - 2 * blocks * load.half_base
     state = held * weights + trained * (GRADIENT * (load.trains and gradients) + load.moments * moments)
     return (0 if load.in_host_memory else int(state) // load.ranks) + load.ref_head * 4 * size.vocab * size.hidden
 
