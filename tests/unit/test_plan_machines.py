@@ -89,7 +89,8 @@ def test_the_name_sets_gpus_and_nodes_unless_they_are_given_whatever_the_recipe_
 
 
 def test_a_plan_is_made_without_model_data_gpu_or_network() -> None:
-    plan = planned("machine=8xH100-80GB")
+    # `train.parquet` begins with the letter of `task:`.
+    plan = planned("machine=8xH100-80GB", "data.train_files=train.parquet", "data.val_files=[]", "trainer.test_freq=-1")
     assert plan.machine.device == "cuda" and plan.world_size == 8
     assert plan.model is not None and plan.model.num_params == 7_615_616_512
 
