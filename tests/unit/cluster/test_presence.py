@@ -37,21 +37,11 @@ def test_an_address_where_nobody_listens_is_refused_at_once_and_by_name(
     assert message.startswith(f"no Ray cluster at {address}: Connection refused; start it") and "RAY_ADDRESS" in message
 
 
-def test_another_version_is_told_in_one_line_with_both() -> None:
-    ray_says = (
-        "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.11.4\n"
-        "This process on node 10.0.0.1 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
-    )
-    assert str(why_not_connected("10.0.0.2:6379", RuntimeError(ray_says))) == (
-        "the cluster at 10.0.0.2:6379 runs Ray 2.59.0 on Python 3.11.4, this process Ray 2.60.0 on Python 3.11.7: "
-        "install the same versions on every node"
-    )
-    refused = ConnectionError("Failed to connect to Ray cluster at 10.0.0.2:6379")
+def test_a_connection_that_ray_could_not_make_is_told_in_one_line() -> None:
+    # Another version, with Ray's own words for it: tests/faults/test_cluster_lost.py.
+    refused = ConnectionError("Failed to connect to Ray cluster at auto")
     refused.__cause__ = RuntimeError("InvalidAuthToken: the authentication token is incorrect")
-    assert str(why_not_connected("10.0.0.2:6379", refused)) == (
-        "the cluster at 10.0.0.2:6379 asks for a token, and this process has none or another: RAY_AUTH_MODE=token with the "
-        "cluster's own in RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH"
-    )
+    assert str(why_not_connected("auto", refused)).startswith("the cluster at auto asks for a token, and this process has none")
     assert str(why_not_connected(None, ValueError("no\n  room"))) == "cannot connect to a local Ray: ValueError: no room"
 
 
