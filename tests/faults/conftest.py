@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_run
 from oracles import Training
-from recovery_ground import ray_with_slots
 
+from grpo_rl.cluster.processes.forks import MODULES
 from grpo_rl.cluster.processes.placement import Pool
+from grpo_rl.cluster.session.ray_session import ray_session
+from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.models import builtin
 
 
@@ -45,6 +49,10 @@ def undisturbed(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def slots() -> Iterator[Pool]:
-    """A local Ray for all tests of groups and replicas."""
-    with ray_with_slots(2) as pool:
+    """A local Ray for all tests of groups and replicas, whose processes find the modules beside this file."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        stack.enter_context(ray_session(RayInitConfig(), 2, copied=(*MODULES, "tiny_roles")))
+        pool = Pool(1, 2, use_gpu=False, timeout_s=120.0)
         yield pool
+        pool.release()

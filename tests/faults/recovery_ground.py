@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from tiny_roles import token
 
 from grpo_rl.cluster.processes.forks import MODULES
@@ -19,10 +16,8 @@ from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.replicas import Elastic, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.rollout_pool import PoolOptions, ReplicaPool, Transfer
-from grpo_rl.cluster.session.ray_session import ray_session
-from grpo_rl.config.schema.tree import RayInitConfig, TrainerConfig
+from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.rollout.requests import sample_seed
-from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.types import Rollout
 
 HEARTBEAT_S = 1.0
@@ -31,41 +26,20 @@ START_S = 120.0
 STEP_S = 120.0
 
 
-@contextmanager
-def ray_with_slots(count: int) -> Iterator[Pool]:
-    """A local Ray whose processes find the modules beside this file."""
-    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        stack.enter_context(ray_session(RayInitConfig(), 2, copied=COPIED))
-        pool = Pool(1, count, use_gpu=False, timeout_s=START_S)
-        yield pool
-        pool.release()
-
-
-class Lines(Console):
-    """A console that keeps what it warns of, with the time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.warnings: list[tuple[float, str]] = []
-
-    def warn(self, message: str) -> None:
-        self.warnings.append((time.monotonic(), message))
-
-
 @dataclass
 class Ground:
     """The places, logs and workers that the tests of one module share."""
 
     slots: Pool
     logs: Path
-    lines: Lines = field(default_factory=Lines)
+    warnings: list[tuple[float, str]] = field(default_factory=list)
+    """What was warned of, with the time."""
     worker_groups: list[WorkerGroup] = field(default_factory=list)
     supervisors: list[Supervisor] = field(default_factory=list)
 
     def supervisor(self, max_restarts: int = 100) -> Supervisor:
         config = TrainerConfig(heartbeat_s=HEARTBEAT_S, max_restarts=max_restarts, start_timeout_s=START_S)
-        made = Supervisor(config, Recoveries(config, self.lines.warn))
+        made = Supervisor(config, Recoveries(config, lambda line: self.warnings.append((time.monotonic(), line))))
         self.supervisors.append(made)
         return made
 

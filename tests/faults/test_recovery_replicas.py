@@ -60,7 +60,7 @@ class Scene:
 
     def wait_until_all_serve(self) -> float:
         """Wait until the pool is whole again; return the seconds since the first failure was noticed, which are within the goal."""
-        first = self.ground.lines.warnings[0][0]
+        first = self.ground.warnings[0][0]
         until(lambda: bool(self.pool.replicas.ready()) or len(self.pool.replicas.serving) == 2, SERVING_AGAIN_S, "ready")
         self.generate(2, 1)
         seconds = time.monotonic() - first
@@ -92,7 +92,7 @@ def quiet(scene: Scene) -> None:
         # A test that failed is not to fail all that follow.
         until(lambda: bool(scene.pool.replicas.ready()), START_S, "the replacement is ready")
         scene.generate(2, 1)
-    scene.ground.lines.warnings.clear()
+    scene.ground.warnings.clear()
     assert len(scene.pool.replicas.serving) == 2, "the test before left the pool whole"
 
 
@@ -107,7 +107,7 @@ def test_a_replica_lost_while_sampling_changes_no_token_and_is_replaced(scene, f
     scene.arm(victim, fault)
     began = time.monotonic()
     scene.generate()
-    noticed, line = scene.ground.lines.warnings[0]
+    noticed, line = scene.ground.warnings[0]
     assert line.startswith(f"recovery: {victim.name} failed: ")
     dies = fault.split(":")[1].startswith("kill9")
     assert ("the process died" in line) == dies
@@ -128,8 +128,8 @@ def test_a_replica_lost_while_weights_move_leaves_nobody_with_mixed_weights(scen
     scene.actor.train()
     scene.pool.sync_weights(scene.actor)
     # Whoever noticed first tells it, and may be the monitor's thread.
-    until(lambda: bool(scene.ground.lines.warnings), NOTICED_S, "the loss is told")
-    assert scene.ground.lines.warnings[0][1].startswith(f"recovery: {victim.name} failed: ")
+    until(lambda: bool(scene.ground.warnings), NOTICED_S, "the loss is told")
+    assert scene.ground.warnings[0][1].startswith(f"recovery: {victim.name} failed: ")
     scene.generate()
     scene.wait_until_all_serve()
     scene.generate()
@@ -139,7 +139,7 @@ def test_a_replica_that_stops_while_idle_is_noticed_and_replaced_before_it_is_ne
     recoveries, victim = scene.ground.supervisors[0].recoveries, scene.pool.replicas.serving[0]
     recoveries.metrics()
     os.kill(victim.pid, signal.SIGSTOP)
-    until(lambda: bool(scene.ground.lines.warnings), FROZEN_S, "the loss is noticed")
+    until(lambda: bool(scene.ground.warnings), FROZEN_S, "the loss is noticed")
     until(lambda: bool(scene.pool.replicas.ready()), SERVING_AGAIN_S, "the replacement is ready")
     scene.actor.train()
     scene.pool.sync_weights(scene.actor)
@@ -178,7 +178,7 @@ def test_replicas_that_join_and_leave_while_sampling_change_no_token(scene):
     assert len(replicas.serving) == 2 == replicas.wanted
 
     def told(what: str) -> int:
-        return sum(line.startswith("engines: rollout") and what in line for _, line in scene.ground.lines.warnings)
+        return sum(line.startswith("engines: rollout") and what in line for _, line in scene.ground.warnings)
 
     until(lambda: told(" left after ") == 2, SERVING_AGAIN_S, "all have left")
     assert told(" joined after ") == 2
