@@ -10,7 +10,6 @@ from typing import Any
 
 from tiny_roles import token
 
-from grpo_rl.cluster.processes.forks import MODULES
 from grpo_rl.cluster.processes.placement import Pool
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.replicas import Elastic, Replicas
@@ -21,7 +20,6 @@ from grpo_rl.rollout.requests import sample_seed
 from grpo_rl.types import Rollout
 
 HEARTBEAT_S = 1.0
-COPIED = (*MODULES, "tiny_roles")
 START_S = 120.0
 STEP_S = 120.0
 
