@@ -55,7 +55,8 @@ function overview(host) {
   const one = run();
   const left = el('div', { className: 'column' }, resultsCard(one), rewardCard(one), lossCard(one), compareCard());
   if (!left.children.length) left.append(card('Before and after', el('p', { className: 'muted' }, 'Nothing was measured: the run ended before its first validation and its first step, or has not come so far.')));
-  const right = el('div', { className: 'column' }, healthCard(one), trainedCard(one), filesCard(one));
+  if (one.plan) left.append(card('What was trained', el('pre', { className: 'plan' }, one.plan)));
+  const right = el('div', { className: 'column' }, healthCard(one), filesCard(one));
   put(host, [el('div', { className: 'columns' }, left, right)]);
 }
 
@@ -178,10 +179,6 @@ function healthCard(one) {
     );
   });
   return box;
-}
-
-function trainedCard(one) {
-  return one.plan ? card('What was trained', el('pre', { className: 'whole' }, one.plan)) : null;
 }
 
 function filesCard(one) {
