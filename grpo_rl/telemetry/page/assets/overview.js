@@ -56,7 +56,7 @@ function overview(host) {
   const left = el('div', { className: 'column' }, resultsCard(one), rewardCard(one), lossCard(one), compareCard());
   if (!left.children.length) left.append(card('Before and after', el('p', { className: 'muted' }, 'Nothing was measured: the run ended before its first validation and its first step, or has not come so far.')));
   if (one.plan) left.append(card('What was trained', el('pre', { className: 'plan' }, one.plan)));
-  const right = el('div', { className: 'column' }, healthCard(one), filesCard(one));
+  const right = el('div', { className: 'column' }, healthCard(one), objectiveCard(one), filesCard(one));
   put(host, [el('div', { className: 'columns' }, left, right)]);
 }
 
@@ -179,6 +179,14 @@ function healthCard(one) {
     );
   });
   return box;
+}
+
+// The plan's section of that name: a line has a symbol and what it stands for.
+function objectiveCard(one) {
+  const section = /^objective\n((?: .*\n?)+)/m.exec(one.plan || '');
+  if (!section) return null;
+  const lines = section[1].trim().split(/\n {2}(?=\S)/).map((line) => /^(\S+)\s+([^]*)$/.exec(line)).filter(Boolean);
+  return card('The objective', el('dl', { className: 'objective' }, lines.map(([, symbol, meaning]) => [el('dt', {}, symbol), el('dd', {}, meaning.replace(/\s+/g, ' '))])));
 }
 
 function filesCard(one) {
