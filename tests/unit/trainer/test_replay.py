@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_sync_trainer import make_config
+from test_sync_trainer import Policy, make_config
 
+from grpo_rl.algos.losses.registered import LossInput
+from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.segments import Segments
 from grpo_rl.config.derived import settled
-from grpo_rl.config.schema.tree import AlgorithmConfig, ReplayConfig
+from grpo_rl.config.schema.tree import AlgorithmConfig, FilterGroupsConfig, ReplayConfig
 from grpo_rl.errors import CheckpointError
 from grpo_rl.trainer.replay import GroupReplay, PairReplay
-from grpo_rl.types import Prompt, Rollout
+from grpo_rl.types import Metrics, Prompt, Rollout
 
 
 def pairs(numbers: range) -> list[tuple[Rollout, Rollout]]:
@@ -165,3 +168,59 @@ def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_pro
     kept.write_text('{"num_seen": 0}\n{"since": 1}\n')
     with pytest.raises(CheckpointError, match="replayed_groups"):
         make(config, 8, with_val=False, rows=18)[0].resume(run.store.folder / "step_3")
+
+
+class SixBits(Policy):
+    """A policy of six bits, each with a logit: of the 64 responses one is right. It learns by the real loss on the real advantages."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.logits = torch.zeros(6, 2, dtype=torch.float64, requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.logits], lr=0.02)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.learnt: list[tuple[float, int]] = []
+        """The probability of the right response after each step, and the rollouts that were sampled until then."""
+        self.num_sampled = 0
+
+    def generate(self, prompts, n, sampling, on_finish=None, *, greedy=False):  # type: ignore[no-untyped-def]
+        logprobs = self.logits.detach().log_softmax(-1)
+        rollouts = []
+        for prompt in prompts:
+            for sample in range(n):
+                bits = torch.multinomial(logprobs.exp(), 1, generator=self.generator)[:, 0]
+                text = str(prompt.ground_truth) if bool((bits == 1).all()) else "none"
+                own = logprobs.gather(1, bits[:, None])[:, 0].tolist()
+                rollouts.append(Rollout(prompt, sample, bits.tolist(), own, "stop", ((self.version, 6),), text=text))
+                if on_finish is not None:
+                    on_finish(rollouts[-1])
+        self.num_sampled += len(rollouts)
+        return rollouts
+
+    def update(self, batch) -> Metrics:  # type: ignore[no-untyped-def]
+        responses = torch.stack([ids[-6:] for ids in batch.token_ids_S.split(batch.sequence_lengths_N.tolist())]).long()
+        logprobs_T = self.logits.log_softmax(-1).expand(len(responses), 6, 2).gather(2, responses[..., None]).flatten()
+        inputs = LossInput(
+            logprobs_T, batch.token_advantages(), Segments(batch.trained_lengths_N), old_logprobs_T=batch.old_logprobs_T
+        )
+        loss, _ = Objective()(inputs, batch.counts())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.version += 1
+        self.learnt.append((float(self.logits.detach().softmax(-1)[:, 1].prod()), self.num_sampled))
+        return {"actor/loss": float(loss.detach())}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_where_one_response_of_64_is_right_replay_learns_with_half_of_the_rollouts(make, seed):
+    needed = {}
+    for max_age in (0, 8):
+        groups = FilterGroupsConfig(enable=True, max_num_gen_batches=100)
+        algorithm = AlgorithmConfig(filter_groups=groups, replay=ReplayConfig(max_age=max_age))
+        config = settled(make_config(algorithm))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, train_batch_size=4))
+        policy = SixBits(seed)
+        run, _ = make(config, 80, with_val=False, rows=60, policy=policy)
+        run.fit()
+        needed[max_age] = next((number for learnt, number in policy.learnt if learnt > 0.5), 10**9)
+    assert 2 * needed[8] <= needed[0]
