@@ -287,6 +287,11 @@ def pass_rule(config: Config, role: Literal["actor", "old", "ref", "critic"]) ->
     return MicroBatchRule(most, None if by_tokens else rollouts or size, actor.use_prefix_grouper is not False, together)
 
 
+def lm_head_chunk(tokens: int | None, vocabulary: int) -> int:
+    """Return the trained tokens whose logits exist at the same time, for model.lm_head_chunk_tokens: up to 64 MiB of one tensor."""
+    return tokens or max(2048, 2**24 // vocabulary)
+
+
 def critic_has_own_model(config: Config) -> bool:
     """Return whether the critic starts from another model than the actor."""
     return config.critic.model.path not in ("", config.actor_rollout_ref.model.path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_rl.config.derived import Machine, MicroBatchRule, longest_sequence
+from grpo_rl.config.derived import Machine, MicroBatchRule, lm_head_chunk, longest_sequence
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
@@ -286,7 +286,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         width=_width(fsdp.dtype, plan.machine),
         trains=learns,
         checkpointing=(scorer.train if scores else model).enable_gradient_checkpointing,
-        chunk=parts.model.lm_head_chunk_tokens,
+        chunk=lm_head_chunk(parts.model.lm_head_chunk_tokens, size.vocab),
         logits=logits,
         has_head=name != "critic" and not scores,
         moments=(4 + 4 * size.root_params / size.num_params if muon else 8) * learns,

@@ -21,6 +21,7 @@ from grpo_rl.algos.losses.distillation import NEVER
 from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.columns import values
+from grpo_rl.config.derived import lm_head_chunk
 from grpo_rl.models import attention, fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel
 from grpo_rl.models.linear import Precision
@@ -98,12 +99,13 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def build_policy(spec: PolicySpec, rank: Rank, device: torch.device) -> PolicyModel:
     """Return the policy, sharded over the worker group."""
-    chunk_tokens, precision = spec.model.lm_head_chunk_tokens, head_precision(spec.model.lm_head_precision, device.type)
+    precision = head_precision(spec.model.lm_head_precision, device.type)
     adapts = spec.train and spec.model.lora_rank > 0
 
     def wrap(lm: Any) -> PolicyModel:
         if adapts:
             lora.add_adapters(lm, spec.model)
+        chunk_tokens = lm_head_chunk(spec.model.lm_head_chunk_tokens, len(lm.get_output_embeddings().weight))
         return PolicyModel(lm, temperature=spec.temperature, chunk_tokens=chunk_tokens, precision=precision)
 
     policy = build_sharded(spec, rank, device, wrap)

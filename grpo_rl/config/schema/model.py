@@ -30,8 +30,9 @@ class ModelConfig:
     lm_head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     """Rounding of the inputs of the LM head's matrix products, whose sums and results are float32. auto: tf32 on GPUs, whose
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
-    lm_head_chunk_tokens: Tokens = 2048
-    """Trained tokens whose logits exist at the same time; more is faster, less takes less memory."""
+    lm_head_chunk_tokens: Tokens | None = None
+    """Trained tokens whose logits exist at the same time; more is faster, less takes less memory. null: 2048, and more where the
+    vocabulary is small, as many as have 64 MiB of logits."""
     lora_rank: AdapterRankOrOff = 0
     """Rank of LoRA adapters, which are trained in place of the model's own weights (docs/lora.md); 0 trains all weights."""
     lora_alpha: AdapterAlpha = 16
