@@ -133,7 +133,8 @@ def random_qwen(folder: Path, tokenizer: Path | None) -> Path:
     if tokenizer is None:
         sys.exit("--tokenizer: the folder of Qwen2.5's tokenizer, which cannot be made up")
     import torch
-    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoTokenizer
+    from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}

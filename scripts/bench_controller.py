@@ -102,7 +102,8 @@ class Prompts:
 class Rewarder:
     """Random rewards at once: scoring is the reward processes' work, and sending them jobs is measured elsewhere."""
 
-    factors: ClassVar[dict[str, float]] = {"bench": 1.0}
+    def __init__(self) -> None:
+        self.factors = {"bench": 1.0}
 
     def submit(self, rollout: Any) -> None:
         pass

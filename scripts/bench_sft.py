@@ -20,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from multiprocessing import get_context
@@ -158,13 +159,13 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
             time.sleep(SETTLE_S)
             before = time.perf_counter(), core_seconds(os.getpid()) + core_seconds(actor), core_seconds(bare_pid)
             metrics = schedule.step()
-            seconds, cores = time.perf_counter() - before[0], core_seconds(os.getpid()) + core_seconds(actor) - before[1]
+            seconds, own_cores = time.perf_counter() - before[0], core_seconds(os.getpid()) + core_seconds(actor) - before[1]
             time.sleep(SETTLE_S)
             bare_seconds, cells = bare.submit(step_of_loop, schedule.rows).result()
             bare_cores = core_seconds(bare_pid) - before[2]
             if step > 0:  # the first one warms everything up
                 tokens = sum(len(ids) for ids, _ in schedule.rows)
-                measured.append((seconds, bare_seconds, cores, bare_cores, metrics["timing_s/update_actor"], tokens, cells))
+                measured.append((seconds, bare_seconds, own_cores, bare_cores, metrics["timing_s/update_actor"], tokens, cells))
     return report(size, kind, measured)
 
 
@@ -202,7 +203,7 @@ class Watched:
         return self.schedule.step()
 
 
-def report(size: str, kind: str, measured: list[tuple[float, ...]]) -> float:
+def report(size: str, kind: str, measured: Sequence[tuple[float, ...]]) -> float:
     """Print medians over the steps; return the median of the ratios step by step."""
     ours, bare, cores, bare_cores, update, tokens, cells = (statistics.median(column) for column in zip(*measured, strict=True))
     ratios = sorted(row[1] / row[0] for row in measured)

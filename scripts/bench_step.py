@@ -235,18 +235,15 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
         context = Context(config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), steps)
         schedule = SyncSchedule(context)
         slot = cluster.pool("actor").slots()
+        assert plan.engine is not None
         spec = replace(plan.engine, model_path=str(model))
         bare_engine = cluster.worker_group("bare_engine", slot, spec.threads)
         bare_loop = cluster.worker_group("bare_loop", slot, machine.num_cpus)
         engine_spec = replace(spec, verify_checksum=False)
         cluster.build(
             [
-                (
-                    bare_engine,
-                    bare_engine.start_build(BareEngine, [(engine_spec, 128, not ragged)]),
-                    "starting the bare engine",
-                ),
-                (bare_loop, bare_loop.start_build(BareLoop, [(str(model), 32)]), "starting the bare loop"),
+                (bare_engine, bare_engine.start_build(BareEngine, [(engine_spec, 128, not ragged)])),
+                (bare_loop, bare_loop.start_build(BareLoop, [(str(model), 32)])),
             ]
         )
         rows, captured = [], capture(rollout)

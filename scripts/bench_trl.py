@@ -41,7 +41,7 @@ def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int, 
     step_seconds: list[float] = []
     sampling_seconds: list[float] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             step_seconds.append(time.perf_counter())
 

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +213,7 @@ def check_shared(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         actor = actor_of(path, device, policy={"share_prompts": share})
         logprobs_T = actor.per_token(batch, [ALL]).float()
         (stats,) = actor.update(batch, update_of(batch))
-        seconds = seconds_of(lambda actor=actor: actor.update(batch, update_of(batch)), device)
+        seconds = seconds_of(partial(actor.update, batch, update_of(batch)), device)
         found[share] = logprobs_T, stats["same/grad_norm"], seconds
         del actor
     bound = 0.02 if device == "cuda" else 1e-5
@@ -257,7 +258,7 @@ def check_variants(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         actor.update(batch, update_of(batch))
         (stats,) = actor.update(batch, update_of(batch))
         good = not stats["same/nonfinite"] and stats["same/grad_norm"] > 0
-        seconds = seconds_of(lambda actor=actor: actor.update(batch, update_of(batch)), device, times=1)
+        seconds = seconds_of(partial(actor.update, batch, update_of(batch)), device, times=1)
         yield passed(f"variant: {name}", good, f"gradient {stats['same/grad_norm']:.2g}, {seconds:.3f} s", "finite, above 0")
         del actor
 
@@ -327,8 +328,8 @@ def check_attention(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     kernel = "torch's of variable lengths" if takes_blocks_as_they_lie(query, 0.0) else "SDPA over padded groups"
     yield Row("attention: kernel", "measured", kernel)
 
-    def packed(*inputs: Tensor) -> Tensor:
-        return packed_attention(module, *inputs, None, packing=Packing.of(lengths_N, device))[0][0]
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return packed_attention(module, q, k, v, None, packing=Packing.of(lengths_N, device))[0][0]
 
     def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = torch.arange(len(lengths_N), device=device).repeat_interleave(lengths_N.to(device))
@@ -344,6 +345,7 @@ def check_attention(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
     pairs = zip((out, *(x.grad for x in given)), (expected, *(x.grad for x in exact)), strict=True)
     for name, (one, other) in zip(("values", "gradient of queries", "of keys", "of values"), pairs, strict=True):
+        assert one is not None and other is not None
         error = float((one.double() - other).norm() / other.norm())
         yield passed(f"attention: {name}, relative", error < bound, f"{error:.1e}", f"{bound:g}")
     yield from _long_attention(device, sizes, dtype)
@@ -358,11 +360,11 @@ def _long_attention(device: str, sizes: Sizes, dtype: torch.dtype) -> Iterator[R
     if device != "cuda":
         yield Row(name, "not possible", "needs a GPU, whose allocator counts")
         return
-    given = [torch.randn(1, n, sizes.context, sizes.head_dim, device=device, dtype=dtype).requires_grad_() for n in heads]
+    q, k, v = (torch.randn(1, n, sizes.context, sizes.head_dim, device=device, dtype=dtype).requires_grad_() for n in heads)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     packing = Packing.of(torch.tensor([sizes.context]), device)
-    packed_attention(torch.nn.Module(), *given, None, packing=packing)[0].float().sum().backward()
+    packed_attention(torch.nn.Module(), q, k, v, None, packing=packing)[0].float().sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     most = 24 * sum(heads) * sizes.context * sizes.head_dim * 2
     yield passed(name, peak < most, f"{peak / GIB:.2f} GiB", f"{most / GIB:.2f} GiB, 24 times its inputs")

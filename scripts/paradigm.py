@@ -427,7 +427,7 @@ def directions(task: str, start: Path) -> dict[str, list[float]]:
     for first in range(0, len(rows), size):
         answers, scores, results = [], [], []
         for prompt, truth in zip(prompts[first : first + size], truths[first : first + size], strict=True):
-            sampled = model.generate(
+            sampled = model.generate(  # type: ignore[misc]
                 torch.tensor([prompt] * RESPONSES),
                 do_sample=True,
                 top_k=0,
@@ -519,7 +519,8 @@ def panel_of(method: Method) -> str:
 def draw_panel(axes: Any, curves: Curves) -> None:
     """Draw the mean over the seeds as a line, the lowest and the highest as a band."""
     for method, seeds in curves.items():
-        colour, columns = COLOURS[method.name], {}
+        colour = COLOURS[method.name]
+        columns: dict[int, list[float]] = {}
         for points in seeds.values():
             for step, value in points:
                 columns.setdefault(step, []).append(value)

@@ -294,7 +294,7 @@ def report(soak: Soak, trained: list[tuple[str, str, bool | None]]) -> bool:
     effective = effective_s(run) / soak.wall_s
     left = max(soak.left_s, default=0.0)
     total = sum(soak.faults.values())
-    rows = [("wall clock", f"{soak.wall_s:.0f} s for {steps} steps", None)]
+    rows: list[tuple[str, str, bool | None]] = [("wall clock", f"{soak.wall_s:.0f} s for {steps} steps", None)]
     rows += [("first start", f"{soak.to_first_step[0]:.1f} s", None)]
     rows += [("faults", f"{total}, one every {soak.wall_s / max(1, total):.1f} s", None)]
     rows += [(f"  {kind}", str(number), None) for kind, number in sorted(soak.faults.items())]

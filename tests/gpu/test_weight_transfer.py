@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -104,7 +105,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     model.name_or_path = str(folder)
-    return model.cuda()
+    model.cuda()  # type: ignore[call-arg]
+    return model
 
 
 def spec_for(model: Qwen3ForCausalLM, backend: Any, bucket_bytes: int) -> EngineSpec:
@@ -151,7 +153,7 @@ def update(engine: RemoteEngine, sender: WeightSender, model: Qwen3ForCausalLM, 
 
 
 def assert_engine_has_weights_of(engine: RemoteEngine, model: Qwen3ForCausalLM, version: int) -> None:
-    requests = [Request(f"{i}", (5 + i, 6, 7), Sampling(16, seed=i, ignore_eos=True)) for i in range(4)]
+    requests = [Request(f"{i}", np.array([5 + i, 6, 7], np.int32), Sampling(16, seed=i, ignore_eos=True)) for i in range(4)]
     completions: list[Completion] = engine("generate", requests)
     assert len(completions) == 4
     for completion in completions:
@@ -197,7 +199,7 @@ def test_a_sleeping_engine_frees_its_memory_and_samples_again_after_new_weights(
     assert torch.cuda.mem_get_info()[0] > awake + (1 << 30)
     engine("wake_up", "weights")
     with pytest.raises(WeightTransferError, match="gave its weights up"):
-        engine("generate", [Request("early", (5,), Sampling(1))])
+        engine("generate", [Request("early", np.array([5], np.int32), Sampling(1))])
     perturb(model, 11)
     update(engine, make_sender("ipc", 1 << 26, dtype=torch.bfloat16, verify=True), model, 1)
     engine("wake_up", "kv_cache")
