@@ -300,7 +300,7 @@ def check_head(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     for precision, bound in bounds.items():
 
         def logprobs(x_TD: Tensor, w_VD: Tensor, ids_T: Tensor, precision: Any = precision) -> Tensor:
-            head = Head(w_VD, None, 1.0, precision)
+            head = Head.of(w_VD, None, 1.0, precision)
             return in_chunks(lambda _, rows: head_columns(head, x_TD[rows], ids_T[rows]), len(ids_T), 2048)[0]
 
         def both(logprobs: Callable[..., Tensor] = logprobs) -> None:

@@ -5,8 +5,9 @@ sequences begin. A *block* is a whole sequence, or the prompt that several seque
 sequences has after the prompt: that block *continues* the prompt's, and attends to it and to itself.
 
 On GPUs in half precision a kernel of variable lengths takes the blocks as they lie: flash-attn's where it is installed, else the one
-that comes with torch (`torch.nn.attention.varlen`, the same algorithm). Everywhere else it is SDPA over groups of blocks of
-similar length, right-padded: under a causal mask no real token ever sees the padding. All are exact.
+that comes with torch (`torch.nn.attention.varlen`, the same algorithm). Everywhere else, and for head sizes that these
+kernels do not have, it is SDPA over groups of blocks of similar length, right-padded: under a causal mask no real token ever
+sees the padding. All are exact.
 
 A token of a block that continues a prompt attends to the whole prompt and to its own block up to itself. On CPUs that is computed
 in two parts without a mask: a prompt's continuations, all together, against the prompt, and every block causally against itself.
@@ -109,11 +110,11 @@ def _rectangle(x: Tensor, index_BL: Tensor, *, in_order: bool = False) -> Tensor
 def repeated_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, heads, L, head_dim], repeated for the queries that share them where SDPA needs it so.
 
-    On GPUs, of SDPA's kernels for float32 only the one that writes the whole [L, L] matrix takes shared heads; with heads of
-    their own the memory-efficient one takes them. CPUs have one kernel for both.
+    On GPUs, of SDPA's kernels for float32, for a mask and for heads above 256, only the one that writes the whole [L, L] matrix
+    takes shared heads; with heads of their own the memory-efficient one takes them. CPUs have one kernel for all.
     """
     times = q.shape[1] // k.shape[1]
-    if not q.is_cuda or q.dtype != torch.float32 or times == 1:
+    if not q.is_cuda or times == 1:
         return k, v
     return k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1)
 
@@ -250,8 +251,13 @@ class _Gather(torch.autograd.Function):
 
 
 def takes_blocks_as_they_lie(query: Tensor, dropout: float) -> bool:
-    """Return whether there is a kernel for blocks on a flat axis for this device and type; torch's has no dropout."""
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not dropout
+    """Return whether a kernel for blocks on a flat axis takes this device, type and head size; torch's has no dropout.
+
+    The kernels refuse head sizes that are no multiple of 8 or above 256 (`mha_varlen_fwd` of torch's flash attention).
+    """
+    width = query.shape[-1]
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return half and width % 8 == 0 and width <= 256 and not dropout
 
 
 _flash_attn_is_wanted = True

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.experts import Routing
-from grpo_rl.models.linear import Precision, linear, reduced_linear, use_fast_linear, use_fast_norms
+from grpo_rl.models.linear import Precision, linear, reduced_linear, rounded, use_fast_linear, use_fast_norms
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
@@ -132,8 +132,10 @@ class PolicyModel(PackedModel):
         if own is not None:
             ref_hidden_TD, top_ids_TK = own.own(ref_hidden_TD), own.own(top_ids_TK)
         own_head = self.lm.get_output_embeddings()
-        head = Head(own_head.weight, own_head.bias, self.temperature, self.precision)
-        ref_head = head.detached() if ref_head_VD is None else replace(head, weight_VD=ref_head_VD, bias_V=ref_bias_V)
+        head = Head.of(own_head.weight, own_head.bias, self.temperature, self.precision)
+        ref_head = (
+            head.detached() if ref_head_VD is None else Head.of(ref_head_VD, ref_bias_V, self.temperature, self.precision)
+        )
         support = _support_of_chunks(sequences, size)
 
         def columns(number: int, rows: slice) -> Columns:
@@ -179,6 +181,12 @@ class Head:
     bias_V: Tensor | None
     temperature: float
     precision: Precision
+    rounded_VD: Tensor
+    """The weight as products of this precision take it, rounded once for all chunks of a pass."""
+
+    @classmethod
+    def of(cls, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, precision: Precision) -> Head:
+        return cls(weight_VD, bias_V, temperature, precision, rounded(weight_VD.float(), precision))
 
     def detached(self) -> Head:
         """Return the same head as a constant."""
@@ -187,7 +195,10 @@ class Head:
     def logprobs_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
         """Return the log-probs of all tokens but those that are left out, which have -inf."""
         arguments = hidden_TD.float(), self.weight_VD.float(), None if self.bias_V is None else self.bias_V.float()
-        logits_TV = linear(*arguments) if self.precision == "float32" else reduced_linear(*arguments, self.precision)
+        if self.precision == "float32":
+            logits_TV = linear(*arguments)
+        else:
+            logits_TV = reduced_linear(*arguments, self.precision, self.rounded_VD)
         if self.temperature != 1.0:
             logits_TV = logits_TV / self.temperature
         if left_out_TV is not None:

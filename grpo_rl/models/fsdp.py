@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import functools
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import lora
@@ -69,7 +71,8 @@ def shard(
     come to the device to be gathered, and its gradients leave it when they are reduced. `forward_prefetch`: begin to gather a
     layer's parameters when the layer before it begins, and not when that one's kernels are queued.
     """
-    layer_precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # The inputs are cast by a hook of ours: up to torch 2.12 FSDP leaves those of a layer that is recomputed as they are.
+    layer_precision = MixedPrecisionPolicy(compute_dtype, torch.float32, cast_forward_inputs=False)
     if compute_dtype == torch.float32:
         layer_precision = MixedPrecisionPolicy()
     alone = mesh.size(mesh.ndim - 1) == 1
@@ -81,16 +84,27 @@ def shard(
         # rest in that type already are copied anew: the copies of all layers would be a second whole model.
         reshard = rests_in_half(layer, compute_dtype) if alone else reshard_after_forward
         fully_shard(layer, mesh=mesh, mp_policy=layer_precision, reshard_after_forward=reshard, offload_policy=rests)
+        if compute_dtype != torch.float32:
+            layer.register_forward_pre_hook(functools.partial(_cast_inputs, compute_dtype), with_kwargs=True)
     fully_shard(policy, mesh=mesh, reshard_after_forward=False, offload_policy=rests)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            # Losses carry global denominators, so the gradients of ranks add up instead of averaging.
-            module.set_gradient_divide_factor(1.0)
+            # Losses carry global denominators, so the gradients of ranks add up instead of averaging. One rank divides by
+            # the factor in a pass of its own, and by nothing if there is none.
+            if mesh.size() > 1:
+                module.set_gradient_divide_factor(1.0)
             # A plain sum: gloo has no reduction that multiplies first.
             module.set_force_sum_reduction_for_comms(True)
     if forward_prefetch:
         for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
+
+
+def _cast_inputs(
+    dtype: torch.dtype, layer: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a layer's inputs with floating tensors in this type: a hook before its forward pass."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (inputs, options))
 
 
 def rests_in_half(layer: nn.Module, compute_dtype: torch.dtype) -> bool:

@@ -132,43 +132,55 @@ def _has_onednn() -> bool:
     return wide and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def reduced_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, precision: Precision) -> Tensor:
-    """Return `x @ weight_OI.T + bias_O` in float32, of inputs that are rounded as `precision` says; the gradients' products too."""
-    out: Tensor = _ReducedLinear.apply(x, weight_OI, precision)
+def rounded(x: Tensor, precision: Precision) -> Tensor:
+    """Return a float32 matrix as the products of this precision take it, for one that several of them read."""
+    return x.detach().bfloat16() if precision == "bfloat16" else x.detach()
+
+
+def reduced_linear(
+    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, precision: Precision, rounded_OI: Tensor | None = None
+) -> Tensor:
+    """Return `x @ weight_OI.T + bias_O` in float32, of inputs that are rounded as `precision` says; the gradients' products too.
+
+    `rounded_OI` is `rounded(weight_OI)`, if the caller has made it.
+    """
+    rounded_OI = rounded(weight_OI, precision) if rounded_OI is None else rounded_OI
+    out: Tensor = _ReducedLinear.apply(x, weight_OI, rounded_OI, precision)
     return out if bias_O is None else out + bias_O
 
 
 class _ReducedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, precision: Precision) -> Tensor:
-        ctx.save_for_backward(x, weight_OI)
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, rounded_OI: Tensor, precision: Precision) -> Tensor:
+        ctx.save_for_backward(x, rounded_OI)
         ctx.precision = precision
-        return reduced_product(x, weight_OI.t(), precision)
+        return reduced_product(x, rounded_OI.t(), precision)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight_OI = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad_x = reduced_product(grad, weight_OI, ctx.precision) if needs_x else None
-        return grad_x, reduced_product(grad.t(), x, ctx.precision) if needs_weight else None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, rounded_OI = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        grad = rounded(grad, ctx.precision)
+        grad_x = reduced_product(grad, rounded_OI, ctx.precision) if needs_x else None
+        return grad_x, reduced_product(grad.t(), x, ctx.precision) if needs_weight else None, None, None
 
 
-def reduced_product(one: Tensor, other: Tensor, precision: Precision) -> Tensor:
-    """Return `one @ other` of two float32 matrices in float32, of inputs that are rounded as `precision` says.
+def reduced_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
+    """Return `a @ b` of two matrices in float32, of inputs that are rounded as `precision` says, or have been.
 
     On a GPU tensor cores do it. Elsewhere the inputs are rounded and multiplied in float32, in which every product of two
     rounded numbers is exact: the same values but for the order of the sums, and slower.
     """
     if precision == "bfloat16":
-        one, other = one.bfloat16(), other.bfloat16()
-        if one.is_cuda:
-            return torch.mm(one, other, out_dtype=torch.float32)
-        return one.float() @ other.float()
-    if one.is_cuda:
+        a, b = rounded(a, precision), rounded(b, precision)
+        if a.is_cuda:
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return a.float() @ b.float()
+    if a.is_cuda:
         with tf32():
-            return one @ other
-    return _rounded_to_tf32(one) @ _rounded_to_tf32(other)
+            return a @ b
+    return _rounded_to_tf32(a) @ _rounded_to_tf32(b)
 
 
 @contextmanager

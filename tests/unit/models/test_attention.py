@@ -145,23 +145,29 @@ def test_blocks_that_a_kernel_takes_as_they_lie_have_the_values_of_the_cpu_path(
     assert "rectangles" not in vars(packing), "this kernel reads no rectangles"
 
 
-def on_a_gpu(dtype: torch.dtype) -> Any:
-    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 4, 6, 8))
+def on_a_gpu(dtype: torch.dtype, width: int = 8) -> Any:
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 4, 6, width))
 
 
 def test_half_precision_on_a_gpu_has_a_kernel() -> None:
     assert attention.takes_blocks_as_they_lie(on_a_gpu(torch.bfloat16), 0.0)
     assert not attention.takes_blocks_as_they_lie(on_a_gpu(torch.bfloat16), 0.1), "it has no dropout"
     assert not attention.takes_blocks_as_they_lie(on_a_gpu(torch.float32), 0.0)
-    assert not attention.takes_blocks_as_they_lie(torch.zeros(1, dtype=torch.bfloat16), 0.0), "a CPU has none"
+    assert not attention.takes_blocks_as_they_lie(torch.zeros(1, 8, dtype=torch.bfloat16), 0.0), "a CPU has none"
 
 
-def test_float32_on_a_gpu_gets_heads_of_its_own_for_the_kernel_that_keeps_no_matrix() -> None:
+@pytest.mark.parametrize(("width", "taken"), [(8, True), (12, False), (20, False), (96, True), (256, True), (264, False)])
+def test_a_head_size_that_the_kernels_of_variable_length_refuse_takes_sdpa(width: int, taken: bool) -> None:
+    assert attention.takes_blocks_as_they_lie(on_a_gpu(torch.bfloat16, width), 0.0) == taken
+
+
+def test_sdpa_on_a_gpu_gets_heads_of_its_own_for_the_kernel_that_keeps_no_matrix() -> None:
     key = torch.randn(1, 2, 6, 8)
-    repeated, _ = repeated_heads(on_a_gpu(torch.float32), key, key)
-    assert repeated.shape == (1, 4, 6, 8) and torch.equal(repeated[:, 1], key[:, 0]) and torch.equal(repeated[:, 2], key[:, 1])
-    for query in (on_a_gpu(torch.bfloat16), torch.zeros(1, 4, 6, 8)):
-        assert repeated_heads(query, key, key)[0] is key
+    for dtype in (torch.float32, torch.bfloat16):
+        repeated, _ = repeated_heads(on_a_gpu(dtype), key, key)
+        assert repeated.shape == (1, 4, 6, 8)
+        assert torch.equal(repeated[:, 1], key[:, 0]) and torch.equal(repeated[:, 2], key[:, 1])
+    assert repeated_heads(torch.zeros(1, 4, 6, 8), key, key)[0] is key, "a CPU's kernel takes shared ones"
 
 
 def test_a_named_kernel_is_activated_and_one_that_is_missing_refused(monkeypatch) -> None:

@@ -153,6 +153,29 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, want_all):
     assert seen.num_elements == chunk_tokens * vocabulary
 
 
+class Casts(TorchDispatchMode):
+    """Counts the casts of whole heads to bfloat16."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.shape, self.number = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.bfloat16 and out.shape == self.shape:
+            self.number += 1
+        return out
+
+
+def test_a_head_in_bfloat16_is_cast_once_in_a_pass(tmp_path):
+    policy = packed_policy(make_folder(tmp_path, "qwen3", tied=True), chunk_tokens=4)
+    policy.precision = "bfloat16"
+    weight_VD = policy.lm.get_output_embeddings().weight
+    with Casts(tuple(weight_VD.shape)) as casts:
+        policy(RAGGED.sequences()).logprobs_T.sum().backward()
+    assert casts.number == 1 and weight_VD.grad is not None
+
+
 # ---- the shift --------------------------------------------------------------------------------------
 
 
@@ -251,7 +274,7 @@ def test_gradients_are_those_of_finite_differences_and_pass_nothing_to_other_tok
     id_M = torch.tensor([token for each in allowed for token in each], dtype=torch.int32)
 
     def value(head_VD: torch.Tensor) -> torch.Tensor:
-        head, ref_head = (Head(weight_VD, None, 0.7, "float32") for weight_VD in (head_VD, ref_VD))
+        head, ref_head = (Head.of(weight_VD, None, 0.7, "float32") for weight_VD in (head_VD, ref_VD))
         asked = {"want_entropy": True, "ref_head": ref_head, "ref_hidden_TD": ref_TD, "support": (row_M, id_M)}
         found = head_columns(head, hidden_TD, target_T, **asked)[column]
         return (found * torch.tensor([1.0, -2.0, 0.5])).sum()
