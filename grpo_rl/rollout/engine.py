@@ -77,6 +77,7 @@ class EngineSpec:
         rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
         on_gpu, colocated = device == "cuda", rollout.nnodes == 0
         dtype = rollout.dtype if rollout.dtype != "auto" else ("bfloat16" if on_gpu else "float32")
+        verify = rollout.checkpoint_engine.verify_checksum
         return cls(
             model_path=model_path or model.path,
             max_model_len=rollout.max_model_len or cfg.data.max_prompt_length + cfg.data.max_response_length,
@@ -100,7 +101,7 @@ class EngineSpec:
             updates_in_flight=updates_in_flight(cfg),
             weight_backend=weight_backend(cfg, device),
             bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,
-            verify_checksum=rollout.checkpoint_engine.verify_checksum,
+            verify_checksum=on_gpu if verify is None else verify,
             adapter_scaling=model.lora_alpha / model.lora_rank if sends_adapters(cfg) else None,
             fp32_lm_head=rollout.fp32_lm_head,
             deterministic=cfg.trainer.deterministic,

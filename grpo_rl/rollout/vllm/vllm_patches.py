@@ -28,6 +28,7 @@ from torch import Tensor
 from grpo_rl.errors import ConfigError
 from grpo_rl.rollout.counter_noise import row_keys
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous
+from grpo_rl.rollout.weights import WeightTransferError
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -192,4 +193,17 @@ def join_as_trainer(rendezvous: NcclRendezvous) -> PyNcclCommunicator:
 
     place = {"master_address": rendezvous.master_address, "master_port": rendezvous.master_port}
     with store_waits(rendezvous.timeout_s):
-        return trainer_init(place | {"world_size": rendezvous.world_size})
+        return able(trainer_init(place | {"world_size": rendezvous.world_size}))
+
+
+def able(communicator: PyNcclCommunicator) -> PyNcclCommunicator:
+    """Return vLLM's communicator. Raises WeightTransferError if it has switched itself off, which vLLM does silently.
+
+    Its broadcast does nothing then, and an engine would load whatever lay in the memory of its buffer.
+    """
+    if communicator.disabled or not communicator.available:
+        raise WeightTransferError(
+            "vLLM's NCCL communicator is switched off in this process, so weights cannot travel by NCCL: unset VLLM_DISABLE_PYNCCL, "
+            "see that libnccl.so.2 can be loaded, or set actor_rollout_ref.rollout.checkpoint_engine.backend=object_store"
+        )
+    return communicator

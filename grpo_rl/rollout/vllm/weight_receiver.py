@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, pack_experts_again, store_waits
+from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, able, pack_experts_again, store_waits
 from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest
 
 ENGINE_PREFIX = "grpo_rl_"
@@ -148,6 +148,8 @@ class NcclEngine(NCCLWeightTransferEngine):
         self.shutdown()
         with store_waits(init_info.timeout_s):
             super().init_transfer_engine(init_info)
+        assert self.model_update_group is not None
+        able(self.model_update_group)
 
 
 for _name, _engine in (("object_store", ObjectStoreEngine), ("ipc", IPCWeightTransferEngine), ("nccl", NcclEngine)):

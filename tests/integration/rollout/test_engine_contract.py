@@ -333,6 +333,7 @@ class Group:
 
     sent: torch.Tensor
     alive = True
+    available, disabled = True, False
 
     def broadcast(self, packed: torch.Tensor, src: int) -> None:
         assert self.alive, "members of this group are gone"

@@ -39,6 +39,16 @@ def test_the_device_decides_what_is_left_open_and_explicit_settings_win() -> Non
     assert (spec.threads, spec.model_path) == (3, "resolved")
 
 
+def test_weights_are_verified_on_gpus_unless_the_configuration_says_otherwise() -> None:
+    def verified(device: Any, **settings: Any) -> bool:
+        rollout = RolloutConfig(checkpoint_engine=WeightSyncConfig(**settings))
+        cfg = Config(actor_rollout_ref=ActorRolloutRefConfig(model=ModelConfig(path="m"), rollout=rollout))
+        return EngineSpec.from_config(cfg, device).verify_checksum
+
+    assert verified("cuda") and not verified("cpu")
+    assert not verified("cuda", verify_checksum=False) and verified("cpu", verify_checksum=True)
+
+
 def test_engine_arguments_are_those_of_the_chosen_engine() -> None:
     kwargs = {"vllm": {"block_size": 32}, "hf": {"attn_implementation": "eager"}}
     assert EngineSpec.from_config(config(engine_kwargs=kwargs), "cpu").engine_kwargs == {"block_size": 32}

@@ -25,6 +25,8 @@ BUCKET_BYTES = 32
 class Communicator:
     """A group of processes. Broadcast number `fails` raises, number `hangs` never ends."""
 
+    available, disabled = True, False
+
     def __init__(self, fails: int | None = None, hangs: int | None = None) -> None:
         self.fails, self.hangs = fails, hangs
         self.sent: list[list[float]] = []
@@ -65,7 +67,8 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Communicator]]:
         monkeypatch.setattr(torch.cuda, name, stand_in)
     yield coming
     for group in made:
-        group.released.set()
+        if isinstance(group, Communicator):
+            group.released.set()
 
 
 def sender_to(groups: list[Communicator], *coming: Communicator, timeout_s: float = 30.0) -> NcclSender:
@@ -102,3 +105,34 @@ def test_a_broadcast_that_never_ends_is_given_up_at_the_deadline_and_names_a_ten
     with pytest.raises(WeightTransferError, match=r"did not receive the bucket with w2 within 0\.2 s"):
         next(walk)
     sender.close()
+
+
+@pytest.fixture
+def switched_off(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's own communicator of two processes, as VLLM_DISABLE_PYNCCL=1 or a missing libnccl makes it."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    group = StatelessProcessGroup(rank=0, world_size=2, store=None)
+    return PyNcclCommunicator(group, "cpu")
+
+
+def test_a_communicator_that_switched_itself_off_is_refused_by_the_sender(switched_off: Any, groups: list[Any]) -> None:
+    with pytest.raises(WeightTransferError, match=r"switched off in this process.*VLLM_DISABLE_PYNCCL.*backend=object_store"):
+        sender_to(groups, switched_off)
+
+
+def test_a_communicator_that_switched_itself_off_is_refused_by_the_engine(
+    switched_off: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    from grpo_rl.rollout.vllm.weight_receiver import NcclEngine, NcclInitInfo
+
+    monkeypatch.setattr(nccl_engine, "worker_init_process_group", lambda *_: switched_off)
+    engine = NcclEngine.__new__(NcclEngine)
+    engine.model_update_group, engine.parallel_config = None, None  # type: ignore[assignment]
+    place = {"master_address": "127.0.0.1", "master_port": 1}
+    with pytest.raises(WeightTransferError, match="switched off in this process"):
+        engine.init_transfer_engine(NcclInitInfo(**place, rank_offset=1, world_size=2, timeout_s=1.0))

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_rl.rollout import weights
 from grpo_rl.rollout.senders import ObjectStoreSender, make_sender
 from grpo_rl.rollout.weights import (
     WeightTransferError,
@@ -69,6 +70,32 @@ def test_digests_tell_one_flipped_bit_the_shape_and_the_type() -> None:
     digests = {digest(t) for t in (FLOATS, flipped, FLOATS.view(3, 2), FLOATS.view(torch.int32))}
     assert len(digests) == 4
     assert digest(FLOATS.clone()) == digest(FLOATS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_digests_tell_rows_that_changed_places_and_any_element_that_changed(dtype: torch.dtype, monkeypatch) -> None:
+    # Few bits are set in each number, and the number of bytes is no multiple of a word.
+    tensor = torch.zeros(1 << 12, 33, dtype=dtype)
+    tensor[::256, 3] = torch.arange(16).to(dtype)
+    tensor = tensor[:-1, :]
+    digests = {digest(tensor), digest(tensor.flip(0)), digest(tensor.roll(1, 0)), digest(tensor[::2])}
+    swapped = tensor.clone()
+    swapped[[256, 1 << 11]] = tensor[[1 << 11, 256]]
+    digests.add(digest(swapped))
+    for place in (0, 1, tensor.numel() // 2, tensor.numel() - 1):
+        changed = tensor.clone()
+        changed.view(-1)[place] += 1
+        digests.add(digest(changed))
+    assert len(digests) == 9
+    whole = digest(tensor)
+    monkeypatch.setattr(weights, "DIGEST_BYTES", 1 << 10)
+    assert digest(tensor) == whole, "pieces are summed at their places"
+
+
+def test_the_bytes_of_a_digest_do_not_leave_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    monkeypatch.setattr(torch.Tensor, "numpy", None)
+    assert digest(FLOATS).startswith("torch.float32(2, 3) ")
 
 
 def test_damaged_missing_and_additional_tensors_are_named() -> None:
