@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("grpo_rl.commands.generate", "responses for a data file, scored where there is a ground truth"),
     "chat": ("grpo_rl.commands.chat", "talk to a model in the terminal"),
     "export": ("grpo_rl.commands.export", "a Hugging Face folder of a run or of one of its checkpoints, with a model card"),
+    "import-gguf": ("grpo_rl.commands.import_gguf", "a Hugging Face folder of a GGUF file, to train it"),
     "prepare": ("grpo_rl.data.prepare", "turn original data files into rows"),
     "check-reward": ("grpo_rl.rewards.check", "try a reward function on rows before any training"),
 }

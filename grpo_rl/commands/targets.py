@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_rl.arguments import Arguments
 from grpo_rl.checkpoint.store import CheckpointStore
+from grpo_rl.config.checks.inputs import BY_IMPORT, is_gguf
 from grpo_rl.config.schema.fields import leaves
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.telemetry.rundir import RunDir, links_out, named_run, no_run, run_config
@@ -65,6 +66,8 @@ def find_target(text: str, *, trusted: bool = False) -> Target:
     match = _AT.fullmatch(text)
     if match is not None and (run := named_run(match["run"])) is not None:
         return _at(text, run, match["step"], trusted)
+    if is_gguf(Path(text).expanduser()):
+        raise ConfigError(f"{text}: {BY_IMPORT}")
     if _HUB.fullmatch(text) and not Path(text).exists():
         return Target(text, text)
     raise ConfigError(

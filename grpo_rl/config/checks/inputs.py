@@ -21,6 +21,9 @@ INSTALL = {
     "mlflow": "python -m pip install mlflow-skinny==3.17.2 'sqlalchemy>=2,<3' 'alembic>=1.14,<2'",
 }
 """The command that installs each tracker which is no part of the plain installation, as pyproject.toml pins it."""
+SMOLLM2 = "SmolLM2-135M-Instruct"
+"""The folder that scripts/get_smollm2.py makes, whose model the recipes `real/` train."""
+BY_IMPORT = "weights in GGUF are not trained as they are; grpo-rl import-gguf FILE.gguf FOLDER makes a model folder of them"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 OWN_CODE, SCORER_CODE = f"{_MODEL}.trust_remote_code", f"{_SCORER}.trust_remote_code"
@@ -122,8 +125,12 @@ def _model_folder(
     none_there = f"no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"
     if not path or (builtin and path.startswith("builtin:")):
         pass
+    elif is_gguf(folder):
+        yield f"{key}={path}: {BY_IMPORT}"
     elif not folder.exists():
-        if not _HUB_NAME.fullmatch(path):
+        if folder.name == SMOLLM2:
+            yield f"{key}={path}: there is no such folder yet; python scripts/get_smollm2.py makes it, and downloads 93 MB"
+        elif not _HUB_NAME.fullmatch(path):
             yield f"{key}={path}: there is no such folder, and a name on the hub looks like organisation/name"
     elif not (folder / "config.json").is_file():
         yield f"{key}={path}: no config.json there; a Hugging Face model folder has config.json, *.safetensors and a tokenizer"
@@ -143,6 +150,11 @@ def _model_folder(
                     f"{named}={place}: its {name} names Python code of its own (auto_map); read that code, then set "
                     f"{switch}=true on the command line if it may run"
                 )
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether this is a GGUF file, or a folder that has such files and no model that transformers reads as it is."""
+    return path.suffix == ".gguf" or (not (path / "config.json").is_file() and any(path.glob("*.gguf")))
 
 
 def _has_tokenizer(folder: Path) -> bool:
