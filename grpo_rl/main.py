@@ -64,7 +64,7 @@ model learns the embedded task (recipe=arithmetic/grpo).
   --multirun  (-m) a run for each value: seed=1,2,3 actor_rollout_ref.actor.optim.lr=1e-6,1e-5; one after the other, or with
               sweep.halving=true the worse half no further than a quarter of the steps
   --cfg       print the whole configuration as YAML and stop
-All keys with their meaning: docs/configuration.md. verl's launch commands work where the meaning exists.
+All keys with their meaning: conf/base. verl's launch commands work where the meaning exists.
 recipes: """
 
 

@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 from grpo_rl.config.function_options import CHOICES
-from grpo_rl.config.schema.fields import leaves
+from grpo_rl.config.recipes import conf
+from grpo_rl.config.reference import base_files
+from grpo_rl.config.schema.fields import flat, leaves
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "grpo_rl"
@@ -329,7 +333,7 @@ def test_no_except_is_bare() -> None:
 
 
 def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None:
-    talk = ("config/reference_page.py", "config/effects.py", "config/checks/all_rules.py", "plan/text.py", "plan/memory.py")
+    talk = ("config/reference.py", "config/effects.py", "config/checks/all_rules.py", "plan/text.py", "plan/memory.py")
     readers = [file for file in names() if file not in talk and not file.startswith(("config/checks/", "config/schema/"))]
     read = {node.attr for file in readers for node in nodes(file) if isinstance(node, ast.Attribute)}
     # Options of the algorithm's functions are read by name, through one table; that each of them has an effect is tested by
@@ -342,6 +346,13 @@ def test_every_key_of_the_configuration_is_read_where_it_has_an_effect() -> None
     assert unread == ["actor_rollout_ref.actor.strategy"]
 
 
+def test_conf_base_is_the_schema() -> None:
+    files = {path.name: path.read_text() for path in (conf() / "base").iterdir()}
+    assert files == base_files(), "python -m grpo_rl.config.reference"
+    defaults = {key: value for text in files.values() for key, value in flat(yaml.safe_load(text)).items()}
+    assert defaults == {key: leaf.default for key, leaf in leaves().items()}
+
+
 def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
     """Return those of `modules` that are loaded after each stage of a program in a fresh process."""
     print_loaded = f"import sys, json; print('loaded', json.dumps(sorted({modules!r} & set(sys.modules))))"
@@ -351,7 +362,7 @@ def loaded(stages: Sequence[str], modules: set[str]) -> list[list[str]]:
 
 
 def test_the_configuration_loads_nothing_heavy() -> None:
-    parts = ["schema.tree", "compose", "checks.all_rules", "derived", "reference_page"]
+    parts = ["schema.tree", "compose", "checks.all_rules", "derived", "reference"]
     heavy = loaded([f"import grpo_rl.config.{part}" for part in parts], {"torch", "ray", "vllm", "transformers", "numpy"})
     assert dict(zip(parts, heavy, strict=True)) == {part: [] for part in parts}
 

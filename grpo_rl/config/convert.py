@@ -49,7 +49,7 @@ def unknown_key(key: str, where: str = "") -> str:
     elif siblings(key):
         hint = f"There are: {', '.join(siblings(key))}."
     else:
-        hint = "All keys are in docs/configuration.md; --cfg prints them with their values."
+        hint = "All keys are in conf/base; --cfg prints them with their values."
     return f"{show(key)}: unknown key{where}. {hint}"
 
 

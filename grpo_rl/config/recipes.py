@@ -38,12 +38,22 @@ class Recipe:
 
 
 def folder() -> Path:
-    """Return the folder of the package's recipes: inside an installed package, beside it in a checkout."""
+    """Return the folder of the package's recipes. Raises ConfigError if it is missing."""
+    return _of_package("recipes")
+
+
+def conf() -> Path:
+    """Return the folder of Hydra's files: the defaults list, every key with its default, and the choices. Raises as `folder`."""
+    return _of_package("conf")
+
+
+def _of_package(name: str) -> Path:
+    """Return a folder that is inside an installed package, and beside it in a checkout."""
     package = Path(grpo_rl.__file__).parent
-    for candidate in (package / "recipes", package.parent / "recipes"):
+    for candidate in (package / name, package.parent / name):
         if candidate.is_dir():
             return candidate
-    raise ConfigError(f"the folder recipes/ is missing: it belongs beside or inside {package}; install the package again")
+    raise ConfigError(f"the folder {name}/ is missing: it belongs beside or inside {package}; install the package again")
 
 
 def known_recipes() -> list[str]:
@@ -82,7 +92,7 @@ def with_parents(name: str, below: tuple[str, ...] = ()) -> list[Recipe]:
 
 def for_every_run() -> list[Recipe]:
     """Return the layer below all recipes, `conf/config.yaml` beside them, where somebody has written keys into it."""
-    path = folder().parent / "conf" / "config.yaml"
+    path = conf() / "config.yaml"
     if not path.is_file() or not _content(path.read_text(encoding="utf-8")):
         return []
     return [_read(path, str(path), own=True)]

@@ -21,7 +21,7 @@ class Range:
     zero: bool = False
     """0 is allowed too, though it lies below the lower bound."""
     reason: str = ""
-    """The reason for the bounds, or for having none: part of the message of a refusal, and of docs/configuration.md."""
+    """The reason for the bounds, or for having none: part of the message of a refusal."""
 
     def describe(self) -> str:
         """Return the bounds as `>= 1 and < 2`, empty where there are none."""

@@ -1,6 +1,6 @@
 """Every option of the program: key, type, range, default, meaning. The only place where any of them is defined.
 
-Keys and meanings are verl's wherever verl has one that is right. `docs/configuration.md` is generated
+Keys and meanings are verl's wherever verl has one that is right. `conf/base` is generated
 from these files; `compose.py` builds these frozen classes from what was composed, `checks/` has the
 rules between keys. A key that nothing reads does not exist. All classes and kinds are names of this module.
 """

@@ -41,7 +41,7 @@ _KEYS: list[Bad] = [
     (["trainer.save_frq=10"], "trainer.save_frq", "Did you mean trainer.save_freq"),
     (["algoritm.gamma=1"], "algoritm.gamma", "Did you mean algorithm.gamma"),
     (["n=4"], "n: unknown key", "actor_rollout_ref.rollout.n"),
-    (["nonsense.deep.key=1"], "nonsense.deep.key", "docs/configuration.md"),
+    (["nonsense.deep.key=1"], "nonsense.deep.key", "conf/base"),
     (["++algorithm.cliip=1"], "algorithm.cliip", "unknown key"),
     (["~trainer.seed=1"], "~trainer.seed=1", "back to the default"),
     (["trainer/seed=1"], "trainer/seed", "not a key"),
