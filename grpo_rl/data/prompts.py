@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,13 @@ import numpy as np
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords
 from grpo_rl.data.rows import LARGEST_ROW, Asked, BadRow, Message, irregular
-from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.errors import ConfigError, DataError, did_you_mean
 
-SET_BY_US = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
+SET_BY_US = (*("conversation", "tokenize", "add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),)
+USUAL_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system"}
+"""Roles that many data sets have, and what most chat templates call them."""
+_STAND_IN = "Zq{}Xk7"
+"""Stands for the text number {} of a conversation while it is tried whether a template shows it."""
 
 
 class Renderer:
@@ -25,6 +32,7 @@ class Renderer:
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.system_prompt, self.prompt_key = config.system_prompt, config.prompt_key
+        self.continue_final_message = config.continue_final_message
         self.options = dict(config.apply_chat_template_kwargs)
         taken = sorted(set(self.options) & {*SET_BY_US, *(["chat_template"] if config.chat_template else [])})
         if taken:
@@ -35,7 +43,27 @@ class Renderer:
             self._template = "the chat template in data.chat_template"
             if text is not config.chat_template:
                 self._template = f"the chat template {config.chat_template}"
+        if unread := [name for name in self.options if name != "chat_template" and not self.reads(name)]:
+            names = set(re.findall(r"[a-z_]{4,}", self._template_text()))
+            raise ConfigError(
+                [
+                    f"data.apply_chat_template_kwargs.{name}: {self._template} does not read it.{did_you_mean(name, names)}"
+                    for name in unread
+                ]
+            )
         self.words = ControlWords(tokenizer, config.control_tokens_in_text, self.options.get("chat_template"))
+        self._left_out: dict[tuple[Any, ...], frozenset[str]] = {}
+
+    def reads(self, name: str) -> bool:
+        """Return whether the chat template uses a variable of this name; true where there is no template to look at."""
+        text = self._template_text()
+        return not text or re.search(rf"\b{re.escape(name)}\b", text) is not None
+
+    def _template_text(self) -> str:
+        """Return the chat template itself; empty without one, and for a tokenizer that renders without Jinja."""
+        if not self.has_template or not hasattr(self.tokenizer, "get_chat_template"):
+            return ""
+        return str(self.tokenizer.get_chat_template(self.options.get("chat_template"), tools=self.options.get("tools")))
 
     @property
     def has_template(self) -> bool:
@@ -56,7 +84,70 @@ class Renderer:
                 f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template; "
                 f"take an instruction-tuned model, give one as data.chat_template, or plain strings as prompts"
             )
-        return self.text(self.with_system(asked), where)
+        messages = self.with_system(asked)
+        continues = messages[-1]["role"] == "assistant"
+        if continues and not self.continue_final_message:
+            raise BadRow(
+                f"{where}: column {self.prompt_key!r} ends with a message of the assistant, which may be the answer; expected "
+                "messages up to the question, or data.continue_final_message=true, where the policy goes on with that message"
+            )
+        ending = {"continue_final_message": True, "add_generation_prompt": False} if continues else {}
+        text = self.text(messages, where, **ending)
+        self.check_shown(messages, where)
+        return text
+
+    def check_shown(self, messages: list[Any], where: str, **options: Any) -> None:
+        """Raise BadRow for a message, a tool call or tools that the chat template leaves out of the prompt.
+
+        Templates pass over roles that they do not know without a word. It is tried with other words in the place of each text, for a
+        template may write a text in another way, and only once for all conversations of one form.
+        """
+        options = {**self.options, **options}
+        form = (*map(_form, messages), bool(options.get("tools")))
+        if form not in self._left_out:
+            self._left_out[form] = self._tried(messages, where, options)
+        left_out = self._left_out[form]
+        if "tools" in left_out:
+            raise BadRow(
+                f"{where}: {self._template} leaves the tools out; expected a template with tools as data.chat_template"
+            )
+        for number, message in enumerate(messages):
+            for part, what in (("content", "the content of"), ("tool_calls", "the tool calls of")):
+                if f"{number} {part}" in left_out:
+                    role = message["role"]
+                    usual = USUAL_ROLES.get(role.casefold(), role.casefold())
+                    hint = f"; the role is often called {usual!r}" if usual != role else ""
+                    raise BadRow(
+                        f"{where}: {self._template} leaves out {what} message {number}, of the role {role!r}: "
+                        f"{str(message[part])[:60]!r}; expected roles that the template knows, or another data.chat_template{hint}"
+                    )
+
+    def _tried(self, messages: list[Any], where: str, options: dict[str, Any]) -> frozenset[str]:
+        """Return which parts of a conversation the template leaves out: `2 content`, `3 tool_calls`, `tools`; none where it refuses all."""
+        stand_ins: dict[str, list[str]] = {}
+
+        def stand_in(part: str) -> str:
+            word = _STAND_IN.format(sum(map(len, stand_ins.values())))
+            stand_ins.setdefault(part, []).append(word)
+            return word
+
+        shown = []
+        for number, message in enumerate(messages):
+            copied = dict(message)
+            if message["content"].strip():
+                copied["content"] = stand_in(f"{number} content")
+            if calls := message.get("tool_calls"):
+                part = f"{number} tool_calls"
+                copied["tool_calls"] = [_call_like(call, stand_in(part), part, stand_in) for call in calls]
+            shown.append(copied)
+        if options.get("tools"):
+            function = {"name": stand_in("tools"), "description": "", "parameters": {"type": "object", "properties": {}}}
+            options = options | {"tools": [{"type": "function", "function": function}]}
+        try:
+            text = self.apply(shown, where, **{**options, "tokenize": False, "add_generation_prompt": False})
+        except BadRow:  # these words do not suit the template; the row's own may
+            return frozenset()
+        return frozenset(part for part, words in stand_ins.items() if any(word not in text for word in words))
 
     def answer(self, asked: Asked, prompt: str, answer: str, where: str) -> str:
         """Return what follows the rendered `prompt` where the assistant gives this answer; a plain string's answer is itself.
@@ -106,13 +197,19 @@ class Renderer:
 
         A template is a program that came with a model: it may fail in any way.
         """
+        options = {**self.options, **options}
         try:
-            options = {**self.options, **options}
-            shown = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
-            marked = self.words.marked(messages)
-            return self.words.tokenizer_of([marked, shown]).apply_chat_template(marked, **{**options, **shown})
+            return self._apply(messages, options)
         except Exception as error:
+            if any(message.get("tool_calls") for message in messages):
+                with suppress(Exception):  # some templates want the arguments of a call as JSON text
+                    return self._apply([_with_json_arguments(message) for message in messages], options)
             raise BadRow(f"{where}: {self._template} refuses the messages: {_cause(error)}") from error
+
+    def _apply(self, messages: list[Any], options: dict[str, Any]) -> Any:
+        shown = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
+        marked = self.words.marked(messages)
+        return self.words.tokenizer_of([marked, shown]).apply_chat_template(marked, **{**options, **shown})
 
     def tokenize(self, asked: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered prompts; a template brings its own special tokens, a plain string gets the tokenizer's."""
@@ -124,6 +221,35 @@ class Renderer:
                 for index, token_ids in zip(chosen, encoded, strict=True):
                     ids[index] = token_ids
         return ids
+
+
+def _form(message: Message) -> tuple[Any, ...]:
+    """Return what a template may tell two messages apart by, beside their words."""
+    calls = tuple(bool(_function_of(call).get("arguments")) for call in message.get("tool_calls") or ())
+    return message["role"], bool(message["content"].strip()), calls, *sorted(name for name in message if message[name])
+
+
+def _function_of(call: dict[str, Any]) -> dict[str, Any]:
+    return call.get("function", call)
+
+
+def _call_like(call: dict[str, Any], name: str, part: str, stand_in: Callable[[str], str]) -> dict[str, Any]:
+    """Return a tool call of the same form with other words."""
+    function = {**_function_of(call), "name": name}
+    if function.get("arguments"):
+        function["arguments"] = {"argument": stand_in(part)}
+    return call | ({"function": function} if "function" in call else function)
+
+
+def _with_json_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(_function_of(call).get("arguments", {}), ensure_ascii=False)
+        function = {**_function_of(call), "arguments": arguments}
+        calls.append(call | ({"function": function} if "function" in call else function))
+    return message | {"tool_calls": calls}
 
 
 def _cause(error: Exception) -> str:

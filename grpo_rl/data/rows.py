@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import math
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.errors import DataError, did_you_mean
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Asked = list[Message] | str
 """A prompt: chat messages, or a plain string that is used as it is."""
 LARGEST_ROW = 8 * 2**20
@@ -38,7 +41,7 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
 
     Raises BadRow with file, row, column, what was found and what was expected.
     """
-    check_values(row, where)
+    check_row(row, where)
     if config.data_source is not None:
         data_source: Any = config.data_source
     else:
@@ -53,8 +56,19 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
     extra_info = column(row, config.extra_info_key, where, optional=True)
     if extra_info is not None and not isinstance(extra_info, dict):
         raise wrong(where, config.extra_info_key, extra_info, "an object or nothing")
+    for key, value in ((config.ground_truth_key, ground_truth), (config.extra_info_key, extra_info)):
+        _check_sendable(value, where, key)
     prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     return Example(prompt, data_source, ground_truth, extra_info or {})
+
+
+def _check_sendable(value: Any, where: str, key: str) -> None:
+    """Raise BadRow for a value that cannot be handed to a reward function in another process."""
+    if isinstance(value, dict | list):
+        for name, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_sendable(part, where, f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]")
+    elif not isinstance(value, str | int | float | None):
+        raise wrong(where, key, value, "text, a number, true, false, null, or lists and objects of these")
 
 
 def _hint_at_keys(row: dict[str, Any], where: str, missing: list[str]) -> None:
@@ -108,16 +122,55 @@ def prompt_of(value: Any, where: str, key: str) -> Asked:
         return value
     if not isinstance(value, list) or not value:
         raise wrong(where, key, value, "a list of {role, content} messages, or a non-empty string")
-    check_messages(value, where, key)
-    return value
+    return messages_of(value, where, key)
 
 
-def check_messages(messages: list[Any], where: str, key: str) -> None:
-    """Raise BadRow unless all entries of the column are chat messages with a role and a content."""
-    for number, message in enumerate(messages):
-        expect(message, dict, where, f"{key}[{number}]", "a message {role, content}")
+def messages_of(value: Any, where: str, key: str) -> list[Message]:
+    """Return the chat messages of a column without their empty parts; the arguments of tool calls that are JSON text are parsed.
+
+    Raises BadRow unless each has a role and a content; one with tool calls needs no content.
+    """
+    if not isinstance(value, list) or not value:
+        raise wrong(where, key, value, "a list of {role, content} messages")
+    messages = []
+    for number, entry in enumerate(value):
+        expect(entry, dict, where, f"{key}[{number}]", "a message {role, content}")
+        # Tables have every part in every message, with nothing in it where the message does not have it.
+        message = {part: content for part, content in entry.items() if content is not None}
+        if calls := message.get("tool_calls"):
+            message = {"content": ""} | message | {"tool_calls": _calls_of(calls, where, f"{key}[{number}].tool_calls")}
         for part in ("role", "content"):
             expect(message.get(part), str, where, f"{key}[{number}].{part}", "a string")
+        messages.append(message)
+    return messages
+
+
+def _calls_of(calls: Any, where: str, key: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a message in OpenAI's form, or each a plain {name, arguments}, with their arguments as values."""
+    expect(calls, list, where, key, "a list of calls {function: {name, arguments}}")
+    parsed = []
+    for number, call in enumerate(calls):
+        expect(call, dict, where, f"{key}[{number}]", "a call {function: {name, arguments}}")
+        function = call.get("function", call)
+        expect(function, dict, where, f"{key}[{number}].function", "an object {name, arguments}")
+        expect(function.get("name"), str, where, f"{key}[{number}].function.name", "a string")
+        if "arguments" in function:
+            arguments = from_json(function["arguments"], where, f"{key}[{number}].function.arguments")
+            function = function | {"arguments": arguments}
+        parsed.append(call | {"function": function} if "function" in call else function)
+    return parsed
+
+
+def from_json(value: Any, where: str, key: str) -> Any:
+    """Return the value of a JSON text, and anything else as it is. Raises BadRow for text that is no JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value or "{}")
+    except (ValueError, RecursionError) as error:
+        raise wrong(where, key, value, f"an object, or the JSON text of one ({error})") from error
+    check_values(parsed, where, key)
+    return parsed
 
 
 # ---- values ---------------------------------------------------------------------------------------
@@ -136,13 +189,17 @@ def finite(value: Any) -> float:
 
 
 def plain(value: Any) -> Any:
-    """The value without numpy types, and with None for NaN, all the way down."""
+    """The value without numpy types, None for NaN, exact text for dates, times and decimals, all the way down."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if hasattr(value, "tolist"):
         return plain(value.tolist())
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, Decimal | datetime.timedelta):
+        return format(value, "f") if isinstance(value, Decimal) else str(value)
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
@@ -151,6 +208,16 @@ class NotJson:
 
     def __init__(self, found: str, advice: str) -> None:
         self.found, self.advice = found, advice
+
+
+def check_row(row: dict[str, Any], where: str) -> None:
+    """Raise BadRow for a row with pictures or films, which nothing here shows to a model, and for values that `check_values` refuses."""
+    check_values(row, where)
+    for name in ("images", "videos"):
+        if row.get(name):
+            raise BadRow(
+                f"{where}: column {name!r} is not empty, and models are trained on text alone here; expected rows without it"
+            )
 
 
 def check_values(value: Any, where: str, column: str = "", depth: int = 0) -> None:

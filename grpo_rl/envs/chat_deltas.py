@@ -70,6 +70,7 @@ class ChatDeltas:
         Raises DataError where it cannot be rendered.
         """
         text = self._rendered([*messages, *self._words.marked(list(added))])
+        self._renderer.check_shown([*messages, *added], _WHERE)
         return Delta(self._ids(text), unmarked(text))
 
     def between(self, messages: Sequence[Message], *, ended: bool, plain: bool = False) -> Delta:
@@ -82,6 +83,8 @@ class ChatDeltas:
             text = self._words.marked("".join(str(message["content"]) for message in messages))
             return Delta(self._ids(text), unmarked(text), MARK in text)
         text = self._tail(self._words.marked(list(messages)))
+        turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        self._renderer.check_shown([*turns, *messages], _WHERE)
         ids = self._ids(text)
         if ended and len(ids) and int(ids[0]) in self._stop_ids:
             ids = ids[1:]
@@ -135,6 +138,11 @@ class ChatDeltas:
                 answer |= {"name": tool, "tool_call_id": f"call{number:05d}"}
             messages += [said, answer]
             after, tail = self._rendered(messages), self._tail([answer])
+            if answer["content"] not in after:
+                raise ConfigError(
+                    f"data.chat_template: the chat template leaves out messages of the role {role!r} behind an assistant's turn; "
+                    "give another one as data.chat_template"
+                )
             if not (after.startswith(before) and after.endswith(tail)):
                 keeps = False
                 plain, grown = _without_thoughts(before), _without_thoughts(after)

@@ -54,6 +54,8 @@ class DataConfig:
     """Column with an object that is handed to the reward; it may be missing."""
     system_prompt: str | None = None
     """Put before the messages of every prompt that has no system message of its own."""
+    continue_final_message: bool = False
+    """A prompt whose last message is the assistant's: false refuses the row, for it may hold the answer; true has the policy go on with that message."""
     chat_template: str | None = None
     """Jinja template, or a file with one, in place of the tokenizer's."""
     custom_cls: CustomClsConfig = field(default_factory=CustomClsConfig)

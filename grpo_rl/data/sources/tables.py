@@ -74,13 +74,23 @@ def row_of(batch: Any, place: int, where: str) -> dict[str, Any]:
     row = {}
     for column, values in zip(batch.schema.names, batch.columns, strict=True):
         try:
-            value = values[place].as_py()
-        except (UnicodeDecodeError, ValueError, OverflowError) as error:
+            value = values[place].as_py(maps_as_pydicts="strict")
+        except (UnicodeDecodeError, ValueError, OverflowError, KeyError) as error:
             raise BadRow(f"{where}: column {column!r} cannot be read: {first_line(error)}") from error
         if isinstance(value, bytes | bytearray) and len(value) > LARGEST_ROW:
             raise BadRow(f"{where}: column {column!r} has {len(value)} bytes; expected at most {LARGEST_ROW}")
-        row[column] = plain(value)
+        row[column] = _without_fillers(plain(value))
     return row
+
+
+def _without_fillers(value: Any, in_list: bool = False) -> Any:
+    """Return the value without the nulls of objects in lists: there Arrow gives every object the fields of all others."""
+    if isinstance(value, list):
+        return [_without_fillers(part, in_list=True) for part in value]
+    if isinstance(value, dict):
+        parts = value.items()
+        return {key: _without_fillers(part, in_list) for key, part in parts if part is not None or not in_list}
+    return value
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import unmarked
 from grpo_rl.data.prompts import Renderer, truncate
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
-from grpo_rl.data.rows import BadRow, check_values, column, expect, wrong
+from grpo_rl.data.rows import BadRow, check_row, column, from_json, messages_of, wrong
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.types import Batch
 
@@ -67,7 +67,7 @@ def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | 
 
     Raises BadRow with file, row, column, what was found and what was expected.
     """
-    check_values(row, where)
+    check_row(row, where)
     if config.messages_key in row:
         return Chat(_messages(row[config.messages_key], where, config.messages_key), _options(row, where, config))
     try:
@@ -91,22 +91,12 @@ def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | 
 
 def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
     """Return the messages without empty parts. Raises BadRow unless the assistant answers something in them."""
-    if not isinstance(value, list) or not value:
-        raise wrong(where, key, value, "a list of {role, content} messages")
-    messages = []
-    for number, message in enumerate(value):
-        expect(message, dict, where, f"{key}[{number}]", "a message {role, content}")
-        # Tables have every part in every message, with nothing in it where the message does not have it.
-        message = {part: content for part, content in message.items() if content is not None}
-        role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
-        expect(role, str, where, f"{key}[{number}].role", "a string")
-        if content is None and calls:
-            message["content"] = ""
-        elif not isinstance(content, str):
-            raise wrong(where, f"{key}[{number}].content", content, "a string")
-        elif role == ASSISTANT and not content.strip() and not calls:
-            raise wrong(where, f"{key}[{number}].content", content, "the answer to learn, a string that is not empty")
-        messages.append(message)
+    messages = messages_of(value, where, key)
+    for number, message in enumerate(messages):
+        if message["role"] == ASSISTANT and not message["content"].strip() and not message.get("tool_calls"):
+            raise wrong(
+                where, f"{key}[{number}].content", message["content"], "the answer to learn, a string that is not empty"
+            )
     if messages[0]["role"] == ASSISTANT:
         raise BadRow(f"{where}: column {key!r} begins with the assistant's turn; expected a message that it answers before it")
     if all(message["role"] != ASSISTANT for message in messages):
@@ -117,7 +107,7 @@ def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
 
 def _options(row: dict[str, Any], where: str, config: DataConfig) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    tools = column(row, config.tools_key, where, optional=True)
+    tools = from_json(column(row, config.tools_key, where, optional=True) or None, where, config.tools_key)
     if tools is not None and not isinstance(tools, list):
         raise wrong(where, config.tools_key, tools, "a list of tools, or nothing")
     if tools:
@@ -139,6 +129,11 @@ class Tokenizing:
         if isinstance(found, Rendered):
             return self._rendered(found, where)
         messages = self.renderer.with_system(found.messages)
+        if "enable_thinking" in found.options and not self.renderer.reads("enable_thinking"):
+            raise BadRow(
+                f"{where}: the row has enable_thinking={found.options['enable_thinking']}, which the chat template does not read; "
+                "take the column out, or give another template as data.chat_template"
+            )
         if not self.renderer.has_template:
             if found.of_strings and len(messages) == 2:
                 return self._plain(messages[0]["content"], messages[1]["content"], where)
@@ -146,6 +141,7 @@ class Tokenizing:
                 f"{where}: these are chat messages, but the tokenizer has no chat template; take an instruction-tuned model, "
                 "give one as data.chat_template, or plain strings as prompt and response"
             )
+        self.renderer.check_shown(messages, where, **found.options)
         return self._by_marks(messages, found, where) if self._has_marks else self._by_growth(messages, found, where)
 
     # ---- plain texts -----------------------------------------------------------------------------------

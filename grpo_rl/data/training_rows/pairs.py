@@ -23,7 +23,7 @@ from grpo_rl.config.derived import trains_only_reward_model
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet
-from grpo_rl.data.rows import Asked, BadRow, check_messages, check_values, column, expect, finite, prompt_of, wrong
+from grpo_rl.data.rows import Asked, BadRow, check_row, column, expect, finite, messages_of, prompt_of, wrong
 from grpo_rl.types import Batch, Rollout
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_marg
     Raises BadRow, with the place, for a missing or empty side, two equal sides, sides that are no answer to one prompt, and
     columns of another type.
     """
-    check_values(row, where)
+    check_row(row, where)
     chosen, rejected = (column(row, key, where) for key in (config.chosen_key, config.rejected_key))
     prompt = column(row, config.prompt_key, where, optional=True)
     if isinstance(chosen, list) or isinstance(rejected, list):
@@ -101,8 +101,7 @@ def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: Da
     sides = []
     for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(side, list, where, key, "a list of {role, content} messages, as the other side has")
-        check_messages(side, where, key)
-        sides.append(side)
+        sides.append(messages_of(side, where, key))
     before = [] if not isinstance(prompt, list) else prompt_of(prompt, where, config.prompt_key)
     assert isinstance(before, list)
     # A conversation may be given whole although its prompt has a column.
@@ -186,11 +185,11 @@ class Labelled:
 
 def labelled_texts(row: dict[str, Any], where: str, config: DataConfig) -> tuple[Asked, str, bool]:
     """Return the prompt, the answer and the label of a row. Raises BadRow, with the place, for what is none of these."""
-    check_values(row, where)
+    check_row(row, where)
     prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     answer, label = column(row, "completion", where), column(row, "label", where)
     if isinstance(answer, list):
-        check_messages(answer, where, "completion")
+        answer = messages_of(answer, where, "completion")
         if len(answer) != 1 or answer[0]["role"] != "assistant":
             raise wrong(where, "completion", answer, "a text, or one message of the assistant")
         answer = answer[0]["content"]

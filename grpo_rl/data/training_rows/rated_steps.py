@@ -18,7 +18,7 @@ import torch
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.row_set import TrainingSet, batch_of_sequences
-from grpo_rl.data.rows import Asked, BadRow, check_values, column, expect, finite, prompt_of, wrong
+from grpo_rl.data.rows import Asked, BadRow, check_row, column, expect, finite, prompt_of, wrong
 from grpo_rl.errors import ConfigError
 from grpo_rl.types import Batch
 
@@ -44,7 +44,7 @@ class RatedSteps:
 
 def rated_row(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts:
     """Return the solution of a row. Raises BadRow, with the place, for what is not one."""
-    check_values(row, where)
+    check_row(row, where)
     prompt = prompt_of(column(row, config.prompt_key, where), where, config.prompt_key)
     steps, labels = column(row, "completions", where), column(row, "labels", where)
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) for step in steps):

@@ -150,7 +150,7 @@ def test_a_token_that_reaches_into_the_answer_is_cut_where_the_model_begins() ->
         ({"messages": [TALK[1], "2"]}, r"'messages\[1\]' is '2' \(str\)"),
         ({"prompt": "1+1", "response": ""}, "column 'response' is '' .*expected the answer to learn"),
         ({"prompt": "1+1", "answer": "2"}, "there is no column 'response'.*has 'messages', or a prompt and a response"),
-        ({"messages": TALK, "tools": "t"}, "column 'tools' is 't' .*a list of tools"),
+        ({"messages": TALK, "tools": "7"}, "column 'tools' is 7 .*a list of tools"),
         ({"messages": TALK, "enable_thinking": "no"}, "column 'enable_thinking' is 'no'"),
     ],
 )

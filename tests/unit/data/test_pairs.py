@@ -95,7 +95,7 @@ def test_every_format_gives_the_same_pair(row: dict[str, Any], prompt: Any, chos
         ({"chosen": [assistant("a")], "rejected": [assistant("b")]}, "there is no prompt: neither a column 'prompt' nor"),
         (
             {"chosen": [], "rejected": [], "prompt": "q"},
-            "column 'chosen' goes on with messages of ; expected one of the assistant",
+            r"column 'chosen' is \[\] \(list\); expected a list of \{role, content\} messages",
         ),
         ({"prompt": "q", "chosen": [assistant("a")], "rejected": "b"}, r"column 'rejected' is 'b' \(str\); expected a list"),
         (

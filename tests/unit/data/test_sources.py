@@ -154,7 +154,7 @@ def test_the_system_prompt_stands_before_messages_that_have_none(tmp_path: Path)
     template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
     data = load(name, system_prompt="ours", chat_template=template)
     assert [data.prompt(index, "u").text for index in range(2)] == ["[system:ours][user:1]", "[system:own][user:2]"]
-    (tmp_path / "t.jinja").write_text("file:{{ messages[0].content }}")
+    (tmp_path / "t.jinja").write_text("file:{{ messages | map(attribute='content') | join }}")
     assert load(name, chat_template=str(tmp_path / "t.jinja")).prompt(0, "u").text == "file:1"
     with pytest.raises(DataError, match=r"line 1: column 'prompt' is plain text, which data\.system_prompt"):
         load(write(tmp_path / "b.jsonl", [row(1, prompt="1")]), system_prompt="ours")

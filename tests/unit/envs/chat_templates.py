@@ -38,7 +38,12 @@ Tools:
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-QWEN3 = """{%- set ns = namespace(last=-1) %}
+QWEN3 = """{%- if tools %}<|im_start|>system
+Tools:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- set ns = namespace(last=-1) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == 'tool' %}
@@ -78,6 +83,9 @@ QWEN3 = """{%- set ns = namespace(last=-1) %}
 {% endif %}{% endif %}"""
 
 LLAMA3 = """<|begin_of_text|>
+{%- if tools %}<|start_header_id|>system<|end_header_id|>
+
+{{ tools | tojson }}<|eot_id|>{% endif %}
 {%- for m in messages %}
 {%- if m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>
 
