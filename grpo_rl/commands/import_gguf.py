@@ -194,9 +194,10 @@ def _read(file: GgufFile, dtype: torch.dtype) -> tuple[Any, Any]:
             )
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=name, local_files_only=True)
         with redirect_stderr(io.StringIO()):  # a bar that transformers draws whatever it is told
-            read, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 place, gguf_file=name, local_files_only=True, dtype=torch.float32, output_loading_info=True
             )
+        read, report = loaded
         lacking = sorted({*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])})
         if lacking:
             raise ValueError(f"{len(lacking)} weights are missing or of another shape, e.g. {lacking[0]}")

@@ -22,6 +22,7 @@ from grpo_rl.rewards.rules.number_rules import (
     gsm8k_flexible,
     written_sum,
 )
+from grpo_rl.rewards.rules.structured_rules import instructions, json_fields, json_schema
 from grpo_rl.rewards.rules.text_rules import (
     exact_match,
     multiple_choice,
@@ -52,6 +53,8 @@ RULES: dict[str, Callable[..., float | dict[str, float]]] = {
     "gsm8k": gsm8k,
     "openai/gsm8k": gsm8k,
     "countdown": countdown,
+    "json_extraction": json_fields,
+    "instructions": instructions,
     **dict.fromkeys(MATH_SOURCES, math),
 }
 
@@ -78,7 +81,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry("reward function")
 REWARDS.register("format")(think_answer)
 for _function in (
     *(auto, arithmetic, arithmetic_process, written_sum, countdown, gsm8k, gsm8k_flexible, math),
-    *(multiple_choice, exact_match, code),
+    *(multiple_choice, exact_match, json_fields, json_schema, instructions, code),
 ):
     REWARDS.register(_function.__name__)(_function)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from grpo_rl.data.sources.source import split_options
 from grpo_rl.data.tasks.arithmetic import arithmetic, rated_sums
 from grpo_rl.data.tasks.countdown import countdown
+from grpo_rl.data.tasks.instructions import instructions
+from grpo_rl.data.tasks.json_extraction import json_extraction
 from grpo_rl.data.tasks.made_rows import Row, typed_options
 from grpo_rl.envs.games.game import episodes
 from grpo_rl.envs.games.grid_world import grid_world
@@ -19,7 +21,7 @@ PREFIX = "task:"
 """The beginning of a name in data.train_files that is no file."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
-for _task in (arithmetic, countdown, rated_sums, word_game, grid_world, episodes):
+for _task in (arithmetic, countdown, rated_sums, json_extraction, instructions, word_game, grid_world, episodes):
     TASKS.register(_task.__name__)(_task)
 
 

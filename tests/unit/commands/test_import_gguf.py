@@ -220,7 +220,7 @@ def test_a_folder_that_is_there_is_kept(tmp_path: Path) -> None:
 def test_a_gguf_file_as_the_model_says_which_command_to_use(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf")
     for path in (file, tmp_path):
-        with pytest.raises(ConfigError, match="grpo-rl import-gguf FILE.gguf FOLDER"):
+        with pytest.raises(ConfigError, match=r"grpo-rl import-gguf FILE\.gguf FOLDER"):
             make_plan(compose(["recipe=arithmetic/grpo", f"actor_rollout_ref.model.path={path}"]))
-        with pytest.raises(ConfigError, match="grpo-rl import-gguf FILE.gguf FOLDER"):
+        with pytest.raises(ConfigError, match=r"grpo-rl import-gguf FILE\.gguf FOLDER"):
             find_target(str(path))

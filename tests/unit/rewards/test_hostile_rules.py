@@ -15,7 +15,13 @@ from hostile_responses import CANARY, hostile_responses
 
 RULES = [name for name in REWARDS if name not in ("auto", "code")]
 """Without `auto`, and without two whose ground truths are of another kind: they have hostile texts of their own."""
-GOLDS = {"countdown": {"numbers": [44, 19, 35], "target": 98}, "multiple_choice": "B"}
+GOLDS = {
+    "countdown": {"numbers": [44, 19, 35], "target": 98},
+    "multiple_choice": "B",
+    "json_fields": {"name": "Ada", "age": 36},
+    "json_schema": {"type": "object", "required": ["name"]},
+    "instructions": [["with_word", "zebra"], ["no_commas", 1]],
+}
 GOLD = "271828"
 LONGEST = {"arithmetic_process": 20_000}
 """Characters of the longest text for a rule that says something of each."""
@@ -69,6 +75,8 @@ GROWING = {
     "marks": "#### ",
     "thoughts": "<think></think>",
     "closed": "1</answer>",
+    "lists": "[",
+    "objects": '{"a":',
 }
 
 

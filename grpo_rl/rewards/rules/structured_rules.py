@@ -1,0 +1,174 @@
+"""Rules for structured output: the fields of a JSON object, a JSON schema; and for instructions that a program can check."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from grpo_rl.rewards.rules.answers import after_thought
+
+MAX_TEXT = 20_000
+"""Characters of a response that may be right; more are not read."""
+MAX_STARTS = 8
+"""Opening braces at which an object is looked for in a response with other text around it."""
+
+
+def json_fields(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    bare: float = 0.2,
+) -> dict[str, float]:
+    """Share of the fields that are right, in an object that should stand alone.
+
+    Formula: score = f (1 - bare + bare b)
+
+    f is the number of keys whose values equal the ground truth's, divided by the number of keys in either object: a key too many
+    costs as much as one that is missing. b is 1 if the response is the object and nothing else, else 0; the first object in the
+    text counts then. `acc` is 1 if all is right and stands alone. Values are equal as JSON has them: "34" is not 34, and white
+    space around a text counts for nothing. The ground truth is an object, or JSON text of one.
+    """
+    gold = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(gold, Mapping):
+        raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no JSON object")
+    text = after_thought(solution_str).strip()
+    alone, found = _object(text)
+    if found is None:
+        return {"score": 0.0, "acc": 0.0, "fields": 0.0, "alone": 0.0}
+    right = sum(key in found and _same(found[key], value) for key, value in gold.items())
+    fields = right / max(1, len(gold.keys() | found.keys()))
+    score = fields * (1.0 - bare + bare * alone)
+    return {"score": score, "acc": float(alone and fields == 1.0), "fields": fields, "alone": float(alone)}
+
+
+def json_schema(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    schema: Any = None,
+) -> dict[str, float]:
+    """1 if the response is JSON that the schema takes, and nothing else; else 0. `json` is 1 for any JSON that stands alone.
+
+    The schema (draft 2020-12, or the one that its `$schema` names) is the option `schema`, else the row's
+    `extra_info.json_schema`, else the ground truth; each an object or JSON text. References to other documents are not fetched.
+    Raises ValueError for a schema that is none.
+    """
+    rules = schema if schema is not None else (extra_info or {}).get("json_schema", ground_truth)
+    validator = _validator(rules if isinstance(rules, str) else json.dumps(rules, sort_keys=True))
+    value, is_json = _parsed(after_thought(solution_str).strip())
+    valid = is_json and validator.is_valid(value)
+    return {"score": float(valid), "acc": float(valid), "json": float(is_json)}
+
+
+@functools.lru_cache(maxsize=256)
+def _validator(text: str) -> Any:
+    # A third of a second, for those who use it.
+    from jsonschema import SchemaError, validators
+    from referencing import Registry
+
+    try:
+        schema = json.loads(text)
+        kind = validators.validator_for(schema, default=validators.Draft202012Validator)
+        kind.check_schema(schema)
+    except (ValueError, SchemaError) as error:
+        raise ValueError(f"{text[:100]!r} is no JSON schema: {str(error).splitlines()[0]}") from None
+    return kind(schema, registry=Registry())
+
+
+def _parsed(text: str) -> tuple[Any, bool]:
+    """Return the value of a text that is JSON and nothing else, and whether it is."""
+    if len(text) > MAX_TEXT:
+        return None, False
+    try:
+        return json.loads(text, parse_constant=_no_constant), True
+    except (ValueError, RecursionError):
+        return None, False
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _object(text: str) -> tuple[bool, dict[str, Any] | None]:
+    """Return whether the text is an object and nothing else, and the first object in it; None without one."""
+    value, is_json = _parsed(text)
+    if is_json and isinstance(value, dict):
+        return True, value
+    decoder, start = json.JSONDecoder(parse_constant=_no_constant), -1
+    for _ in range(MAX_STARTS if len(text) <= MAX_TEXT else 0):
+        start = text.find("{", start + 1)
+        if start < 0:
+            break
+        try:
+            return False, decoder.raw_decode(text, start)[0]
+        except (ValueError, RecursionError):
+            continue
+    return False, None
+
+
+def _same(value: Any, gold: Any) -> bool:
+    if isinstance(value, str) and isinstance(gold, str):
+        return value.strip() == gold.strip()
+    if isinstance(value, bool) != isinstance(gold, bool):  # Python's True equals 1
+        return False
+    if isinstance(value, list) and isinstance(gold, list):
+        return len(value) == len(gold) and all(map(_same, value, gold))
+    if isinstance(value, Mapping) and isinstance(gold, Mapping):
+        return value.keys() == gold.keys() and all(_same(value[key], gold[key]) for key in gold)
+    return bool(value == gold)
+
+
+# ---- instructions -------------------------------------------------------------------------------------------
+
+_WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
+_CHECKS: dict[str, Callable[[str, list[str], Any], bool]] = {
+    "at_most_words": lambda text, words, value: len(words) <= value,
+    "at_least_words": lambda text, words, value: len(words) >= value,
+    "lowercase": lambda text, words, value: text == text.lower(),
+    "uppercase": lambda text, words, value: text == text.upper(),
+    "bullets": lambda text, words, value: (
+        sum(line.startswith("- ") for line in text.splitlines()) == value
+        and all(line.startswith("- ") or not line.strip() for line in text.splitlines())
+    ),
+    "without_word": lambda text, words, value: value.casefold() not in words,
+    "with_word": lambda text, words, value: value.casefold() in words,
+    "first_word": lambda text, words, value: words[0] == value.casefold(),
+    "no_commas": lambda text, words, value: "," not in text,
+}
+"""What each constraint wants of the text and of its words, which are in small letters here."""
+
+
+def instructions(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any] | None = None,
+    least_words: int = 5,
+) -> dict[str, float]:
+    """Share of the constraints that the response keeps; `acc` is 1 if it keeps all. Below `least_words` words it keeps none.
+
+    The ground truth is a list of pairs (kind, value), or JSON text of one: `at_most_words`, `at_least_words`, `lowercase`,
+    `uppercase`, `bullets` (lines that begin with "- ", and no others), `without_word`, `with_word`, `first_word`, `no_commas`.
+    Words are compared in any case. After IFEval's strict accuracy (arXiv 2311.07911, section 2.2): of instructions, and of prompts.
+    """
+    constraints = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not constraints or _malformed(constraints):
+        raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no list of constraints; known: {', '.join(_CHECKS)}")
+    text = after_thought(solution_str).strip()
+    words = [word.casefold() for word in _WORD.findall(text)] if len(text) <= MAX_TEXT else []
+    if len(words) < max(1, least_words):
+        return {"score": 0.0, "acc": 0.0}
+    kept = sum(_CHECKS[kind](text, words, value) for kind, value in constraints)
+    return {"score": kept / len(constraints), "acc": float(kept == len(constraints))}
+
+
+def _malformed(constraints: Any) -> bool:
+    """Return whether this is something else than pairs of a known kind and a value."""
+    return not isinstance(constraints, list | tuple) or any(
+        not isinstance(pair, list | tuple) or len(pair) != 2 or pair[0] not in _CHECKS for pair in constraints
+    )
