@@ -101,7 +101,8 @@ class Registry(Generic[F]):
 def load_function(spec: str, kind: str = "function") -> Any:
     """Return the object that `module:name` or `file.py:name` names.
 
-    Raises ConfigError when the file, the module or the name is not there, or importing it fails.
+    Modules beside the file, and those in the current folder, can be imported too, by whichever command and in every process
+    of the run; behind all that is installed, so that none of it is replaced by a file of the same name. Raises ConfigError when the file, the module or the name is not there, or importing it fails.
     """
     source, _, name = spec.rpartition(":")
     try:
@@ -112,6 +113,7 @@ def load_function(spec: str, kind: str = "function") -> Any:
             # One module per file, so that two functions of one file share its globals.
             module_name = "grpo_rl_user_" + "".join(c if c.isalnum() else "_" for c in str(path.resolve()))
             module = sys.modules.get(module_name)
+            _make_importable(path.resolve().parent)
             if module is None:
                 module_spec = importlib.util.spec_from_file_location(module_name, path)
                 assert module_spec is not None and module_spec.loader is not None
@@ -123,6 +125,7 @@ def load_function(spec: str, kind: str = "function") -> Any:
                     del sys.modules[module_name]
                     raise
         else:
+            _make_importable(Path.cwd())
             module = importlib.import_module(source)
     except ConfigError:
         raise
@@ -134,6 +137,11 @@ def load_function(spec: str, kind: str = "function") -> Any:
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise ConfigError(f"{kind} {spec!r}: {source} has no function {name!r}; it has {', '.join(callables) or 'none'}")
     return getattr(module, name)
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 # ---- what is known of a function ---------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -150,3 +153,23 @@ def test_a_failure_in_a_users_own_function_names_its_file_and_line(check, tmp_pa
     assert "".join(failure.split()) in "".join(shown.split())
     # Where the lines break depends on the length of the path.
     assert "".join(shown.split()).count(";itiscalledasfunction(data_source=...,") == 1
+
+
+def test_a_module_beside_the_file_is_found_from_any_folder_and_replaces_no_library(tmp_path):
+    """By the script as it is installed, which has no current folder on its path, and in the process of the reward."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "helper_of_mine.py").write_text("def worth(text): return len(text)\n")
+    (tmp_path / "colorsys.py").write_text("raise RuntimeError('the standard library has one')\n")
+    (tmp_path / "own.py").write_text(
+        "import colorsys\nfrom helper_of_mine import worth\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert colorsys.rgb_to_hsv(0, 0, 1)[2] == 1\n    return worth(solution_str)\n"
+    )
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row(response="abcd")))
+    script = Path(sys.executable).with_name("grpo-rl")
+    ended = subprocess.run(
+        [script, "check-reward", "../own.py", "--data", "../rows.jsonl"], cwd=elsewhere, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "score: mean 4, least 4, greatest 4" in ended.stdout
