@@ -49,7 +49,7 @@ SAMPLED_WITH = frozenset(f"{_R}.{key}" for key in ("name", "seed", "dtype", "fp3
 _PROCESSES = frozenset(f"{EPISODES}environment.{key}" for key in ("num_workers", "memory_limit_gb", "retries"))
 """Keys of episodes that are about the processes of environments."""
 NO_DATA = "task:arithmetic?num_rows=1"
-"""The data of a plan whose prompts come from elsewhere: it is checked, and never read."""
+"""The data of a plan whose prompts come from elsewhere. Nobody reads it, so a run's names of columns need not fit."""
 ALONE_MEMORY_SHARE = 0.85
 """GPU: share of the memory for an engine that has the device to itself."""
 
@@ -216,7 +216,7 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
         recipe.parent.mkdir(parents=True, exist_ok=True)
         recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")
         composed = compose([f"recipe={recipe}", *words])
-        return composed, make_plan(composed)
+        return composed, make_plan(composed, looks_at_data=keys.get("data.val_files") != [NO_DATA])
 
     own: dict[str, Any] = {"trainer.val_only": True, f"{_A}.model.path": model}
     composed, plan = planned({})

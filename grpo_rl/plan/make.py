@@ -41,8 +41,10 @@ INDEXED_WHOLE = 256 * 2**20
 """Bytes up to which the lines of a .jsonl file are counted."""
 
 
-def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
+def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_data: bool = True) -> Plan:
     """Return the plan of a run on `machine`: by default this one, or any other by its description.
+
+    Without `looks_at_data` the data files are names that nothing reads: the prompts come from elsewhere.
 
     Raises ConfigError with everything that is wrong between the keys and with the functions that they name, and DataError
     for data files that cannot be used, as far as their first rows show it.
@@ -52,7 +54,7 @@ def make_plan(composed: Composed, machine: Machine | None = None) -> Plan:
     if problems := refusals(config, machine):
         raise ConfigError(problems)
     given, config = config, settled(config)
-    rows = _look_at_data(config)
+    rows = _look_at_data(config) if looks_at_data else None
     given = effects.as_read(model_folder.with_shared_prompts(given, model_folder.policy_settings(config)), machine)
     plan = decide(given, machine, num_train_rows=rows, resumes=_finds_checkpoint(config))
     if plan.passes.replays_routing and not plan.recomputes_old_logprobs:

@@ -11,7 +11,7 @@ from run_folders import group, make_run
 
 from grpo_rl.commands.chat import Conversation, _lines
 from grpo_rl.commands.generate import _has_ground_truth, rows_of
-from grpo_rl.commands.sampling_plan import EPISODES, data_of_run, sampling_plan, settings_of_run
+from grpo_rl.commands.sampling_plan import EPISODES, NO_DATA, data_of_run, sampling_plan, settings_of_run
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import BarePromptDataset
 from grpo_rl.data.prompts import Renderer
@@ -48,6 +48,27 @@ def test_in_a_conversation_a_person_is_the_environment(run: Path) -> None:
     found = settings_of_run(run, without=("reward.", EPISODES))
     assert found["actor_rollout_ref.rollout.name"] == "hf"
     assert not any(key.startswith((EPISODES, "reward.")) for key in found)
+
+
+def test_a_run_with_columns_of_its_own_needs_no_rows_for_a_conversation(tmp_path: Path) -> None:
+    """`chat` has no rows, and `generate` looks into its file before it knows whether they have a ground truth."""
+    columns = {"data.prompt_key": "question", "data.ground_truth_key": "age", "data.data_source": "people"}
+    words = [f"{key}={value}" for key, value in columns.items()]
+    run = make_run(tmp_path / "runs", "own", "actor_rollout_ref.rollout.name=hf", "reward.functions=[exact_match]", *words)
+    keys = settings_of_run(run, without=("reward.", EPISODES)) | {"trainer.device": "cpu"}
+    assert columns.items() <= keys.items()
+    model = str(builtin.build("builtin:arithmetic", run / "model"))
+    plan, _ = sampling_plan(keys | {"data.val_files": [NO_DATA]}, [], model, run / "logs" / "settings.yaml")
+    assert plan.config.data.prompt_key == "question"
+
+    rows = tmp_path / "people.jsonl"
+    rows.write_text('{"question": "Ada is 36.", "age": 36}\n')
+    assert _has_ground_truth([str(rows)], plan.config.data)
+    scored, _ = sampling_plan(settings_of_run(run) | {"data.val_files": [str(rows)]}, [], model, run / "logs" / "settings.yaml")
+    assert scored.reward.scores
+    rows.write_text('{"query": "Ada is 36.", "age": 36}\n')
+    with pytest.raises(DataError, match="question"):
+        sampling_plan(settings_of_run(run) | {"data.val_files": [str(rows)]}, [], model, run / "logs" / "settings.yaml")
 
 
 def test_all_of_them_are_rows_without_what_is_the_commands_own(tmp_path: Path) -> None:
