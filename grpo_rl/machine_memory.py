@@ -1,11 +1,16 @@
-"""The memory of this machine: how much there is, and how much of it can still be had, a container's limit included."""
+"""The memory of this machine: how much there is, how much of it can still be had, a container's limit included, and errors of it."""
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from grpo_rl.errors import OutOfMemory
+
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 MEMINFO, CGROUP, OWN_GROUPS = Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -62,3 +67,16 @@ def _kept_of_files(group: Path) -> float:
     fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     # Version 1 has sums over the groups below under names of their own.
     return float(fields.get("total_inactive_file", fields.get("inactive_file", 0)))
+
+
+def out_of_memory(error: Exception) -> OutOfMemory | None:
+    """Return an error with what was asked for and what is free in this process, if `error` is of memory that ran out; else None."""
+    kind, text = type(error).__name__, " ".join(str(error).split()) or "no message"
+    if kind not in ("OutOfMemoryError", "MemoryError") and not OUT_OF_MEMORY.search(text):
+        return None
+    has = machine_memory()
+    where, free, total = f"{has.owner}'s memory", float(has.free), float(has.total)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+        where, (free, total) = "GPU's memory", torch.cuda.mem_get_info()
+    return OutOfMemory(f"{kind}: {text[:300]}; {free / 2**30:,.2f} GiB of {total / 2**30:,.2f} GiB of the {where} are free")

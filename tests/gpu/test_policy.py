@@ -18,12 +18,18 @@ sys.path.insert(0, str(SCRIPTS))
 from gpu_checks import CHECKS  # noqa: E402
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all checks share."""
+    return tmp_path_factory.mktemp("models")
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CHECKS)
-def test_a_check_of_the_gpu_passes(name: str) -> None:
+def test_a_check_of_the_gpu_passes(name: str, folder: Path) -> None:
     from gpu_check import rows_of
 
-    rows = rows_of(name, "cuda")
+    rows = list(rows_of(name, "cuda", folder))
     assert rows and not [row for row in rows if row.state == "failed"], rows
 
 

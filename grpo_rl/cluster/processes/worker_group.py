@@ -40,7 +40,7 @@ from grpo_rl.errors import (
     OutOfMemory,
     RewardError,
 )
-from grpo_rl.machine_memory import machine_memory
+from grpo_rl.machine_memory import out_of_memory
 from grpo_rl.processes.family import descendants, is_running, kill_tree, started
 from grpo_rl.rollout.engine_environment import own_folder
 from grpo_rl.workers.instruments import Instruments, PhaseMeasure, device_name
@@ -227,7 +227,6 @@ def _reported() -> Iterator[None]:
         raise RemoteError(type(error).__name__, secrets.redact(str(error)), trace, isinstance(error, GrpoRlError)) from None
 
 
-OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|CUBLAS_STATUS_ALLOC_FAILED")
 _ACTOR = "actor_rollout_ref.actor"
 _MEMORY_KEYS = {
     "actor": f"{_ACTOR}.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu, {_ACTOR}.fsdp_config.param_offload and "
@@ -238,19 +237,6 @@ _MEMORY_KEYS = {
     "rollout": "actor_rollout_ref.rollout.max_num_seqs, gpu_memory_utilization (GPU) or kv_cache_gib (CPU)",
     "reward_model": "reward.reward_model.max_token_len_per_gpu, param_offload",
 }
-
-
-def out_of_memory(error: Exception) -> OutOfMemory | None:
-    """Return an error with what was asked for and what is free in this process, where `error` is of memory that ran out; else None."""
-    kind, text = type(error).__name__, " ".join(str(error).split()) or "no message"
-    if kind not in ("OutOfMemoryError", "MemoryError") and not OUT_OF_MEMORY.search(text):
-        return None
-    has = machine_memory()
-    where, free, total = f"{has.owner}'s memory", float(has.free), float(has.total)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
-        where, (free, total) = "GPU's memory", torch.cuda.mem_get_info()
-    return OutOfMemory(f"{kind}: {text[:300]}; {free / 2**30:,.2f} GiB of {total / 2**30:,.2f} GiB of the {where} are free")
 
 
 def what_to_do(call: str) -> str:

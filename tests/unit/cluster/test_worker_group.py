@@ -15,11 +15,11 @@ from grpo_rl.cluster.processes.worker_group import (
     WorkerHost,
     cause_line,
     is_broken,
-    out_of_memory,
     what_to_do,
 )
 from grpo_rl.cluster.session.ray_session import store_bytes
 from grpo_rl.config.schema.fields import leaves
+from grpo_rl.machine_memory import out_of_memory
 from grpo_rl.workers.instruments import Instruments
 
 
