@@ -431,13 +431,14 @@ def _train_from(course: Course, stack: ExitStack) -> None:
 
 def first_look(course: Course, inputs: Inputs) -> RewardTrial | None:
     """Warn of what would make the run vain, and begin to try the reward, which is scored while the workers start."""
-    from grpo_rl.plan.first_look import RewardTrial, of_plan, of_prompts, some_prompts
+    from grpo_rl.plan.first_look import RewardTrial, of_plan, of_prompts, some_rows
 
     runs = course.session.run_dir.path.parent
-    prompts = some_prompts(inputs.train_data or inputs.val_data)
+    rows = some_rows(inputs.train_data or inputs.val_data)
+    prompts = [prompt for prompt, _ in rows]
     for warning in (*of_plan(inputs.plan, runs), *of_prompts(inputs.plan, prompts, inputs.tokenizer)):
         course.session.console.warn(warning)
-    return None if inputs.rules is None else RewardTrial(prompts, inputs.rules, inputs.tokenizer)
+    return None if inputs.rules is None else RewardTrial(rows, inputs.rules, inputs.tokenizer)
 
 
 def leave_results(course: Course, roles: Roles, timeline: Timeline, step: int) -> None:

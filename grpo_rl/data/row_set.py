@@ -199,6 +199,10 @@ class RowSet(ABC, Generic[Row]):
         [(_, found)] = self._tokenized_all([index])
         return self._keep(index, found)
 
+    def as_stored(self, row: int) -> dict[str, Any]:
+        """Return row `row` with all of its columns, as the source has it."""
+        return self._source.row(row if self._rows is None else int(self._rows[row]))
+
     def usable(self, row: int) -> bool:
         """Return whether row `row` can be trained on, which depends on the row alone.
 

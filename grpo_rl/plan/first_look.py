@@ -6,10 +6,11 @@ no more than an empty one, prompts that are cut, answers that are longer than a 
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import shutil
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from grpo_rl.errors import DataError, RewardError
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import gib, host_bytes
-from grpo_rl.rewards.check import gold_response
+from grpo_rl.rewards.check import BARE, IN_MARKS, is_structured, right_responses
+from grpo_rl.rewards.registry import reads_marks
 from grpo_rl.telemetry.terminal.text import safe_text
 from grpo_rl.types import Prompt, Rollout
 
@@ -106,8 +108,8 @@ def lack_of_memory(plan: Plan) -> str:
     return f"the likely cause is memory: the {has.owner} has {gib(int(has.total))}{need}"
 
 
-def some_prompts(data: PromptDataset | None, number: int = NUM_ROWS) -> list[Prompt]:
-    """Return prompts of some usable rows, spread evenly over the data."""
+def some_rows(data: PromptDataset | None, number: int = NUM_ROWS) -> list[tuple[Prompt, Mapping[str, Any]]]:
+    """Return prompts of some usable rows, spread evenly over the data, each with the row as its file has it."""
     if data is None:
         return []
     places = sorted({place * len(data) // number for place in range(number)} if len(data) else ())
@@ -115,61 +117,77 @@ def some_prompts(data: PromptDataset | None, number: int = NUM_ROWS) -> list[Pro
     for place in places:
         with suppress(DataError):
             if data.usable(place):
-                found.append(data.prompt(place, f"first look, row {place}"))
+                found.append((data.prompt(place, f"first look, row {place}"), data.as_stored(place)))
     return found
 
 
 class RewardTrial:
-    """The reward of some rows' right answers beside that of empty ones. It is scored in the background once this is made."""
+    """The reward of some rows' right answers, in each form that one may have, beside that of empty ones.
 
-    def __init__(self, prompts: Sequence[Prompt], rules: RewardRunner, tokenizer: Any) -> None:
+    It is scored in the background once this is made.
+    """
+
+    def __init__(self, rows: Sequence[tuple[Prompt, Mapping[str, Any]]], rules: RewardRunner, tokenizer: Any) -> None:
         self._rules = rules
-        self._empty = [_rollout(prompt, 0, "", tokenizer) for prompt in prompts]
-        golds = [(prompt, _right_answer(prompt)) for prompt in prompts]
-        self._right = [_rollout(prompt, 1, gold, tokenizer) for prompt, gold in golds if gold is not None]
-        for rollout in (*self._right, *self._empty):
+        self._empty = [_rollout(prompt, 0, "", tokenizer) for prompt, _ in rows]
+        self._forms: dict[str, list[Rollout]] = {}
+        self._is_clear = False
+        for prompt, row in rows:
+            source = prompt.data_source
+            marked = all(reads_marks(name, source) for name in rules.factors)
+            forms = right_responses(row, source, prompt.ground_truth, prompt.extra_info, marked_only=marked)
+            # From a ground truth with parts an answer is made for countdown alone; in other forms it is worth a try.
+            truth = prompt.ground_truth
+            made = is_structured(truth) and (isinstance(truth, str) or IN_MARKS not in forms)
+            self._is_clear |= bool(forms.keys() - {IN_MARKS, BARE}) or (bool(forms) and not made)
+            for number, (form, text) in enumerate(forms.items(), start=1):
+                self._forms.setdefault(form, []).append(_rollout(prompt, number, text, tokenizer))
+        for rollout in self._all:
             rules.submit(rollout)
+
+    @property
+    def _all(self) -> list[Rollout]:
+        return [*self._empty, *itertools.chain.from_iterable(self._forms.values())]
 
     def verdict(self) -> tuple[str, bool]:
         """Wait for the scores, and return what they say, and whether it is a warning; nothing to say without a row."""
         if not self._empty:
             return "", False
         with suppress(RewardError):  # what becomes of a failed reward is for the training; here it is said
-            self._rules.wait([*self._right, *self._empty])
+            self._rules.wait(self._all)
         empty = {one.prompt.uid: one.reward for one in self._empty if one.reward is not None}
         nones = _range(list(empty.values()))
-        if not self._right:
-            return _line(
-                "reward", f"no right answer could be made from the ground truth of these rows; an empty one gets {nones}"
-            ), False
-        failed = [one for one in self._right if one.reward is None]
-        if len(failed) * 4 >= len(self._right):
+
+        def worth(form: str) -> float:
+            return sum((one.reward or 0.0) - (empty.get(one.prompt.uid) or 0.0) for one in self._forms[form])
+
+        # The form that the reward is made for: in others a right answer is not one, which is no fault of the reward.
+        form = max(self._forms, key=worth, default="")
+        if not form or (not self._is_clear and worth(form) <= 0):
+            text = f"no right answer could be made from the ground truth of these rows; an empty one gets {nones}"
+            return _line("reward", text), False
+        right, tried = self._forms[form], ", ".join(self._forms)
+        failed = [one for one in right if one.reward is None]
+        if len(failed) * 4 >= len(right):
             cause = (failed[0].failure_cause or failed[0].failure or "no number").splitlines()[0]
-            text = f"it fails on {len(failed)} of {len(self._right)} right answers: {_short(cause, 160)}"
+            text = f"it fails on {len(failed)} of {len(right)} right answers ({form}): {_short(cause, 160)}"
             return _line("reward", f"{text}. Mend the function: python -m grpo_rl check-reward tries it alone"), True
-        scored = [(one, one.reward) for one in self._right if one.reward is not None]
+        scored = [(one, one.reward) for one in right if one.reward is not None]
         worse = [one for one, reward in scored if reward <= empty.get(one.prompt.uid, -np.inf)]
         rights = _range([reward for _, reward in scored])
         if 2 * len(worse) < len(scored):
-            return _line("reward", f"tried on {len(scored)} rows: the right answer gets {rights}, an empty one {nones}"), False
+            text = f"tried on {len(scored)} rows: the right answer ({form}) gets {rights}, an empty one {nones}"
+            return _line("reward", text), False
         text = (
             f"in {len(worse)} of {len(scored)} rows the right answer gets no more than an empty one ({rights} and {nones}), for "
-            f"instance {_short(str(worse[0].text))!r} to {_short(worse[0].prompt.text)!r}. Check reward.functions and the form of "
-            "answer that they want: python -m grpo_rl check-reward"
+            f"instance {_short(str(worse[0].text))!r} to {_short(worse[0].prompt.text)!r}. Tried: {tried}. Check reward.functions "
+            "and the form of answer that they want: python -m grpo_rl check-reward"
         )
         return _line("reward", text), True
 
 
 def _line(name: str, text: str) -> str:
     return safe_text(f"{name + ' ':<9}{text}", limit=1000)
-
-
-def _right_answer(prompt: Prompt) -> str | None:
-    """Return a response with the right answer; None where the ground truth has no form from which one is made."""
-    try:
-        return gold_response(prompt.data_source, prompt.ground_truth, prompt.extra_info)
-    except (TypeError, ValueError, ArithmeticError, LookupError):
-        return None
 
 
 def _rollout(prompt: Prompt, index: int, text: str, tokenizer: Any) -> Rollout:

@@ -44,6 +44,7 @@ STRANGE: dict[str, str | None] = {
     "foreign": "答案是四。الجواب ٤ 🙂\u202e\x00 </answer> \\boxed{{",
 }
 """Responses that a policy gives sooner or later, by what is strange in them: each is tried on the first row with a reward. Plain is the bare ground truth."""
+IN_MARKS, BARE = "the ground truth in the forms of the known rules", "the bare ground truth"
 MAX_NUMBERS = 5
 """Numbers of a countdown that is solved here: six take seconds."""
 
@@ -137,6 +138,44 @@ def _row(place: int, where: str, row: dict[str, Any], name: str | None) -> Row:
     if not isinstance(response, str):
         raise wrong(where, name or "response", response, "text")
     return Row(place, source, gold, extra_info, response)
+
+
+def right_responses(
+    row: Mapping[str, Any], data_source: str, ground_truth: Any, extra_info: Mapping[str, Any], *, marked_only: bool = False
+) -> dict[str, str]:
+    """Return responses that should be right, by the words for what each is: those that the row has itself, then those made
+    from its ground truth. With `marked_only` none is the bare ground truth, which a rule for marked answers finds equal to itself.
+    """
+    found: dict[str, Any] = {
+        "the row's response": row.get("response"),
+        "the row's demonstration": extra_info.get("demonstration"),
+        "the row's last assistant message": _last_answer(row),
+    }
+    with contextlib.suppress(TypeError, ValueError, ArithmeticError, LookupError):
+        found[IN_MARKS] = gold_response(data_source, ground_truth, extra_info)
+    if not marked_only:
+        gold = ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
+        bare = gold if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False) if gold is not None else None
+        found[BARE] = bare
+    return {name: text for name, text in found.items() if isinstance(text, str) and text}
+
+
+def is_structured(ground_truth: Any) -> bool:
+    """Return whether a ground truth, or its JSON text, has parts: it may be an answer, or say what an answer has to be like."""
+    if isinstance(ground_truth, str):
+        return ground_truth.lstrip().startswith(("{", "["))
+    if isinstance(ground_truth, list | tuple):
+        return any(isinstance(part, list | tuple | Mapping) for part in ground_truth)
+    return isinstance(ground_truth, Mapping)
+
+
+def _last_answer(row: Mapping[str, Any]) -> str | None:
+    """Return what the assistant says last in a column of chat messages; None in a row without."""
+    for value in row.values():
+        last = value[-1] if isinstance(value, list) and value else None
+        if isinstance(last, Mapping) and last.get("role") == "assistant" and isinstance(last.get("content"), str):
+            return str(last["content"])
+    return None
 
 
 def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:

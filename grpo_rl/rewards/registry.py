@@ -67,6 +67,12 @@ def auto(
     return RULES[data_source](data_source, solution_str, ground_truth, extra_info)
 
 
+def reads_marks(name: str, data_source: str) -> bool:
+    """Return whether this function of the package looks for an answer that is marked: a box, `####`, tags, `answer is`."""
+    function = RULES.get(data_source) if name == "auto" else REWARDS.get(name) if name in REWARDS else None
+    return function in (math, gsm8k, gsm8k_flexible, exact_match, multiple_choice)
+
+
 def check_data_sources(data_sources: Iterable[str]) -> None:
     """Raise ConfigError when some of the `data_sources` have no rule."""
     if unknown := sorted(set(data_sources) - set(RULES)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan import first_look
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.first_look import RewardTrial, of_memory, of_plan, of_prompts, some_prompts
+from grpo_rl.plan.first_look import RewardTrial, of_memory, of_plan, of_prompts, some_rows
 from grpo_rl.plan.make import make_plan
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
@@ -36,9 +38,14 @@ def plan_of(*words: str) -> Plan:
     return make_plan(compose(["recipe=arithmetic/grpo", "trainer.device=cpu", *words]), Machine(0, 2, "cpu", cluster=False))
 
 
-def prompts_of(config: DataConfig | None = None, spec: str = "task:arithmetic?num_rows=40") -> list[Prompt]:
-    data = PromptDataset([spec], config or DataConfig(max_prompt_length=32), TOKENIZER).checked()
-    return some_prompts(data)
+def rows_of(
+    config: DataConfig | None = None, spec: str = "task:arithmetic?num_rows=40"
+) -> list[tuple[Prompt, Mapping[str, Any]]]:
+    return some_rows(PromptDataset([spec], config or DataConfig(max_prompt_length=32), TOKENIZER).checked())
+
+
+def prompts_of(config: DataConfig | None = None) -> list[Prompt]:
+    return [prompt for prompt, _ in rows_of(config)]
 
 
 @pytest.fixture
@@ -53,7 +60,11 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RewardRun
 @pytest.mark.parametrize(
     ("runner", "text", "is_trouble"),
     [
-        ("auto", "tried on 8 rows: the right answer gets 1, an empty one 0", False),
+        (
+            "auto",
+            "tried on 8 rows: the right answer (the ground truth in the forms of the known rules) gets 1, an empty one 0",
+            False,
+        ),
         ("gsm8k", "in 8 of 8 rows the right answer gets no more than an empty one (0 and 0), for instance '", True),
         ("mine.py:always_one", "no more than an empty one (1 and 1)", True),
         ("mine.py:failing", "it fails on 8 of 8 right answers", True),
@@ -61,15 +72,49 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RewardRun
     indirect=["runner"],
 )
 def test_the_reward_is_tried_on_right_answers_and_on_empty_ones(runner: RewardRunner, text: str, is_trouble: bool) -> None:
-    line, warns = RewardTrial(prompts_of(), runner, TOKENIZER).verdict()
+    line, warns = RewardTrial(rows_of(), runner, TOKENIZER).verdict()
     assert line.startswith("reward   ") and text in line and warns == is_trouble
+
+
+@pytest.mark.parametrize(
+    ("column", "function", "form"),
+    [
+        ({}, "exactly", "the bare ground truth"),
+        ({"response": "<a>yes</a>"}, "tagged", "the row's response"),
+        ({"extra_info": {"demonstration": "<a>yes</a>"}}, "tagged", "the row's demonstration"),
+        (
+            {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<a>yes</a>"}]},
+            "tagged",
+            "assistant message",
+        ),
+        ({}, "tagged", ""),
+    ],
+)
+def test_a_right_answer_is_tried_in_each_form_that_the_row_has(
+    column: dict[str, Any], function: str, form: str, tmp_path: Path
+) -> None:
+    """A reward of one's own that wants the answer alone, or in tags of its own, is as good as one that reads boxes."""
+    (tmp_path / "own.py").write_text(
+        "def exactly(data_source, solution_str, ground_truth, extra_info):\n    return float(solution_str == ground_truth)\n"
+        "def tagged(data_source, solution_str, ground_truth, extra_info):\n    return float('<a>' in solution_str)\n"
+    )
+    row = {"data_source": "own", "prompt": "?", "reward_model": {"ground_truth": "yes"}, **column}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    config = RewardConfig(functions=[f"{tmp_path}/own.py:{function}"], num_workers=1)
+    made = RewardRunner(RewardFunction.from_config(config), config, data_sources={"own"})
+    try:
+        line, warns = RewardTrial(rows_of(spec=str(tmp_path / "rows.jsonl")), made, TOKENIZER).verdict()
+    finally:
+        made.close()
+    assert warns == (form == "")
+    assert (form in line and "gets 1, an empty one 0" in line) if form else ("Tried: the ground truth in the forms" in line)
 
 
 @pytest.mark.parametrize("runner", ["auto"], indirect=True)
 def test_where_no_right_answer_can_be_made_it_says_so_and_warns_of_nothing(runner: RewardRunner) -> None:
     truths: list[object] = [{"tests": []}, {"numbers": 7, "target": "no number"}, None]
-    prompts = [dataclasses.replace(prompt, ground_truth=truth) for prompt, truth in zip(prompts_of(), truths, strict=False)]
-    line, warns = RewardTrial(prompts, runner, TOKENIZER).verdict()
+    rows = [(dataclasses.replace(row[0], ground_truth=truth), row[1]) for row, truth in zip(rows_of(), truths, strict=False)]
+    line, warns = RewardTrial(rows, runner, TOKENIZER).verdict()
     assert "no right answer could be made" in line and not warns
     assert RewardTrial([], runner, TOKENIZER).verdict() == ("", False)
 

@@ -169,7 +169,11 @@ def test_a_module_beside_the_file_is_found_from_any_folder_and_replaces_no_libra
     (tmp_path / "rows.jsonl").write_text(json.dumps(row(response="abcd")))
     script = Path(sys.executable).with_name("grpo-rl")
     ended = subprocess.run(
-        [script, "check-reward", "../own.py", "--data", "../rows.jsonl"], cwd=elsewhere, capture_output=True, text=True, check=False
+        [script, "check-reward", "../own.py", "--data", "../rows.jsonl"],
+        cwd=elsewhere,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "score: mean 4, least 4, greatest 4" in ended.stdout
