@@ -14,7 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from grpo_rl.rewards.check import Row, percentile, read_rows
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.rewards.check import IN_MARKS, Row, percentile, read_rows
 from grpo_rl.rewards.registry import auto
 
 SETS = {
@@ -43,7 +44,8 @@ def main(folder: Path, console: Console) -> int:
         if not (folder / file).is_file():
             console.print(f"{name}: there is no {folder / file}; left out")
             continue
-        rows = read_rows(str(folder / file), sys.maxsize, None)
+        read = read_rows([str(folder / file)], sys.maxsize, None, DataConfig(), ["auto"])
+        rows = [row._replace(response=row.forms[IN_MARKS]) for row in read]
         graded(rows[0], rows[0].ground_truth)
         own = [graded(row, row.ground_truth) for row in rows]
         pairs = [

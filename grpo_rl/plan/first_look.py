@@ -113,7 +113,7 @@ def some_rows(data: PromptDataset | None, number: int = NUM_ROWS) -> list[tuple[
     if data is None:
         return []
     places = sorted({place * len(data) // number for place in range(number)} if len(data) else ())
-    found = []
+    found = list[tuple[Prompt, Mapping[str, Any]]]()
     for place in places:
         with suppress(DataError):
             if data.usable(place):

@@ -9,12 +9,14 @@ Shows what each response is worth, how long it took, and what failed and why; th
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -23,16 +25,21 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_rl.arguments import Arguments
-from grpo_rl.config.schema.tree import RewardConfig
+from grpo_rl.config.compose import compose
+from grpo_rl.config.schema.tree import DataConfig, RewardConfig
 from grpo_rl.data.rows import column, wrong
 from grpo_rl.data.sources.locate import open_source
+from grpo_rl.data.sources.source import Joined
 from grpo_rl.errors import ConfigError, GrpoRlError, RewardError
 from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, Sample
+from grpo_rl.rewards.contract import Component, Outcome, RewardFailure, RewardResult, Sample
+from grpo_rl.rewards.registry import reads_marks
 from grpo_rl.rewards.runtime.process import Job, RewardProcess, spared
 
 SHOWN_ROWS = 20
+TRIED_ROWS = 8
+"""Rows on which each form of a right response is tried, to choose one."""
 SHOWN_CHARACTERS = 40
 SHOWN_FAILURES = 10
 FAILED, INTERRUPTED = 2, 130
@@ -50,13 +57,15 @@ MAX_NUMBERS = 5
 
 
 class Row(NamedTuple):
-    """The arguments of a reward function for one row. `response` is None where none could be made."""
+    """The arguments of a reward function for one row."""
 
     place: int
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
-    response: str | None
+    forms: dict[str, str]
+    """Responses that should be right, by the words for what each is; none for a row that has one of its own."""
+    response: str | None = None
 
     def sample(self) -> Sample:
         return Sample(self.data_source, self.response or "", self.ground_truth, self.extra_info)
@@ -73,30 +82,49 @@ class TriedRow(NamedTuple):
 class Trial:
     """A reward process as a run has them, asked by the main thread; it is replaced when it had to be killed."""
 
-    def __init__(self, spec: str, options: dict[str, Any], batched: bool, timeout_s: float, log: OutputLog) -> None:
-        """Find the function. Raises ConfigError for an unknown name, file or option."""
-        name = f"{spec}:compute_score" if spec.endswith(".py") else spec
-        self._config = RewardConfig(
-            functions=[name],
-            function_kwargs={name: options} if options else {},
-            batched=[name] if batched else [],
-            timeout_s=timeout_s,
-        )
-        self._components = RewardFunction.from_config(self._config).components
+    def __init__(self, config: RewardConfig, log: OutputLog) -> None:
+        """Find the functions. Raises ConfigError for an unknown name, file or option."""
+        self._config, self._components = config, RewardFunction.from_config(config).components
         self._worker: RewardProcess | None = None
         self._log, self._data_sources = log, set[str]()
 
     def outcomes(self, rows: Sequence[Row]) -> Iterator[TriedRow]:
-        """Yield what the function gives for these rows: each by itself, or all in one call of a function of lists.
+        """Yield the reward of these rows: each by itself, or all in one call where there is a function of lists.
 
         Raises RewardError where no process starts.
         """
         self._data_sources |= {row.data_source for row in rows}
-        for some in [rows] if rows and self._config.batched else [[row] for row in rows]:
-            job = Job([row.sample for row in some], self._components)
-            self._ask([job])
-            for row, outcome in zip(some, spared(job, self._ask), strict=True):
-                yield TriedRow(row, job.seconds / len(some), outcome)
+        batched = [component for component in self._components if component.batched]
+        singly = [component for component in self._components if not component.batched]
+        for some in [rows] if rows and batched else [[row] for row in rows]:
+            samples = [row.sample for row in some]
+            jobs = [Job([sample], singly) for sample in samples] if singly else []
+            joint = [Job(samples, [component]) for component in batched]
+            self._ask([*jobs, *joint])
+            further = [spared(job, self._ask) for job in joint]
+            seconds = sum(job.seconds for job in (*jobs, *joint)) / len(some)
+            for number, row in enumerate(some):
+                alone = jobs[number].outcomes if jobs else []
+                yield TriedRow(
+                    row, seconds, self._sum([*singly, *batched], [*alone, *(outcomes[number] for outcomes in further)])
+                )
+
+    def _sum(self, components: Sequence[Component], outcomes: Sequence[Outcome]) -> Outcome:
+        """Return the weighted sum with its parts; of one function what it gave; the first failure where there is one."""
+        results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
+        if failure := next((outcome for outcome in outcomes if isinstance(outcome, RewardFailure)), None):
+            return failure
+        if len(components) == 1:
+            return results[0]
+        values: dict[str, float] = {}
+        for component, result in zip(components, results, strict=True):
+            values |= {
+                component.name: result.score,
+                **{f"{component.name}/{key}": number for key, number in result.values.items()},
+            }
+        return RewardResult(
+            sum(component.factor * result.score for component, result in zip(components, results, strict=True)), values
+        )
 
     def close(self) -> None:
         """End the process and all that it started."""
@@ -117,27 +145,40 @@ class Trial:
 # ---- rows and their right responses --------------------------------------------------------------------
 
 
-def read_rows(name: str, count: int, column: str | None) -> list[Row]:
-    """Return the first `count` rows of a data file, folder or task in verl's format, read as a run reads them.
+def read_rows(names: Sequence[str], count: int, response: str | None, data: DataConfig, functions: Sequence[str]) -> list[Row]:
+    """Return the first `count` rows of data files, folders or tasks, read as a run with these columns reads them.
 
-    The response is the text in `column`, or in `response` where there is such a column and none is named; else it is made from
-    the ground truth. Raises DataError, naming the file, the row and the column, for what cannot be read so.
+    The response is the text in the column `response`; where none is named, there are those of `right_responses`. Raises
+    DataError, naming the file, the row and the column, for what cannot be read so.
     """
-    source = open_source(name)
-    return [_row(place, source.where(place), source.row(place), column) for place in range(min(count, len(source)))]
+    source = Joined("the data", [open_source(name) for name in names])
+    places = range(min(count, len(source)))
+    return [_row(place, source.where(place), source.row(place), response, data, functions) for place in places]
 
 
-def _row(place: int, where: str, row: dict[str, Any], name: str | None) -> Row:
+def _row(place: int, where: str, row: dict[str, Any], response: str | None, data: DataConfig, functions: Sequence[str]) -> Row:
     # The prompt is not looked at: a file with responses needs none.
-    source, gold = str(row.get("data_source", "")), column(row, "reward_model.ground_truth", where)
-    extra = row.get("extra_info")
+    source = data.data_source or str(row.get(data.reward_fn_key, ""))
+    gold, extra = column(row, data.ground_truth_key, where), column(row, data.extra_info_key, where, optional=True)
     extra_info = dict(extra) if isinstance(extra, Mapping) else {}
-    if name is None and "response" not in row:
-        return Row(place, source, gold, extra_info, gold_response(source, gold, extra_info))
-    response = column(row, name or "response", where)
-    if not isinstance(response, str):
-        raise wrong(where, name or "response", response, "text")
-    return Row(place, source, gold, extra_info, response)
+    if response is None and "response" not in row:
+        marked = all(reads_marks(name, source) for name in functions)
+        return Row(place, source, gold, extra_info, right_responses(row, source, gold, extra_info, marked_only=marked))
+    text = column(row, response or "response", where)
+    if not isinstance(text, str):
+        raise wrong(where, response or "response", text, "text")
+    return Row(place, source, gold, extra_info, {}, text)
+
+
+def best_form(trial: Trial, rows: Sequence[Row]) -> str:
+    """Return the form of a right response that earns most in the first rows; the first of those that earn the same."""
+    forms = list(dict.fromkeys(form for row in rows for form in row.forms))
+    tries = [(form, row._replace(response=row.forms[form])) for form in forms for row in rows[:TRIED_ROWS] if form in row.forms]
+    worth = dict.fromkeys(forms, 0.0)
+    if len(forms) > 1:
+        for (form, _), one in zip(tries, trial.outcomes([row for _, row in tries]), strict=True):
+            worth[form] += one.outcome.score if isinstance(one.outcome, RewardResult) else 0.0
+    return max(forms, key=worth.__getitem__)
 
 
 def right_responses(
@@ -277,36 +318,50 @@ def _printable(text: str) -> str:
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
     """Run the command; returns its exit code."""
     parser = Arguments(
-        "check-reward", "Try a reward function on rows of a file.", "grpo-rl check-reward my_reward.py --data rows.jsonl"
+        "check-reward",
+        "Try a reward on rows before any training. Columns, options and recipes are those of a run: data.ground_truth_key=age,\n"
+        "recipe=./my.yaml; a recipe may give the functions and the data too.",
+        "grpo-rl check-reward my_reward.py --data rows.jsonl\n  grpo-rl check-reward recipe=real/json_extraction",
     )
-    parser.add_argument("function", help="my_reward.py, my_reward.py:name, package.module:name, or a registered name")
-    parser.add_argument("--data", required=True, help="data in verl's row format: a file, a folder, task:NAME")
+    parser.add_argument(
+        "function",
+        nargs="?",
+        help="my_reward.py, my_reward.py:name, package.module:name, a registered name (as the recipe has it)",
+    )
+    parser.add_argument("--data", help="a file, a folder, task:NAME (as the recipe has it: data.train_files)")
     parser.add_argument("--rows", type=int, default=100, help="how many rows, from the first (default: 100)")
-    parser.add_argument("--column", help="the column with the responses (default: response, else made from the ground truth)")
+    parser.add_argument(
+        "--column", help="the column with the responses (default: response, a demonstration, or made from the gold)"
+    )
     parser.add_argument("--batched", action="store_true", help="the function takes lists, one call for all rows")
     parser.add_argument(
         "--options", default="{}", help="keyword arguments of the function, as JSON, e.g. '{\"boxed_only\": true}'"
     )
-    parser.add_argument(
-        "--timeout_s",
-        type=float,
-        default=RewardConfig().timeout_s,
-        help="longest call, as reward.timeout_s (default: %(default)g)",
-    )
+    parser.add_argument("--timeout_s", type=float, help="longest call (as reward.timeout_s)")
     console = console or Console()
     tried, strange = list[TriedRow](), list[TriedRow]()
     log, printed, interrupted = OutputLog(), "", False
     try:
-        given = parser.read(sys.argv[1:] if arguments is None else arguments)
+        given, words = parser.read_with_settings(sys.argv[1:] if arguments is None else arguments)
         if given.rows < 1:
             raise ConfigError(f"--rows is {given.rows}; it must be at least 1")
-        if not given.timeout_s > 0:
+        if given.timeout_s is not None and not given.timeout_s > 0:
             raise ConfigError(f"--timeout_s is {given.timeout_s:g}; it must be above 0")
-        trial = Trial(given.function, _options(given.options), given.batched, given.timeout_s, log)
-        rows = read_rows(given.data, given.rows, given.column)
-        usable = [row for row in rows if row.response is not None]
+        config = compose(words).config
+        if given.data is None and not any(word.startswith(("recipe=", "data.train_files=")) for word in words):
+            raise ConfigError("--data is missing: a file, a folder, task:NAME; or a recipe with data.train_files")
+        data = [given.data] if given.data is not None else config.data.train_files
+        reward = _reward_of(given, config.reward)
+        trial = Trial(reward, log)
         with contextlib.closing(trial):
+            rows = read_rows(data, given.rows, given.column, config.data, reward.functions)
+            usable = list[Row]()
             try:
+                if without := [row for row in rows if row.forms]:
+                    form = best_form(trial, without)
+                    console.print(f"responses: {form}")
+                    rows = [row._replace(response=row.forms[form]) if form in row.forms else row for row in rows]
+                usable = [row for row in rows if row.response is not None]
                 for one in trial.outcomes(usable):
                     tried.append(one)
                 printed = log.last
@@ -326,6 +381,23 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     if interrupted:
         return INTERRUPTED
     return 0 if tried and all(isinstance(one.outcome, RewardResult) for one in [*tried, *strange]) else FAILED
+
+
+def _reward_of(given: argparse.Namespace, config: RewardConfig) -> RewardConfig:
+    """Return the settings of the function that is named, or of the recipe's reward."""
+    timeout_s = config.timeout_s if given.timeout_s is None else given.timeout_s
+    options = _options(given.options)
+    if given.function is None:
+        if options or given.batched:
+            raise ConfigError("--options and --batched belong to a function that is named; a recipe has reward.function_kwargs")
+        return replace(config, timeout_s=timeout_s)
+    name = f"{given.function}:compute_score" if given.function.endswith(".py") else given.function
+    return RewardConfig(
+        functions=[name],
+        function_kwargs={name: options} if options else {},
+        batched=[name] if given.batched else [],
+        timeout_s=timeout_s,
+    )
 
 
 def _options(text: str) -> dict[str, Any]:

@@ -75,6 +75,37 @@ def test_a_function_may_be_async_or_batched_or_have_options(check, my_file):
     assert code == 2 and "(with lists, as it is in reward.batched)" in shown
 
 
+def test_columns_of_a_run_name_the_ground_truth_and_the_best_form_of_a_right_response_is_taken(check, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(solution_str == str(ground_truth) and data_source == 'people')\n"
+    )
+    rows = [{"question": "Ada is 36.", "age": 36}, {"question": "Bo is 7.", "age": 7}]
+    words = ["data.ground_truth_key=age", "data.data_source=people"]
+    code, shown = check(f"{tmp_path}/own.py", rows, *words)
+    assert code == 0 and "responses: the bare ground truth" in shown and "score: mean 1," in shown
+    rows = [{"age": 36, "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "36"}]}]
+    assert "responses: the row's last assistant message" in check(f"{tmp_path}/own.py", rows, *words)[1]
+    # A rule that looks for a mark finds what it cannot read equal to itself: the bare ground truth is no trial of it.
+    assert "responses: the ground truth in the forms" in check("math", rows, *words)[1]
+    code, shown = check("math", rows, "data.ground_truth_key=years")
+    assert code == 2 and "there is no column 'years'" in shown
+
+
+def test_a_recipe_gives_functions_weights_and_data(tmp_path):
+    def run(*arguments):
+        shown = io.StringIO()
+        return main(arguments, Console(file=shown, width=200)), shown.getvalue()
+
+    words = ["recipe=real/json_extraction", "reward.functions=[0.5*json_fields,2*json_schema]", "--rows", "3"]
+    code, shown = run(*words)
+    assert code == 0 and "responses: the row's demonstration" in shown and "score: mean 2.5, least 2.5" in shown
+    assert "json_fields 1" in shown and "json_schema/json 1" in shown
+    assert run("json_schema", "recipe=real/json_extraction", "--rows", "3")[1].count("json 1") == 3
+    assert run("math") == (2, "--data is missing: a file, a folder, task:NAME; or a recipe with data.train_files\n")
+    assert "belong to a function that is named" in run("recipe=real/json_extraction", "--batched")[1]
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_function_that_hangs_or_dies_costs_its_row_and_no_other(check, my_file, batched):
     with my_file.open("a") as file:
