@@ -52,7 +52,7 @@ def test_an_unknown_option_is_refused_with_the_nearest(name: str, capsys: pytest
         "export": "--adapter",
         "doctor": "--strict",
     }
-    near |= {"page": "--out", "prepare": "--split", "check-reward": "--batched"}
+    near |= {"page": "--out", "prepare": "--split", "check-reward": "--batched", "import-gguf": "--dtype"}
     wanted = near.get(name, "--temperature")
     needed = {"prepare": ["--from", "x", "--to", "y"], "check-reward": ["--data", "x"]}
     words = ["gsm8k" if name == "prepare" else "runs/x", *needed.get(name, [])]
@@ -116,6 +116,6 @@ def test_a_documented_command_has_the_options(words: tuple[str, ...]) -> None:
 
 
 def test_every_command_is_documented() -> None:
-    assert {words[0] for words in documented()} == {"watch", "eval", "generate", "chat", "export"}
+    assert {words[0] for words in documented()} == {"watch", "eval", "generate", "chat", "export", "import-gguf"}
     page = (Path(grpo_rl.__file__).parents[1] / "docs" / "commands.md").read_text()
     assert [name for name in COMMANDS if f"| `{name}` |" not in page] == []
