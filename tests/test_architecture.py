@@ -35,6 +35,7 @@ FLOORS = {
     "faults": 0,
     "processes": 0,
     "machine_memory": 0,
+    "gpu_allocator": 0,
     "source_code": 0,
     "config": 0,
     "protocols": 1,

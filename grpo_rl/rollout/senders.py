@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_rl.gpu_allocator import shareable_memory
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.weights import (
     NamedTensor,
@@ -103,7 +104,8 @@ class IpcSender(WeightSender):
             bucket = describe(group)
             if bucket.nbytes > flat.nbytes:
                 # A tensor above bucket_bytes gets a buffer of its own size; smaller ones then share it.
-                flat = torch.empty(max(bucket.nbytes, self.bucket_bytes), dtype=torch.uint8, device=device)
+                with shareable_memory():
+                    flat = torch.empty(max(bucket.nbytes, self.bucket_bytes), dtype=torch.uint8, device=device)
                 _, handle = torch.multiprocessing.reductions.reduce_tensor(flat)
             write_flat(group, flat)
             # The other process reads without any ordering between the two streams.

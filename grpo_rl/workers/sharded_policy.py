@@ -22,6 +22,7 @@ from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.rank_files import RankFiles
 from grpo_rl.columns import values
 from grpo_rl.config.derived import lm_head_chunk
+from grpo_rl.gpu_allocator import use_expandable_segments
 from grpo_rl.models import attention, fsdp, load, lora
 from grpo_rl.models.forward import PackedModel, PolicyModel
 from grpo_rl.models.linear import Precision
@@ -46,6 +47,7 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
     device = torch.device(rank.device, 0) if rank.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        use_expandable_segments()
     interface = interface_of(rank.address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -40,5 +40,6 @@ def test_two_steps_with_the_engine_on_the_actors_gpu(engine: str, tmp_path: Path
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "rollout/logprob_diff_mean" in record]
     assert [record["step"] for record in steps] == [1, 2]
-    # The layers of both sides compute in bf16, each with kernels of its own.
-    assert all(record["rollout/logprob_diff_mean"] < 0.02 for record in steps)
+    # The layers of both sides compute in bf16, each with kernels of its own: on a CPU both were 0.0095 from float32 with this model,
+    # so that they may be 0.013 apart, and more when training has made the logits larger.
+    assert all(record["rollout/logprob_diff_mean"] < 0.03 for record in steps)
