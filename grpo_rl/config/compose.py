@@ -1,7 +1,4 @@
-"""Composition of a checked Config: layers are laid over each other, `convert.py` enforces the schema's rules.
-
-Later ones win: the schema's defaults, `conf/config.yaml`, the recipe (and before it those it builds on), the command line.
-"""
+"""A checked Config of what Hydra composes: values are resolved, and `convert.py` enforces the schema's rules."""
 
 from __future__ import annotations
 
@@ -10,24 +7,32 @@ import dataclasses
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
+import hydra
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_rl.config import overrides, recipes, relative_paths, secrets
+from grpo_rl.config import command_line, hydra_files, relative_paths, secrets
 from grpo_rl.config.checks import all_rules, inputs
+from grpo_rl.config.command_line import Command
 from grpo_rl.config.convert import convert_or_explain, show
-from grpo_rl.config.overrides import REMOVED, Settings
+from grpo_rl.config.hydra_files import Reading
+from grpo_rl.config.overrides import Line
 from grpo_rl.config.schema.fields import flat, free_mapping, leaves, nested
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.verl import verl_answers
 from grpo_rl.errors import ConfigError
 
-_RECIPE_UNLESS_SET = {"actor_rollout_ref.model.path", "data.train_files"}
+VERSION_BASE = "1.3"
+_LOCK = RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,32 +61,55 @@ def compose(argv: Sequence[str]) -> Composed:
     Raises ConfigError with one line per problem, all that were found: misspelt keys with the nearest ones,
     values of the wrong type or out of range, keys of verl's with what to use instead, unreadable recipes.
     """
+    command = read(argv)
+    command.line.problems += [f"--{name}: is for python -m grpo_rl.main" for name in command.other_work]
+    with hydra_files.reading(command.folders, command.config_name) as reading:
+        problems, composed = through_hydra(command)
+        return checked(composed, command, reading, argv, problems)
+
+
+def read(argv: Sequence[str]) -> Command:
+    """Return the command line, and remember what it has of secrets."""
     secrets.remember_environment()
     typed = (word.partition("=")[2] for word in argv if _is_secret(word))
     secrets.remember(value.strip("'\"") for value in typed if "${" not in value)
-    line = overrides.read(argv)
-    recipe_name = line.recipe
-    recipe_is_default = recipe_name is None and not line.keys & _RECIPE_UNLESS_SET
-    if recipe_is_default:
-        recipe_name = recipes.DEFAULT_RECIPE
-    problems, notes = line.problems, line.notes
-    family = []
+    return command_line.read(argv)
+
+
+def through_hydra(command: Command) -> tuple[list[str], DictConfig]:
+    """Return what Hydra composes, or what it says against it and an empty mapping."""
+    with _LOCK, _no_outer_hydra(), initialize_config_dir(str(command.folders[0]), version_base=VERSION_BASE):
+        try:
+            return [], hydra.compose(command.config_name, command.words)
+        except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
+            return [_one_line(error.__cause__ or error)], OmegaConf.create({})
+
+
+@contextmanager
+def _no_outer_hydra() -> Iterator[None]:
+    """Put the Hydra of a program that composes within its own `@hydra.main` aside: there is one in a process."""
+    instance = GlobalHydra.instance()
+    outer, instance.hydra = instance.hydra, None
     try:
-        family = recipes.for_every_run()
-        family += recipes.with_parents(recipe_name) if recipe_name is not None else []
-    except ConfigError as error:
-        problems += error.problems
-    layers = [*map(_of_recipe, family), line]
-    for layer in layers[:-1]:
-        problems += layer.problems
-        notes += layer.notes
-    raw, safe = _resolve(_laid_over(layers, problems), problems)
-    given = {key for layer in layers for key in layer.keys}
+        yield
+    finally:
+        instance.hydra = outer
+
+
+def checked(
+    composed: DictConfig, command: Command, reading: Reading, argv: Sequence[str], problems: Sequence[str] = ()
+) -> Composed:
+    """Return the configuration that Hydra has composed of a command line. Raises ConfigError as `compose`."""
+    line = command.line
+    problems = [*line.problems, *reading.problems, *problems]
+    notes = [*line.notes, *(note for settings in reading.settings.values() for note in settings.notes)]
+    raw, safe = _resolve(composed, problems)
+    given = line.keys.union(*(settings.keys for settings in reading.settings.values()))
     for tree in (raw, safe) if raw else ():
         notes += _implied(tree, given)
     config, value_problems = convert_or_explain(raw)
     names = (config.actor_rollout_ref.model.path, config.data.train_files)
-    if verl_answers.looks_like_verls(given, *names) and all(recipe.folder is not None for recipe in family):
+    if reading.is_verls and verl_answers.looks_like_verls(given, *names):
         notes += filter(None, [verl_answers.other_defaults(given, {key: leaf.default for key, leaf in leaves().items()})])
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += value_problems
@@ -92,43 +120,14 @@ def compose(argv: Sequence[str]) -> Composed:
     return Composed(
         config=config,
         resolved=_shareable(config, raw, safe),
-        recipe=recipe_name,
-        recipe_is_default=recipe_is_default,
+        recipe=line.choice_of.get("recipe"),
+        recipe_is_default=command.recipe_is_default,
         overrides=tuple(_hide_secret(word) for word in argv),
         notes=tuple(secrets.redact(note) for note in dict.fromkeys(notes)),
     )
 
 
-def _of_recipe(recipe: recipes.Recipe) -> Settings:
-    found = Settings(where=f" (in recipe {recipe.name})")
-    for key, value in recipe.content.items():
-        found.take(key, value)
-    if recipe.folder is not None:
-        found.pairs = list(relative_paths.from_folder(dict(found.pairs), recipe.folder).items())
-    return found
-
-
-def _laid_over(layers: Sequence[Settings], problems: list[str]) -> DictConfig:
-    """Return all layers over each other, the command line last. What does not go together is one more problem."""
-    composed = copy.deepcopy(_defaults())
-    for key, value in (pair for layer in layers for pair in layer.pairs):
-        try:
-            if value is REMOVED:
-                above, _, name = key.rpartition(".")
-                OmegaConf.select(composed, above).pop(name)
-            else:
-                OmegaConf.update(composed, key, value, merge=bool(value), force_add=True)
-        except (OmegaConfBaseException, ValueError, AttributeError, KeyError) as error:
-            problems.append(f"{key}: cannot be set: {_one_line(error)}")
-    return composed
-
-
-@cache
-def _defaults() -> DictConfig:
-    return OmegaConf.create(dataclasses.asdict(Config()))
-
-
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     """Return the first line of an exception's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
@@ -238,7 +237,7 @@ def _is_secret(word: str) -> bool:
     return bool(equals) and secrets.is_secret_name(key.rpartition(".")[2]) and key.lstrip("+~") not in leaves()
 
 
-def _own_code_in_recipe(config: Config, line: Settings) -> Iterator[str]:
+def _own_code_in_recipe(config: Config, line: Line) -> Iterator[str]:
     """Yield a line where a recipe allows the code of a model folder to run, which only the user may allow."""
     for key in inputs.allows_code(config):
         if key not in line.keys:

@@ -7,29 +7,41 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+from grpo_rl.config import choices, recipes
 from grpo_rl.config.convert import show, unknown_key
-from grpo_rl.config.recipes import VERLS_DEFAULTS
 from grpo_rl.config.schema.fields import Kind, free_mapping, leaves, sections
 from grpo_rl.config.verl import verl_answers
+from grpo_rl.errors import did_you_mean
 
 _WORD = re.compile(r"(?P<sign>\+\+|\+|~)?(?P<key>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
+_KEY_SIGNS, _ESCAPED = re.compile(r"[\\()\[\]{}:=, ]"), r"\\\g<0>"
 _NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
-_FILE_OPTIONS = ("--config-path", "--config-name")
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 """The keys that `seed=N` sets: of new weights and dropout, of the order of the data, and of sampling."""
 MACHINE = "trainer.machine"
 """The key that `machine=NAME` sets."""
+SHORT = {"seed": SEEDS, "machine": (MACHINE,)}
+"""Words for keys that are often set, and the keys."""
 _MACHINE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?[A-Za-z].*")
 MOST_RUNS = 1000
 """The most runs of one sweep: more are a slip, such as a range with too many zeros."""
-REMOVED = object()
-"""The value of a part of a free mapping that `~key` takes away."""
+HYDRA_REFUSED = {
+    "hydra.job.chdir": "relative paths of data and models start at the folder in which the command is given",
+    "hydra.output_subdir": "a run's folder has config.yaml and overrides.txt, in which secrets are hidden",
+    "hydra.job_logging": "a run writes logs of its own, logs/ in its folder",
+    "hydra.hydra_logging": "a run writes logs of its own, logs/ in its folder",
+    "hydra.mode": "write --multirun for a sweep",
+    "hydra.searchpath": "give a folder of your own as --config-dir=FOLDER",
+    "hydra.sweep.subdir": "the runs of a sweep are named after their values",
+}
+"""Settings of Hydra's own that a run has no use for, and why."""
 
 
 @dataclass(slots=True)
@@ -38,7 +50,6 @@ class Settings:
 
     where: str = ""
     """Stands behind what is said of them: ` (in recipe NAME)`."""
-    recipe: str | None = None
     pairs: list[tuple[str, Any]] = field(default_factory=list)
     """Keys of the schema, or below a free mapping, with their values. `{}` clears a mapping, other mappings are merged."""
     problems: list[str] = field(default_factory=list)
@@ -52,6 +63,10 @@ class Settings:
 
     def take(self, key: str, value: Any) -> None:
         """Add a setting, a group of settings, or what is wrong with it."""
+        if key in SHORT:
+            for name in SHORT[key]:
+                self.take(name, value)
+            return
         if free_mapping(key) is None and isinstance(value, Mapping) and key not in leaves():
             for name, entry in value.items():
                 self.take(f"{key}.{name}", entry)
@@ -73,106 +88,144 @@ class Settings:
         else:
             self.problems.append(unknown_key(place, self.where))
 
+
+@dataclass(slots=True)
+class Line(Settings):
+    """The settings of a command line."""
+
+    words: list[str] = field(default_factory=list)
+    """What they are in Hydra's grammar: places in the schema for verl's, text in quotes, `~key` as the default's value."""
+    choice_of: dict[str, str] = field(default_factory=dict)
+    """The choice of each group that was named, and the recipe as that of the group `recipe`."""
+
+    def set(self, key: str, value: str) -> None:
+        """Add a setting whose value is written in Hydra's grammar. If text is wanted, `001` and `a=b` are text."""
+        leaf = leaves().get(key)
+        parsed = parsed_word(f"++{key}={value}")
+        is_plain = not value.startswith(("[", "{", "'", '"')) and "${" not in value
+        is_text = isinstance(parsed, str) or (not parsed.is_sweep_override() and isinstance(parsed.value(), bool | int | float))
+        if leaf is not None and _is_text(leaf.kind) and is_plain and is_text:
+            value = quoted(value)
+            parsed = parsed_word(f"++{key}={value}")
+        if isinstance(parsed, str):
+            self.problems.append(f"{key}={show(value)}: cannot be read ({parsed}); put the value in quotes: '{key}=\"...\"'")
+        elif parsed.is_sweep_override():
+            hint = "a run takes one value for each key; --multirun makes a run for each; quote a comma that belongs to it"
+            if leaf is not None and leaf.kind.item is not None:
+                hint = f"a list is written {key}=[a,b]"
+            self.problems.append(f"{key}={show(value)}: several values; {hint}")
+        else:
+            count = len(self.pairs)
+            self.take(key, parsed.value())
+            for place, part in self.pairs[count:]:
+                # A mapping of several keys has been taken apart.
+                self._write(place, value if part is parsed.value() else written(part), part)
+
+    def _write(self, key: str, text: str, value: Any) -> None:
+        if value == {}:  # Hydra merges mappings, so that an empty one would change nothing
+            self.words.append(f"++{key}=null")
+        self.words.append(f"++{key}={text}")
+
     def reset(self, key: str) -> None:
-        """Set a key or a group back to the schema's defaults, whatever a recipe has."""
-        found = [leaf for leaf in leaves().values() if leaf.key == key or leaf.key.startswith(f"{key}.")]
-        self.pairs += [(leaf.key, leaf.default) for leaf in found]
+        """Set a key or a group back to the schema's defaults, whatever a recipe has. Hydra's deletion would break `${key}`."""
+        of_group = [leaf for leaf in leaves().values() if leaf.key == key or leaf.key.startswith(f"{key}.")]
+        for leaf in of_group:
+            self.pairs.append((leaf.key, leaf.default))
+            self._write(leaf.key, written(leaf.default), leaf.default)
         if free_mapping(key):
-            self.pairs.append((key, REMOVED))
-        elif not found:
+            self.pairs.append((key, None))
+            self.words.append(f"~{key}")
+        elif not of_group:
             self.problems.append(unknown_key(key))
 
+    def choose(self, group: str, name: str, folders: Sequence[Path]) -> None:
+        """Choose a file of a group; `null` for none, whatever a recipe chooses."""
+        if group == "recipe" and name in ("", "null"):
+            self.problems.append(f"recipe={name}: a recipe is chosen with recipe=NAME or recipe=path/to/file.yaml")
+        elif self.choice_of.get(group, name) != name:
+            self.problems.append(
+                f"{group}={name}: {group}={self.choice_of[group]} was given before; a run has one {group}, which may build on others"
+            )
+        elif name == "null":
+            self.words.append(f"~{group}")
+        elif problem := choices.problem(folders, group, name):
+            self.problems.append(problem)
+        else:
+            self.choice_of[group] = name
+            self.words.append(f"{group}={quoted(name)}")
 
-def read(words: Iterable[str]) -> Settings:
+
+def read(words: Iterable[str], folders: Sequence[Path] = ()) -> Line:
     """Return the settings of a command line. Never raises for what a user typed: see `problems`."""
-    line = Settings()
+    folders = folders or [recipes.conf()]
+    line = Line()
     machine = ""
-    for word in _with_verls_file(line, list(words)):
+    for word in words:
         match = _WORD.fullmatch(word)
         assert match is not None
         sign, key, value = match["sign"], match["key"].strip(), match["value"]
         if not key or (value is None and sign != "~"):
-            start = (
-                "options are --help, --cfg, --multirun and --version"
-                if word.startswith("-")
-                else "settings are written key=value"
-            )
+            start = "options are in --help" if word.startswith("-") else "settings are written key=value"
             line.problems.append(f"{show(word)}: not understood; {start}")
+        elif key.startswith(("hydra.", "hydra/")):
+            _take_hydra(line, word, key, value)
         elif not _NAME.fullmatch(key):
             line.problems.append(
                 f"{show(word)}: {key[:100]!a} is not a key; keys are words with dots between them, like trainer.save_freq=10"
             )
-        elif key == "recipe":
-            _take_recipe(line, word, sign, value)
         elif sign == "~" and value is not None:
             line.problems.append(f"~{key}={value}: write ~{key} (back to the default), or {key}={value} to set it")
+        elif key == "recipe":
+            line.choose(key, (value or "").strip().strip("'\""), folders)
         elif value is None:
-            line.reset(key)
+            for name in SHORT.get(key, (key,)):
+                line.reset(name)
+        elif key in choices.groups(folders) and not value.startswith("{") and "," not in value:
+            line.choose(key, value.strip("'\""), folders)
+        elif "." not in key and not _is_known(key) and (near := did_you_mean(key, choices.groups(folders), most=1)):
+            line.problems.append(f"{show(key)}: unknown key and no group of choices.{near}")
         else:
-            if key == "machine":
-                key, machine = MACHINE, value
-            for name in SEEDS if key == "seed" else (key,):
-                _assign(line, name, value)
+            machine = value if key == "machine" else machine
+            for name in SHORT.get(key, (key,)):
+                line.set(name, value)
     _take_machine(line, machine)
     return line
 
 
-def _with_verls_file(line: Settings, words: list[str]) -> list[str]:
-    """Return the words with `--config-path=FOLDER --config-name=NAME`, by which verl's examples name a file, as a recipe.
-
-    `ppo_trainer`, the file of verl's defaults, stands for the defaults here, and is left out.
-    """
-    given = {word.partition("=")[0]: word.partition("=")[2].strip("'\"") for word in words if word.startswith(_FILE_OPTIONS)}
-    rest = [word for word in words if not word.startswith(_FILE_OPTIONS)]
-    folder, name = (given.get(option, "") for option in _FILE_OPTIONS)
-    if not name or name in VERLS_DEFAULTS:
-        return rest
-    file = f"{name.removesuffix('.yaml')}.yaml"
-    if folder:
-        return [f"recipe={folder.rstrip('/')}/{file}", *rest]
-    line.problems.append(f"--config-name={name}: give the file as recipe=FOLDER/{file}")
-    return rest
+def _is_known(key: str) -> bool:
+    return key in SHORT or key in sections() or verl_answers.answer_for(key) is not None
 
 
-def _take_machine(line: Settings, name: str) -> None:
-    """Set the number of GPUs (one, where it says none) and of machines as a machine's name says, unless the words set them."""
+def _take_hydra(line: Line, word: str, key: str, value: str | None) -> None:
+    """Pass on a setting of Hydra's own, or say why it has no place here."""
+    name = key.replace("/", ".")
+    if name == "hydra.run.dir" and value:
+        folder = Path(value.strip("'\""))
+        line.notes.append(
+            f"{key}={value}: is trainer.default_local_dir={folder.parent} trainer.experiment_name={folder.name} here"
+        )
+        line.set("trainer.default_local_dir", str(folder.parent))
+        line.set("trainer.experiment_name", folder.name)
+        return
+    answer = next((text for place, text in HYDRA_REFUSED.items() if f"{name}.".startswith(f"{place}.")), None)
+    if name == "hydra.job.chdir" and value == "false":
+        answer = None
+    if answer is not None:
+        line.problems.append(f"{show(word)}: {answer}")
+    else:
+        line.words.append(word)
+
+
+def _take_machine(line: Line, name: str) -> None:
+    """Set the number of GPUs (one, if it says none) and of machines as a machine's name says, unless the words set them."""
     if match := _MACHINE.fullmatch(name):
         nodes, gpus = match.groups()
         for key, value in (("trainer.nnodes", nodes), ("trainer.n_gpus_per_node", gpus or "1")):
             if value is not None and key not in line.keys:
-                _assign(line, key, value)
+                line.set(key, value)
 
 
-def _take_recipe(line: Settings, word: str, sign: str | None, value: str | None) -> None:
-    name = (value or "").strip().strip("'\"")
-    if sign == "~" or not name:
-        line.problems.append(f"{word}: a recipe is chosen with recipe=NAME or recipe=path/to/file.yaml")
-    elif line.recipe not in (None, name):
-        line.problems.append(f"{word}: recipe={line.recipe} was given before; a run has one recipe, which may build on others")
-    else:
-        line.recipe = name
-
-
-def _assign(line: Settings, key: str, value: str) -> None:
-    """Take a setting whose value is written in Hydra's grammar. Where text is wanted, `001` and `a=b` are text."""
-    leaf = leaves().get(key)
-    parsed = _parsed(f"++{key}={value}")
-    is_plain = not value.startswith(("[", "{", "'", '"')) and "${" not in value
-    is_text = isinstance(parsed, str) or (not parsed.is_sweep_override() and isinstance(parsed.value(), bool | int | float))
-    if leaf is not None and _is_text(leaf.kind) and is_plain and is_text:
-        parsed = _parsed(f"++{key}={quoted(value)}")
-    if isinstance(parsed, str):
-        line.problems.append(f"{key}={show(value)}: cannot be read ({parsed}); put the value in quotes: '{key}=\"...\"'")
-    elif parsed.is_sweep_override():
-        hint = "a run takes one value for each key; --multirun makes a run for each; quote a comma that belongs to it"
-        if leaf is not None and leaf.kind.item is not None:
-            hint = f"a list is written {key}=[a,b]"
-        line.problems.append(f"{key}={show(value)}: several values; {hint}")
-    else:
-        line.take(key, parsed.value())
-
-
-def _parsed(text: str) -> Override | str:
+def parsed_word(text: str) -> Override | str:
     """Return Hydra's reading of a word, or why it cannot be read."""
     try:
         return _parser().parse_override(text)
@@ -187,6 +240,17 @@ def _parser() -> OverridesParser:
 
 def _is_text(kind: Kind) -> bool:
     return (kind.base is str and not kind.choices) or (kind.item is not None and _is_text(kind.item))
+
+
+def written(value: Any) -> str:
+    """Return a value in Hydra's grammar."""
+    if isinstance(value, str):
+        return quoted(value)
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{_KEY_SIGNS.sub(_ESCAPED, str(name))}:{written(part)}" for name, part in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(map(written, value)) + "]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def quoted(text: str) -> str:
@@ -212,7 +276,7 @@ def axes(words: Sequence[str]) -> Axes:
         match = _WORD.fullmatch(word)
         assert match is not None
         key, value = match["key"].strip(), match["value"]
-        parsed = _parsed(f"++{key}={value}") if value is not None and _NAME.fullmatch(key) else ""
+        parsed = parsed_word(f"++{key}={value}") if value is not None and _NAME.fullmatch(key) else ""
         if isinstance(parsed, str) or not parsed.is_sweep_override():
             found.fixed.append(word)
         elif not parsed.is_discrete_sweep():

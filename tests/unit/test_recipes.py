@@ -12,6 +12,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.recipes import folder, known_recipes
 from grpo_rl.config.schema.fields import flat, leaves
+from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.compose import RewardFunction
 
 
@@ -43,10 +44,12 @@ def test_every_recipe_has_a_readme_and_is_in_the_list() -> None:
 
 
 def test_keys_in_conf_are_the_defaults_of_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert recipes.for_every_run() == []
-    (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "config.yaml").write_text("trainer: {save_freq: 7, test_freq: 9}\n")
-    shutil.copytree(recipes.folder(), tmp_path / "recipes")
-    monkeypatch.setattr(recipes, "folder", lambda: tmp_path / "recipes")
+    shutil.copytree(recipes.conf(), tmp_path / "conf")
+    with (tmp_path / "conf" / "config.yaml").open("a") as file:
+        file.write("trainer: {save_freq: 7, test_freq: 9, save_frq: 1}\n")
+    monkeypatch.setattr(recipes, "conf", lambda: tmp_path / "conf")
+    with pytest.raises(ConfigError, match=r"trainer.save_frq: unknown key \(in .*conf/config.yaml\)"):
+        compose(["recipe=arithmetic/grpo"])
+    (tmp_path / "conf" / "config.yaml").write_text((tmp_path / "conf" / "config.yaml").read_text().replace(", save_frq: 1", ""))
     trainer = compose(["recipe=arithmetic/grpo", "trainer.test_freq=3"]).config.trainer
     assert (trainer.save_freq, trainer.test_freq) == (7, 3)

@@ -9,7 +9,7 @@ import pytest
 from bad_configs import BAD, BAD_RECIPES
 from config_tools import CPU, EIGHT_GPUS, config_of
 
-from grpo_rl.config import overrides
+from grpo_rl.config import command_line
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import compose
 from grpo_rl.config.convert import show
@@ -20,7 +20,7 @@ from grpo_rl.plan.make import refusals
 
 def refusal(words: list[str]) -> list[str]:
     # What is wrong with a word by itself is part of what composing refuses, and costs a hundredth of it.
-    if problems := overrides.read(words).problems:
+    if problems := command_line.read(words).line.problems:
         return problems
     try:
         config = compose(words).config

@@ -1,0 +1,36 @@
+"""Groups of choices: the folders of conf/ and of a user's own, each file of which sets keys together (`algorithm=dapo`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from grpo_rl.config import recipes
+from grpo_rl.errors import did_you_mean
+
+RECIPE = "recipe"
+HIDDEN = ("base", "hydra")
+"""Folders of conf/ of which nothing is chosen by a plain word."""
+
+
+def groups(folders: Sequence[Path]) -> list[str]:
+    """Return the names of all groups."""
+    names = {path.parent.name for folder in folders for path in folder.glob("*/*.yaml")}
+    return sorted((names | {RECIPE}) - set(HIDDEN))
+
+
+def options(folders: Sequence[Path], group: str) -> list[str]:
+    """Return the choices of a group; none if there is no such group."""
+    if group == RECIPE:
+        return recipes.known_recipes()
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def problem(folders: Sequence[Path], group: str, name: str) -> str | None:
+    """Return what is wrong with the choice of `name`, with the nearest one; None if there is such a choice."""
+    if group == RECIPE:
+        return recipes.problem(name)
+    known = options(folders, group)
+    if name in known:
+        return None
+    return f"{group}={name}: unknown choice.{did_you_mean(name, known, most=1)} There are: {', '.join(known)}"

@@ -1,0 +1,324 @@
+"""The files that Hydra composes: conf/, the recipes, and files of the user's own, read by the same rules.
+
+A file holds keys of the schema or of verl's, and no more; its relative paths start at its folder. What is wrong with it is
+collected, so that all problems of a command are told at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from grpo_rl.config import choices, recipes, relative_paths
+from grpo_rl.config.overrides import Settings
+from grpo_rl.config.recipes import PRIMARY, VERLS_DEFAULTS, YamlFile
+from grpo_rl.config.schema.fields import flat
+from grpo_rl.errors import ConfigError
+
+_GLOBAL = {"package": "_global_"}
+_RECIPE = "recipe/"
+_GENERATED = ("base/", "hydra/")
+"""Files that set defaults of the schema, and Hydra's own."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """The files of one composition."""
+
+    folders: Sequence[Path]
+    """The folders of primary files and choices, the first one first: of --config-path, conf/, of --config-dir."""
+    config_name: str = PRIMARY
+    settings: dict[str, Settings] = field(default_factory=dict)
+    """The settings of each file that was read, by its name for Hydra."""
+    is_verls: bool = True
+    """Whether nothing of this package but its defaults has been read."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong with the files."""
+        return [problem for settings in self.settings.values() for problem in settings.problems]
+
+
+_reading: Reading | None = None
+
+
+@contextmanager
+def reading(folders: Sequence[Path], config_name: str) -> Iterator[Reading]:
+    """Let Hydra read files from these folders while the context lasts, and record what they set."""
+    global _reading
+    for plugin in (_Folder, _Recipes, _SearchPath):
+        Plugins.instance().register(plugin)
+    outer, _reading = _reading, Reading(folders, config_name)
+    try:
+        yield _reading
+    finally:
+        _reading = outer
+
+
+# ---- Hydra's plugins ---------------------------------------------------------------------------------------------
+
+
+class _SearchPath(SearchPathPlugin):
+    """Puts the recipes and all folders of `Reading` on Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if _reading is None:
+            return
+        # The first folder was given to Hydra as its main one, which it would read by its own rules.
+        for element in search_path.get_path():
+            if element.provider == "main":
+                element.path = f"{_Folder.scheme()}://{element.path}"
+        search_path.prepend("recipes", f"{_Recipes.scheme()}://", anchor="main")
+        for folder in _reading.folders[1:]:
+            search_path.append("grpo_rl", f"{_Folder.scheme()}://{folder}")
+
+
+def searched(path: Path) -> list[Path]:
+    """Return the folders that a primary file puts on Hydra's search path. Raises ConfigError for one that is not there."""
+    try:
+        hydra = recipes.read(path, path.stem).entries.get("hydra")
+    except ConfigError:
+        return []  # said when it is composed
+    entries = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
+    folders = [Path(str(entry).removeprefix("file://")).absolute() for entry in entries or []]
+    # verl's own files name the folder of its defaults, which conf/ has.
+    missing = [folder for folder in folders if not folder.is_dir() and not folder.match("trainer/config")]
+    if missing:
+        raise ConfigError([f"hydra.searchpath (in {path}): there is no folder {folder}" for folder in missing])
+    return [folder for folder in folders if folder.is_dir()]
+
+
+class _Folder(ConfigSource):
+    """A folder with primary files and groups of choices."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "yaml"
+
+    def _file(self, config_path: str) -> Path:
+        return Path(self.path) / self._normalize_file_name(config_path)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        return _result(self, config_path, self._file(config_path))
+
+    def available(self) -> bool:
+        return Path(self.path).is_dir()
+
+    def is_group(self, config_path: str) -> bool:
+        return (Path(self.path) / config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        return self._file(config_path).is_file()
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        names: list[str] = []
+        for path in (Path(self.path) / config_path).iterdir():
+            if path.is_dir() or path.suffix == ".yaml":
+                self._list_add_result(names, str(Path(config_path) / path.name), path.name, results_filter)
+        return sorted(set(names) - {"base"})
+
+
+class _Recipes(ConfigSource):
+    """The group `recipe`: the package's recipes by name, and files of the user's own by their paths."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "recipes"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        return _result(self, config_path, recipes.path_of(config_path.removeprefix(_RECIPE)))
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") in ("", "recipe")
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.startswith(_RECIPE) and recipes.problem(config_path.removeprefix(_RECIPE)) is None
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        if not config_path.strip("/"):
+            return ["recipe"] if results_filter != ObjectType.CONFIG else []
+        return recipes.known_recipes() if results_filter != ObjectType.GROUP else []
+
+
+def _result(source: ConfigSource, config_path: str, path: Path) -> ConfigResult:
+    """Return a file as Hydra wants it. What is wrong with it goes to `Reading`, and is left out."""
+    assert _reading is not None
+    header: Mapping[str, str] = _GLOBAL
+    try:
+        file = recipes.read(path, config_path.removeprefix(_RECIPE))
+        if config_path.startswith(_GENERATED):
+            config = OmegaConf.create(dict(file.entries))
+            header = file.header
+        else:
+            config = _checked(_reading, config_path, path, file)
+    except ConfigError as error:
+        _reading.settings[config_path] = Settings(problems=error.problems)
+        config = OmegaConf.create({})
+    return ConfigResult(source.provider, source.full_path(), config, dict(header))
+
+
+def _checked(reading: Reading, config_path: str, path: Path, file: YamlFile) -> Any:
+    """Return the keys of a file with their places in the schema, its paths absolute, and its defaults list as Hydra takes it."""
+    is_packages = path.is_relative_to(recipes.folder()) or path.is_relative_to(recipes.conf())
+    settings = reading.settings[config_path] = _settings(path, file, config_path)
+    reading.is_verls &= not is_packages or config_path in (PRIMARY, *VERLS_DEFAULTS) or config_path.startswith("verl/")
+    pairs = settings.pairs
+    if not is_packages or config_path == PRIMARY:
+        pairs = list(relative_paths.from_folder(dict(pairs), path.absolute().parent).items())
+    config = OmegaConf.create({})
+    for key, value in pairs:
+        OmegaConf.update(config, key, value, merge=bool(value), force_add=True)
+    entries = dict(file.entries)
+    is_primary = config_path in (reading.config_name, PRIMARY, *VERLS_DEFAULTS)
+    if hydra := entries.get("hydra"):
+        if is_primary:
+            config["hydra"] = {key: value for key, value in hydra.items() if key != "searchpath"}
+        elif set(hydra) != {"searchpath"}:  # in verl's own files: the place of its defaults
+            settings.problems.append(
+                f"{', '.join(flat({'hydra': hydra}))} (in {path}): Hydra's own settings are typed, or stand in a primary file, "
+                "--config-name=FILE"
+            )
+    if defaults := _Defaults(reading, config_path, path, settings, is_primary).of(entries.get("defaults")):
+        config["defaults"] = defaults
+    return config
+
+
+def _settings(path: Path, file: YamlFile, config_path: str) -> Settings:
+    """Return the settings of a file, those under its package (`# @package algorithm`) with their whole keys."""
+    name = config_path.removeprefix(_RECIPE)
+    settings = Settings(where=f" (in recipe {name})" if config_path.startswith(_RECIPE) else f" (in {path})")
+    package = file.header.get("package") or "_global_"
+    prefix = "" if package == "_global_" else f"{package.removeprefix('_global_.')}."
+    for key, value in file.entries.items():
+        if key not in ("defaults", "hydra"):
+            settings.take(f"{prefix}{key}", value)
+    return settings
+
+
+# ---- the defaults list of a file -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    reading: Reading
+    config_path: str
+    path: Path
+    settings: Settings
+    is_primary: bool
+
+    def of(self, entries: Any) -> list[Any]:
+        """Return the list with recipes and choices as Hydra finds them; what it would stop at goes to the problems."""
+        if self.config_path == PRIMARY:
+            return list(entries or [])
+        entries = entries if isinstance(entries, list) else [] if entries is None else [entries]
+        if self.config_path.startswith(_RECIPE) and (problem := _repeated(self.config_path.removeprefix(_RECIPE))):
+            self.settings.problems.append(problem)
+            entries = [entry for entry in entries if _parent(self.path, entry) is None]
+        items: list[Any] = []
+        overrides: list[Any] = []
+        for entry in entries:
+            if isinstance(entry, Mapping) and len(entry) == 1:
+                self._choose(*next(iter(entry.items())), items, overrides)
+            elif (parent := _parent(self.path, entry)) is not None:
+                self._build_on(parent, items)
+            elif entry in VERLS_DEFAULTS and not self.is_primary:
+                overrides.append({"override /verl": entry})
+            elif entry == "_self_" or self.is_primary or self._is_sibling(entry):
+                items.append(entry)
+            else:
+                self._refuse(entry)
+        is_based = any(str(item).strip("/").partition("/")[0] in (PRIMARY, *VERLS_DEFAULTS, "base") for item in items)
+        if self.is_primary and not is_based:
+            items.insert(0, PRIMARY)
+        return [*items, *overrides]
+
+    def _choose(self, key: str, choice: Any, items: list[Any], overrides: list[Any]) -> None:
+        group = key.split()[-1].lstrip("/")
+        if group.startswith("hydra/"):
+            if self.is_primary:
+                overrides.append({key: choice})
+            else:
+                self._refuse({key: choice}, "Hydra's own settings are typed, or stand in a primary file, --config-name=FILE")
+        elif group in choices.groups([recipes.conf()]):
+            problem = choices.problem(self.reading.folders, group, choice) if isinstance(choice, str) else None
+            if problem is None:
+                # config.yaml has the group already, so that any other form would be a second one.
+                overrides.append({f"override /{group}": choice})
+            else:
+                self.settings.problems.append(f"{problem}{self.settings.where}")
+        elif self.is_primary:
+            items.append({key: choice})
+        else:
+            self._refuse({key: choice})
+
+    def _build_on(self, name: str, items: list[Any]) -> None:
+        if problem := recipes.problem(name):
+            self.settings.problems.append(f"{problem}{self.settings.where}")
+        else:
+            items.append(f"/{_RECIPE}{name}")
+
+    def _is_sibling(self, entry: Any) -> bool:
+        group = self.config_path.rpartition("/")[0]
+        return isinstance(entry, str) and group != "recipe" and entry in choices.options(self.reading.folders, group)
+
+    def _refuse(self, entry: Any, reason: str = "") -> None:
+        reason = reason or (
+            f"it may hold recipes (`- /recipe/{recipes.DEFAULT_RECIPE}`, `- ./base.yaml` for a file beside it) and choices "
+            "(`- override /algorithm: dapo`)"
+        )
+        self.settings.problems.append(f"defaults{self.settings.where}: {entry!r} cannot stand there: {reason}")
+
+
+def _parent(path: Path, entry: Any) -> str | None:
+    """Return the name of the recipe that an entry of a file's defaults list stands for: as `recipe=NAME` has it; None for none."""
+    if not isinstance(entry, str):
+        return None
+    if entry.startswith(("/recipe/", "recipe/")):
+        return entry.lstrip("/").removeprefix(_RECIPE)
+    return os.path.normpath(path.absolute().parent / entry) if entry.endswith((".yaml", ".yml")) else None
+
+
+def _parents(name: str) -> list[str]:
+    if recipes.problem(name):
+        return []
+    path = recipes.path_of(name)
+    try:
+        entries = recipes.read(path, name).entries.get("defaults")
+    except ConfigError:
+        return []
+    names = (_parent(path, entry) for entry in (entries if isinstance(entries, list) else [entries]))
+    return [name for name in names if name is not None]
+
+
+def _repeated(name: str) -> str | None:
+    """Return what is wrong with the recipes that a recipe builds on: a circle, or one that comes twice."""
+    # Hydra would lay a second one over what the recipes between have changed, and follow a circle without end.
+    seen: dict[Path, str] = {}
+
+    def search(child: str, below: tuple[str, ...]) -> str | None:
+        for parent in _parents(child):
+            path = recipes.path_of(parent).resolve()
+            if path in {recipes.path_of(other).resolve() for other in (*below, child)}:
+                return f"recipe={name}: builds on itself: {' -> '.join((*below, child, parent))}"
+            if path in seen:
+                return f"recipe={name}: {parent} comes twice, by {seen[path]} and by {child}: name it once"
+            seen[path] = child
+            if problem := search(parent, (*below, child)):
+                return problem
+        return None
+
+    return search(name, ())
