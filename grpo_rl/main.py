@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # what takes time to load is imported where it is used, so th
     from grpo_rl.cluster.run_session import RunSession
     from grpo_rl.config.compose import Composed
     from grpo_rl.plan.decisions import Plan
-    from grpo_rl.plan.first_look import RewardTrial
     from grpo_rl.telemetry.metrics.timeline import Timeline
     from grpo_rl.telemetry.page.beside_run import PageBeside
     from grpo_rl.telemetry.terminal.console import Console
@@ -364,6 +363,7 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.run_instruments import RunInstruments
     from grpo_rl.plan.cost import expected
+    from grpo_rl.plan.first_look import RewardTrial, some_rows
     from grpo_rl.rewards.audit import Audit
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.metrics.timeline import Timeline
@@ -373,29 +373,32 @@ def _train_from(course: Course, stack: ExitStack) -> None:
 
     session, config = course.session, course.plan.config
     run_dir, console = session.run_dir, session.console
-    inputs = read_inputs(course.plan, run_dir, console, stack, collected=course.rows)
-    trial = first_look(course, inputs) if course.checkpoint is None and course.lost is None else None
+    inputs = read_inputs(course.plan, run_dir, console, collected=course.rows)
+    is_new = course.checkpoint is None and course.lost is None
+    if is_new:
+        first_look(course, inputs)
     # Teachers' models that are embedded ones are made first.
     teachers = (
         (name, one if one.model_path is None else replace(one, model_path=session.model_folder(one.model_path)))
         for name, one in inputs.plan.teachers
     )
     plan = replace(inputs.plan, teachers=tuple(teachers))
-    audit = None
+    cluster, roles, rules = session.start(plan, inputs, stack, course.recoveries)
     if config.reward.audit and inputs.train_data is not None:
-        audit = Audit(config.reward, inputs.train_data.data_sources, run_dir.logs, stack)
-    cluster, roles = session.start(plan, inputs, stack, course.recoveries)
-    roles.audit = audit
+        start = None if cluster.functions is None else partial(cluster.functions.scorer, "audit")
+        roles.audit = Audit(config.reward, inputs.audit, stack, start)
     roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info, expected(plan))
-    if trial is not None and (found := trial.verdict())[0]:
-        (console.warn if found[1] else console.info)(found[0])
+    if is_new and rules is not None:
+        text, is_trouble = RewardTrial(some_rows(inputs.train_data or inputs.val_data), rules, inputs.tokenizer).verdict()
+        if text:
+            (console.warn if is_trouble else console.info)(text)
     sinks = Sinks(run_dir, config.trainer, course.composed.resolved, console.warn, console.info)
     stack.callback(sinks.close)
     timeline = Timeline(run_dir.timeline_file, console.warn)
     stack.callback(timeline.write)
     course.recoveries.timeline = timeline
-    if inputs.rules is not None:
-        inputs.rules.on_busy = partial(timeline.ended, "reward", "scoring")
+    if rules is not None:
+        rules.on_busy = partial(timeline.ended, "reward", "scoring")
     rollouts = RolloutLog(
         run_dir,
         beside=True,
@@ -429,16 +432,15 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     leave_results(course, roles, timeline, training.step)
 
 
-def first_look(course: Course, inputs: Inputs) -> RewardTrial | None:
-    """Warn of what would make the run vain, and begin to try the reward, which is scored while the workers start."""
-    from grpo_rl.plan.first_look import RewardTrial, of_plan, of_prompts, some_rows
+def first_look(course: Course, inputs: Inputs) -> None:
+    """Warn of what makes a run vain."""
+    from grpo_rl.plan.first_look import of_plan, of_prompts, some_rows
 
     runs = course.session.run_dir.path.parent
     rows = some_rows(inputs.train_data or inputs.val_data)
     prompts = [prompt for prompt, _ in rows]
     for warning in (*of_plan(inputs.plan, runs), *of_prompts(inputs.plan, prompts, inputs.tokenizer)):
         course.session.console.warn(warning)
-    return None if inputs.rules is None else RewardTrial(rows, inputs.rules, inputs.tokenizer)
 
 
 def leave_results(course: Course, roles: Roles, timeline: Timeline, step: int) -> None:

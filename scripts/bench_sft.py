@@ -141,7 +141,7 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
         copied = modules_for(str(folder / size))
         cores, ray_init, alone = os.cpu_count() or 1, plan.config.ray_kwargs.ray_init, plan.computes_alone
         stack.enter_context(ray_session(ray_init, cores, run_dir.session_file, copied=copied, alone=alone))
-        inputs = read_inputs(plan, run_dir, console, stack)
+        inputs = read_inputs(plan, run_dir, console)
         cluster = Cluster(inputs.plan, str(folder / size), "", run_dir.logs, console)
         stack.callback(cluster.shutdown)
         roles, _ = start_roles(cluster, inputs.plan, inputs.tokenizer)

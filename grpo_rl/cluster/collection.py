@@ -56,7 +56,7 @@ def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
         return folder / TRAIN, metrics
     assert plan.collection is not None, "the plan has a collection"
     with ExitStack() as stack:
-        inputs = read_inputs(plan.collection, run_dir, console, stack, part="prompts")
+        inputs = read_inputs(plan.collection, run_dir, console, part="prompts")
         assert inputs.val_data is not None, "a collection has prompts"
         model = Path(session.model_folder(plan.config.actor_rollout_ref.model.path))
         pairs = plan.objective.needs_pairs
@@ -66,7 +66,7 @@ def collect(plan: Plan, session: RunSession) -> tuple[Path, Metrics]:
                 console.info(f"responses that were collected with other settings are now in {run_dir.set_aside(folder)}")
             collection.begin()
         if summary_of(folder) is None:
-            _, roles = session.start(plan.collection, inputs, stack)
+            _, roles, _ = session.start(plan.collection, inputs, stack)
             assert roles.rollout is not None and roles.rewarder is not None, "a collection samples and scores"
             collection.run(roles.rollout, roles.rewarder, console, session.phase)
         metrics, report = collection.checked()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_rl.cluster import warm_start
+from grpo_rl.cluster.roles.function_host import EnvironmentSpec, FunctionSpec, ScorerSpec
 from grpo_rl.cluster.roles.reward_model_role import ModelRewards
 from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
@@ -21,8 +21,8 @@ from grpo_rl.data.training_rows.rated_steps import RatedStepSet
 from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.rewards.audit import auditing
+from grpo_rl.rewards.compose import RewardFunction, audit_of
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
@@ -50,17 +50,39 @@ class Inputs:
     val_data: PromptDataset | None
     rows: TrainingRows | None
     """The rows that are trained on as they stand; None where the trained responses are sampled."""
-    rules: RewardRunner | None
-    """The runner of the reward functions; None where only models score."""
+    reward: RewardFunction | None
+    """The reward of functions; None where only models score."""
+    audit: RewardFunction | None
+    """The functions that audit the reward."""
     models: ModelRewards
     episodes: EpisodeSetup | None = None
     """The environment and the tools of episodes; None where rollouts are single responses."""
 
+    def functions(self, plan: Plan, logs: Path) -> FunctionSpec | None:
+        """Return what runs on every node beside the plan's roles; None if there are no functions."""
+        config = plan.config.reward
+        parts = (part for part in (self.train_data, self.val_data) if part is not None)
+        sources = tuple(sorted({source for part in parts for source in part.data_sources}))
+        scorers = {}
+        if plan.reward.scores and self.reward is not None:
+            scorers["reward"] = ScorerSpec(config, sources)
+        if plan.reward.scores and self.audit is not None:
+            scorers["audit"] = ScorerSpec(audit_of(config), sources)
+        environments = None
+        if self.episodes is not None:
+            own = plan.config.actor_rollout_ref.rollout.multi_turn.environment
+            environments = EnvironmentSpec(self.episodes.host, own)
+        if not scorers and environments is None:
+            return None
+        runs_code = any(one is not None and one.runs_code for one in (self.reward, self.audit))
+        needs_sandbox = runs_code or (self.episodes is not None and self.episodes.runs_code)
+        return FunctionSpec(scorers, environments, needs_sandbox, logs)
+
 
 def read_inputs(
-    plan: Plan, run_dir: RunDir, console: Console, stack: ExitStack, *, collected: Path | None = None, part: str = "validation"
+    plan: Plan, run_dir: RunDir, console: Console, *, collected: Path | None = None, part: str = "validation"
 ) -> Inputs:
-    """Read what the configuration names; training rows are those of `collected` where it is given. The processes of the rule rewards start here, beside the reading; `stack` ends them.
+    """Read what the configuration names; training rows are those of `collected` where it is given.
 
     Raises ConfigError, DataError and RewardError for what cannot be used.
     """
@@ -76,19 +98,18 @@ def read_inputs(
     shown = plan if episodes is None else plan.with_data(episodes.data)
     train, val, rows = _data(shown, tokenizer, console, run_dir.path, collected, part)
     models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
-    rules = None
+    reward = audit = None
+    data_sources = {source for part in (train, val) if part is not None for source in part.data_sources}
     if plan.reward.rules:
         decode = decoder(tokenizer) if plan.reward.steps_from == "rules" else None
         reward = RewardFunction.from_config(config.reward, decode=decode)
-        data_sources = {source for part in (train, val) if part is not None for source in part.data_sources}
         reward.check_data_sources(data_sources)
-        rules = RewardRunner(reward, config.reward, data_sources=data_sources, log_folder=run_dir.logs)
-        stack.callback(rules.close)
-        rules.check_started()
+    if train is not None:
+        audit = auditing(config.reward, data_sources)
     trained = train if rows is None else rows.train
     if trained is not None:
         plan = plan.with_rows(len(trained))
-    return Inputs(plan, tokenizer, train, val, rows, rules, models, episodes)
+    return Inputs(plan, tokenizer, train, val, rows, reward, audit, models, episodes)
 
 
 def _tokenizer(config: Config, folder: str) -> Any:

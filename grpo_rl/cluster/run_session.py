@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from grpo_rl.cluster.processes.forks import modules_for
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.cluster.inputs import Inputs
     from grpo_rl.cluster.recovery.supervisor import Recoveries
     from grpo_rl.cluster.start_roles import Cluster
+    from grpo_rl.rewards.runtime.runner import RewardRunner
     from grpo_rl.trainer.schedule import Roles
 
 TAKEN_DOWN_S = 20.0
@@ -76,27 +78,32 @@ class RunSession:
 
     def start(
         self, plan: Plan, inputs: Inputs, stack: ExitStack, recoveries: Recoveries | None = None
-    ) -> tuple[Cluster, Roles]:
-        """Start the workers of a plan, and return them and their roles, the reward among them; `stack` ends them."""
+    ) -> tuple[Cluster, Roles, RewardRunner | None]:
+        """Start the workers of a plan, and return them, their roles, and what scores by functions; `stack` ends them."""
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.recovery.supervisor import StuckReport
         from grpo_rl.cluster.start_roles import Cluster, start_roles
+        from grpo_rl.rewards.runtime.runner import RewardRunner
 
         policy = self.model_folder(plan.config.actor_rollout_ref.model.path)
         scorer = self.model_folder(plan.config.reward.reward_model.model_path or "")
         cluster = Cluster(plan, policy, scorer, self.run_dir.logs, self.console, recoveries)
         stack.callback(cluster.shutdown)
         cluster.on_engines = self.status.update
-        roles, scorers = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes)
+        functions = inputs.functions(plan, self.run_dir.logs)
+        roles, scorers = start_roles(cluster, plan, inputs.tokenizer, inputs.episodes, functions)
         self.status.update(workers=cluster.pids(), tokenizer=cluster.model_path)
         self.connection.watch_nodes(raylets(cluster.fixed_places()))
-        stuck = StuckReport(plan.config.trainer, self.status, cluster.worker_groups, self.console.warn)
+        stuck = StuckReport(plan.config.trainer, self.status, cluster.all_groups, self.console.warn)
         stack.callback(stuck.close)
         cluster.supervisor.before_kill = stuck.report
+        rules = None
         if plan.reward.scores:
-            roles.rewarder = inputs.models.beside(inputs.rules, scorers)
+            if inputs.reward is not None and cluster.functions is not None:
+                rules = RewardRunner(inputs.reward, plan.config.reward, partial(cluster.functions.scorer, "reward"))
+            roles.rewarder = inputs.models.beside(rules, scorers)
             stack.callback(roles.rewarder.close)
-        return cluster, roles
+        return cluster, roles, rules
 
 
 @contextmanager

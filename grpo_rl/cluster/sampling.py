@@ -93,8 +93,8 @@ def sampling_session(plan: Plan, run_dir: RunDir, console: Console) -> Iterator[
 def sampler(session: RunSession, plan: Plan) -> Iterator[Sampler]:
     """Start the engines and the reward of a plan, and end them after the block."""
     with ExitStack() as stack:
-        inputs = read_inputs(plan, session.run_dir, session.console, stack, part="prompts")
-        _, roles = session.start(inputs.plan, inputs, stack)
+        inputs = read_inputs(plan, session.run_dir, session.console, part="prompts")
+        _, roles, _ = session.start(inputs.plan, inputs, stack)
         assert roles.rollout is not None, "a plan that samples has engines"
         yield Sampler(inputs.plan, inputs.tokenizer, inputs.val_data, roles.rollout, roles.rewarder, session.console.warn)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +16,12 @@ import ray
 from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.forks import environment_of
-from grpo_rl.cluster.processes.placement import Pool, Slot, check_machines, runs_here
+from grpo_rl.cluster.processes.placement import NodeSlot, Pool, Slot, check_machines, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, make_worker, wait_all
 from grpo_rl.cluster.recovery.replicas import Elastic, EngineOrders, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
+from grpo_rl.cluster.roles.function_host import FunctionSpec
+from grpo_rl.cluster.roles.function_pool import FunctionPool
 from grpo_rl.cluster.roles.reference_role import (
     BaseReferenceRole,
     MovingReferenceRole,
@@ -79,6 +81,8 @@ class Cluster:
         self.log_dir = log_dir
         self.console = console
         self.worker_groups: list[WorkerGroup] = []
+        self.functions: FunctionPool | None = None
+        """The processes that run functions of rewards and environments, on every node; None if there are none."""
         self.pools: dict[str, Pool] = {}
         self.on_shutdown: list[Callable[[], None]] = []
         """Functions that end what belongs to the cluster besides its worker groups."""
@@ -124,7 +128,8 @@ class Cluster:
         models = {path: key for path, key, readers in read_by if path and roles & readers}
         actor = parts.actor
         functions = [actor.policy_loss.loss_mode, actor.loss_agg_mode, actor.kl_loss_type, parts.rollout.name]
-        return function_files(functions), models
+        everywhere = [asdict(self.config.reward), asdict(parts.rollout.multi_turn)]
+        return function_files([*functions, *everywhere]), models
 
     def start(self, name: RoleName, environment: Mapping[str, str] = MappingProxyType({})) -> WorkerGroup:
         """Start the processes of a role that the plan has, with nothing in them yet."""
@@ -136,7 +141,7 @@ class Cluster:
     def worker_group(
         self,
         role: str,
-        slots: Sequence[Slot],
+        slots: Sequence[Slot | NodeSlot],
         threads: int,
         environment: Mapping[str, str] = MappingProxyType({}),
         calls_at_once: int = 1,
@@ -156,6 +161,29 @@ class Cluster:
         )
         self.worker_groups.append(worker_group)
         return worker_group
+
+    def start_functions(self, spec: FunctionSpec) -> Started:
+        """Start a function host on every node of the run, and begin to build it.
+
+        It asks Ray for a core for each of its processes, up to those that devices of this run leave on the node.
+        """
+        nodes = {node["NodeID"]: node for node in ray.nodes()}
+        slots, cores = [], []
+        for name in sorted(set().union(*(pool.nodes for pool in self.pools.values())), key=list(nodes).index):
+            devices = sum(pool.cpus_on(name) for pool in self.pools.values())
+            free = int(nodes[name]["Resources"].get("CPU", 0.0) - devices)
+            cores.append(free)
+            slots.append(NodeSlot(name, float(max(0, min(sum(spec.sizes(free).values()), free)))))
+        worker_group = self.worker_group("functions", slots, 1)
+        self.worker_groups.remove(worker_group)  # without it the run goes on
+        self.functions = FunctionPool(worker_group, spec, cores, self.supervisor)
+        self.on_shutdown.append(self.functions.close)
+        return worker_group, self.functions.start_build()
+
+    @property
+    def all_groups(self) -> list[WorkerGroup]:
+        """All worker groups, those included without which the run goes on."""
+        return [*self.worker_groups, *([] if self.functions is None else [self.functions.worker_group])]
 
     def ranks(self, worker_group: WorkerGroup) -> list[Rank]:
         """Return each process's rank and the address where the set meets, once its processes run: of a local Ray the loopback."""
@@ -197,7 +225,7 @@ class Cluster:
 
     def pids(self) -> dict[str, int]:
         """Return the process id of every worker that is known to run, by its name."""
-        return {worker.name: worker.pid for worker_group in self.worker_groups for worker in worker_group.workers if worker.pid}
+        return {worker.name: worker.pid for worker_group in self.all_groups for worker in worker_group.workers if worker.pid}
 
     def fixed_places(self) -> dict[str, Slot]:
         """Return where the workers are without which the run cannot go on: all, but for engines whose number may change."""
@@ -220,9 +248,14 @@ _ENGINE = partial(make_worker, "rollout.RolloutWorker")
 
 
 def start_roles(
-    cluster: Cluster, plan: Plan, tokenizer: Any, episodes: EpisodeSetup | None = None
+    cluster: Cluster,
+    plan: Plan,
+    tokenizer: Any,
+    episodes: EpisodeSetup | None = None,
+    functions: FunctionSpec | None = None,
 ) -> tuple[Roles, WorkerGroup | None]:
     """Start the roles of the plan; return them, and the processes of a reward model. With `episodes` the rollout role plays these.
+    `functions` run on every node.
 
     `plan` has the number of steps, which the data decides. Processes start beside each other, for none touches a GPU before
     something is built in it. What is built in them comes up beside each other, too, except for engines on the GPUs of others: vLLM
@@ -234,9 +267,7 @@ def start_roles(
     for planned in plan.pools:
         cluster.pool(planned.name)
     began = time.monotonic()
-    environments = None if episodes is None else episodes.environments(cluster.log_dir)
-    if environments is not None:
-        cluster.on_shutdown.append(environments.close)
+    hosts = [] if functions is None else [cluster.start_functions(functions)]
     engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
     ranks = {role.name: cluster.start(role.name) for role in plan.roles if role.name != "rollout"}
     actors, critics, scorers = ranks.get("actor"), ranks.get("critic"), ranks.get("reward_model")
@@ -257,17 +288,21 @@ def start_roles(
     for name, worker_group in ranks.items():
         worker, own_spec, options = _built_from(name, cluster, spec)
         starts.append(cluster.start_ranks(worker_group, worker, own_spec, **options))
-    cluster.build(starts, began)
+    for worker_group, _ in hosts:
+        worker_group.where(plan.config.trainer.start_timeout_s)
+    cluster.build([*starts, *hosts], began)
+    if cluster.functions is not None:
+        cluster.console.info(f"functions {cluster.functions.listen()}")
 
     rollout: ReplicaPool | EpisodePool | None = None
     if engines is not None and engine_spec is not None:
         rollout = pool = _make_pool(cluster, engines, actors, engine_spec)
-        if episodes is not None and environments is not None:
+        if episodes is not None and cluster.functions is not None:
             # It loads parts of transformers that a controller without episodes does without.
             from grpo_rl.rollout.model_info import stop_token_ids
 
             stop_ids = frozenset(stop_token_ids(engine_spec))
-            rollout = episodes.pool(pool, environments, tokenizer, stop_ids, engine_spec.max_model_len)
+            rollout = episodes.pool(pool, cluster.functions.environments(), tokenizer, stop_ids, engine_spec.max_model_len)
     actor = None if actors is None else make_actor(plan, actors, tokenizer)
     reward_model = None
     if scorers is not None and plan.trains_reward_model:

@@ -38,6 +38,15 @@ Pool = Literal["actor", "rollout", "teacher", "reward_model"]
 """Roles that may have devices of their own."""
 
 
+MOST_ON_A_NODE = 32
+"""The most processes of one kind that a node gets unless the configuration says more."""
+
+
+def processes_on(cores: int, number: int | None) -> int:
+    """Return the reward or environment processes of a node: their `number`, or half of the cores that the run's devices leave."""
+    return number or min(MOST_ON_A_NODE, max(1, cores // 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """A machine that a run is planned for, whether it is this one or not."""

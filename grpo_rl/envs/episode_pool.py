@@ -22,7 +22,7 @@ import numpy as np
 
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.contract import Message
-from grpo_rl.envs.runtime.environment_pool import EnvironmentPool, Event
+from grpo_rl.envs.runtime.environment_pool import Event
 from grpo_rl.errors import ClusterError, ConfigError, DataError
 from grpo_rl.protocols import RolloutPool
 from grpo_rl.rollout.reports import joined, pack, unpack
@@ -59,6 +59,29 @@ class TurnPool(RolloutPool, Protocol):
 
     def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
         """Ask for one rollout per prompt, sampled exactly as it says, as a turn of a conversation; return their ids."""
+
+
+class Environments(Protocol):
+    """The environments of many episodes: an `EnvironmentPool`, or those of all nodes of a run."""
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of answers that have not come yet."""
+
+    def begin(self, episode: str, start: Mapping[str, Any]) -> None:
+        """Begin an episode; the answer is an event."""
+
+    def step(self, episode: str, turn: Mapping[str, Any]) -> None:
+        """Give a turn to an episode's environment; the answer is an event."""
+
+    def end(self, episode: str) -> None:
+        """Close an episode, wherever it is; no event comes for it any more."""
+
+    def events(self, wait_s: float = 0.0) -> list[Event]:
+        """Return what has happened, after waiting up to `wait_s` for the first event. Raises ClusterError if no more can."""
+
+    def close(self) -> None:
+        """End the processes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -217,7 +240,7 @@ class EpisodePool(WholeBatches):
     def __init__(
         self,
         turns: TurnPool,
-        environments: EnvironmentPool,
+        environments: Environments,
         deltas: ChatDeltas,
         *,
         max_model_len: int,

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.schema.tree import Config, DataConfig, MultiTurnConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
-from grpo_rl.envs.environments import Named, interaction_file, tools_of
-from grpo_rl.envs.episode_pool import EpisodePool, TurnPool
-from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
+from grpo_rl.envs.environments import TOOLS, Named, class_of, interaction_file, tools_of
+from grpo_rl.envs.episode_pool import Environments, EpisodePool, TurnPool
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.envs.tool_formats import check_format
 from grpo_rl.errors import ConfigError
@@ -83,16 +81,13 @@ class EpisodeSetup:
         names = [schema["function"]["name"] for schema in self.schemas]
         return self.deltas(tokenizer, frozenset()).check(self.roles, names)
 
-    def environments(self, log_folder: Path | None) -> EnvironmentPool:
-        """Start the environment processes."""
-        own = self.config.actor_rollout_ref.rollout.multi_turn.environment
-        limit = None if own.memory_limit_gb is None else int(own.memory_limit_gb * 2**30)
-        return EnvironmentPool(
-            self.host, own.num_workers, step_timeout_s=own.step_timeout_s, memory_limit=limit, log_folder=log_folder
-        )
+    @property
+    def runs_code(self) -> bool:
+        """Return whether a tool runs programs that the policy writes."""
+        return any(class_of(tool.name, TOOLS, "tool") is class_of("python", TOOLS, "tool") for tool in self.host.tools)
 
     def pool(
-        self, turns: TurnPool, environments: EnvironmentPool, tokenizer: Any, stop_ids: frozenset[int], max_model_len: int
+        self, turns: TurnPool, environments: Environments, tokenizer: Any, stop_ids: frozenset[int], max_model_len: int
     ) -> EpisodePool:
         """Return the pool whose rollouts are episodes, above one of single turns."""
         own = self.config.actor_rollout_ref.rollout.multi_turn

@@ -25,6 +25,7 @@ from grpo_rl.config.derived import (
     longest_sequence,
     max_staleness,
     oldest_sampler,
+    processes_on,
 )
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config
@@ -175,7 +176,7 @@ def _roles(config: Config, plan: Plan) -> Rows:
         yield "engines", f"{_engines(scoring, scoring.engine)}; they and the reward end before training"
     custom = config.reward.custom_reward_function
     functions = [f"{custom.path}:{custom.name}"] if custom.path else config.reward.functions
-    workers = _count(config.reward.num_workers, "process", "processes")
+    workers = _processes(scoring, config.reward.num_workers)
     failed = {"drop": "are dropped", "stop": "stop the run", "value": f"give {config.reward.failure_value}"}[
         config.reward.on_failure
     ]
@@ -184,7 +185,8 @@ def _roles(config: Config, plan: Plan) -> Rows:
     summed = describe_models(config) if alone else [*functions, *describe_models(config)]
     beside = f" alone; beside it {' + '.join(functions)}" if alone else ""
     yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
-    yield from describe_roles(config, scoring.num_workers("reward_model"))
+    played_in = _processes(scoring, config.actor_rollout_ref.rollout.multi_turn.environment.num_workers)
+    yield from describe_roles(config, scoring.num_workers("reward_model"), played_in)
 
 
 def _adapters(config: Config, plan: Plan) -> str:
@@ -615,6 +617,15 @@ def _notes(composed: Composed, plan: Plan) -> Rows:
     reference = "its own ranks" if plan.role("reference") else "actor" if plan.base_reference else "nobody"
     notes += effects.notes(composed.config, machine, reference=reference, old_logprobs=plan.recomputes_old_logprobs)
     yield from (("", note) for note in notes)
+
+
+def _processes(plan: Plan, number: int | None) -> str:
+    """Describe how many processes of functions run where: on every node that the pools have devices on."""
+    nodes, per_node = sum(pool.nnodes for pool in plan.pools), max(pool.devices_per_node for pool in plan.pools)
+    free = plan.machine.num_cpus - (per_node if plan.machine.device == "cuda" else 1)
+    where = "" if nodes == 1 and not plan.machine.cluster else f" on each of {nodes} nodes" if nodes > 1 else " on its node"
+    as_there = "" if number or not plan.machine.cluster else " (by the cores of each)"
+    return f"{_count(processes_on(free, number), 'process', 'processes')}{where}{as_there}"
 
 
 def _count(number: int, noun: str, plural: str | None = None) -> str:

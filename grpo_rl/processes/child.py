@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_rl.config.secrets import HiddenLines, redact, remember_environment
-from grpo_rl.processes.family import adopt_orphans, die_with, kill_tree, outlive_stop_signals, shielded
+from grpo_rl.processes.family import adopt_orphans, die_with, kill_tree, outlive_stop_signals, shielded, state
 
 START_S = 120.0
 """Longest start of a child: it imports the user's files."""
@@ -246,6 +246,12 @@ class Child:
         with self._process.stdout as output, contextlib.suppress(OSError):
             while data := os.read(output.fileno(), 2**16):
                 self.log.write(data)
+
+
+def doing() -> list[tuple[str, float, list[str]]]:
+    """Return what each child of this process does, the seconds since its last message, and its stacks."""
+    alive = [child for child in sorted(CHILDREN, key=lambda child: child.pid) if child.alive]
+    return [(f"its {child.name} (pid {child.pid}) {state(child.pid)}, silent", child.quiet_s, child.stack()) for child in alive]
 
 
 class OutputLog:

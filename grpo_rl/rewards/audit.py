@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -17,7 +16,8 @@ from grpo_rl.errors import RewardError
 from grpo_rl.rewards.combined import JUDGE, CombinedRewarder
 from grpo_rl.rewards.compose import RewardFunction, audit_of
 from grpo_rl.rewards.contract import summary
-from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.rewards.runtime.processes import Broken, Done
+from grpo_rl.rewards.runtime.runner import JobPool, RewardRunner
 from grpo_rl.types import GREEDY, Metrics, Rollout
 
 PREFIX = "audit/"
@@ -31,19 +31,19 @@ class Audit:
     depends on an audit, and one that fails stops nothing.
     """
 
-    def __init__(self, config: RewardConfig, data_sources: Iterable[str], log_folder: Path, stack: ExitStack) -> None:
-        """Start the process and, where `judge` audits, the judge; `stack` ends them.
-
-        Raises ConfigError and RewardError for functions that cannot be used.
-        """
+    def __init__(
+        self,
+        config: RewardConfig,
+        function: RewardFunction | None,
+        stack: ExitStack,
+        start: Callable[[Done, Broken], JobPool] | None = None,
+    ) -> None:
+        """`function` has the functions of `reward.audit`, whose processes `start` makes as `RewardRunner` says; `stack` ends them."""
         own = audit_of(config)
         rules, models = None, []
-        if own.functions:
-            function = RewardFunction.from_config(own, key="audit")
-            function.check_data_sources(data_sources)
-            rules = RewardRunner(function, own, data_sources=data_sources, log_folder=log_folder, log_name="audit")
+        if function is not None:
+            rules = RewardRunner(function, own, start)
             stack.callback(rules.close)
-            rules.check_started()
         if JUDGE in config.audit:
             from grpo_rl.rewards.models.judge import Judge  # the HTTP client, only where an endpoint is asked
 
@@ -98,6 +98,16 @@ class Audit:
         for name, by_prompt in pairs.items():
             metrics |= _paired(f"{PREFIX}{name}", np.array([np.mean(group, axis=0) for group in by_prompt.values()]))
         return metrics
+
+
+def auditing(config: RewardConfig, data_sources: Iterable[str]) -> RewardFunction | None:
+    """Return the functions of `reward.audit`; None without any. Raises ConfigError for functions that cannot be used."""
+    own = audit_of(config)
+    if not own.functions:
+        return None
+    function = RewardFunction.from_config(own, key="audit")
+    function.check_data_sources(data_sources)
+    return function
 
 
 def sample(rollouts: Sequence[Rollout], share: float) -> list[Rollout]:

@@ -98,8 +98,8 @@ class Trial:
         singly = [component for component in self._components if not component.batched]
         for some in [rows] if rows and batched else [[row] for row in rows]:
             samples = [row.sample for row in some]
-            jobs = [Job([sample], singly) for sample in samples] if singly else []
-            joint = [Job(samples, [component]) for component in batched]
+            jobs = [Job([sample], [component.name for component in singly]) for sample in samples] if singly else []
+            joint = [Job(samples, [component.name], batched=True) for component in batched]
             self._ask([*jobs, *joint])
             further = [spared(job, self._ask) for job in joint]
             seconds = sum(job.seconds for job in (*jobs, *joint)) / len(some)

@@ -163,7 +163,7 @@ def may_score_steps(config: Config) -> bool:
     return bool(config.reward.functions) and RewardFunction.from_config(config.reward).may_score_steps
 
 
-def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
+def describe_roles(config: Config, num_ranks: int, played_in: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of the plan about models that score beside the rules, and where they run."""
     if config.reward.reward_model.enable:
         model, several = config.reward.reward_model, num_ranks > 1
@@ -178,7 +178,7 @@ def describe_roles(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         names = [own.environment.name, own.interaction_config_path, tools and f"tools by {own.format}: {tools}"]
         limits = [(own.max_assistant_turns, "turns"), (own.max_user_turns, "answers")]
         bounds = "".join(f", at most {number:,} {what}" for number, what in limits if number is not None)
-        yield "episodes", f"{'; '.join(filter(None, names))}; in {own.environment.num_workers} processes{bounds}"
+        yield "episodes", f"{'; '.join(filter(None, names))}; in {played_in}{bounds}"
     if derived.has_judge(config):
         judge = config.reward.judge
         how = f"answers read by {judge.parser}"

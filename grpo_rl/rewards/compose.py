@@ -25,7 +25,7 @@ from grpo_rl.rewards.contract import (
 )
 from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
 from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS, auto, check_data_sources
-from grpo_rl.rewards.sandbox.code_rule import check_code, code_problems
+from grpo_rl.rewards.sandbox.code_rule import code_problems, is_code
 from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
@@ -104,13 +104,13 @@ class RewardFunction:
         """Return whether some component may give the rewards of reasoning steps, as a user's own always may."""
         return any(component.own or component.name in SCORE_STEPS for component in self.components)
 
-    def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`.
+    @property
+    def runs_code(self) -> bool:
+        """Return whether some component runs programs that a model writes."""
+        return any(is_code(component.function) for component in self.components)
 
-        Raises RewardError where `code` is to run programs and this machine has no sandbox.
-        """
-        for component in self.components:
-            check_code(component.function)
+    def check_data_sources(self, data_sources: Iterable[str]) -> None:
+        """Raise ConfigError, before any rollout, when `auto` has no rule for some of the `data_sources`."""
         if any(component.function is auto for component in self.components):
             check_data_sources(data_sources)
 

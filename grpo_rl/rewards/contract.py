@@ -40,6 +40,9 @@ class RewardFailure(RewardError):
         self.kind, self.cause = kind, shortened(cause)
         super().__init__(self.cause)
 
+    def __reduce__(self) -> tuple[type[RewardFailure], tuple[str, str]]:
+        return RewardFailure, (self.kind, self.cause)
+
     def at(self, place: str) -> RewardFailure:
         """The same failure with the function and the rollout before its cause."""
         return RewardFailure(self.kind, f"{place}: {self.cause}")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -36,6 +37,25 @@ class Slot:
     placement_group: PlacementGroup
     bundles: tuple[int, ...]
     gpu_ids: tuple[str, ...]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Ray is asked for."""
+        return {"num_cpus": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(self.placement_group, self.bundles[0])}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSlot:
+    """The place of a process on a node, by Ray's id, with cores for it and for the processes that it starts."""
+
+    node: str
+    num_cpus: float
+    gpu_ids: tuple[str, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Ray is asked for."""
+        return {"num_cpus": self.num_cpus, "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False)}
 
 
 class Pool:
@@ -76,7 +96,7 @@ class Pool:
         """The bundles of each group, node by node."""
         self._check = check
         if check is not None:
-            check(self._nodes(self.groups))
+            check(self.nodes)
 
     def slots(self, devices_per_slot: int = 1) -> list[Slot]:
         """The pool cut into slots of so many devices each; colocated roles ask for the same ones."""
@@ -91,6 +111,16 @@ class Pool:
                 own = bundles[: self.per_node]
                 slots.append(Slot(group, tuple(bundles), tuple(gpu_ids[b] for b in own) if gpu_ids else ()))
         return slots
+
+    @property
+    def nodes(self) -> set[str]:
+        """The nodes of the pool as it was reserved, by Ray's ids."""
+        return self._nodes(self.groups)
+
+    def cpus_on(self, node: str) -> float:
+        """Return the cores that were reserved on a node."""
+        places = [one for group in self.groups for one in placement_group_table(group)["bundles_to_node_id"].values()]
+        return places.count(node) * self._bundle["CPU"]
 
     def _nodes(self, groups: Sequence[PlacementGroup]) -> set[str]:
         return {node for group in groups for node in placement_group_table(group)["bundles_to_node_id"].values()}

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_rl import faults
 from grpo_rl.cluster.processes import forks
-from grpo_rl.cluster.processes.placement import Slot
+from grpo_rl.cluster.processes.placement import NodeSlot, Slot
 from grpo_rl.cluster.session.run_watcher import is_tracker, remove_segments
 from grpo_rl.config import secrets
 from grpo_rl.errors import (
@@ -41,14 +41,15 @@ from grpo_rl.errors import (
     RewardError,
 )
 from grpo_rl.machine_memory import out_of_memory
+from grpo_rl.processes.child import doing as children_doing
 from grpo_rl.processes.family import descendants, is_running, kill_tree, started
 from grpo_rl.rollout.engine_environment import own_folder
 from grpo_rl.workers.instruments import Instruments, PhaseMeasure, device_name
 
 # ---- in the process of a worker ----------------------------------------------------------------------
 
-BEATS, LOOKS = "beats", "looks"
-"""The threads in which a process answers `beat` and `doing` while others work."""
+BEATS, LOOKS, NEWS = "beats", "looks", "news"
+"""The threads in which a process answers `beat` and `doing`, and tells its news, while others work."""
 Doing = tuple[str, float, list[str]]
 """A call that is at work, its seconds, and the stack of its thread."""
 MOST_FRAMES = 12
@@ -143,13 +144,13 @@ class WorkerHost:
         return None if activity is None else activity()
 
     def doing(self) -> list[Doing]:
-        """Return each call that is at work, for how many seconds, and where; and what a thread of the worker's own does."""
+        """Return each call that is at work, for how many seconds, and where; what a thread of the worker's own does, and its children."""
         now = time.monotonic()
         found = [(method, now - began, stack_of(thread)) for thread, (method, began) in list(self._calls.items())]
         activity, thread = getattr(self._worker, "activity", None), getattr(self._worker, "thread", None)
         if activity is not None and thread is not None and (at := activity()) is not None:
             found.append((at[0], at[1], stack_of(thread.ident)))
-        return found
+        return found + children_doing()
 
     def build(self, factory: Callable[..., Any], *args: Any) -> None:
         """Make the worker. Raises RemoteError."""
@@ -313,9 +314,12 @@ class WorkerDied(WorkerFailed):
 class Worker:
     """A handle to one process."""
 
-    def __init__(self, name: str, slot: Slot, log_dir: Path, environment: Mapping[str, str], threads: int = 1) -> None:
+    def __init__(
+        self, name: str, slot: Slot | NodeSlot, log_dir: Path, environment: Mapping[str, str], threads: int = 1
+    ) -> None:
         """Start it. `threads` are the calls that it answers at once."""
-        self.name, self.slot = name, slot
+        self.name = name
+        self.slot: Any = slot
         self.log_file = log_dir / f"{name}.log"
         self.pid: int | None = None
         self.address: str | None = None
@@ -328,14 +332,13 @@ class Worker:
         self.asked: tuple[str, float] = ("", 0.0)
         """The method that was called last, and when."""
         self._environment, self._threads = environment, threads
-        strategy = PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundles[0])
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
         own = {**environment, **devices}
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": threads, "scheduling_strategy": strategy}
+        options: dict[str, Any] = {"max_concurrency": threads, **slot.options}
         if copied := forks.runtime_env(own):
             options["runtime_env"] = copied
         remote: Any = ray.remote  # Ray's types have no concurrency groups
-        host = remote(concurrency_groups={BEATS: 1, LOOKS: 1})(WorkerHost).options(**options)
+        host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost).options(**options)
         self.actor: Any = host.remote(name, str(self.log_file), own, secrets.known())
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
@@ -353,9 +356,13 @@ class Worker:
         self.asked = (method, time.monotonic())
         return self.actor.call.options(num_returns=2).remote(method, *args, told=faults.told())
 
-    def another(self, name: str, slot: Slot) -> Worker:
+    def another(self, name: str, slot: Slot | NodeSlot) -> Worker:
         """Start another process of this kind, with no worker in it yet."""
         return Worker(name, slot, self.log_file.parent, self._environment, self._threads)
+
+    def listen(self, method: str, *args: Any) -> ray.ObjectRef:
+        """Start a call that waits for news, beside all others."""
+        return self.actor.call.options(concurrency_group=NEWS).remote(method, *args)
 
     def beat(self, wait_s: float) -> ray.ObjectRef:
         """A sign of life after `wait_s`, whatever else the process does: see `WorkerHost.beat`."""
@@ -406,7 +413,7 @@ class WorkerGroup:
     def __init__(
         self,
         role: str,
-        slots: Sequence[Slot],
+        slots: Sequence[Slot | NodeSlot],
         *,
         log_dir: Path,
         environment: dict[str, str],

@@ -14,7 +14,6 @@ import ray
 from grpo_rl.cluster.processes.worker_group import Doing, Worker, WorkerGroup, cause_line, stack_of
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
-from grpo_rl.processes.child import CHILDREN
 from grpo_rl.processes.family import state
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.status import Status
@@ -269,7 +268,7 @@ class StuckReport(threading.Thread):
             if place == self._reported or self._over.is_set():
                 return
             self._reported = place
-            lines = [f"stuck? {why}. What each process is doing:", *self._controller(), *self._workers(), *_children()]
+            lines = [f"stuck? {why}. What each process is doing:", *self._controller(), *self._workers()]
         self._warn("\n".join(lines))
 
     def _controller(self) -> Iterator[str]:
@@ -303,11 +302,3 @@ class StuckReport(threading.Thread):
             for what, seconds, stack in doing or ():
                 yield f"  {worker.name} (pid {worker.pid}): {what} for {seconds:.1f} s"
                 yield from (f"    {line}" for line in stack)
-
-
-def _children() -> Iterator[str]:
-    """Yield what the processes do that run functions of rewards and environments."""
-    for child in sorted(CHILDREN, key=lambda one: one.pid):
-        if child.alive:
-            yield f"  {child.name} (pid {child.pid}): {state(child.pid)}; its last message was {child.quiet_s:.1f} s ago"
-            yield from (f"    {line}" for line in child.stack())

@@ -66,7 +66,7 @@ Devices = Annotated[int, Range(ge=1, le=1024, reason="no machine has more GPUs, 
 Nodes = Annotated[int, Range(ge=1, le=2**16, reason="no cluster has more machines")]
 NodesOrNone = Annotated[int, Range(ge=0, le=2**16, reason="no cluster has more machines")]
 Cores = Annotated[int, Range(ge=1, le=2**16, reason="no cluster on one machine has more cores")]
-Processes = Annotated[int, Range(ge=1, le=4096, reason="each is a process of its own on this machine")]
+Processes = Annotated[int, Range(ge=1, le=4096, reason="each is a process of its own on every node")]
 ThreadsOrAuto = Annotated[int, Range(ge=0, le=4096, reason="no machine has more hardware threads")]
 Ranks = Annotated[int, Range(ge=0, le=2**20, reason="no worker group has more ranks")]
 Tflops = Annotated[float, Range(ge=1e-3, le=1e6, reason="a core of a CPU does more, and no device does as much")]

@@ -266,8 +266,9 @@ class EnvironmentConfig:
     """Options of the environment's constructor by name."""
     reward_weight: Factor = 1.0
     """Factor of the episode's own reward (that of its turns, from environment and tools) in the reward; 0 leaves it out."""
-    num_workers: Processes = 2
-    """Processes that environments and tools run in."""
+    num_workers: Processes | None = None
+    """Processes on each node that environments and tools run in; null: half of the cores that the run's ranks and engines leave
+    there, at most 32."""
     step_timeout_s: Seconds = 60.0
     """Longest answer of an environment to one turn, tool calls included; then the episode ends as truncated by time."""
     tool_timeout_s: Seconds = 30.0

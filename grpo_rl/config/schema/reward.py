@@ -145,8 +145,8 @@ class RewardConfig:
     """Functions that score some of each step's responses and that nothing is trained on: names as in `functions`, without factors, and `judge` for reward.judge, which is no part of the reward then. See docs/rewards.md."""
     audit_share: PositiveFraction = 0.25
     """The share of each step's responses that is audited, spread over its prompts."""
-    num_workers: Processes = 2
-    """Processes that compute rewards."""
+    num_workers: Processes | None = None
+    """Processes on each node that compute rewards; null: half of the cores that the run's ranks and engines leave there, at most 32."""
     timeout_s: Seconds = 10.0
     """Longest time for one response through all functions, and for one call of a batched one; then its process is killed and replaced."""
     memory_limit_gb: ProcessGib | None = 2.0

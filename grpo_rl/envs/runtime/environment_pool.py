@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,17 +102,18 @@ class EnvironmentPool:
         max_episodes: int = 512,
         step_timeout_s: float = 60.0,
         memory_limit: int | None = None,
-        log_folder: Path | None = None,
+        logs: Sequence[Path] = (),
+        inbox: queue.SimpleQueue[Any] | None = None,
     ) -> None:
-        """Start the processes, each for `max_episodes` at a time; they print to `log_folder`/environment-N.log.
+        """Start the processes, each for `max_episodes` at a time; they print to `logs`, one for each.
 
-        `memory_limit` is the address space of a process in bytes; None: no limit.
+        `memory_limit` is the address space of a process in bytes; None: no limit. Another thread makes a call by putting (None,
+        (method, arguments)) into `inbox`.
         """
         self.max_episodes, self.step_timeout_s = max_episodes, step_timeout_s
         self._message = {"host": dataclasses.asdict(host), "memory_limit": memory_limit}
-        paths = [None if log_folder is None else log_folder / f"environment-{n}.log" for n in range(num_workers)]
-        self._logs = [OutputLog(path) for path in paths]
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._logs = [OutputLog(path) for path in logs] or [OutputLog() for _ in range(num_workers)]
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue() if inbox is None else inbox
         self._serials = itertools.count()
         self._asked: dict[int, _Asked] = {}
         """The work that is waited for, by serial number."""
@@ -145,7 +146,8 @@ class EnvironmentPool:
 
     def step(self, episode: str, turn: Mapping[str, Any]) -> None:
         """Give a turn to an episode's environment; the answer is an event."""
-        self._ask(self._place[episode], episode, "step", dict(turn))
+        if (process := self._place.get(episode)) is not None:  # else it was lost, which an event says
+            self._ask(process, episode, "step", dict(turn))
 
     def end(self, episode: str) -> None:
         """Close an episode, wherever it is; no event comes for it any more."""
@@ -175,7 +177,10 @@ class EnvironmentPool:
                 arrived = self._inbox.get(timeout=left) if left and not found else self._inbox.get_nowait()
                 while True:
                     process, message = arrived
-                    found += self._ended(process) if message is None else self._read(process, message)
+                    if process is not None:
+                        found += self._ended(process) if message is None else self._read(process, message)
+                    elif message is not None:
+                        getattr(self, message[0])(*message[1])
                     arrived = self._inbox.get_nowait()
             if found or now >= until:
                 return found

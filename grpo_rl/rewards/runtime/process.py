@@ -38,7 +38,9 @@ class Job:
 
     samples: Sequence[Callable[[], Sample]]
     """Return the arguments of the functions for each response: a text may lie in another process until it is sent."""
-    components: list[Component]
+    functions: Sequence[str]
+    batched: bool = False
+    """True for a function of lists."""
     size: int = 0
     """The characters of a single response."""
     outcomes: list[Outcome] = field(default_factory=list)
@@ -58,7 +60,7 @@ class Job:
         messages = [answer if isinstance(answer, dict) else {} for answer in answers]
         self.seconds += sum(message["seconds"] for message in messages if isinstance(message.get("seconds"), float))
         self.outcomes = [*map(_read_answer, messages), *([missing] if missing else [])]
-        if self.components[0].batched:
+        if self.batched:
             listed = next((message.get("answers") for message in messages if "failure" not in message), None)
             if isinstance(listed, list) and len(listed) == len(self.samples):
                 self.outcomes = [_read_answer(one) for one in listed]
@@ -108,6 +110,7 @@ class RewardProcess:
         sent, samples, settled = [], [], []
         for job in jobs:
             arguments = [sample() for sample in job.samples]
+            arguments = [each._replace(solution_str=str(each.solution_str)) for each in arguments]
             try:
                 samples.append(encode(arguments))
                 sent.append(job)
@@ -115,14 +118,14 @@ class RewardProcess:
                 cause = f"ground_truth or extra_info cannot be sent to a reward function: {error}"
                 job.settle([], RewardFailure(ERROR, cause))
                 settled.append(job)
-        functions = encode([component.name for component in jobs[0].components])
+        functions = encode(list(jobs[0].functions))
         num_done, answers, started = 0, list[Any](), time.monotonic()
         try:
             if sent:
                 self.child.send(b'{"functions": %b, "calls": [%b]}' % (functions, b", ".join(samples)), self._timeout_s)
             while num_done < len(sent):
                 answers, started = [], time.monotonic()
-                goes_on = self._receive(answers, len(sent[num_done].components))
+                goes_on = self._receive(answers, len(sent[num_done].functions))
                 sent[num_done].settle(answers)
                 settled.append(sent[num_done])
                 num_done += 1
@@ -135,7 +138,7 @@ class RewardProcess:
         except (OSError, EOFError, ValueError) as error:
             at = sent[num_done]
             if isinstance(error, TimeoutError):
-                size = sum(len(sample().solution_str) for sample in at.samples)
+                size = sum(len(str(sample().solution_str)) for sample in at.samples)
                 what = f"{len(at.samples)} responses" if at.is_joint else "response"
                 took = f"took longer than reward.timeout_s={self._timeout_s:g} ({what} of {size} characters)"
                 missing = RewardFailure(TIMEOUT, took)
@@ -171,14 +174,14 @@ def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]
     """
     if not (failed.failed_as_whole and failed.is_joint):
         return failed.outcomes
-    alone = [Job([sample], failed.components) for sample in failed.samples]
+    alone = [Job([sample], failed.functions, batched=True) for sample in failed.samples]
     ask(alone)
     good = [job for job in alone if not isinstance(job.outcomes[0], RewardFailure)]
     if len(good) == len(alone):
         whole = [failure for failure in failed.outcomes if isinstance(failure, RewardFailure)]
         return [RewardFailure(one.kind, f"{one.cause}; with each response alone it does not fail") for one in whole]
     if good:
-        together = Job([job.samples[0] for job in good], failed.components)
+        together = Job([job.samples[0] for job in good], failed.functions, batched=True)
         ask([together])
         for job, outcome in zip(good, together.outcomes, strict=True):
             job.outcomes = [outcome]

@@ -25,7 +25,7 @@ from typing import Any
 from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Seconds
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.registry import check_options
-from grpo_rl.rewards.sandbox.sandbox import START_S, Case, CaseOutcome, Limits, Sandbox, check_available
+from grpo_rl.rewards.sandbox.sandbox import START_S, Case, CaseOutcome, Limits, Sandbox
 
 KEY = "reward.function_kwargs.code"
 FENCE = "```"
@@ -87,7 +87,7 @@ def code(
 
 def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
     """Return what is wrong with the options with which `code` is bound in `function`; nothing where that is another reward."""
-    if not _is_code(function):
+    if not is_code(function):
         return []
     options = getattr(function, "keywords", {})
     try:
@@ -103,13 +103,8 @@ def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
     ]
 
 
-def check_code(function: Callable[..., Any]) -> None:
-    """Raise SandboxUnavailable, before a run starts, where `function` is `code` and its programs could not be run here."""
-    if _is_code(function):
-        check_available()
-
-
-def _is_code(function: Callable[..., Any]) -> bool:
+def is_code(function: Callable[..., Any]) -> bool:
+    """Return whether a function is `code`, with or without options."""
     return getattr(function, "func", function) is code
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError
-from grpo_rl.rewards.audit import Audit, sample
+from grpo_rl.rewards.audit import Audit, auditing, sample
 from grpo_rl.types import GREEDY, Prompt, Rollout
 
 FUNCTIONS = """
@@ -46,7 +46,7 @@ def stack() -> Iterator[ExitStack]:
 def audit(stack: ExitStack, tmp_path: Path, *names: str, share: float = 1.0) -> Audit:
     (tmp_path / "own.py").write_text(FUNCTIONS)
     config = RewardConfig(audit=[f"{tmp_path}/own.py:{name}" for name in names], audit_share=share, on_failure="stop")
-    return Audit(config, ["test"], tmp_path, stack)
+    return Audit(config, auditing(config, ["test"]), stack)
 
 
 def test_a_share_is_spread_over_the_prompts_and_chosen_by_name() -> None:
@@ -94,8 +94,8 @@ def test_an_audit_that_fails_is_counted_and_stops_nothing(stack: ExitStack, tmp_
 
 def test_a_name_that_is_unknown_and_options_of_audits_are_checked_before_the_start(stack: ExitStack, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reward\.audit: unknown reward function 'exact_macht'"):
-        Audit(RewardConfig(audit=["exact_macht"]), ["test"], tmp_path, stack)
+        auditing(RewardConfig(audit=["exact_macht"]), ["test"])
     config = RewardConfig(functions=["auto"], audit=["exact_match"], function_kwargs={"exact_match": {"ignore_case": False}})
-    tried = Audit(config, ["test"], tmp_path, stack)
+    tried = Audit(config, auditing(config, ["test"]), stack)
     tried.submit(rollouts())
     assert tried.wait(print)["audit/exact_match"] == 1.0

@@ -12,7 +12,6 @@ from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.sandbox.code_rule import (
-    check_code,
     code,
     code_problems,
     decode,
@@ -22,7 +21,7 @@ from grpo_rl.rewards.sandbox.code_rule import (
     same_value,
 )
 from grpo_rl.rewards.sandbox.inside import encode
-from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox, SandboxUnavailable
+from grpo_rl.rewards.sandbox.sandbox import Case, Sandbox, SandboxUnavailable, check_available
 
 SQUARE = "```python\ndef f(x):\n    return x * x\n```"
 ADD = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```\nThat is it."
@@ -201,7 +200,7 @@ def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeyp
     with pytest.raises(SandboxUnavailable, match=r"make the namespaces: no.*(sysctl|--security-opt).*docs/sandbox.md"):
         code("code", SQUARE, ["assert f(1) == 1"])
     with pytest.raises(SandboxUnavailable):
-        check_code(code)
+        check_available()
 
 
 @needs_sandbox

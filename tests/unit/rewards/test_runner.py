@@ -34,7 +34,8 @@ def rollout(uid, text="", sample=0, response_ids=(1,), **extra_info):
 
 def make_runner(*functions, log_folder=None, decode=None, **settings):
     config = RewardConfig(functions=[f"{factor}*{UNRULY}:{name}" for factor, name in functions], **settings)
-    return RewardRunner(RewardFunction.from_config(config, decode), config, log_folder=log_folder)
+    logs = [] if log_folder is None else [log_folder / f"reward-{place}.log" for place in range(config.num_workers)]
+    return RewardRunner(RewardFunction.from_config(config, decode), config, logs=logs)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +78,12 @@ def test_rollouts_come_back_in_order_and_scored_whether_submitted_before_or_not(
 
 def test_signals_that_ask_a_run_to_stop_change_no_reward(runner):
     runner.wait([rollout(uid, "score 1") for uid in "ab"])
-    before = dict(runner.pids)
+    before = dict(runner.processes.pids)
     for pid in before.values():
         for number in STOP_SIGNALS:
             os.killpg(pid, number)
     assert [item.reward for item in runner.wait([rollout(uid, "score 3") for uid in "cdef"])] == [6.0] * 4
-    assert runner.pids == before
+    assert runner.processes.pids == before
 
 
 def test_scoring_starts_at_submission_in_several_processes_and_never_holds_up_the_caller(runner, tmp_path):
@@ -151,11 +152,11 @@ def test_a_fork_that_returns_from_the_function_answers_nothing(runner):
 
 def test_a_process_that_an_earlier_response_has_spoiled_costs_the_next_one_nothing(runner):
     runner.wait([rollout("a", "score 1"), rollout("b", "score 1")])
-    before = set(runner.pids.values())
+    before = set(runner.processes.pids.values())
     assert [item.reward for item in runner.wait([rollout(str(i), "spoil") for i in range(2)])] == [2.0, 2.0]
     later = [rollout(str(i), "rest") for i in range(10)]
     assert [item.reward for item in runner.wait(later)] == [2.0] * 10
-    assert set(runner.pids.values()) != before
+    assert set(runner.processes.pids.values()) != before
 
 
 def test_what_functions_print_is_in_the_log_as_far_as_it_has_room_and_not_on_the_screen(runner, log_folder, capfd):
@@ -181,7 +182,7 @@ def test_when_all_rewards_fail_the_run_stops_with_counts_and_causes(runner):
 
 
 def test_the_processes_load_no_torch_and_stay_small(runner):
-    for pid in runner.pids.values():
+    for pid in runner.processes.pids.values():
         mapped, status = Path(f"/proc/{pid}/maps").read_text(), Path(f"/proc/{pid}/status").read_text()
         assert "torch" not in mapped
         assert int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) < 512 * 1024
@@ -203,7 +204,7 @@ def test_async_and_batched_functions_and_fixed_values_for_failures_and_nobody_le
     assert rollouts[3].reward_parts == {"act_later": 2.0, "act_on_all": 8.0}
     with pytest.raises(RewardError, match="1 results for 2 responses; with each response alone it does not fail"):
         runner.wait([rollout("a", "score 1"), rollout("b", "short")])
-    pids = dict(runner.pids)
+    pids = dict(runner.processes.pids)
     runner.close()
     assert len(pids) == 1 and not any(map(is_alive, pids.values()))
     with pytest.raises(RuntimeError, match="closed"):
@@ -230,7 +231,7 @@ def test_a_failure_stops_the_run_where_it_shall_even_while_others_hang():
     started = time.perf_counter()
     runner.close()
     assert time.perf_counter() - started < 20, "it did not wait for the one that hangs"
-    assert not any(map(is_alive, runner.pids.values()))
+    assert not any(map(is_alive, runner.processes.pids.values()))
 
 
 def test_a_process_that_cannot_start_ends_the_run_with_the_cause(tmp_path, monkeypatch):
@@ -283,7 +284,7 @@ def test_a_process_says_where_in_a_users_function_it_is_whatever_it_does_there()
     try:
         runner.check_started()
         runner.submit(rollout("a", "slow 3"))
-        (child,) = [one for one in CHILDREN if one.pid in runner.pids.values()]
+        (child,) = [one for one in CHILDREN if one.pid in runner.processes.pids.values()]
         deadline = time.monotonic() + 10
         while "in slow" not in (stack := " ".join(child.stack())) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -300,10 +301,9 @@ def test_a_process_says_where_in_a_users_function_it_is_whatever_it_does_there()
 def ask(*texts):
     """Return what a new process gives for these responses in one message, which of them are left, and whether it still lives."""
     config = RewardConfig(functions=[f"{UNRULY}:act"], timeout_s=1.0)
-    components = RewardFunction.from_config(config).components
     worker = RewardProcess(config, [], OutputLog())
     assert worker.child.wait_until_ready() is None
-    jobs = [Job([partial(Sample, "test", text, None, {})], components) for text in texts]
+    jobs = [Job([partial(Sample, "test", text, None, {})], ["act"]) for text in texts]
     told = []
     left = worker.ask(jobs, told.extend)
     was_alive = worker.child.alive

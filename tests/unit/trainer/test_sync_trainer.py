@@ -22,7 +22,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError, DivergedError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
-from grpo_rl.rewards.audit import Audit
+from grpo_rl.rewards.audit import Audit, auditing
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
@@ -219,7 +219,7 @@ def test_an_audit_is_logged_and_changes_nothing_that_is_trained(make, tmp_path):
             trainer, policy = make(make_config(), total_steps=3, with_val=False)
             if audited:
                 config = RewardConfig(audit=["exact_match"], audit_share=0.5)
-                trainer.context.roles.audit = Audit(config, ["arithmetic"], tmp_path, stack)
+                trainer.context.roles.audit = Audit(config, auditing(config, ["arithmetic"]), stack)
             trainer.fit()
         trained = [(batch.token_ids_S.tolist(), batch.token_advantages().tolist()) for batch in policy.trained]
         digests.append(hashlib.sha256(repr((trained, policy.calls, policy.prompts)).encode()).hexdigest())

@@ -1,0 +1,248 @@
+"""The process on each node that keeps the node's reward and environment processes: built and called as every worker, without torch.
+
+Functions of a user's run in child processes of this one, never in it: a child is killed at a deadline and replaced within half a
+second, its memory has a limit that would end Ray's own threads, and what it answers is read as plain data. So a function that
+hangs, exits or breaks its process costs neither a Ray actor nor a connection to the cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_rl.cluster.processes.worker_group import StoredBlock
+from grpo_rl.config.derived import processes_on
+from grpo_rl.config.schema.model import EnvironmentConfig
+from grpo_rl.config.schema.reward import RewardConfig
+from grpo_rl.config.secrets import is_secret_name, remember_environment
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
+from grpo_rl.envs.runtime.episode_host import HostSetup
+from grpo_rl.errors import ClusterError, GrpoRlError, RewardError
+from grpo_rl.rewards.contract import RewardFailure, Sample
+from grpo_rl.rewards.runtime.process import Job
+from grpo_rl.rewards.runtime.processes import RewardProcesses
+from grpo_rl.rewards.sandbox.sandbox import check_available
+
+LOOK_S = 1.0
+"""Seconds after which environments are looked at without an event."""
+Text = str | tuple[StoredBlock, int, int]
+"""A response's text, or the block with its place: start and length."""
+SentJob = tuple[int, Sequence[str], bool, int, list[tuple[str, Text, Any, dict[str, Any]]]]
+"""A job on its way to a host: number, functions, whether they take lists, characters, and the arguments of each response."""
+SentOutcome = tuple[int, list[Any], bool, float]
+"""What became of it: number, outcomes, whether the call failed as a whole, seconds."""
+Event = tuple[str, Any]
+"""The name of a service, and what it has to say; with `broken`, why the run cannot go on."""
+BROKEN, ENVIRONMENT = "broken", "environment"
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerSpec:
+    """Functions that score single responses."""
+
+    config: RewardConfig
+    data_sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSpec:
+    """The environment and tools of episodes."""
+
+    host: HostSetup
+    config: EnvironmentConfig
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSpec:
+    """What runs on every node. It travels in a call to the worker, whose arguments no part of Ray shows."""
+
+    scorers: Mapping[str, ScorerSpec]
+    environments: EnvironmentSpec | None
+    needs_sandbox: bool
+    """True if programs that a model writes are run."""
+    logs: Path
+    folder: str = field(default_factory=os.getcwd)
+    path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ), repr=False)
+    """The environment of the command, secrets included."""
+
+    def sizes(self, cores: int) -> dict[str, int]:
+        """Return the number of processes of each service on a node with so many cores for them."""
+        sizes = {name: processes_on(cores, scorer.config.num_workers) for name, scorer in self.scorers.items()}
+        return sizes | (
+            {} if self.environments is None else {ENVIRONMENT: processes_on(cores, self.environments.config.num_workers)}
+        )
+
+
+class Service(Protocol):
+    """What a host does under one name."""
+
+    def put(self, batch: Any) -> None:
+        """Begin what a batch asks for; returns at once."""
+
+    def close(self) -> None:
+        """End its processes."""
+
+
+class FunctionHost:
+    """The services of one node. Batches come by `put`; all that has happened goes back by `take`."""
+
+    def __init__(self, spec: FunctionSpec, cores: int, number: int, num_hosts: int) -> None:
+        """Start the processes and wait for them. Raises RewardError, with this node's name, if some cannot start here."""
+        _take_over(spec)
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._services: dict[str, Service] = {}
+        self.sizes = spec.sizes(cores)
+        self.walls = ""
+        """The walls around programs that a model writes, in words."""
+
+        def logs(name: str) -> list[Path]:
+            return [spec.logs / f"{name}-{number + num_hosts * place}.log" for place in range(self.sizes[name])]
+
+        try:
+            if spec.needs_sandbox:
+                check_available()
+                self.walls = "programs in a sandbox of user namespaces and a filter of system calls"
+            scorers = {name: Scorer(scorer, logs(name), partial(self._tell, name)) for name, scorer in spec.scorers.items()}
+            self._services |= scorers
+            if spec.environments is not None:
+                tell = partial(self._tell, ENVIRONMENT)
+                self._services[ENVIRONMENT] = Environments(spec.environments, logs(ENVIRONMENT), tell)
+            for scorer in scorers.values():
+                scorer.processes.check_started()
+        except RewardError as error:
+            raise RewardError(f"node {socket.gethostname()}: {error}") from error
+
+    def describe(self) -> tuple[str, dict[str, int], str]:
+        """Return the node's name, the number of processes of each service, and the walls around a model's programs."""
+        return socket.gethostname(), self.sizes, self.walls
+
+    def put(self, service: str, batch: Any) -> None:
+        """Begin what a batch asks of a service."""
+        self._services[service].put(batch)
+
+    def take(self, wait_s: float) -> list[Event]:
+        """Return everything that has happened since the last call, after up to `wait_s` for the first of it."""
+        events: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            events.append(self._events.get(timeout=wait_s))
+            while True:
+                events.append(self._events.get_nowait())
+        return events
+
+    def close(self) -> None:
+        """End all processes."""
+        for service in self._services.values():
+            service.close()
+
+    def _tell(self, service: str, said: Any, why: GrpoRlError | None = None) -> None:
+        self._events.put((service, said) if why is None else (BROKEN, why))
+
+
+class Scorer:
+    """The reward processes of a node: takes jobs, tells their outcomes."""
+
+    def __init__(self, spec: ScorerSpec, logs: Sequence[Path], tell: Callable[..., None]) -> None:
+        self._tell = tell
+        self._numbers: dict[Job, int] = {}
+        self.processes = RewardProcesses(
+            spec.config, self._done, partial(tell, None), data_sources=spec.data_sources, logs=logs
+        )
+
+    def put(self, batch: Sequence[SentJob]) -> None:
+        """Have the jobs done."""
+        jobs = []
+        for number, functions, batched, size, samples in batch:
+            job = Job([partial(_sample, *each) for each in samples], functions, batched, size)
+            self._numbers[job] = number
+            jobs.append(job)
+        self.processes.put(jobs)
+
+    def close(self) -> None:
+        """End the processes."""
+        self.processes.close()
+
+    def _done(self, jobs: Sequence[Job]) -> None:
+        self._tell([(self._numbers.pop(job), [*map(_plain, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs])
+
+
+def _sample(data_source: str, text: Text, ground_truth: Any, extra_info: dict[str, Any]) -> Sample:
+    if isinstance(text, str):
+        return Sample(data_source, text, ground_truth, extra_info)
+    block, start, length = text
+    of_block = block.read()["text"][start : start + length].tobytes()
+    return Sample(data_source, of_block.decode("utf-8", "surrogatepass"), ground_truth, extra_info)
+
+
+def _plain(outcome: Any) -> Any:
+    """Return an outcome in a form that can be pickled."""
+    return outcome if isinstance(outcome, RewardFailure) else (outcome.score, dict(outcome.values), outcome.steps)
+
+
+class Environments(threading.Thread):
+    """The environment processes of a node: takes calls of `EnvironmentPool`, tells its events."""
+
+    def __init__(self, spec: EnvironmentSpec, logs: Sequence[Path], tell: Callable[..., None]) -> None:
+        super().__init__(name="environments", daemon=True)
+        self._spec, self._logs, self._tell = spec, logs, tell
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closed, self._ended = threading.Event(), threading.Event()
+        self.start()
+
+    def put(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        """Make these calls, in their order."""
+        for call in batch:
+            self._inbox.put((None, call))
+
+    def close(self) -> None:
+        """End the processes."""
+        self._closed.set()
+        self._inbox.put((None, None))
+        self._ended.wait(2 * LOOK_S)
+
+    def run(self) -> None:
+        pool, config = None, self._spec.config
+        try:
+            # A process ends with the thread that started it: this one starts all of them.
+            limit = None if config.memory_limit_gb is None else int(config.memory_limit_gb * 2**30)
+            pool = EnvironmentPool(
+                self._spec.host,
+                len(self._logs),
+                step_timeout_s=config.step_timeout_s,
+                memory_limit=limit,
+                logs=self._logs,
+                inbox=self._inbox,
+            )
+            while not self._closed.is_set():
+                if events := pool.events(LOOK_S):
+                    self._tell(events)
+        except Exception as error:  # a thread's own exception would be lost
+            self._tell(None, ClusterError(f"node {socket.gethostname()}: {error}"))
+        finally:
+            if pool is not None:
+                pool.close()
+            self._ended.set()
+
+
+def _take_over(spec: FunctionSpec) -> None:
+    """Make this process's folder, module path and variables those of the command, as far as the node has not its own.
+
+    Variables with the name of a secret are the command's in any case.
+    """
+    if not Path(spec.folder).is_dir():
+        raise RewardError(f"node {socket.gethostname()} has no folder {spec.folder}, in which the command was started")
+    os.chdir(spec.folder)
+    sys.path += [entry for entry in spec.path if entry not in sys.path]
+    for name, value in spec.variables.items():
+        if not name.startswith("RAY_") and (is_secret_name(name) or name not in os.environ):
+            os.environ[name] = value
+    remember_environment()

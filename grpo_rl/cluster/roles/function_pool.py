@@ -1,0 +1,379 @@
+"""The function hosts of a run, one on each node, as the controller sees them: batches go to those with room, answers come back.
+
+One thread for each host waits for what has happened there. A host that is lost gives its work back, which others do, and another
+is started in its place unless its node is gone: functions of the same arguments give the same results on every node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import ray
+
+from grpo_rl.cluster.processes.worker_group import StoredBlock, Worker, WorkerFailed, WorkerGroup, wait_all
+from grpo_rl.cluster.recovery.supervisor import Supervisor
+from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, FunctionHost, FunctionSpec, SentJob, SentOutcome
+from grpo_rl.columns import View
+from grpo_rl.envs.runtime.environment_pool import Event
+from grpo_rl.errors import ClusterError, GrpoRlError
+from grpo_rl.processes.child import KILL_S
+from grpo_rl.rewards.contract import RewardFailure, RewardResult
+from grpo_rl.rewards.runtime.process import Job
+from grpo_rl.rewards.runtime.processes import Broken, Done
+
+WAIT_S = 10.0
+"""Seconds for which a host is asked what has happened, where nothing has."""
+AHEAD, BUSY = 32, 2
+"""Responses that a host has for each of its reward processes: at most, and so that it has work left."""
+
+
+class Client(Protocol):
+    """A service of all hosts. All methods are called in the threads of hosts."""
+
+    def joined(self, worker: Worker, size: int) -> None:
+        """Note that this host, with so many processes, may be asked."""
+
+    def lost(self, worker: Worker, cause: str) -> None:
+        """Note that this host is gone, with what it was doing."""
+
+    def heard(self, worker: Worker, said: Any) -> None:
+        """Take in what a host says."""
+
+    def broke(self, why: GrpoRlError) -> None:
+        """Note that nothing more will come."""
+
+
+class FunctionPool:
+    """The function hosts of a run."""
+
+    def __init__(self, worker_group: WorkerGroup, spec: FunctionSpec, cores: Sequence[int], supervisor: Supervisor) -> None:
+        """`cores` has those of each host's node that its processes may use."""
+        self.worker_group, self._spec, self._supervisor, self._cores = worker_group, spec, supervisor, cores
+        self._sizes: dict[Worker, dict[str, int]] = {}
+        self._clients: dict[str, Client] = {}
+        self._broken: GrpoRlError | None = None
+        self._lock, self._closed = threading.Lock(), threading.Event()
+
+    def start_build(self) -> list[ray.ObjectRef]:
+        """Start making the host in every process."""
+        return [self._build(worker, number) for number, worker in enumerate(self.worker_group.workers)]
+
+    def _build(self, worker: Worker, number: int) -> ray.ObjectRef:
+        return worker.actor.build.remote(FunctionHost, self._spec, self._cores[number], number, len(self._cores))
+
+    def listen(self) -> str:
+        """Begin to hear what happens on the hosts, which are built; return what runs where, and within which walls."""
+        lines: dict[str, list[str]] = {}
+        for number, (worker, said) in enumerate(
+            zip(self.worker_group.workers, self.worker_group.call("describe"), strict=True)
+        ):
+            node, self._sizes[worker], walls = said
+            sizes = ", ".join(f"{count} {name} process{'es' * (count > 1)}" for name, count in self._sizes[worker].items())
+            lines.setdefault("; ".join(filter(None, (sizes, walls))), []).append(node)
+            threading.Thread(target=self._listen, args=(worker, number), name=worker.name, daemon=True).start()
+        return "; ".join(f"on {', '.join(nodes)}: {what}" for what, nodes in lines.items())
+
+    def scorer(self, service: str, done: Done, broken: Broken) -> ScorerClient:
+        """Return the reward processes of all nodes, as `RewardRunner` asks them."""
+        client = ScorerClient(partial(self._put, service), done, broken)
+        self._enter(service, client)
+        return client
+
+    def environments(self) -> EnvironmentClient:
+        """Return the environment processes of all nodes, as `EpisodePool` asks them."""
+        client = EnvironmentClient(partial(self._put, ENVIRONMENT))
+        self._enter(ENVIRONMENT, client)
+        return client
+
+    def close(self) -> None:
+        """End the processes of all hosts, and hear them no more."""
+        self._closed.set()
+        workers = list(self.worker_group.workers)
+        ray.wait([worker.call("close") for worker in workers], num_returns=len(workers), timeout=KILL_S)
+        self.worker_group.shutdown()
+
+    def _enter(self, service: str, client: Client) -> None:
+        with self._lock:
+            self._clients[service] = client
+            workers = list(self.worker_group.workers)
+        for worker in workers:
+            client.joined(worker, self._sizes[worker][service])
+        if self._broken is not None:
+            client.broke(self._broken)
+
+    def _put(self, service: str, worker: Worker, batch: Any) -> None:
+        worker.call("put", service, batch)  # one that is lost is noticed by whoever listens to it
+
+    def _listen(self, worker: Worker, number: int) -> None:
+        """Hand on what a host says, and what another says in its place once it is lost."""
+        patience_s = WAIT_S + self.worker_group.call_timeout_s
+        try:
+            while not self._closed.is_set():
+                try:
+                    heard = wait_all([worker], [worker.listen("take", WAIT_S)], patience_s, "functions.take")[0]
+                except GrpoRlError as error:
+                    if self._closed.is_set() or self._supervisor.closed:
+                        return
+                    if (fresh := self._replaced(worker, number, error)) is None:
+                        return
+                    worker, heard = fresh, []
+                for service, said in heard:
+                    if service == BROKEN:
+                        self._break(said)
+                    else:
+                        self._clients[service].heard(worker, said)
+        except GrpoRlError as error:
+            self._break(error)
+        except Exception as error:  # a thread's own exception would be lost
+            self._break(ClusterError(f"{worker.name}: {type(error).__name__}: {error}"))
+
+    def _replaced(self, worker: Worker, number: int, error: GrpoRlError) -> Worker | None:
+        """Return a new host in the place of one that is lost; None if its node is gone and others go on. Raises ClusterError."""
+        since, recoveries = time.monotonic(), self._supervisor.recoveries
+        worker.kill(str(error))
+        self._supervisor.forget(worker)
+        for client in self._clients.values():
+            client.lost(worker, str(error))
+        with self._lock:
+            self.worker_group.workers.remove(worker)
+        if not any(node["NodeID"] == worker.slot.node and node["Alive"] for node in ray.nodes()):
+            if not self.worker_group.workers:
+                raise error
+            recoveries.warn(f"recovery: {worker.name} is gone with its node; its work goes to the other nodes")
+            return None
+        if not recoveries.restarts:
+            raise error
+        recoveries.failed(worker.name, str(error), "another is started in its place")
+        fresh = worker.another(worker.name, worker.slot)
+        with self._lock:
+            self.worker_group.workers.append(fresh)
+        try:
+            self.worker_group.where(self._supervisor.start_timeout_s, [fresh])
+            wait_all([fresh], [self._build(fresh, number)], self._supervisor.start_timeout_s, f"start {fresh.name} again")
+        except WorkerFailed:
+            self._sizes[fresh] = self._sizes.pop(worker)
+            return fresh  # lost in its turn, which the next call to it shows
+        recoveries.on_restart(fresh.name, fresh.pid)
+        self._supervisor.watch(fresh)
+        self._sizes[fresh] = self._sizes.pop(worker)
+        for service, client in self._clients.items():
+            client.joined(fresh, self._sizes[fresh][service])
+        recoveries.recovered(fresh.name, "functions", time.monotonic() - since, "it scores and plays again")
+        return fresh
+
+    def _break(self, why: GrpoRlError) -> None:
+        self._broken = why
+        for client in self._clients.values():
+            client.broke(why)
+
+
+class ScorerClient:
+    """`rewards.runtime.runner.JobPool` over all nodes."""
+
+    def __init__(self, put: Callable[[Worker, list[SentJob]], None], done: Done, broken: Broken) -> None:
+        self._put, self._done, self.broke = put, done, broken
+        self._sizes: dict[Worker, int] = {}
+        """The number of processes of each host."""
+        self._lock = threading.Lock()
+        self._waiting: deque[Job] = deque()
+        self._serials = itertools.count()
+        self._sent: dict[Worker, dict[int, Job]] = {}
+        """What each host has, by the job's number."""
+
+    def put(self, jobs: Sequence[Job]) -> None:
+        """Have these jobs done; returns at once."""
+        with self._lock:
+            self._waiting.extend(jobs)
+            self._feed()
+
+    def check_started(self) -> None:
+        """Return at once: hosts are built when their processes are ready."""
+
+    def close(self) -> None:
+        """Do nothing: hosts end with the cluster."""
+
+    def joined(self, worker: Worker, size: int) -> None:
+        """Note that this host, with so many processes, may be asked."""
+        with self._lock:
+            self._sizes[worker] = size
+            self._sent.setdefault(worker, {})
+            self._feed()
+
+    def lost(self, worker: Worker, cause: str) -> None:
+        """Give the jobs of a lost host to others."""
+        with self._lock:
+            self._waiting.extendleft(reversed(self._sent.pop(worker, {}).values()))
+            self._feed()
+
+    def heard(self, worker: Worker, said: Iterable[SentOutcome]) -> None:
+        """Take in outcomes, and give the host more."""
+        done = []
+        with self._lock:
+            sent = self._sent.get(worker, {})
+            for number, outcomes, failed_as_whole, seconds in said:
+                if (job := sent.pop(number, None)) is not None:
+                    job.outcomes = [one if isinstance(one, RewardFailure) else RewardResult(*one) for one in outcomes]
+                    job.failed_as_whole, job.seconds = failed_as_whole, seconds
+                    done.append(job)
+            self._feed()
+        self._done(done)
+
+    def _feed(self) -> None:
+        """Send what waits to hosts with room, those with the least first; each leaves their share to the others."""
+        for worker, sent in sorted(self._sent.items(), key=lambda entry: len(entry[1]) / self._sizes[entry[0]]):
+            size, most = self._sizes[worker], AHEAD * self._sizes[worker]
+            if not self._waiting:
+                return
+            # A host that has work left gets more when many can be sent at once.
+            if len(sent) >= BUSY * size and (len(sent) > most // 2 or len(self._waiting) < most // 2):
+                continue
+            share = -(-len(self._waiting) // len(self._sent))
+            jobs = [self._waiting.popleft() for _ in range(min(share, most - len(sent)))]
+            batch = []
+            for job in jobs:
+                number = next(self._serials)
+                sent[number] = job
+                batch.append((number, job.functions, job.batched, job.size, [_sent_sample(sample()) for sample in job.samples]))
+            self._put(worker, batch)
+
+
+def _sent_sample(sample: Any) -> tuple[str, Any, Any, dict[str, Any]]:
+    """Return the arguments of one response; a text in the object store stays there, and goes as its place."""
+    text = sample.solution_str
+    if isinstance(text, View) and isinstance(text.block, StoredBlock):
+        return sample.data_source, (text.block, text.start, text.length), sample.ground_truth, sample.extra_info
+    return sample.data_source, str(text), sample.ground_truth, sample.extra_info
+
+
+@dataclass(slots=True)
+class _Load:
+    """The episodes of a host, and the calls that it has not been sent."""
+
+    episodes: set[str]
+    calls: list[tuple[str, tuple[Any, ...]]]
+
+
+class EnvironmentClient:
+    """Environments on all nodes, as `EnvironmentPool` has those of one. It is used from one thread.
+
+    Calls are sent with the next look at events, all for one host at once. A host's episodes are lost with it, and may be begun again.
+    """
+
+    def __init__(self, put: Callable[[Worker, Any], None]) -> None:
+        self._put = put
+        self._inbox: queue.SimpleQueue[tuple[str, Worker | None, Any]] = queue.SimpleQueue()
+        self._hosts: dict[Worker, _Load] = {}
+        self._place: dict[str, Worker] = {}
+        self._unplaced: dict[str, Mapping[str, Any]] = {}
+        """Episodes that no host has yet."""
+        self._awaited: set[str] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of answers that have not come yet."""
+        return len(self._awaited)
+
+    def begin(self, episode: str, start: Mapping[str, Any]) -> None:
+        """Begin an episode on the node with the fewest; the answer is an event."""
+        self._unplaced[episode] = start
+        self._awaited.add(episode)
+
+    def step(self, episode: str, turn: Mapping[str, Any]) -> None:
+        """Give a turn to an episode's environment; the answer is an event."""
+        self._awaited.add(episode)
+        self._call(episode, "step", episode, dict(turn))
+
+    def end(self, episode: str) -> None:
+        """Close an episode; no event comes for it any more."""
+        self._awaited.discard(episode)
+        self._unplaced.pop(episode, None)
+        self._call(episode, "end", episode)
+        self._leave(episode)
+
+    def events(self, wait_s: float = 0.0) -> list[Event]:
+        """Return what has happened, after waiting up to `wait_s` for the first event. Raises ClusterError if no more can happen."""
+        found = self._heard(0.0)
+        self._send()
+        if not found and wait_s > 0:
+            found = self._heard(wait_s)
+            self._send()
+        return found
+
+    def _heard(self, wait_s: float) -> list[Event]:
+        """Take in all that hosts have said, after up to `wait_s` for the first of it."""
+        found: list[Event] = []
+        with contextlib.suppress(queue.Empty):
+            arrived = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
+            while True:
+                what, worker, said = arrived
+                if what == "broke":
+                    raise said
+                assert worker is not None
+                if what == "joined":
+                    self._hosts.setdefault(worker, _Load(set(), []))
+                elif what == "lost" and worker in self._hosts:
+                    lost = sorted(self._hosts.pop(worker).episodes)
+                    found += [Event(episode, "lost", cause=said) for episode in lost]
+                elif what == "heard":
+                    found += [event for event in said if self._place.get(event.episode) is worker]
+                arrived = self._inbox.get_nowait()
+        for event in found:
+            self._awaited.discard(event.episode)
+            if event.what == "lost":
+                self._leave(event.episode)
+        return found
+
+    def close(self) -> None:
+        """Do nothing: hosts end with the cluster."""
+
+    def joined(self, worker: Worker, size: int) -> None:
+        """Note, in any thread, that this host may be asked."""
+        self._inbox.put(("joined", worker, None))
+
+    def lost(self, worker: Worker, cause: str) -> None:
+        """Note, in any thread, that this host is gone."""
+        self._inbox.put(("lost", worker, cause))
+
+    def heard(self, worker: Worker, said: Any) -> None:
+        """Take in, in any thread, the events of a host."""
+        self._inbox.put(("heard", worker, said))
+
+    def broke(self, why: GrpoRlError) -> None:
+        """Note, in any thread, that nothing more will come."""
+        self._inbox.put(("broke", None, why))
+
+    def _call(self, episode: str, method: str, *arguments: Any) -> None:
+        if (load := self._load_of(episode)) is not None:
+            load.calls.append((method, arguments))
+
+    def _load_of(self, episode: str) -> _Load | None:
+        worker = self._place.get(episode)
+        return None if worker is None else self._hosts.get(worker)
+
+    def _leave(self, episode: str) -> None:
+        if (load := self._load_of(episode)) is not None:
+            load.episodes.discard(episode)
+        self._place.pop(episode, None)
+
+    def _send(self) -> None:
+        """Find a host for each new episode, and send all calls."""
+        while self._unplaced and self._hosts:
+            worker = min(self._hosts, key=lambda one: len(self._hosts[one].episodes))
+            episode = next(iter(self._unplaced))
+            start = self._unplaced.pop(episode)
+            self._place[episode] = worker
+            self._hosts[worker].episodes.add(episode)
+            self._call(episode, "begin", episode, dict(start))
+        for worker, load in self._hosts.items():
+            if load.calls:
+                self._put(worker, load.calls)
+                load.calls = []

@@ -1,0 +1,148 @@
+"""The reward processes of one machine: which does what, a deadline for each call, and another in the place of one that ended."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from grpo_rl.config.schema.reward import RewardConfig
+from grpo_rl.errors import GrpoRlError, RewardError
+from grpo_rl.processes.child import KILL_S, OutputLog
+from grpo_rl.rewards.runtime.process import Job, RewardProcess
+
+MOST_AT_ONCE = 64
+LARGEST_AT_ONCE = 2**20
+"""Responses, and characters of them, in one message to a process."""
+SHARES = 2
+"""The divisor of a process's share: it takes one of so many, for each process there is, of the responses that wait."""
+Done = Callable[[Sequence[Job]], None]
+Broken = Callable[[GrpoRlError], None]
+
+
+class RewardProcesses:
+    """Processes that do jobs as they come; `done` is called with those that are settled, and `broken` if no process can start."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        done: Done,
+        broken: Broken,
+        *,
+        data_sources: Iterable[str] = (),
+        logs: Sequence[Path] = (),
+    ) -> None:
+        """Start the processes. They load what the rules for `data_sources` need, and print to `logs`, a file each."""
+        self._config, self._done, self._give_up = config, done, broken
+        self._data_sources = list(data_sources)
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._ready: set[int] = set()
+        """Places whose process can be asked."""
+        self._broken: RewardError | None = None
+        self._workers: dict[int, RewardProcess] = {}
+        """The process of each place."""
+        paths: Sequence[Path | None] = logs or [None] * (config.num_workers or 1)
+        self._threads = [threading.Thread(target=self._work, args=place, daemon=True) for place in enumerate(paths)]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process id of each place, for code that watches them."""
+        return {number: worker.child.pid for number, worker in self._workers.items()}
+
+    def check_started(self) -> None:
+        """Return when every process is ready, also those that replace others. Raises RewardError, with the cause, when one cannot start."""
+        with self._changed:
+            while len(self._ready) < len(self._threads) and self._broken is None:
+                self._changed.wait(1.0)
+            if self._broken is not None:
+                raise self._broken
+
+    def put(self, jobs: Sequence[Job]) -> None:
+        """Have these jobs done; returns at once."""
+        for job in jobs:
+            self._queue.put(job)
+
+    def close(self) -> None:
+        """Kill the processes and end the threads; what is pending is given up."""
+        self._closed = True
+        for _ in self._threads:
+            self._queue.put(None)
+        for worker in list(self._workers.values()):
+            worker.child.kill()
+        deadline = time.monotonic() + KILL_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self, number: int, log_path: Path | None) -> None:
+        log = OutputLog(log_path)
+        try:
+            worker = self._start(number, log)
+            while (job := self._queue.get()) is not None and not self._closed:
+                if not worker.child.alive:
+                    worker = self._start(number, log)
+                left = worker.ask(self._with_others(job), partial(self._tell, number, worker))
+                if left and not worker.child.alive:
+                    # Another call may have broken it: a response answers only for a process that no other has used.
+                    worker = self._start(number, log)
+                    left = [*worker.ask(left[:1], partial(self._tell, number, worker)), *left[1:]]
+                for job in left:
+                    self._queue.put(job)
+                if not worker.child.alive and not self._closed:
+                    worker = self._start(number, log)
+        except Exception as error:  # a thread's own exception would be lost
+            self._break(RewardError(f"reward processes: {error}"))
+        finally:
+            if number in self._workers:
+                self._workers[number].child.kill()
+            log.close()
+
+    def _with_others(self, first: Job) -> list[Job]:
+        """The job, and as many that wait and call the same functions as leaves enough for every other process."""
+        jobs, size = [first], first.size
+        share = min(MOST_AT_ONCE, self._queue.qsize() // (SHARES * len(self._threads)))
+        while len(jobs) < share and size < LARGEST_AT_ONCE and not first.is_joint:
+            with contextlib.suppress(queue.Empty):
+                job = self._queue.get_nowait()
+                if job is not None and (job.functions, job.batched) == (first.functions, first.batched) and not job.is_joint:
+                    jobs.append(job)
+                    size += job.size
+                    continue
+                self._queue.put(job)
+            break
+        return jobs
+
+    def _start(self, number: int, log: OutputLog) -> RewardProcess:
+        """A process that can be asked. Raises RewardError when it cannot be started."""
+        worker = self._workers[number] = RewardProcess(self._config, self._data_sources, log)
+        if self._closed:
+            worker.child.kill()
+        if trouble := worker.child.wait_until_ready():
+            limit = self._config.memory_limit_gb
+            hint = "" if limit is None else f" (its memory ends at reward.memory_limit_gb={limit:g})"
+            raise RewardError(f"the process of the reward functions cannot start: {trouble}{hint}")
+        with self._changed:
+            self._ready.add(number)
+            self._changed.notify_all()
+        return worker
+
+    def _tell(self, number: int, worker: RewardProcess, jobs: Sequence[Job]) -> None:
+        if not worker.child.alive:
+            with self._changed:
+                self._ready.discard(number)
+        self._done(jobs)
+
+    def _break(self, why: RewardError) -> None:
+        with self._changed:
+            if not self._closed:
+                self._broken = why
+            self._changed.notify_all()
+        if self._broken is not None:
+            self._give_up(why)
