@@ -264,7 +264,10 @@ WAITS = {"join", "result", "get", "wait", "wait_for", "recv", "accept", "communi
 TIMED_CALLS = {"ray.get", "ray.wait", "subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output"}
 ENDLESS_WAITS = {
     ("envs/endpoint.py", "_next"): "the next request of an agent, or its end: cancelled at environment.step_timeout_s",
-    ("rewards/runtime/processes.py", "_work"): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
+    (
+        "rewards/runtime/processes.py",
+        "_work",
+    ): "a daemon thread that has nothing to do: whoever wants its result has a deadline",
     ("processes/child.py", "receive"): "the channel does not block: it is read when poll says so",
     ("processes/child.py", "_exactly"): "a child with nothing to do; it ends when the run's side of the channel closes",
     ("trainer/stopping.py", "_watch"): "a daemon thread that has nothing to do until a signal comes, or `close`",
