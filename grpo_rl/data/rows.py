@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import difflib
 import json
 import math
 from dataclasses import dataclass
@@ -42,14 +43,12 @@ def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
     Raises BadRow with file, row, column, what was found and what was expected.
     """
     check_row(row, where)
-    if config.data_source is not None:
-        data_source: Any = config.data_source
-    else:
-        if missing := [
-            key for key in (config.reward_fn_key, config.ground_truth_key, config.prompt_key) if key.split(".")[0] not in row
-        ]:
-            _hint_at_keys(row, where, missing)
-        data_source = column(row, config.reward_fn_key, where)
+    keys = {"data.prompt_key": config.prompt_key, "data.ground_truth_key": config.ground_truth_key}
+    if config.data_source is None:
+        keys["data.reward_fn_key"] = config.reward_fn_key
+    if any(name.split(".")[0] not in row and name not in row for name in keys.values()):
+        raise _missing_columns(row, where, keys)
+    data_source: Any = config.data_source or column(row, config.reward_fn_key, where)
     if not isinstance(data_source, str) or not data_source:
         raise wrong(where, config.reward_fn_key, data_source, "a non-empty string")
     ground_truth = column(row, config.ground_truth_key, where)
@@ -71,21 +70,27 @@ def _check_sendable(value: Any, where: str, key: str) -> None:
         raise wrong(where, key, value, "text, a number, true, false, null, or lists and objects of these")
 
 
-def _hint_at_keys(row: dict[str, Any], where: str, missing: list[str]) -> None:
-    """Raise BadRow with the keys that name the columns of a row which has a prompt and an answer under other names."""
-    names = [next((name for name in usual if name in row), None) for usual in (_PROMPTS, _ANSWERS)]
-    if len(missing) == 3 and all(names):
-        raise BadRow(
-            f"{where}: there is no column {missing[0]!r}, {missing[1]!r} or {missing[2]!r}. The row has {', '.join(sorted(map(str, row)))}: "
-            f"name them, as data.prompt_key={names[0]} data.ground_truth_key={names[1]} data.data_source=NAME, the name by which "
-            "reward.functions=[auto] finds a rule (gsm8k, math, ...)"
-        )
+def _missing_columns(row: dict[str, Any], where: str, keys: dict[str, str]) -> BadRow:
+    """Return the error for all columns that the row lacks, each with the key that names it and the likeliest other column."""
+    missing = {key: name.split(".")[0] for key, name in keys.items() if name.split(".")[0] not in row and name not in row}
+    others = [column for column in map(str, row) if column not in keys.values()]
+    named = []
+    for key, name in missing.items():
+        if key == "data.reward_fn_key":
+            named.append("data.data_source=NAME (of all rows; reward.functions=[auto] finds a rule by it: gsm8k, math, ...)")
+            continue
+        usual = [column for column in _USUAL[key] if column in others]
+        near = [*usual, *difflib.get_close_matches(name, others, n=1), "COLUMN"]
+        named.append(f"{key}={near[0]}")
+    there = f"is no column {name!r}" if len(missing) == 1 else f"are no columns {', '.join(map(repr, missing.values()))}"
+    has = ", ".join(sorted(map(str, row))) or "no columns"
+    return BadRow(f"{where}: there {there}. The row has {has}: name them, as {' '.join(named)}")
 
 
-_PROMPTS, _ANSWERS = (
-    ("question", "problem", "query", "instruction", "input", "prompt"),
-    ("answer", "solution", "target", "output"),
-)
+_USUAL = {
+    "data.prompt_key": ("question", "problem", "query", "instruction", "input", "prompt", "text", "messages"),
+    "data.ground_truth_key": ("answer", "solution", "target", "output", "label", "completion", "ground_truth"),
+}
 """Usual names of the columns with the prompt and with the right answer."""
 
 

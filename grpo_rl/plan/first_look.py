@@ -77,6 +77,14 @@ def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> Iterato
             f"({data.truncation}): {_short(prompts[lengths.index(max(lengths))].text)!r}. Raise it, or leave such rows out: "
             "data.filter_overlong_prompts=true",
         )
+    plain = sum(prompt.messages is None for prompt in prompts)
+    if plain and (tokenizer.chat_template or data.chat_template) and not plan.plays_episodes:
+        yield _line(
+            "prompts",
+            f"{plain} of {len(prompts)} are plain strings, which the policy continues as they are, without the chat template that the "
+            f"tokenizer has: {_short(prompts[0].text)!r}. Give messages ([{{role: user, content: ...}}]) if it should answer them; "
+            "supervised fine-tuning on plain strings puts them into the template (docs/data.md)",
+        )
     truths = [str(one.ground_truth) for one in prompts if isinstance(one.ground_truth, str | int | float)]
     answers = [len(tokenizer.encode(truth, add_special_tokens=False)) + 1 for truth in truths]
     if too_long := sum(length > data.max_response_length for length in answers):

@@ -128,6 +128,23 @@ def test_prompts_that_are_cut_and_answers_that_do_not_fit_are_named_with_the_len
     assert warning.startswith("answers") and "Raise it to" in warning
 
 
+def test_plain_strings_are_named_where_the_tokenizer_has_a_template_that_they_are_not_put_into(tmp_path: Path) -> None:
+    """Supervised fine-tuning puts them into it: a model trained so and measured on them as they are answers another question."""
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"data_source": "arithmetic", "prompt": f"{n}+1=", "reward_model": {"ground_truth": str(n + 1)}}) + "\n"
+            for n in range(9)
+        )
+    )
+    prompts = [prompt for prompt, _ in rows_of(spec=str(tmp_path / "rows.jsonl"))]
+    assert prompts[0].text == "0+1="
+    [warning] = of_prompts(plan_of(), prompts, TOKENIZER)
+    assert "8 of 8 are plain strings" in warning and "without the chat template" in warning and "'0+1='" in warning
+    without = build_tokenizer(128)
+    without.chat_template = None
+    assert list(of_prompts(plan_of(), prompts, without)) == []
+
+
 def test_few_rows_and_a_disk_and_a_memory_that_are_too_small_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plan = plan_of("trainer.save_freq=10")
     assert [*of_plan(plan, tmp_path / "not" / "there"), *of_memory(plan)] == []

@@ -45,7 +45,7 @@ def _data(config: Config) -> Iterator[str]:
     data, own = config.data, config.data.custom_cls
     if not data.train_files and not config.trainer.val_only:
         yield (
-            "data.train_files is not set: give data files (.parquet, .json, .jsonl, .arrow), a folder, hf:owner/name?split=train, "
+            "data.train_files is not set: give data files (.parquet, .jsonl, .json, .csv, .arrow), a folder, hf:owner/name?split=train, "
             "or a task, such as data.train_files=task:arithmetic"
         )
     for key in ("train_files", "val_files", "val_prompt_files") if own.path is None else ():

@@ -15,7 +15,7 @@ from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
 from grpo_rl.data.tasks.registry import is_built_in, task_rows
 from grpo_rl.errors import ConfigError, DataError
 
-TABLE_SUFFIXES = (".parquet", ".arrow", ".feather")
+TABLE_SUFFIXES = (".parquet", ".arrow", ".feather", ".csv")
 DATA_SUFFIXES = (*TABLE_SUFFIXES, ".jsonl", ".json")
 HUB_PREFIX = "hf:"
 _OF_DATASETS = ("cache-", "indices", "dataset_info.json", "state.json", "dataset_dict.json")

@@ -1,7 +1,8 @@
-"""Parquet and Arrow files as one table that the system pages in: any row can be read alone, whatever the file's size."""
+"""Parquet, Arrow and CSV files as one table that the system pages in: any row can be read alone, whatever the file's size."""
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
 
 from grpo_rl.data.rows import LARGEST_ROW, BadRow, plain
@@ -41,7 +43,7 @@ class Table(RowSource):
 
 
 def open_table(name: str, path: Path) -> Table:
-    """Return the rows of a parquet or Arrow file. Raises DataError for one that cannot be read.
+    """Return the rows of a parquet, Arrow or CSV file. Raises DataError for one that cannot be read.
 
     A row group of parquet holds up to a million rows and can only be read whole; so does a compressed batch of Arrow. The
     file is therefore copied once, some thousand rows at a time, into an Arrow file without a name in the system's temporary folder, which is gone with the
@@ -116,6 +118,8 @@ def _batches(path: Path, num_rows: int) -> tuple[Any, Iterator[Any]]:
         # Without a buffer of its own a column of a row group, which may be gigabytes, would be read whole for its first rows.
         file = pyarrow.parquet.ParquetFile(path, buffer_size=2**20, pre_buffer=False)
         return file.schema_arrow, file.iter_batches(num_rows)
+    if path.suffix == ".csv":
+        return _csv_batches(path)
     source = pyarrow.memory_map(str(path))
     try:
         reader = pyarrow.ipc.open_file(source)
@@ -127,6 +131,23 @@ def _batches(path: Path, num_rows: int) -> tuple[Any, Iterator[Any]]:
         return stream.schema, iter(stream)
 
 
+def _csv_batches(path: Path) -> tuple[Any, Iterator[Any]]:
+    """Return schema and batches of a CSV file with a line of names. Every value is text: 007 and 1e3 are what was written."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        names = next(csv.reader(file), [])
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two columns are called {twice!r}")
+    reader = pyarrow.csv.open_csv(
+        path,
+        read_options=pyarrow.csv.ReadOptions(block_size=2 * LARGEST_ROW),
+        parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True),
+        convert_options=pyarrow.csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pyarrow.string()), strings_can_be_null=False
+        ),
+    )
+    return reader.schema, iter(reader)
+
+
 def _unreadable(name: str, path: Path, error: Exception) -> DataError:
-    kind = "parquet" if path.suffix == ".parquet" else "Arrow"
+    kind = {".parquet": "parquet", ".csv": "CSV"}.get(path.suffix, "Arrow")
     return DataError(f"{name}: not a readable {kind} file: {first_line(error)}")

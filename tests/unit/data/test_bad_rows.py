@@ -48,7 +48,7 @@ BAD_LINES = [
     (line()[:-2] + b', "n": ' + b"9" * 5000 + b"}\n", r"line 2: broken JSON: Exceeds the limit"),
     (line()[:-2] + b', "n": ' + b"[" * 70 + b"]" * 70 + b"}\n", r"line 2: column 'n.* is nested deeper than 64"),
     (b"[" * 100_000 + b"\n", "line 2: broken JSON: maximum recursion depth"),
-    (b'{"prompt": "1"}\n', r"line 2: there is no column 'data_source'\. The row has prompt"),
+    (b'{"prompt": "1"}\n', r"line 2: there are no columns 'reward_model', 'data_source'\. The row has prompt"),
     (line(prompt=[{"role": "user"}]), r"line 2: column 'prompt\[0\]\.content' is None \(NoneType\); expected a string"),
     (line(reward_model=3), r"line 2: column 'reward_model' is 3 \(int\); expected an object with ground_truth"),
     (line(extra_info=7), r"line 2: column 'extra_info' is 7 \(int\); expected an object"),

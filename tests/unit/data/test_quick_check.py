@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pytest
 
 from grpo_rl.config.schema.data import CustomClsConfig
 from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.rows import example
 from grpo_rl.data.sources.locate import check_data_files, open_source
 from grpo_rl.errors import DataError
 
@@ -55,14 +57,22 @@ def test_good_files_of_every_kind_have_no_problem(tmp_path: Path) -> None:
         ("a.jsonl", b"\n \n", "the file has no rows"),
         ("a.jsonl", b"\xff\xfe{}", "line 1: the file starts with a byte-order mark"),
         ("a.jsonl", lines([GOOD]) + b"{\n", "line 2, column 2: broken JSON"),
-        ("a.jsonl", lines([GOOD, {"prompt": "1"}]), "line 2: there is no column 'data_source'. The row has prompt"),
+        (
+            "a.jsonl",
+            lines([GOOD, {"prompt": "1"}]),
+            "line 2: there are no columns 'reward_model', 'data_source'. The row has prompt",
+        ),
         ("a.jsonl", b"x" * 9_000_000, "line 1: the line has 9000000 bytes; expected at most 8388608"),
         ("a.json", b"[{", "line 1, column 3: broken JSON"),
         ("a.json", b"[]", "the file has no rows"),
         ("a.json", b"[1]", "row 0: expected an object"),
         ("a.parquet", b"PAR1", "not a readable parquet file"),
         ("a.arrow", b"ARROW1\0\0 and nothing", "not a readable Arrow file"),
-        ("a.csv", b"a,b", "a data file must end in"),
+        ("a.tsv", b"a,b", "a data file must end in"),
+        ("a.csv", b"a,b\n", "the file has no rows"),
+        ("a.csv", b"a,b\n1,2,3\n", "not a readable CSV file: CSV parse error: Expected 2 columns, got 3"),
+        ("a.csv", b"a,a\n1,2\n", "two columns are called 'a'"),
+        ("a.csv", b"a,b\n\xff,2\n", "not a readable CSV file"),
     ],
 )
 def test_a_broken_file_is_named_with_its_line_and_why(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
@@ -101,6 +111,31 @@ def test_a_fifo_is_refused_everywhere_and_never_opened(tmp_path: Path, name: str
         open_source(str(tmp_path / name))
     with pytest.raises(DataError, match="is a FIFO"):
         open_source(str(tmp_path))
+
+
+def test_every_column_that_is_missing_is_named_at_once_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": "Ada is 36.", "age": 36}]))
+    [problem] = check(tmp_path / "a.jsonl")
+    assert "there are no columns 'prompt', 'reward_model', 'data_source'. The row has age, text: name them" in problem
+    assert "data.prompt_key=text data.ground_truth_key=COLUMN data.data_source=NAME" in problem
+    config = DataConfig(
+        train_files=[str(tmp_path / "a.jsonl")], prompt_key="txt", ground_truth_key="ages", data_source="people"
+    )
+    [problem] = check_data_files(config)
+    assert problem.endswith("name them, as data.prompt_key=text data.ground_truth_key=age")
+    [problem] = check_data_files(replace(config, prompt_key="text"))
+    assert "there is no column 'ages'. The row has age, text" in problem
+    assert check_data_files(replace(config, prompt_key="text", ground_truth_key="age")) == []
+
+
+def test_a_csv_file_is_rows_of_text_by_the_keys_of_its_columns(tmp_path: Path) -> None:
+    """What was written is what is compared: no number loses its zeros."""
+    (tmp_path / "a.csv").write_text('\ufeffquestion,id\n"Which, ""if any""\nid?",007\nWhat?,1e3\n', encoding="utf-8")
+    config = DataConfig(train_files=[str(tmp_path / "a.csv")], prompt_key="question", ground_truth_key="id", data_source="ids")
+    assert check_data_files(config) == []
+    source = open_source(str(tmp_path / "a.csv"))
+    rows = [example(source.row(index), source.where(index), config) for index in range(len(source))]
+    assert [(row.prompt, row.ground_truth) for row in rows] == [('Which, "if any"\nid?', "007"), ("What?", "1e3")]
 
 
 def test_rows_with_a_question_and_an_answer_are_told_the_keys_once(tmp_path: Path) -> None:
