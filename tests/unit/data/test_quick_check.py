@@ -70,7 +70,7 @@ def test_good_files_of_every_kind_have_no_problem(tmp_path: Path) -> None:
         ("a.arrow", b"ARROW1\0\0 and nothing", "not a readable Arrow file"),
         ("a.tsv", b"a,b", "a data file must end in"),
         ("a.csv", b"a,b\n", "the file has no rows"),
-        ("a.csv", b"a,b\n1,2,3\n", "not a readable CSV file: CSV parse error: Expected 2 columns, got 3"),
+        ("a.csv", b"a,b\n1,2,3\n", "Expected 2 columns, got 3"),
         ("a.csv", b"a,a\n1,2\n", "two columns are called 'a'"),
         ("a.csv", b"a,b\n\xff,2\n", "not a readable CSV file"),
     ],
