@@ -23,7 +23,7 @@ from grpo_rl.cluster.session import liveness, ray_patches, run_watcher
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError, DataError
 from grpo_rl.machine_memory import machine_memory
-from grpo_rl.processes.family import shielded
+from grpo_rl.processes.family import shielded, started
 from grpo_rl.rollout.engine_environment import SESSION_FOLDER
 from grpo_rl.run_files import read_json
 
@@ -204,7 +204,8 @@ def watched(record: Path | None = None) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="grpo-", dir=base if len(base) <= room else "/tmp"))
     (folder / run_watcher.MARKER).write_text(token)
     if record is not None:
-        found = {"token": token, "folder": str(folder), "pid": os.getpid(), "host": socket.gethostname()}
+        controller = {"pid": os.getpid(), "started": started(os.getpid()), "host": socket.gethostname()}
+        found = {"token": token, "folder": str(folder)} | controller
         record.write_text(json.dumps(found))
     with shielded():
         watcher = subprocess.Popen(
@@ -236,14 +237,15 @@ def watched(record: Path | None = None) -> Iterator[Path]:
 def clean_earlier(record: Path) -> list[int]:
     """End the processes that an earlier run, which left `record`, had left too, and remove its temporary folder; return their ids.
 
-    To be called with the lock of the run's folder held, so that the earlier run's controller is gone.
+    A run whose controller is alive is left alone: this is a copy of its folder.
     """
     try:
         found = read_json(record)
         token, folder, host = str(found["token"]), Path(found["folder"]), found["host"]
-    except (DataError, KeyError, TypeError):
+        is_running = started(int(found["pid"])) == found["started"]
+    except (DataError, KeyError, TypeError, ValueError):
         return []
-    if host != socket.gethostname() or len(token) != 32:
+    if host != socket.gethostname() or len(token) != 32 or is_running:
         return []
     ended = run_watcher.clean(token, folder)
     record.unlink(missing_ok=True)

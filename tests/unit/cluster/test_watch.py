@@ -70,7 +70,8 @@ def test_the_next_run_ends_what_the_last_one_left_and_nothing_else(tmp_path: Pat
         token = (folder / run_watcher.MARKER).read_text()
         child = subprocess.Popen([sys.executable, "-c", SLEEPER])
         assert becomes_true(lambda: child.pid in run_watcher.processes(token))
-        found = {"token": token, "folder": str(folder), "host": os.uname().nodename}
+        # Of the id of the controller another process has been made since.
+        found = {"token": token, "folder": str(folder), "host": os.uname().nodename, "pid": os.getpid(), "started": 1}
         record.write_text(json.dumps(found))
         # The process that watches does not carry the token of what it watches.
         assert clean_earlier(record) == [child.pid]
@@ -79,6 +80,17 @@ def test_the_next_run_ends_what_the_last_one_left_and_nothing_else(tmp_path: Pat
     assert stranger.poll() is None
     stranger.kill()
     stranger.wait(10)
+
+
+def test_the_copy_of_a_running_run_s_folder_ends_nothing_of_that_run(tmp_path: Path) -> None:
+    process, child, folder = controller(tmp_path / "session.json", stays=True)
+    copy = tmp_path / "copy.json"
+    copy.write_bytes((tmp_path / "session.json").read_bytes())
+    ended = clean_earlier(copy), state(child) == "has ended", folder.is_dir()
+    process.kill()
+    process.join(30)
+    assert ended == ([], False, True)
+    assert becomes_true(lambda: state(child) == "has ended" and not folder.exists())
 
 
 def test_a_folder_without_the_session_s_marker_is_never_removed(tmp_path: Path) -> None:
