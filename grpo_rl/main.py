@@ -32,10 +32,12 @@ if TYPE_CHECKING:  # what takes time to load is imported where it is used, so th
     from grpo_rl.cluster.recovery.supervisor import Recoveries
     from grpo_rl.cluster.run_session import RunSession
     from grpo_rl.config.compose import Composed
+    from grpo_rl.config.schema.tree import Config
     from grpo_rl.plan.decisions import Plan
     from grpo_rl.telemetry.metrics.timeline import Timeline
     from grpo_rl.telemetry.page.beside_run import PageBeside
     from grpo_rl.telemetry.terminal.console import Console
+    from grpo_rl.trainer.run import RunLoop
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
 
@@ -151,6 +153,9 @@ def _run(words: list[str]) -> int:
         if not trainer.dry_run:
             # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
             refuse_taken(trainer.default_local_dir, trainer.experiment_name)
+            if (said := done_already(composed.config, trainer.total_training_steps)) is not None:
+                print(said)
+                return 0
         # Imported late: a misspelt key is refused before torch is loaded.
         from grpo_rl.plan.make import make_plan
 
@@ -158,7 +163,21 @@ def _run(words: list[str]) -> int:
     if trainer.dry_run:
         print(redact(plan.render()))
         return 0
+    if (said := done_already(composed.config, plan.sizes.total_steps)) is not None:
+        print(said)
+        return 0
     return run(composed, plan)
+
+
+def done_already(config: Config, total: int | None) -> str | None:
+    """Return what to say where the run of this name has trained all of its `total` steps; None where it has not."""
+    from grpo_rl.telemetry.finished import nothing_left
+
+    trainer = config.trainer
+    if total is None or trainer.experiment_name is None or trainer.val_only or trainer.resume_mode != "auto":
+        return None
+    run = Path(trainer.default_local_dir).expanduser() / trainer.experiment_name
+    return nothing_left(run, total, exports=trainer.export_at_end)
 
 
 @contextmanager
@@ -241,6 +260,7 @@ def run(composed: Composed, plan: Plan) -> int:
     from grpo_rl.cluster.session.ray_session import clean_earlier
     from grpo_rl.plan import cost
     from grpo_rl.plan.first_look import of_memory
+    from grpo_rl.telemetry.finished import refuse_rewind, set_aside_after
     from grpo_rl.telemetry.metrics.metrics_file import read_metrics
     from grpo_rl.telemetry.page.beside_run import PageBeside
     from grpo_rl.telemetry.report import final_report
@@ -264,7 +284,12 @@ def run(composed: Composed, plan: Plan) -> int:
             checkpoint = _newest_in(run_dir.checkpoints, console)
         # What was sampled before a checkpoint was there is not sampled again where it is of the same data and weights.
         kept = () if trainer.resume_mode == "disable" else (run_dir.collected,)
-        earlier = run_dir.start_fresh(keep=kept) if checkpoint is None else None
+        if checkpoint is not None and trainer.resume_mode == "auto":
+            refuse_rewind(run_dir.path, checkpoint.step)
+        if checkpoint is not None and checkpoint.folder.resolve().parent == run_dir.checkpoints.resolve():
+            earlier = set_aside_after(run_dir, checkpoint.step) if trainer.resume_mode == "resume_path" else None
+        else:
+            earlier = run_dir.start_fresh(keep=kept)
         console.log_to(run_dir.logs / "console.log")
         stack.callback(console.close)
         changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
@@ -273,7 +298,7 @@ def run(composed: Composed, plan: Plan) -> int:
         console.info(plan.render())
         console.info(f"run folder: {run_dir.path}")
         if earlier is not None:
-            console.info(f"what an earlier run of this name left is in {earlier}")
+            console.info(f"what an earlier run of this name left, and this one does not go on from, is in {earlier}")
         if left:
             console.info(f"ended {len(left)} processes that an earlier run of this name had left")
         if changes:
@@ -360,8 +385,10 @@ def _newest_in(folder: Path, console: Console) -> Checkpoint | None:
 
 def _train_from(course: Course, stack: ExitStack) -> None:
     """Start the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
+    from grpo_rl.checkpoint.exporting import try_export
     from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.run_instruments import RunInstruments
+    from grpo_rl.cluster.warm_start import unstarted_folder
     from grpo_rl.plan.cost import expected
     from grpo_rl.plan.first_look import RewardTrial, some_rows
     from grpo_rl.rewards.audit import Audit
@@ -374,6 +401,8 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     session, config = course.session, course.plan.config
     run_dir, console = session.run_dir, session.console
     inputs = read_inputs(course.plan, run_dir, console, collected=course.rows)
+    if config.trainer.export_at_end and course.plan.trains:
+        try_export(unstarted_folder(config.actor_rollout_ref.model.path), config.actor_rollout_ref.model, inputs.tokenizer)
     is_new = course.checkpoint is None and course.lost is None
     if is_new:
         first_look(course, inputs)
@@ -428,8 +457,14 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     if course.lost is not None:
         (role, since), course.lost = course.lost, None
         course.recoveries.recovered(role, role, time.monotonic() - since, f"the run goes on after step {training.step}")
-    training.fit()
-    leave_results(course, roles, timeline, training.step)
+    try:
+        training.fit()
+    except CheckpointError:
+        # A model takes a third of a checkpoint's room, and a policy that is trained is not given up for that.
+        if training.is_trained:
+            export(course, roles, training)
+        raise
+    leave_results(course, roles, timeline, training)
 
 
 def first_look(course: Course, inputs: Inputs) -> None:
@@ -443,23 +478,45 @@ def first_look(course: Course, inputs: Inputs) -> None:
         course.session.console.warn(warning)
 
 
-def leave_results(course: Course, roles: Roles, timeline: Timeline, step: int) -> None:
+def export(course: Course, roles: Roles, training: RunLoop) -> None:
+    """Export the models of a training that is done.
+
+    Raises CheckpointError; then what was trained is in a checkpoint, which the error names, if the disk has room for one.
+    """
+    run_dir, console = course.session.run_dir, course.session.console
+    if not (course.composed.config.trainer.export_at_end and course.plan.trains):
+        return
+    try:
+        if roles.actor is not None:
+            with console.progress("exporting the policy"):
+                roles.actor.export(run_dir.model)
+        if roles.reward_model is not None:
+            with console.progress("exporting the reward model"):
+                roles.reward_model.export(run_dir.reward_model)
+    except CheckpointError as error:
+        try:
+            training.keep()
+        except CheckpointError as refused:
+            error.add_note(str(refused))
+        else:
+            error.advice = (
+                f"what was trained is in {run_dir.checkpoints}/step_{training.step}: "
+                f"grpo-rl export {run_dir.path}@{training.step} --output FOLDER writes it elsewhere"
+            )
+        raise
+
+
+def leave_results(course: Course, roles: Roles, timeline: Timeline, training: RunLoop) -> None:
     """Export the models of a training that is done, write its page, and draw its curves."""
     from grpo_rl.telemetry.page.beside_run import LAST_S
     from grpo_rl.telemetry.report import plot_curves
 
     run_dir, console = course.session.run_dir, course.session.console
-    exports = course.composed.config.trainer.export_at_end and course.plan.trains
-    if exports and roles.actor is not None:
-        with console.progress("exporting the policy"):
-            roles.actor.export(run_dir.model)
-    if exports and roles.reward_model is not None:
-        with console.progress("exporting the reward model"):
-            roles.reward_model.export(run_dir.reward_model)
+    export(course, roles, training)
     timeline.write()
     # In a process of its own, beside the picture.
     course.page.last("done")
-    if step > 0:
+    if training.step > 0:
         with console.progress("drawing the curves"):
             plot_curves(run_dir)
     course.page.wait(LAST_S)

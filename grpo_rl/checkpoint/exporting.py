@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.checkpoint.files import whole_folder
 from grpo_rl.checkpoint.manifest import MANIFEST, verify
 from grpo_rl.checkpoint.rank_files import load_weights
 from grpo_rl.config.schema.model import ModelConfig
-from grpo_rl.errors import CheckpointError, DataError
+from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.run_files import parsed, read_bytes, read_json
 
 MARK = "export.json"
@@ -55,26 +54,40 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
         policy.adapters = lora.describe(lm, settings)
     load_weights(checkpoint, policy)
     tokenizer = load.load_tokenizer(model.get("tokenizer_path") or base, trust_remote_code=own_code)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True) as folder:
-            fresh = Path(folder) / target.name
-            fresh.mkdir()
-            fsdp.save_model(policy, fresh)
-            if policy.adapters is not None:
-                tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
-                lora.save_adapter(fresh / lora.FOLDER, policy.lm, policy.adapters, tensors)
-            tokenizer.save_pretrained(fresh)
-            mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
-            (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
-            if target.exists():
-                if not (target / MARK).is_file():
-                    raise CheckpointError(f"{target} is there and is no export; give another folder")
-                shutil.rmtree(target)
-            os.replace(fresh, target)
-    except OSError as error:
-        raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from error
+    if target.exists() and not (target / MARK).is_file():
+        raise CheckpointError(f"{target} is there and is no export; give another folder")
+    with whole_folder(target, sum(parameter.nbytes for parameter in lm.parameters())) as fresh:
+        fsdp.save_model(policy, fresh)
+        if policy.adapters is not None:
+            tensors = {name: tensor for name, tensor in policy.lm.state_dict().items() if lora.is_adapter(name)}
+            lora.save_adapter(fresh / lora.FOLDER, policy.lm, policy.adapters, tensors)
+        tokenizer.save_pretrained(fresh)
+        mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
+        (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     return target
+
+
+def try_export(base: str, model: ModelConfig, tokenizer: Any) -> None:
+    """Write all of an exported folder but its weights somewhere, and remove it: what is refused is refused before the training.
+
+    Raises ConfigError.
+    """
+    from transformers import GenerationConfig
+
+    from grpo_rl.models import load
+
+    config = load.load_config(base, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            if (Path(base) / load.GENERATION_FILE).is_file():
+                load.write_generation(GenerationConfig.from_pretrained(base), Path(folder))
+            tokenizer.save_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{load.POLICY_KEY}={base}: the trained model could not be written: {type(error).__name__}: {error}. Mend the "
+            "file that it names, or set trainer.export_at_end=false"
+        ) from error
 
 
 def _seal(checkpoint: Path) -> str:

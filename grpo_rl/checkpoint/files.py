@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from grpo_rl.errors import CheckpointError
 from grpo_rl.faults import fault_point
@@ -117,6 +122,46 @@ def not_written(target: Path, error: OSError, needed: int) -> CheckpointError:
         f"cannot write {target}: {reason}; it needs {needed_mib:,.1f} MiB, {free_mib:,.1f} MiB are free there. "
         "Earlier checkpoints are untouched. Make room or mend the disk, or set trainer.max_actor_ckpt_to_keep lower"
     )
+
+
+@contextmanager
+def refusals(target: Path, needed: int = 0) -> Iterator[None]:
+    """Make a CheckpointError of whatever keeps `target` from being written: the disk, or a library that refuses a value."""
+    try:
+        yield
+    except ConnectionError:  # another rank's, and none of the disk's
+        raise
+    except OSError as error:
+        raise not_written(target, error, needed) from error
+    except (ValueError, TypeError, SafetensorError) as error:
+        raise not_written(target, OSError(f"{type(error).__name__}: {error}"), needed) from error
+
+
+@contextmanager
+def whole_folder(target: Path, needed: int = 0) -> Iterator[Path]:
+    """Yield a new folder, which takes the place of `target` when the inside has ended and all of its files are on the disk.
+
+    Raises CheckpointError, and leaves `target` as it was, if it cannot be written or fewer than the `needed` bytes are free.
+    """
+    with refusals(target, needed):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if free_bytes(target.parent) < needed:
+            raise OSError(errno.ENOSPC, "No space left on device (nothing was written)")
+        beside = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True)
+        with beside as place:
+            fresh = Path(place) / target.name
+            make_folder(fresh)
+            try:
+                yield fresh
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(str(fresh), str(target))) from error
+            for name, _ in walk(fresh):
+                flush(fresh / name)
+            flush(fresh)
+            if target.exists():
+                rename(target, Path(place) / "replaced")
+            rename(fresh, target)
+            flush(target.parent)
 
 
 def _cut(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:

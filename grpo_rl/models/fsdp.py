@@ -25,7 +25,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.models import lora
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PackedModel
-from grpo_rl.models.load import decoder_layers
+from grpo_rl.models.load import decoder_layers, save_lm
 from grpo_rl.models.sharded_load import is_rearranged, local_of, name_in_files
 
 SHARD_BYTES = 5 << 30
@@ -230,13 +230,12 @@ def save_model(
     if is_rearranged(lm):
         state = {name: tensor.to("cpu") for name, tensor in named_full_tensors(policy, device=device) if writes}
         if writes:
-            lm.save_pretrained(folder, state_dict=state)
+            save_lm(lm, folder, state)
         return
-    if writes:
-        lm.save_pretrained(folder, state_dict={})  # all but the weights
     named = stored_tensors(named_full_tensors(policy, device=device, aliases=False))
     try:
         if writes:
+            save_lm(lm, folder, {})  # all but the weights
             _write_shards(named, folder, shard_bytes)
     finally:
         collections.deque(named, maxlen=0)  # the others wait in every gather that this rank leaves out

@@ -19,6 +19,7 @@ from grpo_rl import hub
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
 
+GENERATION_FILE = "generation_config.json"
 POLICY_KEY = "actor_rollout_ref.model.path"
 SCALED_LOGITS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of a model that change its logits in ways that the LM head and the attention here do not have."""
@@ -155,6 +156,27 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer in {path}: {_first_line(error)}") from error
+
+
+def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
+    """Write the model's configs, and the weights in `state`, as transformers does, but generation settings as they were read.
+
+    transformers refuses to write those that it warns of when it reads them, as a temperature without do_sample.
+    """
+    from transformers import GenerationConfig
+
+    settings, lm.generation_config = lm.generation_config, GenerationConfig()
+    try:
+        lm.save_pretrained(folder, state_dict=state)
+    finally:
+        lm.generation_config = settings
+    if settings is not None and lm.can_generate():
+        write_generation(settings, folder)
+
+
+def write_generation(settings: Any, folder: Path) -> None:
+    """Write generation settings of transformers, unchecked."""
+    settings.to_json_file(folder / GENERATION_FILE, keys_to_pop=["compile_config"])
 
 
 # ---- its decoder layers -----------------------------------------------------------------------------------------

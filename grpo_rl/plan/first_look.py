@@ -21,7 +21,7 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError, RewardError
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.memory import gib, host_bytes
+from grpo_rl.plan.memory import checkpoint_bytes, gib, host_bytes
 from grpo_rl.rewards.check import BARE, IN_MARKS, is_structured, right_responses
 from grpo_rl.rewards.registry import reads_marks
 from grpo_rl.telemetry.terminal.text import safe_text
@@ -34,8 +34,6 @@ NUM_ROWS = 8
 """The rows whose prompts are rendered, and on which the reward is tried."""
 MANY_PASSES, FEW_ROWS = 20, 1000
 """Passes over few rows after which a policy is likely to have learnt their answers by heart."""
-TRAINED_BYTES = 12
-"""Bytes of a checkpoint per parameter of a trained model: a float32 weight and AdamW's two moments."""
 FULL = 0.95
 """The share of all memory from which on a run that fails is likely to fail of it."""
 SHOWN = 60
@@ -50,19 +48,19 @@ def of_plan(plan: Plan, runs: Path) -> Iterator[str]:
     if rows and rows < FEW_ROWS and (passes := steps * batch / rows) > MANY_PASSES:
         text = f"{rows:,} rows, {batch:,} in a batch, {steps:,} steps: each row comes {passes:.3g} times"
         yield _line("rows", f"{text}. So few rows are learnt by heart: give more, or fewer steps, and validate on others")
-    if plan.model is None or trainer.save_freq < 1:
+    if trainer.save_freq < 1 and not trainer.save_at_end:
         return
-    models = sum(plan.role(name) is not None for name in ("actor", "critic")) + plan.trains_reward_model
-    number = -(-steps // trainer.save_freq)
+    number = -(-steps // trainer.save_freq) if trainer.save_freq > 0 else 1
     if trainer.max_actor_ckpt_to_keep is not None:
         number = min(number, trainer.max_actor_ckpt_to_keep + 1)  # an old one goes when the new one is there
-    needed = number * models * plan.model.num_params * TRAINED_BYTES
+    needed = number * checkpoint_bytes(plan)
     there = next(path for path in (runs, *runs.parents) if path.exists())
     if needed > (free := shutil.disk_usage(there).free):
         yield _line(
             "disk",
-            f"{number} checkpoints take {gib(needed)}; {gib(free)} are free in {there}. Set trainer.max_actor_ckpt_to_keep=2, raise "
-            "trainer.save_freq, or set trainer.default_local_dir to a larger disk",
+            f"{number} checkpoints take {gib(needed)}; {gib(free)} are free in {there}. Set trainer.default_local_dir to a larger "
+            "disk, or "
+            + ("trainer.max_actor_ckpt_to_keep=2, or raise trainer.save_freq" if number > 1 else "trainer.save_at_end=false"),
         )
 
 

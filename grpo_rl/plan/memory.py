@@ -492,6 +492,18 @@ def engine_need(plan: Plan, size: ModelSize) -> int:
     return weights + layer + logits + ENGINE_WORK + (0 if engine.enforce_eager else GRAPHS)
 
 
+def checkpoint_bytes(plan: Plan) -> int:
+    """Return the size of one checkpoint: of each trained parameter a float32 weight and AdamW's two moments."""
+    if (size := plan.model) is None or not plan.trains:
+        return 0
+    actor, critic = size_of_role(plan, size, "actor"), size_of_role(plan, size, "critic")
+    scorer = size_of_role(plan, size, "reward_model") if plan.trains_reward_model else None
+    trained = sum(model.num_params for model in (critic, scorer) if model is not None)
+    if actor is not None:
+        trained += adapter_params(plan.config.actor_rollout_ref.model, actor) or actor.num_params
+    return 12 * trained
+
+
 def host_need(plan: Plan, size: ModelSize) -> int:
     """Return the host memory that one machine needs: its processes, what is kept off the GPUs, and a checkpoint being copied."""
     nodes = max(1, plan.config.trainer.nnodes)

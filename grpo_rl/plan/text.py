@@ -33,7 +33,7 @@ from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.algorithm import without_effect_on_policy
 from grpo_rl.plan.cost import assumptions, predict, step_time
 from grpo_rl.plan.decisions import Plan
-from grpo_rl.plan.memory import TIGHT, Fit, adapter_params, fit_of, gib, gpu_phases, host_bytes, table
+from grpo_rl.plan.memory import TIGHT, Fit, adapter_params, checkpoint_bytes, fit_of, gib, gpu_phases, host_bytes, table
 from grpo_rl.plan.proposal import HEAD, MOST_MACHINES, Proposal, divisions, propose
 from grpo_rl.registry import coefficient_of, shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
@@ -138,6 +138,10 @@ def _length_of_run(config: Config, plan: Plan) -> str:
         length = f"{_count(sizes.total_steps, 'training step')}, {_count(updates, 'optimizer step')}"
     tests = f"validation every {trainer.test_freq}" if trainer.test_freq > 0 else "no validation in between"
     saves = f"a checkpoint every {trainer.save_freq}" if trainer.save_freq > 0 else "saved at a stop"
+    if trainer.save_freq < 1 and trainer.save_at_end:
+        saves += " and at the end"
+    if size := checkpoint_bytes(plan):
+        saves += f" ({gib(size)})"
     return f"{length}; {tests}, {saves}"
 
 

@@ -154,7 +154,7 @@ class RunDir:
         there = [entry for entry in sorted(self.path.iterdir()) if entry.name not in left]
         if not any(entry.is_file() or any(entry.iterdir()) for entry in there):
             return None
-        aside = self._new_aside()
+        aside = self.new_aside()
         for entry in there:
             entry.rename(aside / entry.name)
         self._make_subfolders()
@@ -162,9 +162,10 @@ class RunDir:
 
     def set_aside(self, folder: Path) -> Path:
         """Move one folder of an earlier run of this name into `earlier/N`, and return where it is."""
-        return folder.rename(self._new_aside() / folder.name)
+        return folder.rename(self.new_aside() / folder.name)
 
-    def _new_aside(self) -> Path:
+    def new_aside(self) -> Path:
+        """Return a new folder `earlier/N`."""
         (self.path / _EARLIER).mkdir(exist_ok=True)
         aside = _first_free(self.path / _EARLIER / "{}")
         aside.mkdir()

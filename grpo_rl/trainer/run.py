@@ -56,6 +56,11 @@ class RunLoop:
         """The step that is going on, or was done last."""
         return self.context.step
 
+    @property
+    def is_trained(self) -> bool:
+        """Return whether no step is left to train."""
+        return self.step >= self.total_steps or self.schedule.ended() is not None
+
     def fit(self) -> None:
         """Train to the last step, validating and saving on the way.
 
@@ -91,9 +96,9 @@ class RunLoop:
                 self.progress.done()
                 self._answer_alarms()
                 bar.left(self._left_s())
-            if trainer.save_freq > 0 and self.step > 0:
+            if self.step > 0 and (trainer.save_freq > 0 or trainer.save_at_end):
                 self.progress.phase("save")
-                self.saving.settle(self.step, self.state_dict)
+                self._save_end()
         if (reason := self.schedule.ended()) is not None:
             self.output.console.warn(f"training ends at step {self.step} of {self.total_steps}: {reason}")
 
@@ -214,6 +219,19 @@ class RunLoop:
         with timer("save"):
             self.saving.begin(self.step, self.state_dict())
         return timer.metrics()
+
+    def keep(self) -> None:
+        """Commit the state as it is, if it is not committed. Raises CheckpointError."""
+        self.saving.settle(self.step, self.state_dict)
+
+    def _save_end(self) -> None:
+        """Commit the last state. Raises CheckpointError if that fails and the user asked for checkpoints."""
+        try:
+            self.keep()
+        except CheckpointError as error:
+            if self.config.trainer.save_freq > 0:
+                raise
+            self.output.console.warn(f"NOT SAVED: {error}. A longer run cannot go on from this one's end")
 
     def _keep_finished(self) -> None:
         """Save what was trained before a step for which the data cannot be used."""

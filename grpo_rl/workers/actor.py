@@ -12,6 +12,7 @@ from torch import Tensor
 from grpo_rl.algos.correction import mismatch_shares
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.segments import Segments
+from grpo_rl.checkpoint.files import refusals
 from grpo_rl.columns import Column, values
 from grpo_rl.faults import fault_point
 from grpo_rl.models import fsdp, lora
@@ -227,10 +228,14 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
 
         With adapters the model is the merged one, and the adapters are in a peft folder inside. A collective.
         """
-        fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
-        adapters = fsdp.whole_adapters(self.model, self.device)
+        try:
+            with refusals(Path(folder), self.export_bytes()):
+                fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
+        finally:
+            adapters = fsdp.whole_adapters(self.model, self.device)
         if self.rank.rank == 0 and self.model.adapters is not None:
-            lora.save_adapter(Path(folder) / lora.FOLDER, self.model.lm, self.model.adapters, adapters)
+            with refusals(Path(folder), self.export_bytes()):
+                lora.save_adapter(Path(folder) / lora.FOLDER, self.model.lm, self.model.adapters, adapters)
         self.memory.free_cache()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from grpo_rl.algos.losses.preference import Pairs
 from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
+from grpo_rl.checkpoint.files import refusals
 from grpo_rl.columns import values
 from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.models import fsdp
@@ -122,7 +123,8 @@ class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, Score
 
         A collective.
         """
-        fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
+        with refusals(Path(folder), self.export_bytes()):
+            fsdp.save_model(self.model, Path(folder), self.device, writes=self.rank.rank == 0)
         self.memory.free_cache()
 
 

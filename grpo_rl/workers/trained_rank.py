@@ -59,6 +59,10 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
     def build(self) -> M:
         """Return the model, sharded over the set."""
 
+    def export_bytes(self) -> int:
+        """Return how much `export` writes: whole weights in float32."""
+        return 4 * sum(parameter.numel() for parameter in self.model.parameters())
+
     @abstractmethod
     def loss(self, batch: Batch | None, step: OptimizerStep) -> tuple[Tensor, dict[str, Tensor]]:
         """Return this micro-batch's share of the global loss and of the statistics, with `Objective`'s key prefixes.

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import statistics
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from whole_runs import RUN_TIMEOUT_S, Run, arithmetic, assert_trains_like_its_engine, train, without_times
 
+from grpo_rl.commands.export import main as export
 from grpo_rl.models import builtin
 
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
@@ -165,6 +167,7 @@ def test_dapo_refills_every_batch_and_a_resumed_run_repeats_the_steps_of_one_tha
     killed = shutil.copytree(whole.path, whole.path.with_name("resumed"))
     for lost in ("checkpoints/step_3", "model"):
         shutil.rmtree(killed / lost)
+    (killed / "status.json").unlink()
     resumed = train(tmp_path, killed.name, *words)
     assert "resumed from" in resumed.output and "at step 2" in resumed.output
     assert sorted(resumed.steps) == [1, 2, 3]
@@ -188,3 +191,44 @@ def assert_refilled(run: Run) -> None:
         assert trained == live[:4] and len(trained) == 4
         assert len(groups) == 2 * row["filter_groups/num_gen_batches"]
         assert row["filter_groups/kept_fraction"] == pytest.approx(len(live) / len(groups))
+
+
+def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_silence(model, tmp_path):
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95}))
+    words = [
+        *(f"actor_rollout_ref.model.path={model}", "data.train_files=task:arithmetic?num_rows=16", "data.train_batch_size=4"),
+        *("data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=sft", "trainer.page_freq=-1"),
+    ]
+    whole = train(tmp_path, "longer", *words, "trainer.total_training_steps=3")
+    first = train(tmp_path, "run", *words, "trainer.total_training_steps=2")
+    assert [path.name for path in (first.path / "checkpoints").iterdir()] == ["step_2"]
+    assert "saved at a stop and at the end (" in first.output
+    began = time.monotonic()
+    again = train(tmp_path, "run", *words, "trainer.total_training_steps=2")
+    print(f"said after {time.monotonic() - began:.1f} s: {again.output!r}")
+    assert again.output.startswith("step 2 of 2 is done") and "starting" not in again.output
+
+    longer = train(tmp_path, "run", *words, "trainer.total_training_steps=3")
+    assert "at step 2" in longer.output and sorted(longer.steps) == [1, 2, 3]
+    assert all(torch.equal(weight, longer.weights()[name]) for name, weight in whole.weights().items())
+    shutil.rmtree(first.path / "checkpoints" / "step_3")
+    refused = train(tmp_path, "run", *words, "trainer.total_training_steps=4", exit_code=2)
+    assert "has ended with step 3, and its newest checkpoint is of step 2" in refused.output
+    path = [f"trainer.resume_from_path={first.path}/checkpoints/step_2", "trainer.resume_mode=resume_path"]
+    told = train(tmp_path, "run", *words, "trainer.total_training_steps=3", *path)
+    assert (told.path / "earlier" / "1" / "model" / "model.safetensors").is_file() and "earlier/1" in told.output
+
+
+def test_a_policy_whose_export_fails_is_kept_in_a_checkpoint_that_is_named(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRPO_FAULT", "ckpt.call:enospc@call=rename,file=model")
+    words = [
+        *(f"actor_rollout_ref.model.path={model}", "data.train_files=task:arithmetic?num_rows=16", "data.train_batch_size=4"),
+        *("data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=sft", "trainer.page_freq=-1"),
+    ]
+    run = train(tmp_path, "full", *words, "trainer.total_training_steps=1", "trainer.save_at_end=false", exit_code=4)
+    print(run.output[-600:])
+    assert f"cannot write {run.path}/model: No space left on device; it needs" in run.output
+    assert f"what was trained is in {run.path}/checkpoints/step_1" in run.output and not run.path.joinpath("model").exists()
+    monkeypatch.delenv("GRPO_FAULT")
+    assert export([f"{run.path}@1", "--output", str(tmp_path / "elsewhere")]) == 0
+    assert (tmp_path / "elsewhere" / "model.safetensors").is_file()

@@ -88,7 +88,9 @@ class TrainerConfig:
     test_freq: CountOrOff = -1
     """Validate every so many steps, and at the end; -1: only before and at the end."""
     save_freq: CountOrOff = -1
-    """Write a checkpoint every so many steps, and at the end; -1: none."""
+    """Write a checkpoint every so many steps, and at the end; -1: only at the end (save_at_end)."""
+    save_at_end: bool = True
+    """With save_freq=-1: commit the run's last state to <run>/checkpoints, from which a longer run goes on."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """The reaction to a checkpoint that cannot be written (disk full, read-only, failing): stop, or train on and try
     again at the next save point. Earlier checkpoints are untouched either way."""

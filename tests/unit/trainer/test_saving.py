@@ -75,6 +75,22 @@ def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, m
     assert verify(own.folder / "step_4").state["step"] == 4
 
 
+def test_the_end_of_a_run_is_committed_and_a_disk_without_room_for_that_costs_a_warning(make, capsys):
+    trainer, _ = make(make_config(save_at_end=True), total_steps=3, with_val=False)
+    trainer.fit()
+    assert trainer.store.steps() == [3] and trainer.is_trained
+    trials.shutil.rmtree(trainer.store.folder)
+    faults.arm("ckpt.call:enospc@call=open,file=manifest.json")
+    try:
+        trainer, _ = make(make_config(save_at_end=True), total_steps=3, with_val=False)
+        trainer.fit()
+        assert trainer.store.steps() == [] and "NOT SAVED: cannot write" in capsys.readouterr().out
+        with pytest.raises(CheckpointError, match="No space left"):
+            trainer.keep()
+    finally:
+        faults.arm("")
+
+
 def test_training_does_not_wait_for_a_commit_and_older_checkpoints_go_only_when_it_is_told(make, monkeypatch):
     trainer, policy = make(make_config(save_freq=2, max_actor_ckpt_to_keep=1), total_steps=5, with_val=False)
     store, told, seen = trainer.store, trainer.output.status, []

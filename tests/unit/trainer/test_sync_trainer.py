@@ -148,7 +148,7 @@ def make_config(algorithm: AlgorithmConfig | None = None, save_contents: list[st
     config = Config(
         data=DataConfig(train_batch_size=2, max_prompt_length=32),
         algorithm=algorithm or AlgorithmConfig(),
-        trainer=TrainerConfig(logger=["console"], **trainer),
+        trainer=TrainerConfig(logger=["console"], **({"save_at_end": False} | trainer)),
     )
     parts = config.actor_rollout_ref
     actor = parts.actor

@@ -1,0 +1,64 @@
+"""A run that is done and whose command is typed again: nothing of it is trained twice or thrown away in silence."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollout_log import step_files
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.status import read_status
+
+_CHANGED_BY_A_RESUME = ("metrics.jsonl", "timeline.jsonl", "status.json", "report.txt", "page.html", "config.yaml")
+
+
+def steps_done(run: Path) -> int:
+    """Return the last step of a run that ended well; 0 for any other."""
+    status = read_status(run)
+    return int(status.get("step") or 0) if status.get("state") == "done" else 0
+
+
+def nothing_left(run: Path, total: int, *, exports: bool) -> str | None:
+    """Return what to say of a run that has done all of its `total` steps; None if there is something left to do."""
+    run_dir, step = RunDir(run), steps_done(run)
+    models = [folder for folder in (run_dir.model, run_dir.reward_model) if (folder / "config.json").is_file()]
+    if step < total or (exports and not models):
+        return None
+    return (
+        f"step {step} of {total} is done in {run}: nothing is left to train{''.join(f'; {folder}' for folder in models)}\n"
+        "  longer: trainer.total_training_steps; a new run: another trainer.experiment_name, or trainer.resume_mode=disable, "
+        "which moves what is there to earlier/"
+    )
+
+
+def refuse_rewind(run: Path, step: int) -> None:
+    """Raise ConfigError if a run that ended well after a later step would go on from the checkpoint of this one."""
+    done = steps_done(run)
+    if done > step:
+        raise ConfigError(
+            f"{run}: the run has ended with step {done}, and its newest checkpoint is of step {step}: the steps after it would be "
+            f"thrown away. Train a new run from {RunDir(run).model}, begin anew with trainer.resume_mode=disable, or go on from "
+            f"step {step} with trainer.resume_mode=resume_path trainer.resume_from_path={RunDir(run).checkpoints}/step_{step}; "
+            "both move what is there to earlier/"
+        )
+
+
+def set_aside_after(run_dir: RunDir, step: int) -> Path | None:
+    """Move what a run has made after this step to `earlier/N`, with copies of the files that go on; None if it made nothing."""
+    if max((record["step"] for record in read_metrics(run_dir.metrics_file)), default=0) <= step:
+        return None
+    aside = run_dir.new_aside()
+    for file in (run_dir.path / name for name in _CHANGED_BY_A_RESUME):
+        if file.is_file():
+            shutil.copy2(file, aside / file.name)
+    for model in (run_dir.model, run_dir.reward_model):
+        if model.exists():
+            model.rename(aside / model.name)
+    for folder in (run_dir.rollouts, run_dir.val):
+        (aside / folder.name).mkdir()
+        for other, file in list(step_files(folder)):
+            if other > step:
+                file.rename(aside / folder.name / file.name)
+    return aside
