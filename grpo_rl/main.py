@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # what takes time to load is imported where it is used, so th
     from grpo_rl.cluster.recovery.supervisor import Recoveries
     from grpo_rl.cluster.run_session import RunSession
     from grpo_rl.config.compose import Composed
-    from grpo_rl.config.schema.tree import Config
     from grpo_rl.plan.decisions import Plan
     from grpo_rl.telemetry.metrics.timeline import Timeline
     from grpo_rl.telemetry.page.beside_run import PageBeside
@@ -153,7 +152,7 @@ def _run(words: list[str]) -> int:
         if not trainer.dry_run:
             # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
             refuse_taken(trainer.default_local_dir, trainer.experiment_name)
-            if (said := done_already(composed.config, trainer.total_training_steps)) is not None:
+            if (said := done_already(composed, trainer.total_training_steps)) is not None:
                 print(said)
                 return 0
         # Imported late: a misspelt key is refused before torch is loaded.
@@ -163,21 +162,21 @@ def _run(words: list[str]) -> int:
     if trainer.dry_run:
         print(redact(plan.render()))
         return 0
-    if (said := done_already(composed.config, plan.sizes.total_steps)) is not None:
+    if (said := done_already(composed, plan.sizes.total_steps)) is not None:
         print(said)
         return 0
     return run(composed, plan)
 
 
-def done_already(config: Config, total: int | None) -> str | None:
-    """Return what to say where the run of this name has trained all of its `total` steps; None where it has not."""
+def done_already(composed: Composed, total: int | None) -> str | None:
+    """Return what to say if the run of this name has trained all of its `total` steps; None if it has not."""
     from grpo_rl.telemetry.finished import nothing_left
 
-    trainer = config.trainer
+    trainer = composed.config.trainer
     if total is None or trainer.experiment_name is None or trainer.val_only or trainer.resume_mode != "auto":
         return None
     run = Path(trainer.default_local_dir).expanduser() / trainer.experiment_name
-    return nothing_left(run, total, exports=trainer.export_at_end)
+    return nothing_left(run, total, composed.resolved, exports=trainer.export_at_end)
 
 
 @contextmanager
@@ -322,11 +321,12 @@ def train(course: Course) -> None:
     When a rank is lost, all workers are ended, and the training goes on in new ones from the newest checkpoint.
     """
     from grpo_rl.config.relative_paths import function_files
-    from grpo_rl.source_code import digest, sources
+    from grpo_rl.source_code import digest, sources, user_sources
 
     plan, session = course.plan, course.session
-    course.code = digest(sources(function_files(course.composed.resolved)))
-    session.status.update(code=course.code)
+    functions = function_files(course.composed.resolved)
+    course.code = digest(sources(functions))
+    session.status.update(code=course.code, functions=digest(user_sources(functions)))
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
     with session.console.progress("starting Ray, and loading libraries"):

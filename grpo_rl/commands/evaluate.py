@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_rl.arguments import Arguments, finite
-from grpo_rl.commands.sampling_plan import add_sampling_options, answer_missing, responses_folder, sampled_with, sampling_plan
+from grpo_rl.commands.sampling_plan import (
+    add_sampling_options,
+    answer_missing,
+    data_settings,
+    responses_folder,
+    sampled_with,
+    sampling_plan,
+)
 from grpo_rl.commands.targets import Target, find_target, model_folder
 from grpo_rl.errors import ConfigError
 from grpo_rl.evaluation.estimates import LEVEL, RESAMPLES
@@ -20,7 +27,6 @@ from grpo_rl.telemetry.metrics.metrics_file import jsonable
 from grpo_rl.telemetry.terminal.console import Console
 
 if TYPE_CHECKING:
-    from grpo_rl.config.schema.tree import DataConfig
     from grpo_rl.evaluation.evaluation_results import Groups
     from grpo_rl.plan.decisions import Plan
 
@@ -51,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
             path = model_folder(target, console, trusted=options.trust_run)
             plan, settings = sampling_plan(keys, words, path, run_dir.logs / f"settings_{number + 1}.yaml")
             if number == 0:
-                settle(folder, settings | _data_settings(plan.config.data))
+                settle(folder, settings | data_settings(plan.config.data))
             models.append((target.label, plan, response_file(folder, target.label, identity_of(path))))
         answer_missing([(f"evaluating {label}", plan, file) for label, plan, file in models], run_dir, console)
         values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
@@ -98,17 +104,6 @@ def _report(
     }
     write_whole(folder / "summary.json", json.dumps(jsonable(summary), indent=1))
     console.info(f"written: {folder / 'summary.json'}")
-
-
-def _data_settings(data: DataConfig) -> dict[str, Any]:
-    """Return the names of the data and a digest of what lies there."""
-    from grpo_rl.data.sources.locate import open_source
-    from grpo_rl.data.sources.source import fingerprint_of
-
-    found: dict[str, Any] = {"data.val_files": list(data.val_files)}
-    if data.custom_cls.path is None:
-        found["digest of the data"] = fingerprint_of([open_source(name) for name in data.val_files])
-    return found
 
 
 def _name(target: Target, data: Sequence[str], keys: dict[str, Any], words: Sequence[str]) -> str:

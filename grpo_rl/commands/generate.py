@@ -18,6 +18,7 @@ from grpo_rl.commands.sampling_plan import (
     NO_DATA,
     add_sampling_options,
     answer_missing,
+    data_settings,
     responses_folder,
     sampled_with,
     sampling_plan,
@@ -56,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         if scores:
             plan, settings = sampling_plan(keys, words, model, recipe)
         console.info(f"responses are {'scored' if scores else 'not scored: the data have no ground truth'}")
-        settle(work, settings | {"data.val_files": data, "scored": scores})
+        settle(work, settings | data_settings(plan.config.data, data) | {"scored": scores})
         file = response_file(work, "model", identity_of(model))
         _sample(plan, data, scores, file, run_dir, console, -1 if options.limit is None else options.limit)
         groups = file.groups(plan.config.actor_rollout_ref.rollout.val_kwargs.n)

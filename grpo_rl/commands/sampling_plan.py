@@ -9,6 +9,7 @@ run's own configuration only what bears on sampling and scoring is taken: data c
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,14 @@ from grpo_rl.arguments import Arguments, counted, not_negative, writing
 from grpo_rl.commands.targets import Target, add_trust_option, refuse_settings
 from grpo_rl.config import relative_paths
 from grpo_rl.config.compose import Composed, compose
+from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.fields import changed, flat, nested
 from grpo_rl.errors import ConfigError
+from grpo_rl.source_code import user_sources
 from grpo_rl.telemetry.rundir import RunDir, RunLock, find_run, run_config
 
 if TYPE_CHECKING:
+    from grpo_rl.config.schema.tree import DataConfig
     from grpo_rl.data.dataset import PromptDataset
     from grpo_rl.evaluation.response_file import ResponseFile
     from grpo_rl.plan.decisions import Plan
@@ -228,7 +232,37 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
     matters = {key for key in tree if _is_taken(key) and (not _is_of_engine(key) or key in SAMPLED_WITH)} - _PROCESSES
     settings = {key: value for key, (value, _) in changed(tree).items() if key in matters}
     settings |= {key: tree[key] for key in tree if key.startswith(f"{_R}.val_kwargs.")}
-    return plan, settings | {"data.val_max_samples": tree.get("data.val_max_samples")}
+    return plan, settings | {"data.val_max_samples": tree.get("data.val_max_samples")} | _contents(settings)
+
+
+def data_settings(data: DataConfig, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the names of the data, those of `data` if there are no others, and a digest of what lies there."""
+    from grpo_rl.data.sources.locate import open_source
+    from grpo_rl.data.sources.source import fingerprint_of
+
+    names = data.val_files if names is None else names
+    found: dict[str, Any] = {"data.val_files": list(names)}
+    if data.custom_cls.path is None:
+        found["digest of the data"] = fingerprint_of([open_source(name) for name in names])
+    return found
+
+
+def _contents(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return digests of what settings name: files of functions and what these import, other files, folders of models."""
+    from grpo_rl.evaluation.response_file import weights_digest
+
+    paths = {name for value in settings.values() for name in _texts(value) if len(name) < 4096 and os.path.exists(name)}
+    found = user_sources({*function_files(settings), *paths})
+    found |= {name: weights_digest(Path(name)) for name in paths if os.path.isfile(os.path.join(name, "config.json"))}
+    return {f"digest of {name}": of for name, of in sorted(found.items())}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
 
 
 def _typed(words: Sequence[str]) -> set[str]:

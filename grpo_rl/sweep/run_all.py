@@ -28,6 +28,7 @@ from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError, Preempted
 from grpo_rl.plan.make import make_plan
 from grpo_rl.sweep.outcome import SWEEP_FILE, Point, last_step, name_of, score_until, summarize
+from grpo_rl.telemetry.finished import functions_changed
 from grpo_rl.telemetry.rundir import dated_name, refuse_taken
 from grpo_rl.telemetry.status import read_status
 
@@ -211,8 +212,15 @@ def _is_done(sweep: Sweep, point: Point) -> bool:
     folder = sweep.folder / point.name
     if read_status(folder).get("state") != "done":
         return False
-    file = folder / "config.yaml"
-    return file.is_file() and file.read_text(encoding="utf-8") == sweep.composed[point.name].yaml()
+    file, composed = folder / "config.yaml", sweep.composed[point.name]
+    if not (file.is_file() and file.read_text(encoding="utf-8") == composed.yaml()):
+        return False
+    if functions_changed(folder, composed.resolved):
+        raise ConfigError(
+            f"{folder}: is done, and the files of its functions have changed since, so that it cannot be compared with the runs "
+            "to come; give the sweep another trainer.experiment_name"
+        )
+    return True
 
 
 def sweep_of(words: Sequence[str]) -> Sweep:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from grpo_rl.config.relative_paths import function_files
 from grpo_rl.errors import ConfigError
+from grpo_rl.source_code import digest, user_sources
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import step_files
 from grpo_rl.telemetry.rundir import RunDir
@@ -20,16 +24,24 @@ def steps_done(run: Path) -> int:
     return int(status.get("step") or 0) if status.get("state") == "done" else 0
 
 
-def nothing_left(run: Path, total: int, *, exports: bool) -> str | None:
+def functions_changed(run: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether the files of the user's functions that `config` names have changed since the last start of the run."""
+    now = digest(user_sources(function_files(config)))
+    return bool(read_status(run).get("functions", now) != now)
+
+
+def nothing_left(run: Path, total: int, config: Mapping[str, Any], *, exports: bool) -> str | None:
     """Return what to say of a run that has done all of its `total` steps; None if there is something left to do."""
     run_dir, step = RunDir(run), steps_done(run)
     models = [folder for folder in (run_dir.model, run_dir.reward_model) if (folder / "config.json").is_file()]
     if step < total or (exports and not models):
         return None
+    changed = functions_changed(run, config)
     return (
         f"step {step} of {total} is done in {run}: nothing is left to train{''.join(f'; {folder}' for folder in models)}\n"
         "  longer: trainer.total_training_steps; a new run: another trainer.experiment_name, or trainer.resume_mode=disable, "
         "which moves what is there to earlier/"
+        + ("\n  the files of your functions have changed since: the run was trained with what they were" if changed else "")
     )
 
 

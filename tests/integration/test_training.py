@@ -193,16 +193,23 @@ def assert_refilled(run: Run) -> None:
         assert row["filter_groups/kept_fraction"] == pytest.approx(len(live) / len(groups))
 
 
-def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_silence(model, tmp_path):
-    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95}))
-    words = [
-        *(f"actor_rollout_ref.model.path={model}", "data.train_files=task:arithmetic?num_rows=16", "data.train_batch_size=4"),
+def sft_words(model: Path, folder: Path) -> list[str]:
+    """Words of a training on rows, which needs no engine."""
+    rows = [{"prompt": [{"role": "user", "content": f"{number}+1="}], "response": str(number + 1)} for number in range(16)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *(f"actor_rollout_ref.model.path={model}", f"data.train_files={folder}/rows.jsonl", "data.train_batch_size=4"),
         *("data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=sft", "trainer.page_freq=-1"),
     ]
+
+
+def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_silence(model, tmp_path):
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95}))
+    words = sft_words(model, tmp_path)
     whole = train(tmp_path, "longer", *words, "trainer.total_training_steps=3")
     first = train(tmp_path, "run", *words, "trainer.total_training_steps=2")
     assert [path.name for path in (first.path / "checkpoints").iterdir()] == ["step_2"]
-    assert "saved at a stop and at the end (" in first.output
+    assert "saved at a stop and at the end (" in " ".join(first.output.split())
     began = time.monotonic()
     again = train(tmp_path, "run", *words, "trainer.total_training_steps=2")
     print(f"said after {time.monotonic() - began:.1f} s: {again.output!r}")
@@ -221,13 +228,10 @@ def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_sil
 
 def test_a_policy_whose_export_fails_is_kept_in_a_checkpoint_that_is_named(model, tmp_path, monkeypatch):
     monkeypatch.setenv("GRPO_FAULT", "ckpt.call:enospc@call=rename,file=model")
-    words = [
-        *(f"actor_rollout_ref.model.path={model}", "data.train_files=task:arithmetic?num_rows=16", "data.train_batch_size=4"),
-        *("data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=sft", "trainer.page_freq=-1"),
-    ]
+    words = sft_words(model, tmp_path)
     run = train(tmp_path, "full", *words, "trainer.total_training_steps=1", "trainer.save_at_end=false", exit_code=4)
     print(run.output[-600:])
-    assert f"cannot write {run.path}/model: No space left on device; it needs" in run.output
+    assert f"cannot write {run.path}/model: No space left on device (injected); it needs" in run.output
     assert f"what was trained is in {run.path}/checkpoints/step_1" in run.output and not run.path.joinpath("model").exists()
     monkeypatch.delenv("GRPO_FAULT")
     assert export([f"{run.path}@1", "--output", str(tmp_path / "elsewhere")]) == 0

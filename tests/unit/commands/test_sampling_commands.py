@@ -11,12 +11,13 @@ from run_folders import group, make_run
 
 from grpo_rl.commands.chat import Conversation, _lines
 from grpo_rl.commands.generate import _has_ground_truth, rows_of
-from grpo_rl.commands.sampling_plan import EPISODES, NO_DATA, data_of_run, sampling_plan, settings_of_run
+from grpo_rl.commands.sampling_plan import EPISODES, NO_DATA, data_of_run, data_settings, sampling_plan, settings_of_run
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.dataset import BarePromptDataset
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.sources.tables import write_rows
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.evaluation.response_file import settle
 from grpo_rl.models import builtin
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.decisions import Plan
@@ -42,6 +43,37 @@ def test_an_evaluation_plays_the_episodes_of_the_run_with_any_processes(run: Pat
     assert settings_of_run(run, "vllm")[f"{EPISODES}environment.name"] == "word_game", "with any engine"
     assert planned(run, f"{EPISODES}environment.num_workers=1")[1] == settings
     assert planned(run, f"{EPISODES}environment.options={{turns: 3}}")[1] != settings
+
+
+def test_scores_are_kept_only_while_the_reward_s_file_what_it_imports_and_the_data_are_the_same(tmp_path: Path) -> None:
+    reward, helper, rows = tmp_path / "rw.py", tmp_path / "right.py", tmp_path / "rows.jsonl"
+    text = "from right import right\n\ndef extract(data_source, solution_str, ground_truth, extra_info=None):\n    return right()\n"
+    reward.write_text(text)
+    helper.write_text("def right():\n    return 1.0\n")
+    row = '{"prompt": "1+1=", "data_source": "sums", "reward_model": {"ground_truth": "2"}}\n'
+    rows.write_text(row * 2)
+    run = make_run(tmp_path / "runs", "own", "actor_rollout_ref.rollout.name=hf", f"reward.functions=[{reward}:extract]")
+    model = str(builtin.build("builtin:arithmetic", run / "model"))
+    keys = settings_of_run(run, trusted=True) | {"data.val_files": [str(rows)], "trainer.device": "cpu"}
+
+    def settles() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path))
+            plan, settings = sampling_plan(keys, [], model, run / "logs" / "settings.yaml")
+        settle(tmp_path / "evaluation", settings | data_settings(plan.config.data))
+
+    settles()
+    settles()
+    for file, content in ((reward, text + "# another\n"), (helper, "def right():\n    return 0.5\n"), (rows, row * 3)):
+        before = file.read_text()
+        file.write_text(content)
+        with pytest.raises(
+            ConfigError, match=r"has responses with other settings; give the same again, or another --output"
+        ) as refused:
+            settles()
+        assert file.name in str(refused.value)
+        file.write_text(before)
+    settles()
 
 
 def test_in_a_conversation_a_person_is_the_environment(run: Path) -> None:

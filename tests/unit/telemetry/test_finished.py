@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.config.relative_paths import function_files
 from grpo_rl.errors import ConfigError
-from grpo_rl.telemetry.finished import nothing_left, refuse_rewind, set_aside_after
+from grpo_rl.source_code import digest, user_sources
+from grpo_rl.telemetry.finished import functions_changed, nothing_left, refuse_rewind, set_aside_after
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -28,15 +30,32 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
 
 
 def test_a_finished_run_has_nothing_left_unless_it_is_to_be_longer_or_its_model_is_missing(run_dir: RunDir) -> None:
-    said = nothing_left(run_dir.path, 30, exports=True)
+    said = nothing_left(run_dir.path, 30, {}, exports=True)
     assert said is not None and "step 30 of 30 is done" in said and str(run_dir.model) in said
-    assert nothing_left(run_dir.path, 34, exports=True) is None
+    assert nothing_left(run_dir.path, 34, {}, exports=True) is None
     (run_dir.model / "config.json").unlink()
-    assert nothing_left(run_dir.path, 30, exports=True) is None and nothing_left(run_dir.path, 30, exports=False) is not None
+    assert (
+        nothing_left(run_dir.path, 30, {}, exports=True) is None
+        and nothing_left(run_dir.path, 30, {}, exports=False) is not None
+    )
     for state in ("failed", "preempted", "running"):
         run_dir.status_file.write_text(json.dumps({"state": state, "step": 30, "total": 30}))
-        assert nothing_left(run_dir.path, 30, exports=False) is None
-    assert nothing_left(run_dir.path / "nothing", 30, exports=False) is None
+        assert nothing_left(run_dir.path, 30, {}, exports=False) is None
+    assert nothing_left(run_dir.path / "nothing", 30, {}, exports=False) is None
+
+
+def test_a_function_that_was_changed_since_is_named_with_its_helpers(run_dir: RunDir, tmp_path: Path) -> None:
+    reward, helper = tmp_path / "rw.py", tmp_path / "scores.py"
+    reward.write_text("import json\nfrom scores import score\n")
+    helper.write_text("score = 1\n")
+    config = {"reward": {"functions": [f"{reward}:extract"]}}
+    functions = digest(user_sources(function_files(config)))
+    run_dir.status_file.write_text(json.dumps({"state": "done", "step": 30, "functions": functions}))
+    assert not functions_changed(run_dir.path, config)
+    helper.write_text("score = 2\n")
+    assert functions_changed(run_dir.path, config)
+    said = nothing_left(run_dir.path, 30, config, exports=True)
+    assert said is not None and "the files of your functions have changed since" in said
 
 
 def test_a_finished_run_does_not_go_back_to_an_earlier_checkpoint_by_itself(run_dir: RunDir) -> None:
