@@ -45,7 +45,7 @@ def main(folder: Path, console: Console) -> int:
             console.print(f"{name}: there is no {folder / file}; left out")
             continue
         read = read_rows([str(folder / file)], sys.maxsize, None, DataConfig(), ["auto"])
-        rows = [row._replace(response=row.forms[IN_MARKS]) for row in read]
+        rows = [row._replace(response=row.forms[IN_MARKS]) for row in read if IN_MARKS in row.forms]
         graded(rows[0], rows[0].ground_truth)
         own = [graded(row, row.ground_truth) for row in rows]
         pairs = [

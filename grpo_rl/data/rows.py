@@ -77,7 +77,9 @@ def _missing_columns(row: dict[str, Any], where: str, keys: dict[str, str]) -> B
     named = []
     for key, name in missing.items():
         if key == "data.reward_fn_key":
-            named.append("data.data_source=NAME (of all rows; reward.functions=[auto] finds a rule by it: gsm8k, math, ...)")
+            answer = next((str(row[column]) for column in _USUAL["data.ground_truth_key"] if column in others), "")
+            source = next((source for sign, source in _RULES if sign in answer), "NAME")
+            named.append(f"data.data_source={source} (of all rows; reward.functions=[auto] finds a rule by it: gsm8k, math, ...)")
             continue
         usual = [column for column in _USUAL[key] if column in others]
         near = [*usual, *difflib.get_close_matches(name, others, n=1), "COLUMN"]
@@ -92,6 +94,8 @@ _USUAL = {
     "data.ground_truth_key": ("answer", "solution", "target", "output", "label", "completion", "ground_truth"),
 }
 """Usual names of the columns with the prompt and with the right answer."""
+_RULES = (("####", "gsm8k"), ("\\boxed", "math"))
+"""What stands before the answer in a solution, and the rule that finds it there."""
 
 
 def column(row: dict[str, Any], key: str, where: str, optional: bool = False) -> Any:

@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from grpo_rl.processes.child import OutputLog
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.contract import Component, Outcome, RewardFailure, RewardResult, Sample
 from grpo_rl.rewards.registry import reads_marks
+from grpo_rl.rewards.rules.answers import golds_of
 from grpo_rl.rewards.runtime.process import Job, RewardProcess, spared
 
 SHOWN_ROWS = 20
@@ -52,6 +54,8 @@ STRANGE: dict[str, str | None] = {
 }
 """Responses that a policy gives sooner or later, by what is strange in them: each is tried on the first row with a reward. Plain is the bare ground truth."""
 IN_MARKS, BARE = "the ground truth in the forms of the known rules", "the bare ground truth"
+PLAIN_DIGITS = 6
+"""Digits before or behind the point up to which a number is written without a power of ten."""
 MAX_NUMBERS = 5
 """Numbers of a countdown that is solved here: six take seconds."""
 
@@ -231,10 +235,20 @@ def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, 
         numbers = ground_truth.get("numbers", ground_truth.get("nums"))
         expression = None if numbers is None or "target" not in ground_truth else solve(numbers, ground_truth["target"])
         return None if expression is None else f"<think>\nso\n</think>\n<answer>{expression}</answer>"
-    gold = ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
-    if not isinstance(gold, str | int | float):
+    try:
+        gold = golds_of(ground_truth)[0]
+    except ValueError:
         return None
-    return str(gold) if data_source == "arithmetic" else f"The answer is \\boxed{{{gold}}}.\n#### {gold}"
+    # In a form of its own where there is one: a rule that cannot read the ground truth would find its own text in it.
+    written = _scientific(gold) if isinstance(ground_truth, float) else gold
+    return gold if data_source == "arithmetic" else f"The answer is \\boxed{{{written}}}.\n#### {gold}"
+
+
+def _scientific(gold: str) -> str:
+    """Return a large or small number as people write it, others as they are: 602000000 as `6.02 \\times 10^{8}`."""
+    exponent = Decimal(gold).adjusted()
+    mantissa = Decimal(gold).scaleb(-exponent).normalize()
+    return rf"{mantissa} \times 10^{{{exponent}}}" if abs(exponent) > PLAIN_DIGITS else gold
 
 
 def solve(numbers: list[int], target: int) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_rl.rewards.math.compare import compare, number, operations
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, spelling, tokens
-from grpo_rl.rewards.rules.answers import after_thought, final_answer, last_boxed
+from grpo_rl.rewards.rules.answers import after_thought, final_answer, golds_of, last_boxed
 
 LARGEST = 1e15
 """Integers up to here are exact as the floats that parts of a reward are."""
@@ -39,16 +39,17 @@ def math(
     rest by math-verify, unless `algebra` is off. `refused` is 1 where an answer was too large or too strange for that, and
     worth 0. An answer with more operations than the ground truth, `17*23` for 391, is worth 0 with `evaluated`; without a
     value for it, where the question in `extra_info` is such an expression. `answer`, for majority votes, is the number where the answer is one, else a number made of its text.
-    A ground truth that is a list is several, each of them right. Raises nothing for whatever a response holds.
+    A ground truth that is a list is several, each of them right. Raises nothing for whatever a response holds, and ValueError for a
+    ground truth that is missing.
     """
+    golds = golds_of(ground_truth)
     text = after_thought(solution_str) if skip_thought else solution_str
     answer = last_boxed(text) if boxed_only else final_answer(text)
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "refused": 0.0}
-    golds = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     question = (extra_info or {}).get("question") if evaluated is None else None
     verdicts = []
-    for gold in map(_bare, map(str, golds)):
+    for gold in golds:
         right, is_refused = _graded(gold, answer.strip(), algebra)
         if right and (evaluated or (isinstance(question, str) and _asks_for_value(question, gold))):
             right = operations(answer) <= operations(gold)
@@ -56,12 +57,6 @@ def math(
     score = float(any(right for right, _ in verdicts))
     refused = float(not score and any(is_refused for _, is_refused in verdicts))
     return {"score": score, "acc": score, "refused": refused, "answer": _vote(answer)}
-
-
-def _bare(gold: str) -> str:
-    """Return a ground truth without its box or solution, in either of which it may be given."""
-    boxed = last_boxed(gold) if "\\boxed" in gold else None
-    return gold.strip() if boxed is None else boxed.strip()
 
 
 def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:

@@ -1,8 +1,12 @@
-"""The search for the answer in a response. Every search is a scan with `find`: time linear in the text."""
+"""The search for the answer in a response, and the texts of a ground truth. Every search is a scan with `find`: time linear in the text."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from decimal import Decimal
+from typing import Any
 
 BOXES = ("\\boxed", "\\fbox")
 OPEN_ANSWER, CLOSE_ANSWER = "<answer>", "</answer>"
@@ -94,3 +98,48 @@ def final_answer(text: str) -> str | None:
         return last_boxed(text)
     tagged = last_tagged(text)
     return tagged if tagged is not None else after_phrase(text)
+
+
+# ---- the ground truth ------------------------------------------------------------------------------------
+
+SOLUTION_MARK = "####"
+"""Stands before the answer in GSM8K's solutions."""
+
+
+def golds_of(ground_truth: Any) -> list[str]:
+    """Return the texts each of which is the right answer: several for a list, also one of texts that is JSON text.
+
+    A solution is its last box, or what follows its last `####`; a number is written without an exponent, and as Python
+    writes it. Raises ValueError for a ground truth that is missing (null, NaN, no text) or an object: a rule that compared
+    with it would pay for the word `None`.
+    """
+    if isinstance(ground_truth, list | tuple):
+        golds = [text for gold in ground_truth for text in golds_of(gold)]
+    elif isinstance(ground_truth, float) and math.isfinite(ground_truth):
+        exact = format(Decimal(repr(ground_truth)), "f").removesuffix(".0")
+        golds = list(dict.fromkeys([exact, repr(ground_truth)]))
+    elif isinstance(ground_truth, int):
+        golds = [str(ground_truth)]
+    elif isinstance(ground_truth, str):
+        golds = _golds_of_text(ground_truth)
+    else:
+        golds = []
+    if not golds:
+        shown = repr(ground_truth)[:100]
+        raise ValueError(
+            f"the ground truth is {shown}; expected a text, a number or a list of these (data.ground_truth_key names the column)"
+        )
+    return golds
+
+
+def _golds_of_text(text: str) -> list[str]:
+    bare = text.strip()
+    if bare.startswith('["') and bare.endswith('"]'):
+        try:
+            listed = json.loads(bare)
+        except ValueError:  # an interval of texts, or a list with LaTeX commands that JSON does not take
+            return [bare]
+        return golds_of(listed)
+    boxed = last_boxed(bare) if any(command in bare for command in BOXES) else None
+    answer = bare.rpartition(SOLUTION_MARK)[2] if boxed is None else boxed
+    return [answer.strip()] if answer.strip() else []

@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_rl.config.schema.kinds import Factor
 from grpo_rl.rewards.math.math_values import NoExpression, typed_value
-from grpo_rl.rewards.rules.answers import last_pair
+from grpo_rl.rewards.rules.answers import golds_of, last_pair
 
 MAX_EXACT_DIGITS = 15
 """Integers of so many digits are exact as floats, which the parts of a reward are."""
@@ -25,7 +25,7 @@ def arithmetic(
     `answer` is the number that was given, where the response is one.
     """
     given = solution_str.strip()
-    score = float(given == ground_truth)
+    score = float(given in golds_of(ground_truth))
     result = {"score": score, "acc": score}
     digits = given.removeprefix("-")
     if digits.isascii() and digits.isdigit() and len(digits) <= MAX_EXACT_DIGITS:
@@ -41,6 +41,7 @@ def arithmetic_process(
     `digits` is the share of places, of the answer or the response, whichever is longer, that agree.
     """
     result: dict[str, Any] = dict(arithmetic(data_source, solution_str, ground_truth, extra_info))
+    ground_truth = golds_of(ground_truth)[0]
     given = solution_str.strip()
     start = solution_str.index(given)
     right = [float(character == ground_truth[place : place + 1]) for place, character in enumerate(given)]
@@ -94,7 +95,8 @@ NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
 def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, float]:
     """`score` 1 when the last number after `####` in the last 300 characters equals the ground truth; 0 otherwise.
 
-    Commas, `$` and a trailing dot do not matter, and 18.0 is 18. `answer` is the number, where there is one.
+    Commas, `$` and a trailing dot do not matter, and 18.0 is 18. `answer` is the number, where there is one. The ground truth is a
+    number, or a solution of GSM8K's; raises ValueError else.
     """
     marked = MARKED.findall(solution_str, max(0, len(solution_str) - WINDOW))
     return _graded(marked, ground_truth)
@@ -112,11 +114,13 @@ def gsm8k_flexible(
 
 
 def _graded(candidates: list[str], ground_truth: str) -> dict[str, float]:
+    golds = [to_number(gold) for gold in golds_of(ground_truth)]
+    if all(gold is None for gold in golds):
+        raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no number; expected one, alone or after ####")
     answer = to_number(candidates[-1]) if candidates else None
     if answer is None:
         return {"score": 0.0, "acc": 0.0}
-    gold = to_number(str(ground_truth).strip())
-    score = float(answer == gold)
+    score = float(answer in golds)
     return {"score": score, "acc": score, "answer": float(answer)}
 
 

@@ -7,7 +7,15 @@ import string
 import unicodedata
 from typing import Any
 
-from grpo_rl.rewards.rules.answers import CLOSE_ANSWER, CLOSE_THINK, OPEN_ANSWER, OPEN_THINK, after_thought, final_answer
+from grpo_rl.rewards.rules.answers import (
+    CLOSE_ANSWER,
+    CLOSE_THINK,
+    OPEN_ANSWER,
+    OPEN_THINK,
+    after_thought,
+    final_answer,
+    golds_of,
+)
 
 MAX_ANSWER = 10_000
 """Characters of an answer that may be right: normalising a longer one would cost too much."""
@@ -28,12 +36,13 @@ def exact_match(
 
     The answer is the last box, else the last `<answer>` tags, else what follows `answer is`, else the whole response, all
     outside `<think>`. White space counts as one space, none at the ends. `ignore_case`, `ignore_punctuation` and
-    `ignore_articles` (a, an, the; all three are SQuAD's exact match, arXiv 1606.05250) normalise further.
+    `ignore_articles` (a, an, the; all three are SQuAD's exact match, arXiv 1606.05250) normalise further. Raises ValueError for a
+    ground truth that is missing.
     """
     text = after_thought(solution_str)
     found = final_answer(text)
     answer = text if found is None else found
-    golds = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    golds = golds_of(ground_truth)
 
     def normal(text: str) -> str:
         if ignore_case:
@@ -44,7 +53,7 @@ def exact_match(
             text = ARTICLES.sub(" ", text)
         return " ".join(text.split())
 
-    right = len(answer) <= MAX_ANSWER and normal(answer) in {normal(str(gold)) for gold in golds}
+    right = len(answer) <= MAX_ANSWER and normal(answer) in set(map(normal, golds))
     return {"score": float(right), "acc": float(right)}
 
 
@@ -68,7 +77,7 @@ def multiple_choice(
     The ground truth is a letter, or the text of one of the `choices`; raises ValueError for anything else.
     """
     choices = [str(choice) for choice in (extra_info or {}).get("choices") or []]
-    gold = _letter(str(ground_truth), choices)
+    gold = _letter(golds_of(ground_truth)[0], choices)
     if gold is None:
         raise ValueError(
             f"the ground truth {str(ground_truth)[:100]!r} is none of the letters {LETTERS} and none of the choices"

@@ -1,5 +1,6 @@
 """Rules: numbers, choices, texts, the form of a response, and real data sets."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.rows import BadRow, example
 from grpo_rl.errors import ConfigError
+from grpo_rl.rewards.check import gold_response
+from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.math.math_values import NoExpression, typed_value
 from grpo_rl.rewards.registry import auto, check_data_sources
 from grpo_rl.rewards.rules.number_rules import arithmetic, countdown, gsm8k, gsm8k_flexible
@@ -280,11 +285,81 @@ def test_an_exact_match_is_one_after_the_chosen_normalisation(response, gold, op
 def test_every_real_ground_truth_earns_1_and_only_equal_ones_earn_1_for_their_neighbours():
     done = subprocess.run([sys.executable, "scripts/check_rewards.py", str(DATA)], cwd=ROOT, capture_output=True, text=True)
     counts = [re.split(r"\s*│\s*", line)[1:6] for line in done.stdout.splitlines() if line.startswith("│")]
-    # The six neighbours of MATH have the same value: `8` and `K=8`, `25\\%` and `25`, `120` and `120^\\circ`, and so on.
+    # Two rows of MATH have no ground truth. The six neighbours of MATH have the same value: `8` and `K=8`, `25\\%` and `25`, `120` and `120^\\circ`, and so on.
     expected = """
     GSM8K test,1319,1319,1304,0
     GSM8K train,7473,7473,7398,0
-    MATH train,7500,7500,7445,6
+    MATH train,7498,7498,7443,6
     countdown test,2001,2001,2001,0
     """
     assert (done.returncode, counts) == (0, [line.strip().split(",") for line in expected.strip().splitlines()]), done.stderr
+
+
+# ---- the ground truth -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [math, exact_match, arithmetic, gsm8k, gsm8k_flexible, multiple_choice])
+@pytest.mark.parametrize("missing", [None, "", " \n", float("nan"), [], [None], {"answer": "4"}])
+def test_no_response_is_paid_where_the_ground_truth_is_missing(rule, missing):
+    for response in ("\\boxed{None}", "\\boxed{}", "", "None", "#### 0", "nan"):
+        with pytest.raises(ValueError, match=r"the ground truth (is|None|'|nan)"):
+            rule("a", response, missing)
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (6.02e23, [r"6.02 \times 10^{23}", "6.02e23", "602000000000000000000000"], ["6.03e23", "0"]),
+        (1.6e-19, [r"1.6 \times 10^{-19}", "1.6e-19"], [r"1.7 \times 10^{-19}", "0", "1.6e-18"]),
+        (1e16, ["10^{16}", "10000000000000000"], ["10^{15}"]),
+        (1.0, ["1", "1.0"], ["2"]),
+        (0.1, [r"\frac{1}{10}", "0.1", ".1"], ["0.2"]),
+        (7, ["7"], ["8"]),
+        ('["4", "four"]', ["4", "four"], ['["4", "four"]', "5"]),
+        (r'["\\frac{1}{2}"]', [r"\frac12", "0.5"], ["2"]),
+        ([1.0, "x"], ["1", "x"], ["y"]),
+        ("so 3*4 = 12\n#### 12", ["12"], ["3"]),
+        ("It is $\\boxed{12}$.", ["12"], ["3"]),
+    ],
+)
+def test_a_ground_truth_is_read_in_every_form_in_which_data_hold_it(gold, right, wrong):
+    assert [score(math("math", f"\\boxed{{{answer}}}", gold)) for answer in right] == [1] * len(right)
+    assert [score(math("math", f"\\boxed{{{answer}}}", gold)) for answer in wrong] == [0] * len(wrong)
+    assert score(math("math", gold_response("math", gold, {}), gold)) == 1
+
+
+@pytest.mark.parametrize(("gold", "response"), [(1.0, "1"), (1.0, "1.0"), (3, "3"), ('["a", "b"]', "b"), (2.5, "2.5")])
+def test_an_exact_match_compares_with_numbers_as_they_are_written(gold, response):
+    assert score(exact_match("a", response, gold)) == 1
+    assert score(exact_match("a", response + "1", gold)) == 0
+
+
+LAYOUTS = [
+    {"question": "3*4?", "answer": "3*4 = <<3*4=12>>12\n#### 12"},
+    {"problem": "3*4?", "solution": "It is $\\boxed{12}$.", "level": "1"},
+    {"query": "3*4?", "target": "12"},
+    {"instruction": "3*4?", "output": "#### 12"},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_hint_for_rows_with_other_columns_leads_to_a_reward_that_tells_right_from_wrong(layout):
+    with pytest.raises(BadRow) as error:
+        example(layout, "line 1", DataConfig())
+    keys = dict(re.findall(r"data\.(\w+)=(\w+)", str(error.value)))
+    source = keys["data_source"] if keys["data_source"] != "NAME" else "math"
+    print(keys)
+    read = example(layout, "line 1", DataConfig(**(keys | {"data_source": source})))
+    assert score(auto(read.data_source, "#### 12\n\\boxed{12}", read.ground_truth)) == 1
+    assert score(auto(read.data_source, "#### 3\n\\boxed{3}", read.ground_truth)) == 0
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not there")
+def test_the_hint_for_raw_gsm8k_holds_for_all_of_its_rows():
+    rows = [json.loads(line) for line in (DATA / "gsm8k" / "gsm8k_test.jsonl").read_text().splitlines()]
+    with pytest.raises(BadRow, match=r"data\.prompt_key=question data\.ground_truth_key=answer data\.data_source=gsm8k"):
+        example(rows[0], "line 1", DataConfig())
+    golds = [row["answer"] for row in rows]
+    paid = [score(gsm8k("gsm8k", "#### " + gold.rpartition("####")[2], gold)) for gold in golds]
+    unpaid = [score(gsm8k("gsm8k", "#### " + gold.rpartition("####")[2] + "1", gold)) for gold in golds]
+    assert (len(rows), sum(paid), sum(unpaid)) == (1319, 1319, 0)
