@@ -19,6 +19,20 @@ _BARS = re.compile(r"<[|\uff5c].*[|\uff5c]>")
 _PLAIN = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
 
 
+def outside(value: Any) -> Any:
+    """Return text from outside (an environment, a tool, an agent, a judge), or all texts in lists and dicts, as text that every tokenizer and file takes.
+
+    Halves of a surrogate pair, which JSON may hold, and NUL become U+FFFD; two halves are joined.
+    """
+    if isinstance(value, dict):
+        return {outside(key): outside(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [outside(part) for part in value]
+    if not isinstance(value, str) or (value.isascii() and "\0" not in value):
+        return value
+    return value.replace("\0", "\ufffd").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def unmarked(text: str) -> str:
     """Return the text as it was given."""
     return text.replace(MARK, "")

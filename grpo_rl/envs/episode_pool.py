@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from grpo_rl.control_words import outside
 from grpo_rl.envs.chat_deltas import ChatDeltas
 from grpo_rl.envs.contract import Message
 from grpo_rl.envs.runtime.environment_pool import Event
@@ -50,6 +51,8 @@ QUIET_S = 0.5
 DRAIN_S = 0.001
 """Seconds for which further turns are waited for that have ended with the first."""
 
+LONGEST_TOKEN = 16
+"""Characters of a token: messages with more of them for each token of the longest sequence are too long before they are tokens."""
 MOST_TOOL_LISTS = 64
 """Lists of tools for which renderers are kept."""
 
@@ -431,16 +434,22 @@ class EpisodePool(WholeBatches):
                 playing.counts["environment_timeouts"] += 1
                 self._finish(playing, "time")
         elif event.what == "failed" or event.answer is None:
-            self._fail(playing, "environment_error", event.cause)
+            self._fail(playing, "environment_error", outside(event.cause))
         else:
             self._answered(playing, event.answer)
 
     def _answered(self, playing: Playing, answer: Mapping[str, Any]) -> None:
-        messages = list(answer["messages"])
+        answer = outside(answer)
+        messages = answer["messages"]
         playing.info |= answer["info"]
         playing.counts.update(answer["counts"])
         try:
             if not playing.turns:
+                if self._is_too_long(messages):
+                    self._fail(
+                        playing, "environment_error", f"the environment adds {self._size(messages):,} characters to the prompt"
+                    )
+                    return
                 if answer["done"]:
                     self._fail(playing, "environment_error", "the environment was done before the first turn")
                     return
@@ -473,6 +482,8 @@ class EpisodePool(WholeBatches):
             ended = "tokens"
         elif self.max_turns is not None and len(playing.turns) >= self.max_turns:
             ended = "turns"
+        elif self._is_too_long(messages):
+            ended = "tokens"
         if ended is not None:
             playing.messages += messages
             self._finish(playing, ended)
@@ -480,6 +491,14 @@ class EpisodePool(WholeBatches):
             self._fail(playing, "environment_error", "an observation that does not end the episode has no message")
             return False
         return ended is None
+
+    def _is_too_long(self, messages: list[Any]) -> bool:
+        """Return whether messages cannot fit into a context, so that they need not be made tokens to know it."""
+        return self._size(messages) > LONGEST_TOKEN * self.max_model_len
+
+    @staticmethod
+    def _size(messages: list[Any]) -> int:
+        return sum(len(message["content"]) for message in messages)
 
     def _shown_first(self, playing: Playing, messages: list[Any], *, replaces: bool) -> None:
         """Render the prompt anew where the environment adds messages to it, or `replaces` it by them."""

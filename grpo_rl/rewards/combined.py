@@ -11,7 +11,7 @@ from grpo_rl.config.schema.model import MultiTurnConfig
 from grpo_rl.config.schema.tree import Config, RewardConfig
 from grpo_rl.errors import NoRewardError, RewardError
 from grpo_rl.rewards.compose import JUDGE, RewardFunction
-from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, summary
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, number_of, summary
 from grpo_rl.types import GREEDY, TRUNCATED, Episode, Rollout
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
@@ -95,6 +95,7 @@ class CombinedRewarder:
                     fail(rollout, placed.kind, placed.cause, self.config)
                 else:
                     _add(rollout, model, result)
+        fail_beyond_float32(rollouts, self.config)
         stop_where_due(rollouts, self.config)
         return list(rollouts)
 
@@ -109,6 +110,17 @@ def fail(rollout: Rollout, kind: str, cause: str | None, config: RewardConfig) -
     rollout.failure, rollout.failure_cause = kind, cause
     rollout.reward = config.failure_value if config.on_failure == "value" else None
     rollout.reward_parts, rollout.steps = {}, None
+
+
+def fail_beyond_float32(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
+    """Make rollouts failed ones whose sum of finite rewards is no float32, as those of a batch are."""
+    for rollout in rollouts:
+        if rollout.failure is None and rollout.reward is not None:
+            try:
+                number_of(rollout.reward, "the sum of all rewards")
+            except RewardFailure as failure:
+                placed = failure.at(f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}")
+                fail(rollout, placed.kind, placed.cause, config)
 
 
 def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
@@ -236,6 +248,8 @@ class EpisodeRewarder(CombinedRewarder):
         for rollout in scored:
             if rollout.episode is not None:
                 self._score(rollout, rollout.episode)
+        fail_beyond_float32(scored, self.config)
+        stop_where_due(scored, self.config)
         return scored
 
     def _score(self, rollout: Rollout, episode: Episode) -> None:

@@ -22,6 +22,7 @@ from grpo_rl.rewards.contract import (
     RewardFailure,
     RewardResult,
     Sample,
+    number_of,
 )
 from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
 from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS, auto, check_data_sources
@@ -142,8 +143,10 @@ class RewardFunction:
                     steps[component.name] = read_steps(result.steps, rollout, self.decode, component.factor)
                 except ValueError as error:
                     raise RewardFailure(INVALID, f"{place(component.name, rollout)}: {error}") from error
-        if not math.isfinite(reward):
-            raise RewardFailure(INVALID, f"{place(' + '.join(parts), rollout)}: the sum is {reward}, not a finite number")
+        try:
+            number_of(reward, "the sum")
+        except RewardFailure as failure:
+            raise failure.at(place(" + ".join(parts), rollout)) from None
         return AssembledReward(reward, parts, None if self.decode is None else self._only_steps(steps, rollout))
 
     def _only_steps(self, steps: dict[str, tuple[Step, ...]], rollout: Rollout) -> tuple[Step, ...]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_rl.config.secrets import redact
+from grpo_rl.control_words import outside
 from grpo_rl.errors import RewardError, raised_in
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
@@ -24,7 +25,9 @@ TIMEOUT = "reward_timeout"
 ERROR = "reward_error"
 """The failure of a function that raised, or whose process died."""
 INVALID = "reward_invalid"
-"""The failure of a value that is no reward: not a finite number, or a list of the wrong length."""
+"""The failure of a value that is no reward: not a finite number of float32, or a list of the wrong length."""
+LARGEST_REWARD = 3.4028234663852886e38
+"""The largest float32: batches have rewards as such."""
 KINDS = (TIMEOUT, ERROR, INVALID)
 CALLED = "; it is called as "
 """The words in a cause before the interface of a user's function."""
@@ -50,7 +53,7 @@ class RewardFailure(RewardError):
 
 def shortened(cause: str) -> str:
     """The cause without secrets, and with its middle left out where it is too long to keep."""
-    cause = redact(cause)
+    cause = outside(redact(cause))
     half = LONGEST_CAUSE // 2
     return cause if len(cause) <= LONGEST_CAUSE else f"{cause[:half]} ... {cause[-half:]}"
 
@@ -99,16 +102,17 @@ def read_result(value: Any) -> RewardResult:
     Even the reading may fail: a dict or a number may be of the user's own class.
     """
     try:
+        value = _item(value)
         if not isinstance(value, Mapping):
-            return RewardResult(_number(value, "score"))
+            return RewardResult(number_of(value, "score"))
         if "score" not in value:
             raise RewardFailure(INVALID, f"the dict has no 'score', it has {', '.join(map(str, value)) or 'nothing'}")
         numbers = {
-            str(key): _number(number, str(key))
-            for key, number in value.items()
+            outside(str(key)): number_of(number, str(key))
+            for key, number in ((key, _item(number)) for key, number in value.items())
             if key not in ("score", "steps") and isinstance(number, Real)  # text is for the user's own logs
         }
-        return RewardResult(_number(value["score"], "score"), numbers, value.get("steps"))
+        return RewardResult(number_of(value["score"], "score"), numbers, value.get("steps"))
     except RewardFailure:
         raise
     except (Exception, SystemExit) as error:
@@ -116,7 +120,14 @@ def read_result(value: Any) -> RewardResult:
         raise RewardFailure(INVALID, cause) from error
 
 
-def _number(value: Any, key: str) -> float:
+def _item(value: Any) -> Any:
+    """Return the number that a numpy scalar, or an array or tensor without dimensions, holds; anything else as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+
+
+def number_of(value: Any, key: str) -> float:
+    """Return the number that a reward is, or a part of it. Raises RewardFailure (`reward_invalid`) for what float32 does not hold."""
+    value = _item(value)
     if not isinstance(value, Real):
         text = repr(value)
         shown = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
@@ -127,6 +138,8 @@ def _number(value: Any, key: str) -> float:
         number = math.inf
     if not math.isfinite(number):
         raise RewardFailure(INVALID, f"{key} is {number}, not a finite number")
+    if abs(number) > LARGEST_REWARD:
+        raise RewardFailure(INVALID, f"{key} is {number:g}, beyond float32, whose largest number is {LARGEST_REWARD:g}")
     return number
 
 

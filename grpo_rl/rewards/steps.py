@@ -12,10 +12,11 @@ may give other tokens than those that were sampled.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
+
+from grpo_rl.rewards.contract import RewardFailure, number_of
 
 if TYPE_CHECKING:  # types imports torch, which a reward process does without
     from grpo_rl.types import Rollout
@@ -51,8 +52,11 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
         end, reward = step
         if not isinstance(end, Integral) or isinstance(end, bool):
             raise ValueError(f"step {number} ends at {end!r} ({type(end).__name__}), not at a number of characters")
-        if not isinstance(reward, Real) or not math.isfinite(reward):
-            raise ValueError(f"the reward of step {number} is {reward!r}, not a finite number")
+        try:
+            rewards.append(factor * number_of(reward, f"the reward of step {number}"))
+            number_of(rewards[-1], f"the reward of step {number} times {factor:g}")
+        except RewardFailure as failure:
+            raise ValueError(str(failure)) from None
         before = ends[-1] if ends else 0
         if not before < int(end) <= num_characters:
             raise ValueError(
@@ -60,7 +64,6 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
                 f"and at most {num_characters}, the length of the response"
             )
         ends.append(int(end))
-        rewards.append(factor * float(reward))
     return tuple(zip(step_ends(rollout.response_ids.tolist(), decode, ends), rewards, strict=True))
 
 

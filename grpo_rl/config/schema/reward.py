@@ -104,9 +104,9 @@ class JudgeConfig:
     rubric_pass: Factor = 0.5
     """The least mark that passes with rubric_aggregation=all."""
     min_score: Factor | None = None
-    """A lower score is invalid, or a lower mark; null: any is valid, of a rubric any from 0."""
+    """A lower score is invalid, or a lower mark; null: 0 with the built-in question and of a rubric, else any is valid."""
     max_score: Factor | None = None
-    """A higher score is invalid, or a higher mark; null: any is valid, of a rubric any up to 1."""
+    """A higher score is invalid, or a higher mark; null: 10 with the built-in question, 1 of a rubric, else any is valid."""
     weight: Factor = 1.0
     """Factor of the judge's score in the reward."""
     max_tokens: Length = 512

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import sys
 import threading
 from collections import Counter
@@ -24,6 +23,7 @@ from grpo_rl.envs.environments import ENVIRONMENTS, TOOLS, Named, made, schema_o
 from grpo_rl.envs.tool_formats import argument_problem, parse
 from grpo_rl.errors import ConfigError, raised_in
 from grpo_rl.processes.child import LONGEST_CAUSE, Parent, serve
+from grpo_rl.rewards.contract import LARGEST_REWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ def cut(text: str, length: int, side: str) -> str:
 
 def _finite(value: Any) -> float:
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"a reward or a logged number is {number}; a finite number is needed")
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(f"a reward or a logged number is {number:g}; a finite number of at most {LARGEST_REWARD:g} is needed")
     return number
 
 

@@ -10,9 +10,10 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from statistics import fmean
@@ -22,10 +23,11 @@ import httpx
 import yaml
 
 from grpo_rl.config.schema.tree import JudgeConfig
+from grpo_rl.control_words import outside
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.registry import load_function
 from grpo_rl.rewards.compose import JUDGE
-from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
+from grpo_rl.rewards.contract import LARGEST_REWARD, Outcome, RewardFailure, RewardResult
 from grpo_rl.types import Rollout
 
 Parser = Callable[[str], float]
@@ -69,6 +71,8 @@ _FIELD = re.compile(r"\{(prompt|response|ground_truth|criteria)\}")
 _NUMBER = re.compile(r"[-+]?+(?:[0-9]++\.?+[0-9]*+|\.[0-9]++)(?![eE]|,[0-9])")
 _SCORE = re.compile(r"score[ *_`\"']{0,40}+[:=][ *_`\"']{0,40}+", re.IGNORECASE)
 LONGEST_NUMBER = 40
+LONGEST_READ = 100_000
+"""Characters at the end of a judge's answer in which its score is looked for."""
 
 
 def load_template(template: str | None, default: str = DEFAULT_TEMPLATE) -> str:
@@ -112,6 +116,7 @@ def parser_for(name: str) -> Parser:
 
 def marked_score(text: str) -> float:
     """The number after the last `score:` (or `score =`, in any case, bold or not), of which `/10` may follow."""
+    text = text[-LONGEST_READ:]
     for mark in reversed(list(_SCORE.finditer(text))):
         if (number := _number(text, mark.end())) is not None:
             return number
@@ -119,26 +124,57 @@ def marked_score(text: str) -> float:
 
 
 def json_score(text: str, key: str) -> float:
-    """The number under `key` in the last JSON object of the text; the object may lie in a fence or between words."""
+    """The number under `key` in the last JSON object of the text that has it; the object may lie in a fence or between words."""
+    found = next((value for _, _, value in _objects(text) if key in value), None)
+    if found is None:
+        raise ValueError(f"it has no JSON object with {key!r}")
+    return _marked(found[key], key)
+
+
+def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
+    """Return the numbers under all `keys` of the last JSON object of the text, or of an object inside of it.
+
+    One object has them all, and none stands behind it: JSON of the response's own, which the judge quotes, gives no mark.
+    Raises ValueError where the last object has not.
+    """
+    found = list(_objects(text))
+    last_end = found[0][1] if found else 0
+    begins = [begin for begin, end, _ in found if end >= last_end]
+    inside = [value for begin, _, value in found if begin >= min(begins)]
+    for value in inside:
+        if all(key in value for key in keys):
+            return {key: _marked(value[key], key) for key in keys}
+    missing = [key for key in keys if not any(key in value for value in inside)]
+    raise ValueError(f"its last JSON object has no {', '.join(map(repr, missing or keys))}")
+
+
+def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield begin, end and value of the JSON objects of a text from the last one on, those inside of others first."""
     # Integers of thousands of digits take long to read.
     decoder = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= LONGEST_NUMBER else math.inf)
-    end = len(text)
+    text = text[-LONGEST_READ:]
+    begin = len(text)
     # An object begins at a brace; few are tried, so that a text of nothing but braces costs no more than others.
     for _ in range(64):
-        end = text.rfind("{", 0, max(0, end))
-        if end < 0:
-            break
+        begin = text.rfind("{", 0, max(0, begin))
+        if begin < 0:
+            return
         try:
-            found, _length = decoder.raw_decode(text, end)
+            value, end = decoder.raw_decode(text, begin)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and key in found:
-            value = found[key]
-            number = _number(value.strip()) if isinstance(value, str) else value
-            if number is None or isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
-                raise ValueError(f"{key} is {str(value)[:80]!r}, not a number")
-            return float(number)
-    raise ValueError(f"it has no JSON object with {key!r}")
+        yield begin, end, value
+
+
+def _mark_of(name: str, names: Sequence[str], text: str) -> float:
+    return json_marks(text, names)[name]
+
+
+def _marked(value: Any, key: str) -> float:
+    number = _number(value.strip()) if isinstance(value, str) else value
+    if number is None or isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+        raise ValueError(f"{key} is {str(value)[:80]!r}, not a number")
+    return float(number)
 
 
 def _number(text: str, start: int = 0) -> float | None:
@@ -270,11 +306,10 @@ class Judge:
             answers = await asyncio.gather(*(self._answer(rollout, asked) for asked in calls), return_exceptions=True)
             if failed := [one for one in answers if isinstance(one, BaseException)]:
                 raise failed[0]
-            marks = {
-                one.name: self._mark(str(answer), parser_for(f"json:{one.name}"))
-                for asked, answer in zip(calls, answers, strict=True)
-                for one in asked
-            }
+            marks: dict[str, float] = {}
+            for asked, words in zip(calls, answers, strict=True):
+                names = [criterion.name for criterion in asked]
+                marks |= {name: self._mark(str(words), partial(_mark_of, name, names)) for name in names}
             return RewardResult(aggregated(criteria, marks, self.config), marks)
         except RewardFailure as failure:
             return failure
@@ -341,9 +376,25 @@ class Judge:
                 raise _Passing(ERROR, state, _retry_after(response.headers))
             raise RewardFailure(ERROR, state)
         try:
-            return content_of(json.loads(received))
+            answer = json.loads(received)
         except (ValueError, RecursionError) as error:
             raise _Passing(ERROR, f"an answer that is no chat completion ({error}): {shown}") from None
+        try:
+            return self._content_of(answer)
+        except ValueError as error:
+            # At temperature 0 the next try would say the same.
+            is_completion = isinstance(answer, dict) and bool(answer.get("choices"))
+            kind = RewardFailure if is_completion and not self.config.temperature else _Passing
+            raise kind(ERROR, f"an answer that cannot be read ({error}): {shown}") from None
+
+    def _content_of(self, answer: Any) -> str:
+        """Return the text of a chat completion. Raises ValueError for anything else, and for a text that was cut off."""
+        content = content_of(answer)
+        if answer["choices"][0].get("finish_reason") == "length":
+            raise ValueError(
+                f"it was cut at reward.judge.max_tokens={self.config.max_tokens}, before its score or inside of it"
+            )
+        return str(outside(content))
 
     def _mark(self, answer: str, parser: Parser) -> float:
         """The number that the parser finds in the answer, within its bounds. Raises RewardFailure for everything else."""
@@ -355,7 +406,9 @@ class Judge:
             raise RewardFailure(INVALID, f"{self._safe(f'{type(error).__name__}: {error}')}; {shown}") from error
         if not math.isfinite(number):
             raise RewardFailure(INVALID, f"{self._safe(str(value))!r} is no finite number; {shown}")
-        low, high = (0.0, 1.0) if self.config.rubric is not None else (-math.inf, math.inf)
+        low, high = (0.0, 1.0) if self.config.rubric is not None else (-LARGEST_REWARD, LARGEST_REWARD)
+        if self.config.rubric is None and self.config.template is None and self.config.parser == "score":
+            low, high = 0.0, 10.0  # the scale that the built-in template names
         low = low if self.config.min_score is None else self.config.min_score
         high = high if self.config.max_score is None else self.config.max_score
         if not low <= number <= high:

@@ -1,6 +1,7 @@
 """Environments and tools of tests, as users write them: loaded from this file by the environment processes."""
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -103,6 +104,19 @@ class Wrong(Echo):
         if self.how == "nan":
             return Observation(({"role": "user", "content": "?"},), float("nan"))
         return Observation(({"role": "assistant", "content": "I speak for you"},))
+
+
+class Outside(Echo):
+    """Says `content` after each turn but the last, gives `reward`, and names its state with half a character."""
+
+    def __init__(self, content: str = "", repeat: int = 1, reward: float = 1.0) -> None:
+        super().__init__(2)
+        self.content, self.reward = json.loads(content) * repeat, reward
+
+    async def step(self, turn):
+        done = turn.index + 1 >= self.turns
+        messages = () if done else ({"role": "user", "content": self.content},)
+        return Observation(messages, self.reward, done, state="\ud83d")
 
 
 class Adding:

@@ -207,3 +207,32 @@ def test_forgotten_episodes_are_over_and_may_be_asked_for_again(make, tokenizer:
     rollouts = pool.generate(prompts(tokenizer), 2, SAMPLING)
     assert len(rollouts) == 6 and {r.episode.ended for r in rollouts} <= {"done", "tokens"}
     assert turns.num_rests == 1
+
+
+def test_half_a_character_from_an_environment_is_replaced_before_it_is_tokens(make, tokenizer: Any) -> None:
+    (rollout,) = make("Outside", content=r'"5\ud83d+\u00005 \ud83d\ude00"')[0].generate(prompts(tokenizer, 1), 1, SAMPLING)
+    assert rollout.failure is None and rollout.episode is not None
+    said = [message["content"] for message in rollout.episode.messages if message["role"] == "user"]
+    assert said[1:] in ([], ["5\ufffd+\ufffd5 \U0001f600"])
+    json.dumps(list(rollout.episode.messages), ensure_ascii=False).encode()
+
+
+def test_a_megabyte_from_an_environment_ends_the_episode_before_it_is_tokens(
+    make, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = []
+    between = ChatDeltas.between
+    monkeypatch.setattr(
+        ChatDeltas,
+        "between",
+        lambda self, messages, **given: longest.append(len(str(messages))) or between(self, messages, **given),
+    )
+    (rollout,) = make("Outside", content='"1+"', repeat=500_000)[0].generate(prompts(tokenizer, 1), 1, SAMPLING)
+    assert rollout.episode is not None and rollout.episode.ended == "tokens" and rollout.failure is None
+    assert max(longest, default=0) < 10_000
+
+
+def test_a_reward_beyond_float32_from_an_environment_fails_the_episode(make, tokenizer: Any) -> None:
+    (rollout,) = make("Outside", content='"1"', reward=1e300)[0].generate(prompts(tokenizer, 1), 1, SAMPLING)
+    assert rollout.episode is not None and rollout.episode.failure == "environment_error"
+    assert "1e+300; a finite number of at most 3.40282e+38 is needed" in str(rollout.episode.failure_cause)

@@ -120,3 +120,12 @@ def test_with_models_alone_the_rules_reward_is_a_part_that_counts_nothing():
     assert (first.reward, second.reward) == (1.5, -0.5) and rewarder.factors == {"by-rule": 0.0, "reward_model": 0.5}
     assert second.reward_parts == {"length": 1.0, "by-rule": 2.0, "reward_model": -1.0}
     assert (broken.reward, broken.failure) == (None, "reward_error"), "a response without a label is none"
+
+
+def test_a_score_of_a_model_that_takes_the_sum_beyond_float32_fails_its_rollout_and_no_other():
+    model = Model("judge", 2.0, {0: RewardResult(1.0), 1: RewardResult(3e38)})
+    rollouts = [rollout(0), rollout(1)]
+    CombinedRewarder(Rules(), [model], RewardConfig()).wait(rollouts)
+    assert (rollouts[0].reward, rollouts[0].failure) == (2.0, None)
+    assert (rollouts[1].reward, rollouts[1].failure) == (None, "reward_invalid")
+    assert "sample 1: the sum of all rewards is 6e+38, beyond float32" in str(rollouts[1].failure_cause)

@@ -1,6 +1,8 @@
 import math
 
+import numpy as np
 import pytest
+import torch
 
 from grpo_rl.config.schema.tree import CustomRewardConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
@@ -77,6 +79,8 @@ def test_a_custom_function_gets_verls_arguments_and_its_options(my_file):
         (math.nan, "score is nan, not a finite number"),
         (math.inf, "score is inf"),
         (10**400, "score is inf"),
+        (1e300, r"score is 1e\+300, beyond float32"),
+        ({"score": 1.0, "level": -1e39}, r"level is -1e\+39, beyond float32"),
         (None, r"score is None \(NoneType\), not a number"),
         ("1.0", r"score is '1\.0' \(str\)"),
         ([1.0], "not a number"),
@@ -91,6 +95,26 @@ def test_what_is_no_finite_number_is_refused_with_function_rollout_and_value(val
     with pytest.raises(RewardError, match=message) as error:
         score(returning(value), rollout())
     assert "reward 'mine' for prompt e0-r3, sample 2" in str(error.value)
+
+
+def test_two_finite_scores_whose_sum_no_float32_holds_are_refused():
+    function = RewardFunction([Component(name, 2.0, lambda **_: 3e38) for name in ("a", "b")])
+    with pytest.raises(RewardError, match=r"the sum is 1\.2e\+39, beyond float32"):
+        score(function, rollout())
+
+
+@pytest.mark.parametrize(
+    "value", [np.bool_(True), np.array(1.0), np.float32(1), np.int64(1), torch.tensor(1.0), torch.tensor(True), np.array(1)]
+)
+def test_scalars_of_numpy_and_torch_are_numbers(value):
+    assert score(returning(value), rollout())[0] == 1.0
+    assert score(returning({"score": value, "acc": value}), rollout())[1]["acc"] == 1.0
+
+
+def test_names_and_causes_with_half_a_character_can_be_written():
+    _, parts, _ = score(returning({"score": 1.0, "\ud83d": 2.0}), rollout())
+    assert parts["mine/\ufffd"] == 2.0
+    assert RewardFailure("reward_error", "a \ud83d\0").cause == "a \ufffd\ufffd"
 
 
 @pytest.mark.parametrize(

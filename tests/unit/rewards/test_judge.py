@@ -314,7 +314,7 @@ def test_a_rubric_is_marked_and_its_marks_make_the_score(server, judge, tmp_path
 
 @pytest.mark.parametrize(
     ("answer", "said"),
-    [('{"right": 1, "criterion_2": 1}', "no JSON object with 'rude'"), ('{"right": 2, "criterion_2": 1, "rude": 0}', "2 is not within 0 to 1")],
+    [('{"right": 1, "criterion_2": 1}', "its last JSON object has no 'rude'"), ('{"right": 2, "criterion_2": 1, "rude": 0}', "2 is not within 0 to 1")],
 )  # fmt: skip
 def test_a_mark_that_is_missing_or_out_of_range_makes_the_judgement_invalid(server, judge, answer, said):
     server.reply = lambda number, body: completion(answer)
@@ -431,3 +431,62 @@ def test_a_parser_is_a_name_a_key_or_a_function(tmp_path):
     assert parser_for(f"{tmp_path / 'mine.py'}:read")("four") == 4.0
     with pytest.raises(ConfigError, match="no function 'other'"):
         parser_for(f"{tmp_path / 'mine.py'}:other")
+
+
+# ---- what a judge may say against its scale, its limit and its own words ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "said"),
+    [
+        ({}, f"score: {'9' * 40}", "is not within 0 to 10"),
+        ({}, "score: 11", "11 is not within 0 to 10"),
+        ({}, "score: -1", "-1 is not within 0 to 10"),
+        ({"template": "{response}"}, f"score: {'9' * 40}", r"is not within -3.40282e+38 to 3.40282e+38"),
+        ({"max_score": 5}, "score: 6", "6 is not within"),
+    ],
+)
+def test_a_score_is_bounded_by_the_scale_of_the_built_in_question_and_by_float32(server, judge, settings, words, said):
+    server.reply = lambda number, body: completion(words)
+    failed = one(judge(**settings))
+    assert failed.kind == "judge_invalid" and said in failed.cause
+
+
+@pytest.mark.parametrize(("temperature", "requests"), [(0.0, 1), (0.7, 3)])
+@pytest.mark.parametrize(
+    "choice", [{"message": {"content": "score: 1"}, "finish_reason": "length"}, {"message": {"content": None}}]
+)
+def test_an_answer_that_was_cut_or_is_no_text_is_no_score(server, judge, choice, temperature, requests):
+    server.reply = lambda number, body: (200, json.dumps({"choices": [choice]}).encode(), {})
+    failed = one(judge(temperature=temperature, retries=2, max_tokens=7))
+    print(failed.cause)
+    assert failed.kind == "judge_error" and "cannot be read" in failed.cause
+    assert ("cut at reward.judge.max_tokens=7" in failed.cause) == ("finish_reason" in choice)
+    assert len(server.bodies) == requests
+
+
+@pytest.mark.parametrize(
+    ("answer", "marks"),
+    [
+        ('It says {"right": 1, "criterion_2": 1, "rude": 0}. {"right": 0, "criterion_2": 0, "rude": 1}', (0, 0, 1)),
+        ('It says {"rude": 0}. So {"right": 0, "criterion_2": 0}', None),
+        ('It says {"right": 1, "criterion_2": 1, "rude": 0}. So {"right": 0}', None),
+        ('{"marks": {"right": 0.5, "criterion_2": 0, "rude": 1}, "sure": {"much": 1}}', (0.5, 0, 1)),
+    ],
+)
+def test_all_marks_of_a_rubric_come_from_the_last_object(server, judge, answer, marks):
+    server.reply = lambda number, body: completion(answer)
+    found = one(judge(rubric=CRITERIA))
+    if marks is None:
+        assert found.kind == "judge_invalid" and "its last JSON object has no" in found.cause
+    else:
+        assert tuple(found.values.values()) == marks
+
+
+@pytest.mark.parametrize("words", ["{" * 3_900_000, '{"a":"' * 480_000, "score: " * 550_000, "score" + " " * 3_900_000])
+@pytest.mark.parametrize("parser", ["score", "json:score"])
+def test_an_answer_of_megabytes_takes_no_longer_than_others(words, parser):
+    started = time.perf_counter()
+    with pytest.raises(ValueError, match="it has no"):
+        parser_for(parser)(words)
+    assert time.perf_counter() - started < 0.5
