@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import grpo_rl
+from grpo_rl.cluster.session import launcher
 from grpo_rl.errors import ConfigError, did_you_mean
 from grpo_rl.main import exit_code_after
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
@@ -28,6 +29,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check-reward": ("grpo_rl.rewards.check", "try a reward function on rows before any training"),
 }
 """The module of each command, whose `main` takes the words behind its name; and what the command does."""
+SAMPLES = ("eval", "generate", "chat")
+"""The commands that start Ray, below a launcher as a run does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         make_lasting()
+        launcher.launches = True
     if not words or words[0] in ("--help", "-h", "help"):
         print(_usage())
         return 0
@@ -47,7 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, rest = ("train", words) if _is_setting(words[0]) else (words[0], words[1:])
     if name in ("train", "plan"):
         return exit_code_after(lambda: _run(name, rest))
-    return exit_code_after(lambda: _run(name, rest), refusal=f"grpo-rl {name} cannot start")
+
+    def work() -> int:
+        return exit_code_after(lambda: _run(name, rest), refusal=f"grpo-rl {name} cannot start")
+
+    return exit_code_after(lambda: launcher.launched(work)) if name in SAMPLES else work()
 
 
 def _run(name: str, rest: list[str]) -> int:

@@ -1,6 +1,6 @@
 """Training from Python: the main command in a process of its own, its output passed on, its errors raised here.
 
-Why a process of its own: a run answers signals, switches garbage collection, starts Ray and forks workers from a server.
+Why a process of its own: a run answers signals, switches garbage collection, and starts Ray.
 In the process of a notebook these would meet the notebook's own threads and handlers, and a second run would find what the
 first one left.
 """
@@ -165,9 +165,11 @@ def _write_error(file: Path, error: BaseException) -> None:
 
 def _child(argv: Sequence[str]) -> int:
     """Run the main command with the words after the first, which names the file for an exception."""
+    from grpo_rl.cluster.session import launcher
     from grpo_rl.main import main
 
     make_lasting()
+    launcher.launches = True
     return main(argv[1:], on_error=partial(_write_error, Path(argv[0])))
 
 

@@ -34,6 +34,10 @@ EXIT_CODES = {
         "read what it says, and change what it names; the same command goes on from the checkpoint that the last line names",
     ),
     130: ("interrupted before the run began, or by a second Ctrl-C", "the same command goes on from the last commit"),
+    137: (
+        "the run's controller was killed, by somebody (kill -9) or by the kernel where memory ran out; 128 + N: by signal N",
+        "the same command goes on from the last commit",
+    ),
 }
 """The exit codes of the command: the meaning of each, and the remedy."""
 
@@ -41,7 +45,7 @@ EXIT_CODES = {
 class GrpoRlError(Exception):
     """Base of every error whose message is meant for the user: the value, the rule, what to do."""
 
-    exit_code: ClassVar[int] = 70
+    exit_code: int = 70
     where: str = ""
     """The step and phase of the training in which it happened, where there was one."""
     advice: str = ""

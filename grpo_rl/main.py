@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import grpo_rl
 from grpo_rl import faults
+from grpo_rl.cluster.session import launcher
 from grpo_rl.config.secrets import redact, scrub
 from grpo_rl.errors import CheckpointError, ConfigError, GrpoRlError, Preempted, StoppedByAlarm, details, exit_code_of, headline
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
@@ -82,11 +83,12 @@ def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], 
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         make_lasting()
+        launcher.launches = True
     # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
     gc.disable()
     try:
         return exit_code_after(
-            lambda: _answer(words) if {"--help", "-h", "--version"} & set(words) else _run(words), on_error=on_error
+            lambda: _answer(words) if {"--help", "-h", "--version"} & set(words) else _run(words, on_error), on_error=on_error
         )
     finally:
         gc.enable()
@@ -123,7 +125,7 @@ def _answer(words: list[str]) -> int:
     return 0
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
     with ExitStack() as loading:
         loading.enter_context(_ended_by_an_interrupt())
         # Imported here, as whatever takes time: a Ctrl-C meanwhile ends as any other does.
@@ -155,17 +157,24 @@ def _run(words: list[str]) -> int:
             if (said := done_already(composed, trainer.total_training_steps)) is not None:
                 print(said)
                 return 0
-        # Imported late: a misspelt key is refused before torch is loaded.
-        from grpo_rl.plan.make import make_plan
 
-        plan = make_plan(composed)
-    if trainer.dry_run:
-        print(redact(plan.render()))
-        return 0
-    if (said := done_already(composed, plan.sizes.total_steps)) is not None:
-        print(said)
-        return 0
-    return run(composed, plan)
+        def work() -> int:
+            # Imported late: a misspelt key is refused before torch is loaded.
+            from grpo_rl.plan.make import make_plan
+
+            plan = make_plan(composed)
+            loading.close()
+            if trainer.dry_run:
+                print(redact(plan.render()))
+                return 0
+            if (said := done_already(composed, plan.sizes.total_steps)) is not None:
+                print(said)
+                return 0
+            return run(composed, plan)
+
+        if trainer.dry_run:
+            return work()
+        return launcher.launched(lambda: exit_code_after(work, on_error=on_error))
 
 
 def done_already(composed: Composed, total: int | None) -> str | None:

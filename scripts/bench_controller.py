@@ -159,17 +159,17 @@ def main() -> None:
 
 def bench(options: argparse.Namespace, folder: Path) -> None:
     """Run the steps and print where the controller's time and memory go."""
+    from grpo_rl.cluster.session import ray_session as session
+
+    session.set_environment()  # before the import of Ray
     import ray
     from ray._private.internal_api import node_stats
 
-    from grpo_rl.cluster.processes.forks import modules_for
-    from grpo_rl.cluster.session import ray_session as session
     from grpo_rl.config.schema.tree import RayInitConfig
 
     session.LEAST_STORE_BYTES = STORE_BYTES
     with ExitStack() as stack:
-        # Workers are copies of one process, as a run's are: 64 ranks share what they import.
-        stack.enter_context(session.ray_session(RayInitConfig(), 2, copied=modules_for("")))
+        stack.enter_context(session.ray_session(RayInitConfig(), 2))
         node = ray.nodes()[0]
         place = node["NodeManagerAddress"], node["NodeManagerPort"]
 

@@ -110,8 +110,9 @@ def step_of_loop(rows: list[tuple[list[int], list[int]]]) -> tuple[float, int]:
 def bench(folder: Path, size: str, kind: str, steps: int) -> float:
     """Run program and loop in turns, print the table, and return the program's throughput over the loop's."""
     from grpo_rl.cluster.inputs import read_inputs
-    from grpo_rl.cluster.processes.forks import modules_for
-    from grpo_rl.cluster.session.ray_session import ray_session
+    from grpo_rl.cluster.session.ray_session import ray_session, set_environment
+
+    set_environment()  # before the import of Ray
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
     from grpo_rl.plan.make import make_plan
@@ -138,9 +139,8 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
         plan = make_plan(composed)
         run_dir = RunDir.create(plan.config.trainer.default_local_dir, f"{size}-{kind}")
         stack.callback(run_dir.release)
-        copied = modules_for(str(folder / size))
         cores, ray_init, alone = os.cpu_count() or 1, plan.config.ray_kwargs.ray_init, plan.computes_alone
-        stack.enter_context(ray_session(ray_init, cores, run_dir.session_file, copied=copied, alone=alone))
+        stack.enter_context(ray_session(ray_init, cores, run_dir.session_file, alone=alone))
         inputs = read_inputs(plan, run_dir, console)
         cluster = Cluster(inputs.plan, str(folder / size), "", run_dir.logs, console)
         stack.callback(cluster.shutdown)

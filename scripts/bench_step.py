@@ -186,7 +186,9 @@ class BareLoop:
 
 def bench(folder: Path, case: str, *, steps: int) -> float:
     """One run: program and bare parts in turns, and the table; returns the median seconds of the program's step."""
-    from grpo_rl.cluster.session.ray_session import ray_session
+    from grpo_rl.cluster.session.ray_session import ray_session, set_environment
+
+    set_environment()  # before the import of Ray
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
     from grpo_rl.config.derived import Machine

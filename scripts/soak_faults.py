@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.checkpoint.manifest import step_of, verify
-from grpo_rl.cluster.session import run_watcher
+from grpo_rl.cluster.session import launcher
 from grpo_rl.errors import CheckpointError
 
 # A run loses replicas often, ranks now and then, and its driver seldom: each weight is how often one is drawn.
@@ -23,7 +23,6 @@ FROM_OUTSIDE: dict[str, float] = {
     "kill -9 replica": 6,
     "SIGSTOP replica": 4,
     "kill -9 reward process": 3,
-    "kill -9 fork server": 1,
     "kill -9 reference": 2,
     "SIGSTOP reference": 1,
     "kill -9 actor rank": 2,
@@ -51,7 +50,6 @@ ARMED = (
 AHEAD = ((0.5, 1.5), (1.5, 2.5))
 """Two faults are armed at once; each waits for a step so far after the newest commit, in steps between two faults."""
 FEWEST_AHEAD = 3
-FORK_SERVER = b"grpo_rl/cluster/processes/fork_server.py"
 REWARD_PROCESS = b"grpo_rl.rewards.runtime.process"
 
 
@@ -86,11 +84,9 @@ class Source:
 
     def victim(self, kind: str, status: Mapping[str, Any], session: Mapping[str, Any]) -> int | None:
         """The process that this kind is for; None where there is none just now."""
-        family = set(run_watcher.processes(session["token"]))
+        family = set(launcher.processes(session["token"]))
         if kind.endswith("reward process"):
             candidates = [pid for pid in family if _parent(pid) == status["pid"] and REWARD_PROCESS in _words(pid)]
-        elif kind.endswith("fork server"):
-            candidates = [pid for pid in family if _parent(pid) == status["pid"] and FORK_SERVER in _words(pid)]
         else:
             role = {"replica": "rollout", "reference": "reference", "rank": "actor"}[kind.split()[-1]]
             candidates = [pid for name, pid in status.get("workers", {}).items() if name.startswith(role)]

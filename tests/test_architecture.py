@@ -32,6 +32,7 @@ FLOORS = {
     "run_files": 0,
     "arguments": 0,
     "hub": 0,
+    "installed": 0,
     "faults": 0,
     "processes": 0,
     "machine_memory": 0,

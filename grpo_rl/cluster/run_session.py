@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from grpo_rl.cluster.processes.forks import modules_for
 from grpo_rl.cluster.session.ray_session import Connection, connecting
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import (
@@ -119,11 +118,9 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
     with ExitStack() as stack:
         stack.callback(stop.close)
         try:
-            # Workers are copies of one process where they can be: a GPU's driver does not survive a fork.
-            copied = modules_for(plan.config.actor_rollout_ref.model.path) if plan.machine.device == "cpu" else ()
             ray_init, num_cpus, log = plan.config.ray_kwargs.ray_init, os.cpu_count() or 1, run_dir.logs / "ray.log"
             lost = ends_the_run(plan, status, run_dir, console)
-            starting = connecting(ray_init, num_cpus, run_dir.session_file, lost, copied, log, alone=plan.computes_alone)
+            starting = connecting(ray_init, num_cpus, run_dir.session_file, lost, log, alone=plan.computes_alone)
             yield RunSession(plan, run_dir, console, status, stop, stack.enter_context(starting))
         except BaseException as raised:
             # What a signal's handler raises in the middle of Ray's C++ part comes out of it as a SystemError.
@@ -170,7 +167,7 @@ def ends_the_run(plan: Plan, status: Status, run_dir: RunDir, console: Console) 
         status.end(error)
         console.give_back_terminal()
         write_now(redact(f"\nerror: {headline(error)}\n  log: {log}\n"))
-        # What it leaves behind is ended and removed by the process beside it (run_watcher.py).
+        # What it leaves behind is ended and removed by the launcher.
         os._exit(error.exit_code)
 
     return end

@@ -15,7 +15,7 @@ import ray
 
 from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
-from grpo_rl.cluster.processes.forks import environment_of
+from grpo_rl.cluster.processes.environment import environment_of
 from grpo_rl.cluster.processes.placement import NodeSlot, Pool, Slot, check_machines, runs_here
 from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, make_worker, wait_all
 from grpo_rl.cluster.recovery.replicas import Elastic, EngineOrders, Replicas

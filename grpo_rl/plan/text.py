@@ -29,6 +29,7 @@ from grpo_rl.config.derived import (
 )
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.installed import untested
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.algorithm import without_effect_on_policy
 from grpo_rl.plan.cost import assumptions, predict, step_time
@@ -616,6 +617,8 @@ def _notes(composed: Composed, plan: Plan) -> Rows:
     if config.trainer.experiment_name is None and config.trainer.save_freq > 0 and plan.trains:
         notes.append("without trainer.experiment_name every start is a new run; name it to resume it by the same command")
     notes += composed.notes
+    if others := ", ".join(untested()):
+        notes.append(f"installed, and not tested with this program: {others}")
     for name in missing_loggers(config):
         notes.append(f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}")
     reference = "its own ranks" if plan.role("reference") else "actor" if plan.base_reference else "nobody"

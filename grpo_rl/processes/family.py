@@ -80,11 +80,11 @@ def _answer_as_usual() -> None:
     _unblock()
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel end this process with SIGKILL when the thread of `parent` that started it ends (prctl(2))."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when the thread of `parent` that started it ends (prctl(2))."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # it ended before this call
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 def adopt_orphans() -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from grpo_rl.config.secrets import redact
@@ -30,7 +31,8 @@ class Status:
     is. A disk that fails costs nothing but the file.
     """
 
-    def __init__(self, path: Path | None = None) -> None:
+    def __init__(self, path: Path | None = None, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """`fields` are those of a process that has ended."""
         self.path = path
         self._fields: dict[str, Any] = {
             "state": "running",
@@ -42,6 +44,7 @@ class Status:
             "host": socket.gethostname(),
             "restarts": {},
             "error": None,
+            **fields,
         }
         self._changed = threading.Condition()
         self._version = self._written = 0

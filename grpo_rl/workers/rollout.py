@@ -323,7 +323,7 @@ def track_apart() -> None:
     def spawn(path: str, arguments: Sequence[Any], passed: Sequence[int]) -> int:
         words = [os.fsdecode(word) for word in arguments]
         tracker = subprocess.Popen(words, executable=path, pass_fds=passed, process_group=0)
-        # It is told from others by its command line (`run_watcher.is_tracker`), which is empty for an instant of its start.
+        # It is told from others by its command line (`launcher.is_tracker`), which is empty for an instant of its start.
         while not Path(f"/proc/{tracker.pid}/cmdline").read_bytes() and tracker.poll() is None:
             time.sleep(0.001)
         # Kept, or its destructor would warn of a child that still runs.

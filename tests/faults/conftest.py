@@ -12,11 +12,13 @@ import pytest
 import tiny_run
 from oracles import Training
 
-from grpo_rl.cluster.processes.forks import MODULES
-from grpo_rl.cluster.processes.placement import Pool
-from grpo_rl.cluster.session.ray_session import ray_session
+from grpo_rl.cluster.session.ray_session import ray_session, set_environment
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.models import builtin
+
+set_environment()  # before a test's file imports Ray
+
+from grpo_rl.cluster.processes.placement import Pool  # noqa: E402 it imports Ray
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def slots() -> Iterator[Pool]:
     """A local Ray for all tests of groups and replicas, whose processes find the modules beside this file."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        stack.enter_context(ray_session(RayInitConfig(), 2, copied=(*MODULES, "tiny_roles")))
+        stack.enter_context(ray_session(RayInitConfig(), 2))
         pool = Pool(1, 2, use_gpu=False, timeout_s=120.0)
         yield pool
         pool.release()

@@ -21,7 +21,7 @@ from typing import Any
 
 from sockets import listening
 
-from grpo_rl.cluster.session import run_watcher
+from grpo_rl.cluster.session import launcher
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.telemetry.status import read_status
@@ -56,7 +56,8 @@ class Training:
         """Start the command in a process of its own."""
         command = [sys.executable, *self.program, f"trainer.default_local_dir={self.folder / 'runs'}"]
         command += [f"trainer.experiment_name={self.name}", "trainer.logger=[console]", *self.words]
-        environment = os.environ | {
+        own_of_ray = {name for name in os.environ if name.startswith("RAY_")}  # of this process's sessions
+        environment = {name: value for name, value in os.environ.items() if name not in own_of_ray} | {
             "HF_HUB_OFFLINE": "1",
             "GRPO_FAULT_STATE": str(self._state_folder()),
             "GRPO_FAULT": self.faults,
@@ -84,23 +85,37 @@ class Training:
         while time.monotonic() < deadline:
             self.note_session()
             status = self.status
-            if status.get("pid") == self.process.pid and reached(status):
+            if self.controller is not None and reached(status):
                 return status
             assert self.process.poll() is None, f"{self.name} ended before\n{self.describe()}"
             time.sleep(0.02)  # polling: the status is a file
         raise AssertionError(f"{self.name} was never there within {seconds:g} s\n{self.describe()}")
 
+    @property
+    def controller(self) -> int | None:
+        """The process below the launcher that the status names; None before there is one."""
+        pid = self.status.get("pid")
+        try:
+            parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            return None
+        return pid if self.process is not None and int(parent) == self.process.pid else None
+
     def kill(self) -> None:
         """kill -9 of the controller alone."""
-        assert self.process is not None
         self.note_session()
-        self.process.kill()
-        self.process.wait(10)
+        assert self.controller is not None
+        os.kill(self.controller, signal.SIGKILL)
+        assert self.wait(ORPHANS_S) == 128 + signal.SIGKILL, self.describe()
 
     def end(self) -> None:
-        """kill -9 of the controller where it is still running."""
+        """kill -9 of the controller where it is still running, or of the launcher before there is one."""
         if self.process is not None and self.process.poll() is None:
-            self.kill()
+            if self.controller is not None:
+                self.kill()
+            else:
+                self.process.kill()
+                self.process.wait(10)
 
     def error_lines(self) -> list[str]:
         return (self.folder / f"{self.name}.err").read_text(errors="replace").strip().splitlines()
@@ -194,7 +209,7 @@ def assert_nothing_left(training: Training, seconds: float = ORPHANS_S, ports: S
 
 def leftovers(session: dict[str, Any]) -> Iterator[str]:
     """Processes and folder of a session."""
-    for pid in run_watcher.processes(session["token"]):
+    for pid in launcher.processes(session["token"]):
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             yield f"process {pid}: {command[:80]}"

@@ -18,7 +18,7 @@ import pytest
 import ray
 from oracles import Training
 
-from grpo_rl.processes.family import descendants
+from grpo_rl.cluster.session.launcher import processes
 
 START_S = 240.0
 NAMED_S = 30.0
@@ -27,12 +27,11 @@ pytestmark = pytest.mark.timeout(600)
 
 CONNECTS = """
 import json, sys, time
-from pathlib import Path
-from typing import Any
-import ray
-from grpo_rl.cluster.session.ray_session import ray_session
+from grpo_rl.cluster.session.ray_session import ray_session, set_environment
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.errors import ClusterError
+set_environment(sys.argv[1])
+import ray
 ray.__version__ = sys.argv[2]
 began = time.monotonic()
 try:
@@ -76,12 +75,11 @@ def two_workers(words: list[str]) -> list[str]:
 
 def process_of(training: Training, name: str) -> int:
     """The process of the run's own cluster that has this name."""
-    assert training.process is not None
-    for pid in descendants(training.process.pid):
+    for pid in processes(training.sessions[-1]["token"]):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().strip() == name:
                 return pid
-    raise AssertionError(f"no {name} below the controller")
+    raise AssertionError(f"the run has no {name}")
 
 
 LOST_IN = {
@@ -125,6 +123,7 @@ def test_another_version_another_token_and_an_address_where_nobody_listens_are_n
     text, seconds = told(other)
     assert text.startswith(f"the cluster at {ours} runs Ray {ray.__version__} on Python 3.")
     assert ", this process Ray 2.0.0 on Python 3." in text and seconds < NAMED_S
+    assert text.endswith(f'uv pip install --python {sys.executable} "ray=={ray.__version__}"')
     text, seconds = told(lost)
     assert text.startswith(f"no Ray cluster at {nobody}: Connection refused; ") and seconds < NAMED_S
     text, seconds = told(stranger)

@@ -13,7 +13,7 @@ import oracles
 import pytest
 from sockets import listening, ports_of
 
-from grpo_rl.cluster.session import run_watcher
+from grpo_rl.cluster.session import launcher
 from grpo_rl.processes.family import descendants, state
 
 START_S = 280.0
@@ -74,8 +74,8 @@ def test_a_killed_replica_and_a_killed_run_leave_no_engine_process_port_or_segme
 
     # The run is starting another engine by now.
     run.note_session()
-    family = list(run_watcher.processes(run.sessions[-1]["token"]))
-    ports = ports_of([*family, run.process.pid])
+    family = list(launcher.processes(run.sessions[-1]["token"]))
+    ports = ports_of([*family, run.status["pid"]])
     run.kill()
     print(f"MEASURED run killed: nothing left after {oracles.assert_nothing_left(run, ports=ports):.2f} s")
     assert oracles.shared_memory() <= shared_before

@@ -52,8 +52,8 @@ def test_a_training_that_loses_everything_in_turn_trains_each_prompt_once(
     own = ["trainer.asynchronous.max_staleness=2"] if schedule == "async" else []
     faults = ";".join([REPLICA, ACTOR, IN_TRAINING, IN_WAITING, SLOWLY])
     run = training("broken", words_of(run_words, schedule, *own), faults)
-    assert run.start().wait(END_S) == -signal.SIGKILL, run.describe()
-    assert run.start().wait(END_S) == -signal.SIGKILL, run.describe()
+    assert run.start().wait(END_S) == 128 + signal.SIGKILL, run.describe()
+    assert run.start().wait(END_S) == 128 + signal.SIGKILL, run.describe()
     run.start().until(lambda _: SLOWLY in [fault["fault"] for fault in run.fired()], END_S)
     assert run.process is not None
     run.process.send_signal(signal.SIGTERM)

@@ -21,7 +21,7 @@ from oracles import Training
 from sockets import ports_of
 from tiny_run import BAD_GRADIENT, BAD_STEP, BATCH_SIZE, SAMPLES, SAVED_EVERY, STEPS
 
-from grpo_rl.cluster.session import run_watcher
+from grpo_rl.cluster.session import launcher
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 END_S = 300.0
@@ -50,16 +50,16 @@ def _broken(run: Training) -> SimpleNamespace:
     run.faults = ";".join([BAD_GRADIENT, REPLICA, REFERENCE, ACTOR, MID_STEP])
     # All workers have been lost once by then.
     seen.lost = run.start().until(lambda status: status["step"] == 4 and status["phase"] == "update_actor", END_S)
-    family = list(run_watcher.processes(run.sessions[-1]["token"]))
+    family = list(launcher.processes(run.sessions[-1]["token"]))
     seen.names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in family}
-    seen.num_ports, ports = len(ports_of(family)), ports_of([*family, run.process.pid])
+    seen.num_ports, ports = len(ports_of(family)), ports_of([*family, run.status["pid"]])
     run.kill()
     seen.left_after_kill = oracles.left(run, ports=ports)
 
     run.faults = ";".join([BAD_GRADIENT, MID_GENERATION])
     seen.stopped_in = run.start().until(lambda _: MID_GENERATION in happened(run), END_S)
     # To each process, as a batch system does that finds a job's by their control group: it is the controller's alone.
-    for pid in [*run_watcher.processes(run.sessions[-1]["token"]), run.process.pid]:
+    for pid in [*launcher.processes(run.sessions[-1]["token"]), run.process.pid]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     seen.stop_code = run.wait(END_S)

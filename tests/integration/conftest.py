@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_processes import RankProcesses, make_model
-from xdist.scheduler import LoadFileScheduling
+
+from grpo_rl.cluster.session.ray_session import set_environment
+
+set_environment()  # before a file of tests imports Ray
+
+from rank_processes import RankProcesses, make_model  # noqa: E402
+from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 ALONE = "/test_training.py"
 """Its tests are whole runs and share next to nothing: they go to whoever is free. All others keep to their file."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from whole_runs import RUN_TIMEOUT_S, arithmetic
+from whole_runs import RUN_TIMEOUT_S, arithmetic, environment_of_user
 
 from grpo_rl.models import builtin
 
@@ -68,7 +67,7 @@ def test_a_run_whose_rewards_and_loss_print_their_environment_and_fail_with_it_w
     )
     run = tmp_path / "runs" / "r"
     seen_by_ray: set[tuple[str, str]] = set()
-    environment = os.environ | CANARIES | {"HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
+    environment = environment_of_user() | CANARIES | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(
         [sys.executable, "-m", "grpo_rl.main", *words],
         cwd=tmp_path,

@@ -31,6 +31,11 @@ def odd(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+def environment_of_user() -> dict[str, str]:
+    """This process's environment without what its own sessions set for Ray."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HF_HUB_OFFLINE": "1"}
+
+
 @dataclass(frozen=True)
 class Run:
     path: Path
@@ -53,7 +58,7 @@ def train(folder: Path, name: str, *words: str, exit_code: int = 0) -> Run:
     (folder / "my_reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={folder / 'runs'}"]
     command += [f"trainer.experiment_name={name}", "trainer.logger=[console]", *words]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = environment_of_user() | {"VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
     run = Run(folder / "runs" / name, done.stdout if exit_code == 0 else done.stdout + done.stderr)
     assert done.returncode == exit_code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}\n{_log_tails(run.path)}"
@@ -65,9 +70,10 @@ def command(run: Run, *words: str, typed: str | None = None) -> tuple[str, str]:
 
     Fails with both where the command does.
     """
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     line, beside = [sys.executable, "-m", "grpo_rl", *words], run.path.parents[1]
-    done = subprocess.run(line, cwd=beside, env=environment, input=typed, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
+    done = subprocess.run(
+        line, cwd=beside, env=environment_of_user(), input=typed, capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout, done.stderr
 

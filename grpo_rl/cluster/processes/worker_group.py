@@ -26,9 +26,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_rl import faults
-from grpo_rl.cluster.processes import forks
 from grpo_rl.cluster.processes.placement import NodeSlot, Slot
-from grpo_rl.cluster.session.run_watcher import is_tracker, remove_segments
+from grpo_rl.cluster.session.launcher import is_tracker, remove_segments
 from grpo_rl.config import secrets
 from grpo_rl.errors import (
     CheckpointError,
@@ -105,8 +104,7 @@ class StoredBlock:
 class WorkerHost:
     """A host that runs in a process of its own; `build` makes the worker there, `call` calls it.
 
-    The environment is set before anything heavy is imported, because visible devices are read when torch is loaded;
-    where everything is imported already (`forks`), it has nothing that would come too late.
+    The environment is set before anything heavy is imported, because visible devices are read when torch is loaded.
     """
 
     def __init__(self, name: str, log_file: str, environment: dict[str, str], secret: Sequence[str] = ()) -> None:
@@ -154,10 +152,6 @@ class WorkerHost:
 
     def build(self, factory: Callable[..., Any], *args: Any) -> None:
         """Make the worker. Raises RemoteError."""
-        number = os.environ.get("OMP_NUM_THREADS")
-        if number and "torch" in sys.modules:
-            # It has not read the variable in a copied process (`forks`).
-            sys.modules["torch"].set_num_threads(int(number))
         try:
             with _reported():
                 self._worker = factory(*args)
@@ -335,8 +329,6 @@ class Worker:
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpu_ids)} if slot.gpu_ids else {}
         own = {**environment, **devices}
         options: dict[str, Any] = {"max_concurrency": threads, **slot.options}
-        if copied := forks.runtime_env(own):
-            options["runtime_env"] = copied
         remote: Any = ray.remote  # Ray's types have no concurrency groups
         host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost).options(**options)
         self.actor: Any = host.remote(name, str(self.log_file), own, secrets.known())

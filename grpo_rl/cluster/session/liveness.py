@@ -2,23 +2,22 @@
 
 Ray itself waits for a minute, in silence, where nothing listens, and a driver whose raylet has gone never ends. So a
 thread connects to the head and the raylet every LOOK_S; one that takes no connection for longer than a patience is
-lost. Only processes that have a cluster's token are answered. Where Ray itself would end this process before, `ray_patches.called_at_exit_of_ray` has the last word.
+lost. Only processes that have a cluster's token are answered. If Ray itself ends this process before, the launcher says so.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import secrets
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
-from grpo_rl.config.secrets import remember
 from grpo_rl.errors import ClusterError
 
 CONNECT_S = 3.0
@@ -59,9 +58,11 @@ def why_not_connected(address: str | None, error: Exception) -> ClusterError:
     versions = re.findall(r"Ray: (\S+)\s+Python: (\S+)", text)
     if "Version mismatch" in text and len(versions) == 2:
         (theirs, their_python), (ours, our_python) = versions
+        remedy = f'uv pip install --python {sys.executable} "ray=={theirs}"'
+        if theirs == ours:
+            remedy = f"bash scripts/setup.sh with a Python {their_python}"
         return ClusterError(
-            f"{where} runs Ray {theirs} on Python {their_python}, this process Ray {ours} on Python {our_python}: "
-            "install the same versions on every node"
+            f"{where} runs Ray {theirs} on Python {their_python}, this process Ray {ours} on Python {our_python}: {remedy}"
         )
     if address and any("token" in str(cause).lower() for cause in _causes(error)):
         return wrong_token(where)
@@ -135,13 +136,14 @@ class ClusterWatch(threading.Thread):
 
 def is_only_on_loopback(address: str) -> bool:
     """Return whether a cluster's head at `address`, HOST:PORT, answers on this machine's loopback and nowhere else."""
-    from ray.util import get_node_ip_address
-
     host, _, port = address.rpartition(":")
     if host not in ("127.0.0.1", "localhost") or not port.isdigit():
         return False
     try:
-        socket.create_connection((get_node_ip_address(), int(port)), timeout=OWN_ADDRESS_S).close()
+        with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+            probe.connect(("192.0.2.1", 9))  # sends nothing, and chooses the interface to other machines
+            own = probe.getsockname()[0]
+        socket.create_connection((own, int(port)), timeout=OWN_ADDRESS_S).close()
     except OSError:
         return True
     return False
@@ -154,13 +156,6 @@ TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 MODE_VARIABLE = "RAY_AUTH_MODE"
 _PROBE_TIMEOUT_S = 5.0
 _METHOD = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-
-
-def _raylet() -> Any:
-    """Return Ray's C++ part, which has no types."""
-    import ray._raylet
-
-    return ray._raylet
 
 
 def _refusal(address: str, headers: Mapping[str, str]) -> Any:
@@ -185,9 +180,20 @@ def refuses_our_token(address: str) -> bool:
     """Return whether the cluster at `address` (host:port) refuses this process's token, or its lack of one."""
     import grpc
 
-    ours = _raylet().AuthenticationTokenLoader.instance()
-    headers = ours.get_token_for_http_header() if ours.has_token() else {}
-    return bool(_refusal(address, headers) == grpc.StatusCode.UNAUTHENTICATED)
+    token = own_token()
+    return bool(_refusal(address, {"authorization": f"Bearer {token}"} if token else {}) == grpc.StatusCode.UNAUTHENTICATED)
+
+
+def own_token() -> str | None:
+    """Return the token that Ray sends from this process, if any: of a variable, of a file that one names, or of the home folder."""
+    if os.environ.get(MODE_VARIABLE, "").lower() != "token":
+        return None
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    try:
+        return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser().read_text().strip()
+    except OSError:
+        return None
 
 
 def refuse_open_cluster(address: str, *, allowed: bool) -> None:
@@ -197,48 +203,3 @@ def refuse_open_cluster(address: str, *, allowed: bool) -> None:
             f"the Ray cluster at {address} takes commands from any process that reaches it: start it with RAY_AUTH_MODE=token, or set "
             f"{ALLOW_KEY}=true where the network itself keeps others out"
         )
-
-
-@contextmanager
-def own_token() -> Iterator[None]:
-    """Give this process and those below it a token for a local Ray, unless the user has named one or switched it off.
-
-    Ray would write one to ~/.ray/auth_token, for all of the user's clusters and readable to all users that may enter
-    that folder: with it, another user of the machine could make Ray run code. A variable can be read by this user's
-    processes only. Afterwards this process is as before, and can start or join clusters of another kind.
-    """
-    mode = os.environ.get(MODE_VARIABLE)
-    has_token = any(name in os.environ for name in TOKEN_VARIABLES)
-    makes_token = not has_token and (mode or "token").lower() == "token"
-    if makes_token:
-        token = secrets.token_hex(32)
-        remember([token])
-        os.environ["RAY_AUTH_TOKEN"] = token
-    try:
-        yield
-    finally:
-        if makes_token:
-            del os.environ["RAY_AUTH_TOKEN"]
-        if "ray" in sys.modules:
-            forget_token()
-            restore_mode(mode)
-
-
-def forget_token() -> None:
-    """Make Ray look its token up again: its C++ part remembers the first that it found."""
-    _raylet().AuthenticationTokenLoader.instance().reset_cache()
-
-
-def restore_mode(mode: str | None) -> None:
-    """Undo that `ray.init` switches tokens on for this process and those below it, for as long as it lives.
-
-    The head of a cluster that is started later by other means, with that mode and no token, ends as soon as it has
-    started; all that is seen of it is that Ray waits for a file in vain.
-    """
-    if os.environ.get(MODE_VARIABLE) == mode:
-        return
-    if mode is None:
-        del os.environ[MODE_VARIABLE]
-    else:
-        os.environ[MODE_VARIABLE] = mode
-    _raylet().Config.initialize("")  # reads the environment again

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
+import random
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from grpo_rl.cluster.processes.forks import ForkServer
-from grpo_rl.cluster.session import liveness, ray_patches, run_watcher
+from grpo_rl.cluster.processes.environment import environment_of
+from grpo_rl.cluster.session import launcher, liveness
+from grpo_rl.cluster.session.launcher import Session
 from grpo_rl.config.schema.tree import RayInitConfig
+from grpo_rl.config.secrets import remember
 from grpo_rl.errors import ClusterError, DataError
 from grpo_rl.machine_memory import machine_memory
 from grpo_rl.processes.family import shielded, started
@@ -29,11 +33,42 @@ from grpo_rl.run_files import read_json
 
 LEAST_STORE_BYTES = 2 * 2**30
 """The smallest object store that is chosen: weights travel through it two buckets at a time."""
-WATCH_S = 15.0
+CLEAN_S = 15.0
 START_S = 120.0
-# Ray puts its sockets below, and a socket's path has at most 107 characters.
-LONGEST_FOLDER = 36
 OF_RAY, LOG_OF_RAY = "ray", "ray.log"
+LOOPBACK = "127.0.0.1"
+STAYS_ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's variable for systems without clusters: with 0, Ray does not replace 127.0.0.1 by the machine's address on the network."""
+PORTS = range(20_000, 32_768)
+"""Below those that the kernel gives to connections, so that nothing takes a free one before Ray does."""
+SIGACTION_BYTES = 512
+"""More than a struct sigaction has on any system."""
+
+_is_set = False
+"""True once `set_environment` has come before the import of Ray."""
+
+
+def set_environment(address: str | None = None) -> None:
+    """Set what Ray reads from the environment when it is imported, for a cluster at `address` or a local one.
+
+    A local Ray stays on this machine's loopback, and gets a token, unless the user has named one or switched it off.
+    Ray itself would write one to ~/.ray/auth_token, for all of the user's clusters and readable to all users that may enter
+    that folder: with it, another user of the machine could make Ray run code. A variable can be read by this user's
+    processes only. Raises ClusterError if Ray was imported before, and would not see it.
+    """
+    global _is_set
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address and not liveness.is_only_on_loopback(address):
+        return
+    if "ray" in sys.modules and not _is_set:
+        raise ClusterError("Ray was imported before the run's session began, and does not see its settings: import it later")
+    _is_set = True
+    os.environ[STAYS_ON_LOOPBACK] = "0"
+    if not address and os.environ.setdefault(liveness.MODE_VARIABLE, "token").lower() == "token":
+        if not any(name in os.environ for name in liveness.TOKEN_VARIABLES):
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        remember([os.environ.get("RAY_AUTH_TOKEN", "")])
 
 
 @contextmanager
@@ -50,28 +85,21 @@ def connecting(
     num_cpus: int,
     record: Path | None = None,
     on_lost: Callable[[str], None] | None = None,
-    copied: Sequence[str] = (),
     log: Path | None = None,
     *,
     alone: bool = False,
 ) -> Iterator[Connection]:
     """Connect to Ray beside whatever the caller does meanwhile, and leave it again.
 
-    `Connection.connected` waits until that is done, and raises ClusterError when it does not work. A local Ray has no
-    dashboard, its workers' output stays in log files, and nothing of it outlives this process by more than seconds,
-    however this process ends. `record`, a file, lists what belongs to the session while it lasts. `on_lost` is called
-    by another thread, with the cause, when the cluster has gone. Workers of a local Ray are copies of a process that
-    has imported the modules in `copied` (`forks`), where there are any; `alone` where only one of them computes. What
-    Ray reports by itself goes to the file `log`.
+    `Connection.connected` waits until that is done, and raises ClusterError when it does not work. A local Ray is started by
+    its own command. It has no dashboard, its workers' output stays in log files, and nothing of it outlives this process by
+    more than seconds, however this process ends. `record`, a file, lists what belongs to the session while it lasts.
+    `on_lost` is called by another thread, with the cause, when the cluster has gone. `alone`: only one of the workers
+    computes. What Ray reports by itself goes to the file `log`.
     """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with watched(record) as folder, ExitStack() as stack:
-        connection = Connection(config, num_cpus, folder, on_lost, log or folder / LOG_OF_RAY, waits_for_copies=bool(copied))
-        if connection.is_local:
-            stack.enter_context(liveness.own_token())
-            if copied:
-                stack.callback(ForkServer(folder, copied, alone=alone).close)
+    set_environment(config.address or os.environ.get("RAY_ADDRESS"))
+    with watched(record) as folder:
+        connection = Connection(config, num_cpus, folder, on_lost, log or folder / LOG_OF_RAY, environment_of(alone=alone))
         connection.start()
         try:
             yield connection
@@ -89,35 +117,18 @@ class Connection(threading.Thread):
         folder: Path,
         on_lost: Callable[[str], None] | None,
         log: Path,
-        *,
-        waits_for_copies: bool,
+        environment: Mapping[str, str],
     ) -> None:
         super().__init__(name="connecting to Ray", daemon=True)
-        self._config = config
+        self._config, self._num_cpus, self._folder, self._environment = config, num_cpus, folder, environment
         self._address = config.address or os.environ.get("RAY_ADDRESS")
-        self._options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False, "ignore_reinit_error": False}
-        if self._address:
-            self._options["address"] = self._address
-        else:
-            self._options |= {
-                "num_cpus": config.num_cpus or num_cpus,
-                "include_dashboard": False,
-                "object_store_memory": config.object_store_memory
-                or store_bytes(*machine_memory()[:2], shutil.disk_usage("/dev/shm").free),
-                # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
-                "_temp_dir": str(folder / OF_RAY),
-            }
-            if waits_for_copies:
-                # None of the usual workers starts before it is asked for, and Ray waits for those that wait for imports.
-                patience = {"worker_register_timeout_seconds": int(START_S)}
-                self._options["_system_config"] = {"prestart_worker_first_driver": False} | patience
         self._log, self._on_lost = log, on_lost
         self._watches: list[liveness.ClusterWatch] = []
         self._error: BaseException | None = None
-        self._patched = ExitStack()
+        self._screen: TextIO | None = None
         self._is_ours = False
         """True where Ray was started or connected here: one that was there before in this process is left as it is."""
-        self._tried, self._closed = threading.Event(), threading.Event()
+        self._tried = threading.Event()
 
     @property
     def is_local(self) -> bool:
@@ -131,9 +142,6 @@ class Connection(threading.Thread):
             self._error = error
         finally:
             self._tried.set()
-        # The kernel ends a local Ray's processes with the thread that started them.
-        while not self._closed.wait(START_S):
-            pass
 
     @property
     def has_tried(self) -> bool:
@@ -153,7 +161,7 @@ class Connection(threading.Thread):
             self._watches.append(liveness.ClusterWatch(raylets, self._on_lost, liveness.NODE_PATIENCE_S))
 
     def close(self) -> None:
-        """Disconnect from Ray, and end a local one, whether or not it had started."""
+        """Disconnect from Ray. A local one ends with the session."""
         self._tried.wait(START_S)
         for each in self._watches:
             each.close()
@@ -161,77 +169,164 @@ class Connection(threading.Thread):
             import ray
 
             ray.shutdown()
-        self._patched.close()
-        self._closed.set()
+        if self._screen is not None:
+            sys.stdout = self._screen
 
     def _connect(self) -> None:
-        import ray
-
-        ray_patches.check_version()
         if self._address:
             liveness.refuse_unreachable(self._address)
-        self._patched.enter_context(ray_patches.errors_logged(self._log))
+        address = self._address or self._start()
+        import ray
+
+        self._screen, sys.stdout = sys.stdout, Screen(sys.stdout, self._log)
         try:
-            with ray_patches.own_answer_to_sigterm(), ExitStack() as stack:
-                if self.is_local:
-                    liveness.forget_token()
-                    stack.enter_context(ray_patches.started_apart())
-                elif liveness.is_only_on_loopback(self._address or ""):
-                    stack.enter_context(ray_patches.on_loopback())
-                ray.init(**self._options)
+            with kept_answer_to_sigterm():
+                ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         except Exception as error:
             raise liveness.why_not_connected(self._address, error) from error
         self._is_ours = True
-        # A local Ray asks for a token by itself, unless RAY_AUTH_MODE=disabled stands in the environment.
-        liveness.refuse_open_cluster(str(ray.get_runtime_context().gcs_address), allowed=self._config.allow_insecure)
+        head = str(ray.get_runtime_context().gcs_address)
+        liveness.refuse_open_cluster(head, allowed=self._config.allow_insecure)
         if self._on_lost is not None:
-            self._patched.enter_context(ray_patches.called_at_exit_of_ray(self._on_lost))
-            host, _, port = str(ray.get_runtime_context().gcs_address).rpartition(":")
+            host, _, port = head.rpartition(":")
             places: dict[str, tuple[str, int] | str] = {"its head (gcs_server)": (host, int(port))}
-            if self.is_local and (node := ray._private.worker.global_worker.node) is not None:
-                places["its raylet"] = str(node.raylet_socket_name)
+            if self.is_local:
+                places["its raylet"] = str(ray.nodes()[0]["RayletSocketName"])
             patience_s = liveness.LOCAL_PATIENCE_S if self.is_local else liveness.REMOTE_PATIENCE_S
             self._watches.append(liveness.ClusterWatch(places, self._on_lost, patience_s))
+
+    def _start(self) -> str:
+        """Start a local Ray, in a session of its own and out of reach of signals, and return its address. Raises ClusterError.
+
+        The address is the loopback's, so that no other machine reaches it. The variables reach all workers.
+        """
+        port, client_port = free_ports(2)
+        store = self._config.object_store_memory or store_bytes(*machine_memory()[:2], shutil.disk_usage("/dev/shm").free)
+        options = {
+            "node-ip-address": LOOPBACK,
+            "port": port,
+            "ray-client-server-port": client_port,
+            "min-worker-port": 0,  # any: two sessions of one machine would take the same ones of Ray's range
+            "max-worker-port": 0,
+            "num-cpus": self._config.num_cpus or self._num_cpus,
+            "object-store-memory": store,
+            # Ray lets all users write into this folder (mode 1777); the one around it is this user's alone.
+            "temp-dir": self._folder / OF_RAY,
+            "include-dashboard": "false",
+            "include-log-monitor": "false",
+        }
+        words = ["start", "--head", "--no-monitor", "--disable-usage-stats"]
+        words += [f"--{name}={value}" for name, value in options.items()]
+        with shielded(), self._log.open("ab") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ray.scripts.scripts", *words],
+                env=os.environ | self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            code = process.wait(START_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise ClusterError(f"`ray start` did not end within {START_S:g} s: is this machine very busy?") from None
+        if code:
+            lines = self._log.read_text(errors="replace").strip().splitlines()
+            raise ClusterError(f"a local Ray did not start: {lines[-1] if lines else f'exit code {code}'}\n  log: {self._log}")
+        return f"{LOOPBACK}:{port}"
+
+
+class Screen:
+    """Standard output without what Ray's own threads print, which goes to a log: what matters of it is in the errors of calls.
+
+    A raylet reports each worker that was ended on purpose as a victim of the OOM killer.
+    """
+
+    def __init__(self, stream: TextIO, log: Path) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        """Write, from the thread that this is."""
+        if not threading.current_thread().name.startswith("ray_"):
+            return self._stream.write(text)
+        with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            return file.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def kept_answer_to_sigterm() -> Iterator[None]:
+    """Restore the present answer to SIGTERM after the block: with Ray's, a process aborts where a run saves its state.
+
+    By sigaction: Python's `signal` works in a main thread only.
+    """
+    libc, answer = ctypes.CDLL(None), ctypes.create_string_buffer(SIGACTION_BYTES)
+    libc.sigaction(signal.SIGTERM, None, answer)
+    try:
+        yield
+    finally:
+        libc.sigaction(signal.SIGTERM, answer, None)
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of the loopback on which nothing listens."""
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(PORTS, 1000):
+        with contextlib.suppress(OSError), socket.create_server((LOOPBACK, port)):
+            ports.append(port)
+        if len(ports) == count:
+            return ports
+    raise ClusterError(f"no free port in {PORTS.start} to {PORTS.stop} for a local Ray")
 
 
 @contextmanager
 def watched(record: Path | None = None) -> Iterator[Path]:
     """Yield a temporary folder of this user's alone. It goes at the end, even if this process is killed, and so does every
-    process that was started meanwhile: a watcher beside this one (`run_watcher.py`) sees to that."""
-    token = secrets.token_hex(16)
-    base = tempfile.gettempdir()
-    room = LONGEST_FOLDER - len("/grpo-12345678/") - len(OF_RAY)
-    folder = Path(tempfile.mkdtemp(prefix="grpo-", dir=base if len(base) <= room else "/tmp"))
-    (folder / run_watcher.MARKER).write_text(token)
+    process that was started meanwhile: the launcher sees to that, or one beside a process that has none above it."""
+    session = launcher.current or Session.new()
+    session.folder.mkdir(mode=0o700)
+    (session.folder / launcher.MARKER).write_text(session.token)
     if record is not None:
+        (session.folder / launcher.RUN).symlink_to(record.parent.resolve())
         controller = {"pid": os.getpid(), "started": started(os.getpid()), "host": socket.gethostname()}
-        found = {"token": token, "folder": str(folder)} | controller
+        found = {"token": session.token, "folder": str(session.folder)} | controller
         record.write_text(json.dumps(found))
-    with shielded():
-        watcher = subprocess.Popen(
-            [sys.executable, "-S", "-E", run_watcher.__file__, token, str(folder), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    ours = {run_watcher.TOKEN: token, SESSION_FOLDER: str(folder)}
+    beside = None if launcher.current else _cleaner(session)
+    ours = {launcher.TOKEN: session.token, SESSION_FOLDER: str(session.folder)}
     earlier = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
     try:
-        yield folder
+        yield session.folder
     finally:
         for name, value in earlier.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        assert watcher.stdin is not None
-        watcher.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            watcher.wait(WATCH_S)
+        if beside is None:
+            session.clean()
+        else:
+            assert beside.stdin is not None
+            beside.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                beside.wait(CLEAN_S)
         if record is not None:
             record.unlink(missing_ok=True)
+
+
+def _cleaner(session: Session) -> subprocess.Popen[bytes]:
+    """Start the process that cleans up when this one's end of its standard input closes."""
+    with shielded():
+        return subprocess.Popen(
+            [sys.executable, "-S", "-E", launcher.__file__, session.token, str(session.folder), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def clean_earlier(record: Path) -> list[int]:
@@ -241,13 +336,13 @@ def clean_earlier(record: Path) -> list[int]:
     """
     try:
         found = read_json(record)
-        token, folder, host = str(found["token"]), Path(found["folder"]), found["host"]
+        session, host = Session(str(found["token"]), Path(found["folder"])), found["host"]
         is_running = started(int(found["pid"])) == found["started"]
     except (DataError, KeyError, TypeError, ValueError):
         return []
-    if host != socket.gethostname() or len(token) != 32 or is_running:
+    if host != socket.gethostname() or len(session.token) != 32 or is_running:
         return []
-    ended = run_watcher.clean(token, folder)
+    ended = session.clean()
     record.unlink(missing_ok=True)
     return ended
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from grpo_rl.cluster.recovery.supervisor import Recoveries, verdict
 from grpo_rl.cluster.roles.rollout_pool import Ledger
-from grpo_rl.cluster.session.run_watcher import is_tracker
+from grpo_rl.cluster.session.launcher import is_tracker
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
 from grpo_rl.processes.family import descendants, kill_tree, state
