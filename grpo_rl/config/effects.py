@@ -342,7 +342,7 @@ def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
     by_model = derived.is_iterated(config) or derived.scores_steps_by_model(config)
     on_gpus = config.actor_rollout_ref.model.lm_head_precision in ("tf32", "bfloat16")
     is_local = config.ray_kwargs.ray_init.address is None and not machine.cluster
-    of_cluster = f"needs {RAY}.address; a local cluster has one node, and asks for a token"
+    of_cluster = f"needs {RAY}.address; a local cluster has one node"
     return [
         (on_gpus and machine.device == "cpu", f"{M}: lm_head_precision", "it is faster on GPUs only, and this run has none"),
         (is_float32, f"{R}: fp32_lm_head", "everything in the engine is float32"),
@@ -353,7 +353,7 @@ def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
         (not scores, f"{SCORER}: *", f"needs {SCORER}.enable=true"),
         (by_model and reward.judge.base_url is not None, f"{JUDGE}: *", "the reward is the reward model's score alone"),
         (not is_local, f"{RAY}: num_cpus object_store_memory", "it is for a local cluster"),
-        (is_local, f"{RAY}: wait_for_nodes_s allow_insecure", of_cluster),
+        (is_local, f"{RAY}: wait_for_nodes_s", of_cluster),
     ]
 
 

@@ -54,7 +54,7 @@ def slots() -> Iterator[Pool]:
     """A local Ray for all tests of groups and replicas, whose processes find the modules beside this file."""
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        stack.enter_context(ray_session(RayInitConfig(), 2))
+        stack.enter_context(ray_session(RayInitConfig(allow_insecure=True), 2))
         pool = Pool(1, 2, use_gpu=False, timeout_s=120.0)
         yield pool
         pool.release()

@@ -30,7 +30,7 @@ def ray_pool() -> Iterator[Pool]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         # Ray's processes have to find tiny_workers, too.
         patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        stack.enter_context(ray_session(RayInitConfig(), 2))
+        stack.enter_context(ray_session(RayInitConfig(allow_insecure=True), 2))
         pool = Pool(1, 3, use_gpu=False, timeout_s=START_S)
         yield pool
         pool.release()

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,6 @@ def refuse_open_cluster(address: str, *, allowed: bool) -> None:
     """Raise ClusterError for a cluster without authentication, unless it is allowed."""
     if not allowed and answers_without_token(address):
         raise ClusterError(
-            f"the Ray cluster at {address} takes commands from any process that reaches it: start it with RAY_AUTH_MODE=token, or set "
-            f"{ALLOW_KEY}=true where the network itself keeps others out"
+            f"the Ray cluster at {address} takes commands from any process that reaches it: start it with RAY_AUTH_MODE=token "
+            f"(Ray 2.52 or newer; installed here is {version('ray')}), or set {ALLOW_KEY}=true where the network itself keeps others out"
         )

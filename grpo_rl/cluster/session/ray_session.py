@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from grpo_rl.cluster.processes.environment import environment_of
 from grpo_rl.cluster.session import launcher, liveness
@@ -59,6 +59,9 @@ def set_environment(address: str | None = None) -> None:
     global _is_set
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # A raylet reports each worker that was ended on purpose as a victim of the OOM killer, on the screen. What matters of it is
+    # in the errors that calls to workers raise.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     if address and not liveness.is_only_on_loopback(address):
         return
     if "ray" in sys.modules and not _is_set:
@@ -95,7 +98,7 @@ def connecting(
     its own command. It has no dashboard, its workers' output stays in log files, and nothing of it outlives this process by
     more than seconds, however this process ends. `record`, a file, lists what belongs to the session while it lasts.
     `on_lost` is called by another thread, with the cause, when the cluster has gone. `alone`: only one of the workers
-    computes. What Ray reports by itself goes to the file `log`.
+    computes. What `ray start` prints goes to the file `log`.
     """
     set_environment(config.address or os.environ.get("RAY_ADDRESS"))
     with watched(record) as folder:
@@ -125,7 +128,6 @@ class Connection(threading.Thread):
         self._log, self._on_lost = log, on_lost
         self._watches: list[liveness.ClusterWatch] = []
         self._error: BaseException | None = None
-        self._screen: TextIO | None = None
         self._is_ours = False
         """True where Ray was started or connected here: one that was there before in this process is left as it is."""
         self._tried = threading.Event()
@@ -169,8 +171,6 @@ class Connection(threading.Thread):
             import ray
 
             ray.shutdown()
-        if self._screen is not None:
-            sys.stdout = self._screen
 
     def _connect(self) -> None:
         if self._address:
@@ -178,7 +178,6 @@ class Connection(threading.Thread):
         address = self._address or self._start()
         import ray
 
-        self._screen, sys.stdout = sys.stdout, Screen(sys.stdout, self._log)
         try:
             with kept_answer_to_sigterm():
                 ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
@@ -235,26 +234,6 @@ class Connection(threading.Thread):
             lines = self._log.read_text(errors="replace").strip().splitlines()
             raise ClusterError(f"a local Ray did not start: {lines[-1] if lines else f'exit code {code}'}\n  log: {self._log}")
         return f"{LOOPBACK}:{port}"
-
-
-class Screen:
-    """Standard output without what Ray's own threads print, which goes to a log: what matters of it is in the errors of calls.
-
-    A raylet reports each worker that was ended on purpose as a victim of the OOM killer.
-    """
-
-    def __init__(self, stream: TextIO, log: Path) -> None:
-        self._stream, self._log = stream, log
-
-    def write(self, text: str) -> int:
-        """Write, from the thread that this is."""
-        if not threading.current_thread().name.startswith("ray_"):
-            return self._stream.write(text)
-        with self._log.open("a", encoding="utf-8", errors="backslashreplace") as file:
-            return file.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 @contextmanager

@@ -175,7 +175,7 @@ class RayInitConfig:
     wait_for_nodes_s: Seconds = 5.0
     """The time that too small a cluster has to grow, by late nodes or an autoscaler; then the run ends."""
     allow_insecure: bool = False
-    """Use the cluster at `address` though it asks for no token: any process that reaches its ports can run code."""
+    """Use a cluster though it asks for no token (Ray before 2.52 knows none): any process that reaches its ports can run code."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ def test_what_a_key_needs_is_a_value_that_can_be_given() -> None:
         (EPISODES, f"{R}.multi_turn.max_parallel_calls", 3, "tool_config_path"),
         (EPISODES, f"{R}.multi_turn.truncation.penalty", 2.0, "=punish"),
         (EPISODES | {f"{R}.multi_turn.environment.reward_weight": 0.0}, f"{R}.multi_turn.turn_discount", 0.5, "reward_weight"),
-        ({}, "ray_kwargs.ray_init.allow_insecure", True, "a local cluster"),
+        ({}, "ray_kwargs.ray_init.wait_for_nodes_s", 9.0, "a local cluster"),
         ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, f"{A}.ppo_max_token_len_per_gpu", 4096, "cut by rollouts"),
     ],
 )  # fmt: skip
