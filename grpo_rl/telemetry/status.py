@@ -81,10 +81,10 @@ class Status:
         return f"the same command goes on from step {commit}, the last commit"
 
     def count_restart(self, worker: str, pid: int | None) -> None:
-        """Note that a worker was replaced by a new process, which has this id. May be called from any thread."""
+        """Count a worker that is lost and started again, with None, or note the id of its new process. From any thread."""
         with self._changed:
             restarts = dict(self._fields["restarts"])
-            restarts[worker] = restarts.get(worker, 0) + 1
+            restarts[worker] = restarts.get(worker, 0) + (pid is None)
             self.update(restarts=restarts, workers={**self._fields.get("workers", {}), worker: pid})
 
     def end(self, error: BaseException | None = None) -> None:

@@ -190,6 +190,8 @@ class Replicas:
                 self.elastic.pool.give_back(worker.slot, is_gone=True)
                 self._left(worker, 0.0, "its node is gone; ")
                 return
+        if not lost.joins:
+            self.supervisor.recoveries.on_restart(worker.name, None)
         self._start(worker.another(worker.name, worker.slot), _Standing("starting", lost.since, lost.joins))
 
     def _start(self, fresh: Worker, standing: _Standing) -> None:

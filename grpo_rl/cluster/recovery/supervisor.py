@@ -43,7 +43,7 @@ class Recoveries:
         self.restarts = trainer.recover != "off"
         """True where a worker that failed is started again."""
         self.on_restart = on_restart
-        """Called with the name of every worker that has a new process, and the process's id."""
+        """Called with the name of every worker that is lost and gets a new process, and None; later with that process's id."""
         self.warn = warn
         self.timeline = Timeline()
         """The record of engines that came and went; the run sets its own."""

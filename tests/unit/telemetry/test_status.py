@@ -14,8 +14,8 @@ def test_the_newest_fields_are_on_disk_when_a_run_has_ended(tmp_path: Path) -> N
     for step in range(1, 50):
         status.update(step=step, phase="gen", last_commit=step - 1)
     status.update(workers={"actor0": 10, "rollout0": 11})
-    status.count_restart("rollout0", 12)
-    status.count_restart("rollout0", 13)
+    for pid in (None, 12, None, 13):
+        status.count_restart("rollout0", pid)
     status.end()
     found = read_status(tmp_path)
     assert (found["state"], found["step"], found["last_commit"], found["restarts"]) == ("done", 49, 48, {"rollout0": 2})
