@@ -1,13 +1,15 @@
 """Bring the environment to a machine that no registry and no hub can be reached from, and run the main job there on random weights.
 
-    python scripts/bare_machine.py pack --to pieces --python 3.12 -- ray==2.60.0 vllm==0.32.0   # where packages can be downloaded
+    pip freeze > there.txt                                                                   # on that machine, or names by hand
+    python scripts/bare_machine.py pack --to pieces --there there.txt -- ray==2.60.0 hydra-core==1.3.8    # with a registry
     python scripts/bare_machine.py install --from pieces --to site       # there; as often as pieces arrive, says which are missing
     PYTHONPATH=site python scripts/bare_machine.py run --out out --rows gsm8k.jsonl --tokenizer FOLDER
 
-`pack` cuts the wheels into pieces of at most 60 MiB, so that they can travel one by one; what the other machine has already can be
-left out (`--without NAME`). `run` makes a random model with the sizes of Qwen2.5-0.5B, or with `--tiny` of a model for a CPU, trains
-it by `grpo_rl.main` on GSM8K's questions with a reward that random weights can raise (the share of digits in a response), and
-fails unless it rose. Before the package is installed only Python itself is needed.
+`pack` needs uv (`scripts/setup.sh` puts it into .venv). It resolves the requirements for the other machine's Python, leaves out
+what is installed there (`--there`) or can be done without (`--without PACKAGE`, `--drop GLOB` for files), and cuts the installed
+folder, compressed, into pieces of at most 60 MiB. `run` makes a random model with the sizes of Qwen2.5-0.5B, or with `--tiny` of
+a model for a CPU, trains it by `grpo_rl.main` on GSM8K's questions with a reward that random weights can raise (the share of
+digits in a response), and fails unless it rose. `install` needs only Python.
 """
 
 from __future__ import annotations
@@ -16,8 +18,12 @@ import argparse
 import hashlib
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,66 +31,64 @@ ROOT = Path(__file__).resolve().parents[1]
 INDEX = "index.json"
 
 
-def pack(requirements: list[str], to: Path, python: str, without: list[str], mib: float, platform: str) -> None:
-    """Download the wheels of these requirements, with all that they need, and cut them into pieces."""
-    wheels = to / "wheels"
-    wheels.mkdir(parents=True, exist_ok=True)
-    constraints = ["--constraint", str(ROOT / "scripts" / "constraints.txt")]
-    where = ["--only-binary=:all:", "--python-version", python, "--platform", platform, "--implementation", "cp"]
-    subprocess.run(
-        [sys.executable, "-m", "pip", "download", "-d", str(wheels), *where, *constraints, *requirements], check=True
-    )
-    left_out = tuple(name.lower().replace("-", "_") + "-" for name in without)
-    cut([wheel for wheel in sorted(wheels.glob("*.whl")) if not wheel.name.lower().startswith(left_out)], to, mib)
+def canonical(line: str) -> str:
+    """Return the normalized package name at the start of a requirement (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[\s=<>!~;@\[]", line.strip(), maxsplit=1)[0]).lower()
 
 
-def cut(wheels: list[Path], to: Path, mib: float) -> None:
-    """Cut these files, one after the other, into `piece_000` and so on, with an index of names, sizes and digests."""
-    size = int(mib * 2**20)
-    index: list[dict[str, Any]] = []
-    number, room, piece = -1, 0, None
-    for wheel in wheels:
-        data = wheel.read_bytes()
-        index.append({"name": wheel.name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-        while data:
-            if not room:
-                number, room = number + 1, size
-                if piece is not None:
-                    piece.close()
-                piece = (to / f"piece_{number:03}").open("wb")
-            assert piece is not None
-            piece.write(data[:room])
-            data, room = data[room:], room - min(room, len(data))
-    if piece is not None:
-        piece.close()
-    (to / INDEX).write_text(json.dumps({"pieces": number + 1, "wheels": index}, indent=1))
-    print(f"{len(wheels)} wheels in {number + 1} pieces of at most {mib:g} MiB in {to}; take {INDEX} along with each")
+def pack(requirements: list[str], to: Path, python: str, platform: str, absent: set[str], drop: list[str], mib: float) -> None:
+    """Install these requirements with their dependencies, without the packages in `absent`, and cut the result into pieces."""
+    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    if uv is None:
+        sys.exit("pack needs uv: pip install uv, or run it with .venv/bin/python")
+    target = ["--python-version", python, "--python-platform", platform]
+    with tempfile.TemporaryDirectory(dir=to) as scratch:
+        constraints, resolved, site = ROOT / "scripts" / "constraints.txt", Path(scratch) / "resolved.txt", Path(scratch) / "site"
+        command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", *target, "--constraint", str(constraints)]
+        lines = subprocess.run([*command, "-"], input="\n".join(requirements), stdout=subprocess.PIPE, text=True, check=True).stdout
+        pins = [line for line in lines.splitlines() if line and not line.startswith(("#", "-")) and canonical(line) not in absent]
+        resolved.write_text("\n".join(pins) + "\n")
+        subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", *target, "--target", str(site), "-r", str(resolved)], check=True)
+        for pattern in drop:
+            for path in sorted(site.glob(pattern), reverse=True):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        archive = Path(scratch) / "site.tar.xz"
+        with tarfile.open(archive, "w:xz", preset=6) as tar:
+            tar.add(site, arcname=".", filter=lambda entry: None if "__pycache__" in entry.name else entry)
+        cut(archive, to, mib)
+    print(f"{len(pins)} packages: {' '.join(pins)}")
 
 
-def join(pieces: Path, to: Path) -> list[Path]:
-    """Return the wheels of the pieces, written into `to`. Exits with what is missing or not as it was packed."""
-    index = json.loads((pieces / INDEX).read_text())
-    names = [f"piece_{number:03}" for number in range(index["pieces"])]
-    if missing := [name for name in names if not (pieces / name).is_file()]:
-        sys.exit(f"{len(names) - len(missing)} of {len(names)} pieces are here; still to come: {' '.join(missing)}")
-    to.mkdir(parents=True, exist_ok=True)
-    data = b"".join((pieces / name).read_bytes() for name in names)
-    wheels, start = [], 0
-    for entry in index["wheels"]:
-        part, start = data[start : start + entry["size"]], start + entry["size"]
-        if hashlib.sha256(part).hexdigest() != entry["sha256"]:
-            sys.exit(f"{entry['name']} is not as it was packed: bring its pieces again")
-        wheels.append(to / entry["name"])
-        wheels[-1].write_bytes(part)
-    return wheels
+def cut(archive: Path, to: Path, mib: float) -> None:
+    """Cut the file into `piece_000` and so on of at most so many MiB, with an index of sizes and digests."""
+    digests: list[str] = []
+    with archive.open("rb") as file:
+        while data := file.read(int(mib * 2**20)):
+            (to / f"piece_{len(digests):03}").write_bytes(data)
+            digests.append(hashlib.sha256(data).hexdigest())
+    (to / INDEX).write_text(json.dumps({"pieces": digests}, indent=1))
+    print(f"{archive.stat().st_size / 2**20:.1f} MiB in {len(digests)} pieces of at most {mib:g} MiB; take {INDEX} along with each")
 
 
 def install(pieces: Path, to: Path) -> None:
-    """Install all wheels into the folder `to`, without a registry."""
-    wheels = join(pieces, to / ".wheels")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade", "--target", str(to)]
-    subprocess.run([*command, *map(str, wheels)], check=True)
-    print(f"installed {len(wheels)} wheels: export PYTHONPATH={to}")
+    """Unpack the pieces into the folder `to`. Exits with the pieces that are missing or not as they were packed."""
+    digests = json.loads((pieces / INDEX).read_text())["pieces"]
+    paths = [pieces / f"piece_{number:03}" for number in range(len(digests))]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        sys.exit(f"{len(paths) - len(missing)} of {len(paths)} pieces are here; still to come: {' '.join(missing)}")
+    for path, digest in zip(paths, digests, strict=True):
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            sys.exit(f"{path.name} is not as it was packed: bring it again")
+    with tempfile.TemporaryFile() as archive:
+        for path in paths:
+            archive.write(path.read_bytes())
+        archive.seek(0)
+        with tarfile.open(fileobj=archive, mode="r:xz") as tar:
+            tar.extractall(to, filter="data")
+    print(f"installed: export PYTHONPATH={to}")
 
 
 def digits(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
@@ -158,8 +162,10 @@ def main(argv: list[str] | None = None) -> None:
     packs = parts.add_parser("pack")
     packs.add_argument("--to", type=Path, required=True)
     packs.add_argument("--python", default="3.12", help="version there")
-    packs.add_argument("--platform", default="manylinux_2_28_x86_64")
-    packs.add_argument("--without", nargs="*", default=[], help="packages that are there already")
+    packs.add_argument("--platform", default="x86_64-manylinux_2_34", help="uv's name of the platform there")
+    packs.add_argument("--there", type=Path, help="a file with a package on each line, as pip freeze prints it: left out")
+    packs.add_argument("--without", nargs="*", default=[], metavar="PACKAGE", help="further packages to leave out")
+    packs.add_argument("--drop", nargs="*", default=[], metavar="GLOB", help="files and folders of packages to leave out")
     packs.add_argument("--mib", type=float, default=60.0)
     packs.add_argument("requirements", nargs="+")
     installs = parts.add_parser("install")
@@ -174,7 +180,10 @@ def main(argv: list[str] | None = None) -> None:
     runs.add_argument("words", nargs="*", help="further key=value for grpo_rl.main")
     options = parser.parse_args(argv)
     if options.part == "pack":
-        pack(options.requirements, options.to, options.python, options.without, options.mib, options.platform)
+        options.to.mkdir(parents=True, exist_ok=True)
+        there = options.there.read_text().splitlines() if options.there else []
+        absent = {canonical(line) for line in [*there, *options.without]}
+        pack(options.requirements, options.to, options.python, options.platform, absent, options.drop, options.mib)
     elif options.part == "install":
         install(options.pieces, options.to)
     else:
