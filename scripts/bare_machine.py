@@ -43,12 +43,22 @@ def pack(requirements: list[str], to: Path, python: str, platform: str, absent: 
         sys.exit("pack needs uv: pip install uv, or run it with .venv/bin/python")
     target = ["--python-version", python, "--python-platform", platform]
     with tempfile.TemporaryDirectory(dir=to) as scratch:
-        constraints, resolved, site = ROOT / "scripts" / "constraints.txt", Path(scratch) / "resolved.txt", Path(scratch) / "site"
+        constraints, resolved, site = (
+            ROOT / "scripts" / "constraints.txt",
+            Path(scratch) / "resolved.txt",
+            Path(scratch) / "site",
+        )
         command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", *target, "--constraint", str(constraints)]
-        lines = subprocess.run([*command, "-"], input="\n".join(requirements), stdout=subprocess.PIPE, text=True, check=True).stdout
-        pins = [line for line in lines.splitlines() if line and not line.startswith(("#", "-")) and canonical(line) not in absent]
+        lines = subprocess.run(
+            [*command, "-"], input="\n".join(requirements), stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        pins = [
+            line for line in lines.splitlines() if line and not line.startswith(("#", "-")) and canonical(line) not in absent
+        ]
         resolved.write_text("\n".join(pins) + "\n")
-        subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", *target, "--target", str(site), "-r", str(resolved)], check=True)
+        subprocess.run(
+            [uv, "pip", "install", "--quiet", "--no-deps", *target, "--target", str(site), "-r", str(resolved)], check=True
+        )
         for pattern in drop:
             for path in sorted(site.glob(pattern), reverse=True):
                 if path.is_dir():
@@ -70,7 +80,9 @@ def cut(archive: Path, to: Path, mib: float) -> None:
             (to / f"piece_{len(digests):03}").write_bytes(data)
             digests.append(hashlib.sha256(data).hexdigest())
     (to / INDEX).write_text(json.dumps({"pieces": digests}, indent=1))
-    print(f"{archive.stat().st_size / 2**20:.1f} MiB in {len(digests)} pieces of at most {mib:g} MiB; take {INDEX} along with each")
+    print(
+        f"{archive.stat().st_size / 2**20:.1f} MiB in {len(digests)} pieces of at most {mib:g} MiB; take {INDEX} along with each"
+    )
 
 
 def install(pieces: Path, to: Path) -> None:
@@ -99,7 +111,7 @@ def digits(data_source: str, solution_str: str, ground_truth: Any, extra_info: A
 def run(out: Path, rows: Path | None, tokenizer: Path | None, words: list[str], *, tiny: bool, steps: int) -> None:
     """Train a random model by the main command, and exit with 1 unless its reward rose."""
     out.mkdir(parents=True, exist_ok=True)
-    model = tiny_model(out / "model") if tiny else random_qwen(out / "model", tokenizer)
+    model = tiny_model(out / "model") if tiny else random_qwen(out.parent / "random_qwen", tokenizer)
     data = out / "rows.jsonl"
     questions = ["12+7=", "3+44=", "8+8=", "91+2="] * 8
     if rows is not None:
@@ -133,7 +145,9 @@ def run(out: Path, rows: Path | None, tokenizer: Path | None, words: list[str], 
 
 
 def random_qwen(folder: Path, tokenizer: Path | None) -> Path:
-    """Write a model with the sizes of Qwen2.5-0.5B and random weights, with the files of the tokenizer."""
+    """Write a model with the sizes of Qwen2.5-0.5B and random weights, with the files of the tokenizer, unless it is there."""
+    if (folder / "tokenizer_config.json").is_file():
+        return folder
     if tokenizer is None:
         sys.exit("--tokenizer: the folder of Qwen2.5's tokenizer, which cannot be made up")
     import torch

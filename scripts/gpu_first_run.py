@@ -21,12 +21,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,13 +238,12 @@ gpu_checks.CHECKS.update(OWN)
 OPTIONS = argparse.Namespace()
 
 
-def rows_of(name: str, device: str) -> Iterable[Row]:
+def rows_of(name: str, device: str, folder: Path) -> Iterator[Row]:
     """Yield the rows of one check. The main jobs start processes of their own; every other check gets one."""
-    if not name.startswith("main_job"):
-        yield from gpu_check.in_process(name, device)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield from OWN[name](device, TINY if device == "cpu" else Sizes(), Path(folder))
+    if name.startswith("main_job"):
+        yield from OWN[name](device, TINY if device == "cpu" else Sizes(), folder)
+    else:
+        yield from gpu_check.in_process(name, device, folder)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -261,13 +261,15 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"there are checks 1 to {max(CHECKS)}, not {unknown}")
     OPTIONS.out.mkdir(parents=True, exist_ok=True)
     failed = False
-    with (OPTIONS.out / "rows.jsonl").open("a") as file:
+    # cuBLAS reads it when it starts; deterministic kernels need it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with (OPTIONS.out / "rows.jsonl").open("a") as file, tempfile.TemporaryDirectory(prefix="gpu_first_run_") as folder:
         for number in numbers:
             for name in CHECKS[number]:
                 began = time.perf_counter()
-                for row in rows_of(name, OPTIONS.device):
+                for row in rows_of(name, OPTIONS.device, Path(folder)):
                     failed |= row.state == "failed"
-                    print(f"{number:>2}  {row.state:<12}  {row.name}: {row.figure}" + f"  [{row.bound}]" * bool(row.bound), flush=True)
+                    print(f"{number:>2}  {gpu_check.line(row)}", flush=True)
                     file.write(json.dumps({"number": number, **dataclasses.asdict(row)}) + "\n")
                     file.flush()
                 print(f"    {name}: {time.perf_counter() - began:.1f} s", flush=True)
