@@ -9,7 +9,7 @@
 what is installed there (`--there`) or can be done without (`--without PACKAGE`, `--drop GLOB` for files), and cuts the installed
 folder, compressed, into pieces of at most 60 MiB. `run` makes a random model with the sizes of Qwen2.5-0.5B, or with `--tiny` of
 a model for a CPU, trains it by `grpo_rl.main` on GSM8K's questions with a reward that random weights can raise (the share of
-digits in a response), and fails unless it rose. `install` needs only Python.
+letters in a response), and fails unless it rose. `install` needs only Python.
 """
 
 from __future__ import annotations
@@ -104,8 +104,14 @@ def install(pieces: Path, to: Path) -> None:
 
 
 def digits(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
-    """Return the share of digits in a response: a reward that a model of random weights gets some of, and learns within a few steps."""
+    """Return the share of digits in a response: a reward that random weights get some of, and learn, if most tokens are digits."""
     return sum(character.isdigit() for character in solution_str) / max(1, len(solution_str))
+
+
+def latin(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Return the share of ASCII letters in a response, about half with random weights over Qwen2.5's vocabulary."""
+    letters = sum(character.isascii() and character.isalpha() for character in solution_str)
+    return letters / max(1, len(solution_str))
 
 
 def run(out: Path, rows: Path | None, tokenizer: Path | None, words: list[str], *, tiny: bool, steps: int) -> None:
@@ -129,7 +135,10 @@ def run(out: Path, rows: Path | None, tokenizer: Path | None, words: list[str], 
         sizes = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64", "data.max_response_length=256"]
     command = [sys.executable, "-m", "grpo_rl.main", f"actor_rollout_ref.model.path={model}", f"data.train_files={data}"]
     command += ["data.filter_overlong_prompts=true", "data.max_prompt_length=512", *sizes, "actor_rollout_ref.rollout.n=8"]
-    command += [f"reward.functions=[{Path(__file__).resolve()}:digits]", "actor_rollout_ref.actor.optim.lr=3e-4"]
+    command += [
+        f"reward.functions=[{Path(__file__).resolve()}:{'digits' if tiny else 'latin'}]",
+        "actor_rollout_ref.actor.optim.lr=3e-4",
+    ]
     command += ["actor_rollout_ref.actor.use_kl_loss=false", f"trainer.total_training_steps={steps}"]
     command += ["trainer.experiment_name=bare", f"trainer.default_local_dir={out / 'runs'}", *words]
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import statistics
@@ -189,7 +190,16 @@ def main_job(engine: str, device: str, out: Path, options: argparse.Namespace, e
     if options.rows is not None:
         command += ["--rows", str(options.rows)]
     name, began = f"main job with {engine}", time.perf_counter()
-    done = subprocess.run([*command, "--", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    # The sampler of vLLM 0.32 imports FlashInfer unless it is told otherwise, and a machine without a network may lack it.
+    sampler = {} if importlib.util.find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    done = subprocess.run(
+        [*command, "--", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        env=os.environ | sampler,
+    )
     (out.parent / f"{out.name}.log").write_text(done.stdout)
     took = time.perf_counter() - began
     verdict = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("reward ")), "")

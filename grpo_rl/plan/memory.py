@@ -3,7 +3,7 @@
 Nothing is loaded: everything follows from the sizes of the model and of the largest micro-batch. The bytes of tensors in each
 region of a pass were found by tracking the real model code on tensors without storage (`scripts/track_memory.py`), and are held to
 it by `tests/unit/test_plan_tracked_memory.py`. What lies outside of tensors is assumed, and each assumption stands below with that
-word. No GPU has confirmed the sums.
+word. One H100 has confirmed an actor's sum (docs/gpus.md).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-import zipfile
+import tarfile
 from pathlib import Path
 
 import pyarrow as pa
@@ -74,27 +74,20 @@ def test_tools_run(tmp_path: Path) -> None:
     assert "--ragged" in run("bench_trl --help", tmp_path).stdout
 
 
-def wheel(folder: Path, name: str) -> Path:
-    """Write a wheel with one module, which holds more than a piece."""
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{name}.py", f"NAME = {name!r}\nFILL = {'x' * 3000!r}\n")
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: by-hand\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    return path
-
-
 def test_pieces_of_packages_arrive_one_by_one_and_are_installed_when_all_are_there_and_whole(
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from bare_machine import cut
 
-    pieces = tmp_path / "pieces"
+    pieces, site = tmp_path / "pieces", tmp_path / "packed"
     pieces.mkdir()
-    cut([wheel(tmp_path, "first"), wheel(tmp_path, "second")], pieces, 2000 / 2**20)
+    site.mkdir()
+    for name in ("first.py", "second.py"):
+        (site / name).write_bytes(os.urandom(3000))
+    with tarfile.open(tmp_path / "site.tar.xz", "w:xz") as archive:
+        archive.add(site, arcname=".")
+    cut(tmp_path / "site.tar.xz", pieces, 2000 / 2**20)
     there = sorted(pieces.glob("piece_*"))
     assert len(there) > 2 and max(piece.stat().st_size for piece in there) <= 2000
     last, install = there[-1].read_bytes(), "bare_machine install --from {0}/pieces --to {0}/site"
@@ -103,11 +96,29 @@ def test_pieces_of_packages_arrive_one_by_one_and_are_installed_when_all_are_the
     assert done.returncode == 1 and f"still to come: {there[-1].name}" in done.stderr
     there[-1].write_bytes(last[:-1] + b"?")
     done = run(install, tmp_path)
-    assert done.returncode == 1 and "second-1.0-py3-none-any.whl is not as it was packed" in done.stderr
+    assert done.returncode == 1 and f"{there[-1].name} is not as it was packed" in done.stderr
     there[-1].write_bytes(last)
     done = run(install, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert {"first.py", "second.py"} <= {path.name for path in (tmp_path / "site").iterdir()}
+    assert {path.name: path.read_bytes() for path in (tmp_path / "site").iterdir()} == {
+        path.name: path.read_bytes() for path in site.iterdir()
+    }
+
+
+@pytest.mark.campaign
+def test_the_environment_of_a_bare_machine_is_packed_for_its_python(tmp_path: Path) -> None:
+    (tmp_path / "there.txt").write_text("omegaconf==2.3.1\n")
+    words = "--without PyYAML --drop hydra/grammar -- hydra-core==1.3.8"
+    done = run(f"bare_machine pack --to {{0}}/pieces --there {{0}}/there.txt {words}", tmp_path)
+    if done.returncode and any(word in done.stderr for word in OFFLINE):
+        pytest.skip("needs a package index, and none can be reached")
+    assert done.returncode == 0, done.stderr
+    done = run("bare_machine install --from {0}/pieces --to {0}/site", tmp_path)
+    assert done.returncode == 0, done.stderr
+    site = tmp_path / "site"
+    # The ANTLR runtime is published as source only.
+    assert (site / "antlr4").is_dir() and (site / "hydra" / "main.py").is_file()
+    assert not any((site / name).exists() for name in ("omegaconf", "yaml", "hydra/grammar"))
 
 
 @pytest.mark.campaign
