@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -31,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 """The module of each command, whose `main` takes the words behind its name; and what the command does."""
 SAMPLES = ("eval", "generate", "chat")
 """The commands that start Ray, below a launcher as a run does."""
+_COMPLETION = ("--shell-completion", "-sc")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"grpo_rl {grpo_rl.__version__}")
         return 0
+    if words[0] in _COMPLETION and "COMP_LINE" in os.environ:
+        # Hydra completes words of the configuration; the command before them is none.
+        os.environ["COMP_LINE"] = re.sub(r"^(\S+\s+)(train|plan)\s", r"\1", os.environ["COMP_LINE"])
     name, rest = ("train", words) if _is_setting(words[0]) else (words[0], words[1:])
     if name in ("train", "plan"):
         return exit_code_after(lambda: _run(name, rest))
@@ -73,7 +79,7 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def _is_setting(word: str) -> bool:
-    return "=" in word.partition(":")[0] or word.startswith("~") or word in ("--cfg", "-c")
+    return "=" in word.partition(":")[0] or word.startswith("~") or word in ("--cfg", "-c", "--info", "-i", *_COMPLETION)
 
 
 def _usage() -> str:

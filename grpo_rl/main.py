@@ -41,34 +41,6 @@ if TYPE_CHECKING:  # what takes time to load is imported where it is used, so th
     from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
 
-_USAGE = """\
-usage: python -m grpo_rl.main [recipe=NAME|FILE.yaml] [key=value ...] [--multirun | --cfg | --help | --version]
-
-Trains a language model with reinforcement learning. Without a recipe, a model and data, the embedded
-model learns the embedded task (recipe=arithmetic/grpo).
-
-  actor_rollout_ref.model.path=FOLDER       the model, a Hugging Face folder
-  data.train_files=FILE data.val_files=FILE parquet, json or jsonl in verl's row format, or task:NAME
-  data.train_batch_size=1024                prompts per training step
-  actor_rollout_ref.rollout.n=8             responses per prompt
-  actor_rollout_ref.actor.optim.lr=1e-6     learning rate
-  actor_rollout_ref.actor.kl_loss_coef=0.001  weight of the KL to the reference (use_kl_loss=false: none)
-  reward.functions=[auto,0.2*format]        rewards; your own as path/to/file.py:function
-  trainer.total_training_steps=100          length of the run
-  trainer.n_gpus_per_node=8 trainer.nnodes=1  devices
-  trainer.test_freq=10 trainer.save_freq=10 validate and save every so many steps
-  trainer.experiment_name=NAME              name the run; the same name resumes it
-  trainer.dry_run=true                      print the plan and stop
-
-  ~key        back to the default, whatever the recipe says
-  seed=1      all seeds at once: of new weights, of the data's order, of sampling
-  --multirun  (-m) a run for each value: seed=1,2,3 actor_rollout_ref.actor.optim.lr=1e-6,1e-5; one after the other, or with
-              sweep.halving=true the worse half no further than a quarter of the steps
-  --cfg       print the whole configuration as YAML and stop
-All keys with their meaning: conf/base. verl's launch commands work where the meaning exists.
-recipes: """
-
-
 MOST_CHANGES = 20
 """Changed keys that a resumed run shows; its folder has both configurations."""
 REFUSAL = "this configuration cannot be run"
@@ -87,9 +59,7 @@ def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], 
     # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
     gc.disable()
     try:
-        return exit_code_after(
-            lambda: _answer(words) if {"--help", "-h", "--version"} & set(words) else _run(words, on_error), on_error=on_error
-        )
+        return exit_code_after(lambda: _run(words, on_error), on_error=on_error)
     finally:
         gc.enable()
         # A run freezes what it has imported. At the interpreter's end libraries complain on the screen of what stays (nanobind).
@@ -115,66 +85,61 @@ def exit_code_after(
         return exit_code_of(error)
 
 
-def _answer(words: list[str]) -> int:
+def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
     if "--version" in words:
         print(f"grpo_rl {grpo_rl.__version__}")
-    else:
-        from grpo_rl.config.recipes import known_recipes
-
-        print(_USAGE + ", ".join(known_recipes()))
-    return 0
-
-
-def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
+        return 0
     with ExitStack() as loading:
         loading.enter_context(_ended_by_an_interrupt())
         # Imported here, as whatever takes time: a Ctrl-C meanwhile ends as any other does.
-        from grpo_rl.config.compose import compose
-        from grpo_rl.telemetry.rundir import refuse_taken
+        from grpo_rl.config.compose import launch, print_asked, read
 
-        cfg = {"--cfg", "-c", "--cfg=job"}
-        if only_config := bool(cfg & set(words)):
-            words = [word for word in words if word not in cfg | {"job"}]  # `--cfg job` is Hydra's spelling
-        if {"--multirun", "-m"} & set(words):
-            if only_config:
+        command = read(words)
+        if command.options.multirun:
+            if command.shown:
                 raise ConfigError(
-                    "--cfg: a sweep has several configurations; leave out --multirun, and give one value for each key"
+                    f"{command.shown[0]}: a sweep has several configurations; leave out --multirun, and give one value for each key"
                 )
             from grpo_rl.sweep.run_all import run_sweep
 
             faults.arm()
             loading.close()
             return run_sweep([word for word in words if word not in ("--multirun", "-m")])
-        composed = compose(words)
-        faults.arm()
-        if only_config:
-            print(composed.yaml(), end="")
+        if command.shown:
+            return print_asked(command)
+        return launch(command, words, partial(_start, loading, on_error))
+
+
+def _start(loading: ExitStack, on_error: Callable[[BaseException], None], composed: Composed) -> int:
+    """Plan the run, and train unless it is dry. `loading` ends before the training begins."""
+    from grpo_rl.telemetry.rundir import refuse_taken
+
+    faults.arm()
+    trainer = composed.config.trainer
+    if not trainer.dry_run:
+        # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
+        refuse_taken(trainer.default_local_dir, trainer.experiment_name)
+        if (said := done_already(composed, trainer.total_training_steps)) is not None:
+            print(said)
             return 0
-        trainer = composed.config.trainer
-        if not trainer.dry_run:
-            # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
-            refuse_taken(trainer.default_local_dir, trainer.experiment_name)
-            if (said := done_already(composed, trainer.total_training_steps)) is not None:
-                print(said)
-                return 0
 
-        def work() -> int:
-            # Imported late: a misspelt key is refused before torch is loaded.
-            from grpo_rl.plan.make import make_plan
+    def work() -> int:
+        # Imported late: a misspelt key is refused before torch is loaded.
+        from grpo_rl.plan.make import make_plan
 
-            plan = make_plan(composed)
-            loading.close()
-            if trainer.dry_run:
-                print(redact(plan.render()))
-                return 0
-            if (said := done_already(composed, plan.sizes.total_steps)) is not None:
-                print(said)
-                return 0
-            return run(composed, plan)
-
+        plan = make_plan(composed)
+        loading.close()
         if trainer.dry_run:
-            return work()
-        return launcher.launched(lambda: exit_code_after(work, on_error=on_error))
+            print(redact(plan.render()))
+            return 0
+        if (said := done_already(composed, plan.sizes.total_steps)) is not None:
+            print(said)
+            return 0
+        return run(composed, plan)
+
+    if trainer.dry_run:
+        return work()
+    return launcher.launched(lambda: exit_code_after(work, on_error=on_error))
 
 
 def done_already(composed: Composed, total: int | None) -> str | None:

@@ -9,7 +9,7 @@ from grpo_rl.config import recipes
 from grpo_rl.errors import did_you_mean
 
 RECIPE = "recipe"
-HIDDEN = ("base", "hydra")
+HIDDEN = ("base", "verl", "hydra")
 """Folders of conf/ of which nothing is chosen by a plain word."""
 
 

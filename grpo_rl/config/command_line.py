@@ -47,6 +47,8 @@ class Command:
     """The folders of primary files and choices, the first one first."""
     config_name: str
     line: Line
+    rest: Sequence[str]
+    """The words that are no options, as they were typed."""
     recipe_is_default: bool
     """True if neither a recipe, a model nor data were named: the embedded model learns the embedded task."""
 
@@ -55,6 +57,16 @@ class Command:
         """The options that ask for anything but a configuration."""
         of_files = ("config_path", "config_name", "config_dir")
         return [name.replace("_", "-") for name, value in vars(self.options).items() if value and name not in of_files]
+
+    @property
+    def shown(self) -> list[str]:
+        """The options that let Hydra print something instead of a run."""
+        given = self.options
+        names = [name for name in ("help", "hydra_help", "shell_completion") if getattr(given, name)]
+        words = [f"--{name.replace('_', '-')}" for name in names]
+        for name in ("cfg", "info", "package"):
+            words += [f"--{name}", getattr(given, name)] if getattr(given, name) else []
+        return [*words, "--resolve"] if given.resolve else words
 
     @property
     def words(self) -> list[str]:
@@ -73,7 +85,7 @@ def read(argv: Sequence[str]) -> Command:
     recipe_is_default = options.config_name is None and not keyed
     if recipe_is_default and not any("recipe" in word for word in rest):
         line.choose("recipe", recipes.DEFAULT_RECIPE, folders)
-    return Command(options, folders, config_name, line, recipe_is_default)
+    return Command(options, folders, config_name, line, rest, recipe_is_default)
 
 
 def _with_values(argv: Sequence[str]) -> list[str]:

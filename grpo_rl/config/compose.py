@@ -6,12 +6,13 @@ import copy
 import dataclasses
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import hydra
 from hydra import initialize_config_dir
@@ -33,6 +34,10 @@ from grpo_rl.errors import ConfigError
 
 VERSION_BASE = "1.3"
 _LOCK = RLock()
+_RAISE = "HYDRA_FULL_ERROR"
+"""Set, Hydra raises instead of printing and ending the process."""
+_HYDRAS_ERRORS = (HydraException, OmegaConfBaseException, ValueError, AssertionError)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,67 @@ def compose(argv: Sequence[str]) -> Composed:
     command = read(argv)
     command.line.problems += [f"--{name}: is for python -m grpo_rl.main" for name in command.other_work]
     with hydra_files.reading(command.folders, command.config_name) as reading:
-        problems, composed = through_hydra(command)
-        return checked(composed, command, reading, argv, problems)
+        return _checked_at_once(command, reading, argv)
+
+
+def launch(command: Command, argv: Sequence[str], work: Callable[[Composed], T]) -> T:
+    """Do the work on what Hydra's main composes of a command line, and return its result. Raises as `compose` and `work` do."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+    with hydra_files.reading(command.folders, command.config_name) as reading:
+        if command.line.problems:
+            return work(_checked_at_once(command, reading, argv))
+
+        def task(composed: DictConfig) -> None:
+            # Hydra would print what is raised, and return nothing.
+            try:
+                results.append(work(checked(composed, command, reading, argv)))
+            except BaseException as error:
+                errors.append(error)
+
+        try:
+            main_of_hydra(command, task)
+        except _HYDRAS_ERRORS as error:
+            checked(OmegaConf.create({}), command, reading, argv, [_one_line(error.__cause__ or error)])
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def print_asked(command: Command) -> int:
+    """Let Hydra print what the options ask for, without secrets. Raises ConfigError for what is wrong with words and files."""
+    with hydra_files.reading(command.folders, command.config_name) as reading:
+        words = command.words
+        if command.options.shell_completion:
+            words = list(command.rest)
+        elif problems := [*command.line.problems, *_hydras(command)[0], *reading.problems]:
+            raise ConfigError([secrets.redact(problem) for problem in dict.fromkeys(problems)])
+        try:
+            with redirect_stdout(secrets.HidingStream(sys.stdout)):
+                main_of_hydra(command, lambda composed: None, *command.shown, words=words)
+        except SystemExit as ended:
+            return ConfigError.exit_code if ended.code else 0
+        except _HYDRAS_ERRORS as error:
+            raise ConfigError(secrets.redact(_one_line(error.__cause__ or error))) from None
+    return 0
+
+
+def main_of_hydra(
+    command: Command, task: Callable[[DictConfig], Any], *options: str, words: Sequence[str] | None = None
+) -> None:
+    """Run `hydra.main`: it composes the words of the command and calls the task, or does what the options say."""
+    start = hydra.main(version_base=VERSION_BASE, config_path=str(command.folders[0]), config_name=command.config_name)
+    argv, environment = sys.argv, os.environ.get(_RAISE)
+    sys.argv, os.environ[_RAISE] = [argv[0], *options, *(command.words if words is None else words)], "1"
+    try:
+        with _no_outer_hydra():
+            start(task)()
+    finally:
+        sys.argv = argv
+        if environment is None:
+            del os.environ[_RAISE]
+        else:
+            os.environ[_RAISE] = environment
 
 
 def read(argv: Sequence[str]) -> Command:
@@ -76,24 +140,28 @@ def read(argv: Sequence[str]) -> Command:
     return command_line.read(argv)
 
 
-def through_hydra(command: Command) -> tuple[list[str], DictConfig]:
+def _checked_at_once(command: Command, reading: Reading, argv: Sequence[str]) -> Composed:
+    problems, composed = _hydras(command)
+    return checked(composed, command, reading, argv, problems)
+
+
+def _hydras(command: Command) -> tuple[list[str], DictConfig]:
     """Return what Hydra composes, or what it says against it and an empty mapping."""
     with _LOCK, _no_outer_hydra(), initialize_config_dir(str(command.folders[0]), version_base=VERSION_BASE):
         try:
             return [], hydra.compose(command.config_name, command.words)
-        except (HydraException, OmegaConfBaseException, ValueError, AssertionError) as error:
+        except _HYDRAS_ERRORS as error:
             return [_one_line(error.__cause__ or error)], OmegaConf.create({})
 
 
 @contextmanager
 def _no_outer_hydra() -> Iterator[None]:
     """Put the Hydra of a program that composes within its own `@hydra.main` aside: there is one in a process."""
-    instance = GlobalHydra.instance()
-    outer, instance.hydra = instance.hydra, None
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         yield
     finally:
-        instance.hydra = outer
+        GlobalHydra.instance().hydra = outer
 
 
 def checked(

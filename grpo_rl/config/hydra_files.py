@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from grpo_rl.config import choices, recipes, relative_paths
-from grpo_rl.config.overrides import Settings
+from grpo_rl.config.overrides import Settings, refused_of_hydra
 from grpo_rl.config.recipes import PRIMARY, VERLS_DEFAULTS, YamlFile
 from grpo_rl.config.schema.fields import flat
 from grpo_rl.errors import ConfigError
 
 _GLOBAL = {"package": "_global_"}
 _RECIPE = "recipe/"
+_TYPED = "Hydra's own settings are typed, or stand in a primary file, --config-name=FILE"
 _GENERATED = ("base/", "hydra/")
 """Files that set defaults of the schema, and Hydra's own."""
 
@@ -50,20 +52,20 @@ class Reading:
         return [problem for settings in self.settings.values() for problem in settings.problems]
 
 
-_reading: Reading | None = None
+_CURRENT: ContextVar[Reading | None] = ContextVar("reading", default=None)
 
 
 @contextmanager
 def reading(folders: Sequence[Path], config_name: str) -> Iterator[Reading]:
     """Let Hydra read files from these folders while the context lasts, and record what they set."""
-    global _reading
     for plugin in (_Folder, _Recipes, _SearchPath):
         Plugins.instance().register(plugin)
-    outer, _reading = _reading, Reading(folders, config_name)
+    current = Reading(folders, config_name)
+    token = _CURRENT.set(current)
     try:
-        yield _reading
+        yield current
     finally:
-        _reading = outer
+        _CURRENT.reset(token)
 
 
 # ---- Hydra's plugins ---------------------------------------------------------------------------------------------
@@ -73,14 +75,15 @@ class _SearchPath(SearchPathPlugin):
     """Puts the recipes and all folders of `Reading` on Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if _reading is None:
+        current = _CURRENT.get()
+        if current is None:
             return
         # The first folder was given to Hydra as its main one, which it would read by its own rules.
         for element in search_path.get_path():
             if element.provider == "main":
                 element.path = f"{_Folder.scheme()}://{element.path}"
         search_path.prepend("recipes", f"{_Recipes.scheme()}://", anchor="main")
-        for folder in _reading.folders[1:]:
+        for folder in current.folders[1:]:
             search_path.append("grpo_rl", f"{_Folder.scheme()}://{folder}")
 
 
@@ -119,14 +122,15 @@ class _Folder(ConfigSource):
         return (Path(self.path) / config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        return self._file(config_path).is_file()
+        # A file of the user's own with the name of the package's has another one for Hydra (`command_line`).
+        return self._file(config_path).is_file() and (config_path != PRIMARY or Path(self.path) == recipes.conf())
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         names: list[str] = []
         for path in (Path(self.path) / config_path).iterdir():
             if path.is_dir() or path.suffix == ".yaml":
                 self._list_add_result(names, str(Path(config_path) / path.name), path.name, results_filter)
-        return sorted(set(names) - {"base"})
+        return sorted(set(names) - set(choices.HIDDEN[:2]))
 
 
 class _Recipes(ConfigSource):
@@ -156,17 +160,18 @@ class _Recipes(ConfigSource):
 
 def _result(source: ConfigSource, config_path: str, path: Path) -> ConfigResult:
     """Return a file as Hydra wants it. What is wrong with it goes to `Reading`, and is left out."""
-    assert _reading is not None
-    header: Mapping[str, str] = _GLOBAL
+    current = _CURRENT.get()
+    assert current is not None
+    header: Mapping[str, str | None] = _GLOBAL
     try:
         file = recipes.read(path, config_path.removeprefix(_RECIPE))
         if config_path.startswith(_GENERATED):
             config = OmegaConf.create(dict(file.entries))
-            header = file.header
+            header = {"package": None, **file.header}
         else:
-            config = _checked(_reading, config_path, path, file)
+            config = _checked(current, config_path, path, file)
     except ConfigError as error:
-        _reading.settings[config_path] = Settings(problems=error.problems)
+        current.settings[config_path] = Settings(problems=error.problems)
         config = OmegaConf.create({})
     return ConfigResult(source.provider, source.full_path(), config, dict(header))
 
@@ -185,16 +190,22 @@ def _checked(reading: Reading, config_path: str, path: Path, file: YamlFile) -> 
     entries = dict(file.entries)
     is_primary = config_path in (reading.config_name, PRIMARY, *VERLS_DEFAULTS)
     if hydra := entries.get("hydra"):
+        refusals = _hydra_problems(hydra, is_primary, config_path == PRIMARY and is_packages)
+        settings.problems += [f"{key} (in {path}): {reason}" for key, reason in refusals]
         if is_primary:
             config["hydra"] = {key: value for key, value in hydra.items() if key != "searchpath"}
-        elif set(hydra) != {"searchpath"}:  # in verl's own files: the place of its defaults
-            settings.problems.append(
-                f"{', '.join(flat({'hydra': hydra}))} (in {path}): Hydra's own settings are typed, or stand in a primary file, "
-                "--config-name=FILE"
-            )
     if defaults := _Defaults(reading, config_path, path, settings, is_primary).of(entries.get("defaults")):
         config["defaults"] = defaults
     return config
+
+
+def _hydra_problems(hydra: Any, is_primary: bool, is_packages: bool) -> Iterator[tuple[str, str]]:
+    """Yield the keys of Hydra's own that a file may not set, with the reason. The search path has been read (`searched`)."""
+    for key in flat({"hydra": hydra}) if not is_packages else ():
+        if not key.startswith("hydra.searchpath") and not is_primary:
+            yield key, _TYPED
+        elif not key.startswith("hydra.searchpath") and (reason := refused_of_hydra(key)):
+            yield key, reason
 
 
 def _settings(path: Path, file: YamlFile, config_path: str) -> Settings:
@@ -237,13 +248,15 @@ class _Defaults:
                 self._build_on(parent, items)
             elif entry in VERLS_DEFAULTS and not self.is_primary:
                 overrides.append({"override /verl": entry})
-            elif entry == "_self_" or self.is_primary or self._is_sibling(entry):
+            elif self.is_primary and isinstance(entry, str) and entry != "_self_":
+                items.append(f"/{entry.lstrip('/')}")
+            elif entry == "_self_" or self._is_sibling(entry):
                 items.append(entry)
             else:
                 self._refuse(entry)
         is_based = any(str(item).strip("/").partition("/")[0] in (PRIMARY, *VERLS_DEFAULTS, "base") for item in items)
         if self.is_primary and not is_based:
-            items.insert(0, PRIMARY)
+            items.insert(0, f"/{PRIMARY}")
         return [*items, *overrides]
 
     def _choose(self, key: str, choice: Any, items: list[Any], overrides: list[Any]) -> None:
@@ -252,7 +265,7 @@ class _Defaults:
             if self.is_primary:
                 overrides.append({key: choice})
             else:
-                self._refuse({key: choice}, "Hydra's own settings are typed, or stand in a primary file, --config-name=FILE")
+                self._refuse({key: choice}, _TYPED)
         elif group in choices.groups([recipes.conf()]):
             problem = choices.problem(self.reading.folders, group, choice) if isinstance(choice, str) else None
             if problem is None:

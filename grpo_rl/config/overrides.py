@@ -38,6 +38,7 @@ HYDRA_REFUSED = {
     "hydra.job_logging": "a run writes logs of its own, logs/ in its folder",
     "hydra.hydra_logging": "a run writes logs of its own, logs/ in its folder",
     "hydra.mode": "write --multirun for a sweep",
+    "hydra.run": "the run's folder is trainer.default_local_dir/trainer.experiment_name",
     "hydra.searchpath": "give a folder of your own as --config-dir=FOLDER",
     "hydra.sweep.subdir": "the runs of a sweep are named after their values",
 }
@@ -207,13 +208,16 @@ def _take_hydra(line: Line, word: str, key: str, value: str | None) -> None:
         line.set("trainer.default_local_dir", str(folder.parent))
         line.set("trainer.experiment_name", folder.name)
         return
-    answer = next((text for place, text in HYDRA_REFUSED.items() if f"{name}.".startswith(f"{place}.")), None)
-    if name == "hydra.job.chdir" and value == "false":
-        answer = None
+    answer = None if name == "hydra.job.chdir" and value == "false" else refused_of_hydra(name)
     if answer is not None:
         line.problems.append(f"{show(word)}: {answer}")
     else:
         line.words.append(word)
+
+
+def refused_of_hydra(key: str) -> str | None:
+    """Return why a setting of Hydra's own (`hydra.job.chdir`) is refused; None for one that works."""
+    return next((reason for place, reason in HYDRA_REFUSED.items() if f"{key}.".startswith(f"{place}.")), None)
 
 
 def _take_machine(line: Line, name: str) -> None:

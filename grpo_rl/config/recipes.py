@@ -34,7 +34,7 @@ class YamlFile:
     """A file as it was read."""
 
     entries: Mapping[str, Any]
-    header: Mapping[str, str]
+    header: dict[str, str]
     """The words after `# @` in its first lines, as Hydra has them: `{"package": "_global_"}`."""
 
 

@@ -35,7 +35,7 @@ def test_every_problem_is_raised_before_any_process_starts(monkeypatch: pytest.M
     for wrong, match in (
         ("recipe=arithmetic/grpo", "is one text; give a list"),
         (["trainer.dry_run=true"], "trains nothing"),
-        (["--multirun", "seed=1,2"], "not understood"),
+        (["--multirun", "seed=1,2"], "--multirun: is for python"),
     ):
         with pytest.raises(ConfigError, match=match):
             grpo_rl.train(wrong)  # type: ignore[arg-type]

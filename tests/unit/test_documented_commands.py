@@ -193,6 +193,7 @@ def test_a_documented_module_exists_and_has_the_options(page: Path) -> None:
         assert spec is not None and spec.origin is not None, match[1]
         origin = Path(spec.origin)
         source = (origin.with_name("__main__.py") if origin.name == "__init__.py" else origin).read_text()
+        source += (ROOT / "grpo_rl/config/command_line.py").read_text() if match[1] == "grpo_rl.main" else ""
         for option in re.findall(r"(--[a-z][\w-]+)", match["words"].splitlines()[0] if match["words"] else ""):
             assert f'"{option}"' in source, f"{match[1]} has no {option}"
 
