@@ -52,7 +52,7 @@ class Reading:
         return [problem for settings in self.settings.values() for problem in settings.problems]
 
 
-_CURRENT: ContextVar[Reading | None] = ContextVar("reading", default=None)
+_CURRENT: ContextVar[Reading] = ContextVar("reading")
 
 
 @contextmanager
@@ -75,7 +75,7 @@ class _SearchPath(SearchPathPlugin):
     """Puts the recipes and all folders of `Reading` on Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        current = _CURRENT.get()
+        current = _CURRENT.get(None)
         if current is None:
             return
         # The first folder was given to Hydra as its main one, which it would read by its own rules.
@@ -160,7 +160,7 @@ class _Recipes(ConfigSource):
 
 def _result(source: ConfigSource, config_path: str, path: Path) -> ConfigResult:
     """Return a file as Hydra wants it. What is wrong with it goes to `Reading`, and is left out."""
-    current = _CURRENT.get()
+    current = _CURRENT.get(None)
     assert current is not None
     header: Mapping[str, str | None] = _GLOBAL
     try:
@@ -257,6 +257,8 @@ class _Defaults:
         is_based = any(str(item).strip("/").partition("/")[0] in (PRIMARY, *VERLS_DEFAULTS, "base") for item in items)
         if self.is_primary and not is_based:
             items.insert(0, f"/{PRIMARY}")
+        if self.is_primary and "_self_" not in items:
+            items.append("_self_")
         return [*items, *overrides]
 
     def _choose(self, key: str, choice: Any, items: list[Any], overrides: list[Any]) -> None:

@@ -167,7 +167,7 @@ def test_keys_and_recipes_are_completed(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().out.rstrip().endswith("-F hydra_bash_completion grpo-rl")
     for line, completed in (
         ("grpo-rl train recipe=gsm8k/qw", ["recipe=gsm8k/qwen2.5-0.5b", "recipe=gsm8k/qwen2.5-7b"]),
-        ("grpo-rl trainer.sav", ["trainer.save_freq=", "trainer.save_rollouts="]),
+        ("grpo-rl trainer.save_fr", ["trainer.save_freq="]),
     ):
         monkeypatch.setenv("COMP_LINE", line)
         assert all_commands(["-sc", "query=bash"]) == 0
