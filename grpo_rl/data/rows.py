@@ -79,7 +79,9 @@ def _missing_columns(row: dict[str, Any], where: str, keys: dict[str, str]) -> B
         if key == "data.reward_fn_key":
             answer = next((str(row[column]) for column in _USUAL["data.ground_truth_key"] if column in others), "")
             source = next((source for sign, source in _RULES if sign in answer), "NAME")
-            named.append(f"data.data_source={source} (of all rows; reward.functions=[auto] finds a rule by it: gsm8k, math, ...)")
+            named.append(
+                f"data.data_source={source} (of all rows; reward.functions=[auto] finds a rule by it: gsm8k, math, ...)"
+            )
             continue
         usual = [column for column in _USUAL[key] if column in others]
         near = [*usual, *difflib.get_close_matches(name, others, n=1), "COLUMN"]
