@@ -35,7 +35,7 @@ RUN = "run"
 LONGEST_BASE = 15
 CLEAN_S = 10.0
 TRACKER_S = 2.0
-PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,13 @@ def launched(work: Callable[[], int]) -> int:
         sys.exit(work())
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(controller, number)
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            if number != signal.SIGTSTP:
+                os.kill(controller, number)
+                return
+            os.kill(controller, signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)  # until SIGCONT
+            os.kill(controller, signal.SIGCONT)
 
     # Under nohup SIGHUP is ignored, here and in the child.
     numbers = [number for number in PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]

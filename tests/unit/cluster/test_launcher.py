@@ -221,6 +221,17 @@ def test_the_launcher_says_which_signal_ended_the_controller_and_where_the_run_g
     assert (status["state"], status["error"]["exit_code"]) == ("failed", code)
 
 
+def test_ctrl_z_stops_the_controller_too_until_the_launcher_goes_on(launched: Callable[..., Launched]) -> None:
+    run = launched()
+    pid = run.status["pid"]
+    run.process.send_signal(signal.SIGTSTP)
+    assert becomes_true(lambda: state(pid) == state(run.process.pid) == "stopped by a signal")
+    run.process.send_signal(signal.SIGCONT)
+    assert becomes_true(lambda: state(pid) == "waits")
+    run.process.terminate()
+    assert run.ends()[0] == 75
+
+
 def test_an_end_by_ray_is_a_cluster_that_is_lost(launched: Callable[..., Launched]) -> None:
     run = launched("dies")
     run.process.terminate()
