@@ -91,7 +91,7 @@ def launched(work: Callable[[], int]) -> int:
     global current
     if not launches or "torch" in sys.modules or threading.active_count() > 1:
         return work()
-    session, launcher = Session.new(), os.getpid()
+    session, launcher, oom_kills_before = Session.new(), os.getpid(), oom_kills()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # What comes before the child is known waits for that.
@@ -121,7 +121,7 @@ def launched(work: Callable[[], int]) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         code = os.waitstatus_to_exitcode(os.waitpid(controller, 0)[1])
-        return _explained(code, controller, session)
+        return _explained(code, controller, session, oom_kills() - oom_kills_before)
     finally:
         for number in numbers:
             signal.signal(number, signal.SIG_IGN)
@@ -132,8 +132,11 @@ def launched(work: Callable[[], int]) -> int:
             signal.signal(number, answer)
 
 
-def _explained(code: int, controller: int, session: Session) -> int:
-    """Return the exit code of a controller that ended in good order. Raises ClusterError for any other, and writes it into status.json."""
+def _explained(code: int, controller: int, session: Session, num_oom_kills: int) -> int:
+    """Return the exit code of a controller that ended in good order. Raises ClusterError for any other, and writes it into status.json.
+
+    `num_oom_kills` are those of this machine since the controller began.
+    """
     from grpo_rl.errors import EXIT_CODES, ClusterError
     from grpo_rl.telemetry.status import Status, read_status
 
@@ -142,9 +145,10 @@ def _explained(code: int, controller: int, session: Session) -> int:
     if code == 1:  # `_Exit` of Ray's library, in whichever thread finds the connection to the raylet broken
         error = ClusterError("the Ray cluster is lost: its raylet on the controller's machine has ended")
     elif code < 0:
-        name = signal.Signals(-code).name
-        memory = ": by the kernel, if the machine's memory ran out (dmesg)" if code == -signal.SIGKILL else ""
-        error = ClusterError(f"the run's controller (process {controller}) was ended by {name}{memory}")
+        cause = signal.Signals(-code).name
+        if code == -signal.SIGKILL:
+            cause += " of the kernel, as memory ran out on this machine" if num_oom_kills else ", and not for lack of memory"
+        error = ClusterError(f"the run's controller (process {controller}) was ended by {cause}")
         error.exit_code = 128 - code
     else:
         error = ClusterError(f"the run's controller (process {controller}) ended with exit code {code}, without a word")
@@ -158,6 +162,15 @@ def _explained(code: int, controller: int, session: Session) -> int:
         status.end(error)
         error.add_note(f"log: {run / 'logs' / 'console.log'}")
     raise error
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has ended on this machine because memory ran out."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def processes(token: str) -> Iterator[int]:

@@ -29,6 +29,8 @@ REMOTE_PATIENCE_S = 60.0
 """Seconds that Ray's own processes wait for a head that is started again, or for a network that comes back."""
 NODE_PATIENCE_S = 6.0
 """Seconds of patience with a node: where its raylet has ended, all that ran on it is gone."""
+KNOWS_TOKENS = (2, 52)
+"""The first Ray that can ask for a token."""
 OWN_ADDRESS_S = 1.0
 """The longest wait for this machine's own address to answer."""
 _HOST_PORT = re.compile(r"(?:ray://)?\[?([^\[\]/]+?)\]?:(\d+)$")
@@ -72,6 +74,12 @@ def why_not_connected(address: str | None, error: Exception) -> ClusterError:
 
 def wrong_token(where: str) -> ClusterError:
     """Return the error for a cluster that asks for another token, with what to do."""
+    ours = version("ray")
+    if tuple(map(int, ours.split(".")[:2])) < KNOWS_TOKENS:
+        return ClusterError(
+            f"{where} asks for a token, which Ray {ours} here does not know: uv pip install --python {sys.executable} "
+            '"ray==VERSION" with the version of the cluster (`ray --version` there)'
+        )
     return ClusterError(
         f"{where} asks for a token, and this process has none or another: RAY_AUTH_MODE=token with the cluster's own in "
         "RAY_AUTH_TOKEN or the file RAY_AUTH_TOKEN_PATH"
@@ -202,5 +210,5 @@ def refuse_open_cluster(address: str, *, allowed: bool) -> None:
     if not allowed and answers_without_token(address):
         raise ClusterError(
             f"the Ray cluster at {address} takes commands from any process that reaches it: start it with RAY_AUTH_MODE=token "
-            f"(Ray 2.52 or newer; installed here is {version('ray')}), or set {ALLOW_KEY}=true where the network itself keeps others out"
+            f"(Ray {KNOWS_TOKENS[0]}.{KNOWS_TOKENS[1]} or newer; installed here is {version('ray')}), or set {ALLOW_KEY}=true where the network itself keeps others out"
         )

@@ -216,6 +216,7 @@ def test_the_launcher_says_which_signal_ended_the_controller_and_where_the_run_g
     assert code == 128 + number
     name = signal.Signals(number).name
     assert said.startswith(f"error: step 3, gen: the run's controller (process {run.status['pid']}) was ended by {name}")
+    assert ("SIGKILL, and not for lack of memory" in said) == (number == signal.SIGKILL)
     assert "the same command goes on from step 2, the last commit\n  log: " in said
     status = read_status(run.run)
     assert (status["state"], status["error"]["exit_code"]) == ("failed", code)
