@@ -208,7 +208,9 @@ def own_token() -> str | None:
 def refuse_open_cluster(address: str, *, allowed: bool) -> None:
     """Raise ClusterError for a cluster without authentication, unless it is allowed."""
     if not allowed and answers_without_token(address):
+        first = ".".join(map(str, KNOWS_TOKENS))
         raise ClusterError(
             f"the Ray cluster at {address} takes commands from any process that reaches it: start it with RAY_AUTH_MODE=token "
-            f"(Ray {KNOWS_TOKENS[0]}.{KNOWS_TOKENS[1]} or newer; installed here is {version('ray')}), or set {ALLOW_KEY}=true where the network itself keeps others out"
+            f"(Ray {first} or newer; installed here is {version('ray')}), or set {ALLOW_KEY}=true where the network itself "
+            "keeps others out"
         )
