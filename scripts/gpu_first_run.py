@@ -147,7 +147,8 @@ def bare_update(path: Path, batch: Any, order: list[int], device: str, rows_at_o
     """Return a function that makes one policy-gradient update with plain torch, on padded micro-batches of whole sequences."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+    model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     total = int(batch.response_lengths_N.sum())
     sequences = torch.split(batch.token_ids_S, (batch.prompt_lengths_N + batch.response_lengths_N).tolist())
