@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import shutil
 import signal
@@ -131,6 +132,7 @@ def _start(loading: ExitStack, on_error: Callable[[BaseException], None], compos
         loading.close()
         if trainer.dry_run:
             print(redact(plan.render()))
+            look_at_inputs(plan)
             return 0
         if (said := done_already(composed, plan.sizes.total_steps)) is not None:
             print(said)
@@ -441,15 +443,37 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     leave_results(course, roles, timeline, training)
 
 
+def look_at_inputs(plan: Plan) -> None:
+    """Read tokenizer, data and rewards as a start would, and print what it would warn of. Raises what it would raise.
+
+    Left out where a start would first make or fetch something, and where it would happen on another machine.
+    """
+    path = Path(plan.config.actor_rollout_ref.model.path)
+    if plan.machine.name or plan.collection is not None or not path.is_dir():
+        return
+    from grpo_rl.cluster.inputs import read_inputs
+    from grpo_rl.plan.first_look import of_memory
+    from grpo_rl.telemetry.rundir import RunDir
+    from grpo_rl.telemetry.terminal.console import Console
+
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = read_inputs(plan, RunDir(Path(folder)), Console(io.StringIO()))
+    for warning in (*of_memory(plan), *_warnings(inputs, Path(plan.config.trainer.default_local_dir).expanduser().absolute())):
+        print(redact(warning))
+
+
 def first_look(course: Course, inputs: Inputs) -> None:
     """Warn of what makes a run vain."""
+    for warning in _warnings(inputs, course.session.run_dir.path.parent):
+        course.session.console.warn(warning)
+
+
+def _warnings(inputs: Inputs, runs: Path) -> Iterator[str]:
     from grpo_rl.plan.first_look import of_plan, of_prompts, some_rows
 
-    runs = course.session.run_dir.path.parent
-    rows = some_rows(inputs.train_data or inputs.val_data)
-    prompts = [prompt for prompt, _ in rows]
-    for warning in (*of_plan(inputs.plan, runs), *of_prompts(inputs.plan, prompts, inputs.tokenizer)):
-        course.session.console.warn(warning)
+    prompts = [prompt for prompt, _ in some_rows(inputs.train_data or inputs.val_data)]
+    yield from of_plan(inputs.plan, runs)
+    yield from of_prompts(inputs.plan, prompts, inputs.tokenizer)
 
 
 def export(course: Course, roles: Roles, training: RunLoop) -> None:

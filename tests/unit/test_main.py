@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from grpo_rl.errors import CheckpointError, ClusterError, DataError, Preempted
 from grpo_rl.main import main
+from grpo_rl.models.builtin import build
 
 DRY_RUN = ["trainer.dry_run=true", "trainer.device=cpu"]
 
@@ -18,6 +20,24 @@ def test_a_dry_run_prints_the_plan_and_ends_well(capsys: pytest.CaptureFixture[s
     assert main(DRY_RUN) == 0
     out, err = capsys.readouterr()
     assert out.startswith("plan: recipe arithmetic/grpo") and "optimizer step" in out and err == ""
+
+
+def test_a_dry_run_finds_what_a_start_would_in_tokenizer_data_and_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = build("builtin:arithmetic", tmp_path / "model")
+    words = [*DRY_RUN, f"actor_rollout_ref.model.path={folder}", f"trainer.default_local_dir={tmp_path}/runs"]
+    rows = [{"data_source": "arithmetic", "prompt": f"{n}+1=", "reward_model": {"ground_truth": f"{n + 1}"}} for n in range(64)]
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([*words, f"data.train_files={tmp_path}/plain.jsonl"]) == 0
+    assert "8 of 8 are plain strings" in capsys.readouterr().out
+    (tmp_path / "mine.py").write_text("import nothing_of_this_name\n")
+    assert main([*words, f"reward.functions=[{tmp_path}/mine.py:mine]"]) == 2
+    assert "No module named 'nothing_of_this_name'" in capsys.readouterr().err
+    (folder / "chat_template.jinja").unlink()
+    assert main(words) == 3
+    assert "the tokenizer has no chat template" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_mistakes_are_listed_one_per_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
