@@ -26,7 +26,12 @@ def test_a_dry_run_finds_what_a_start_would_in_tokenizer_data_and_rewards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = build("builtin:arithmetic", tmp_path / "model")
-    words = [*DRY_RUN, f"actor_rollout_ref.model.path={folder}", f"trainer.default_local_dir={tmp_path}/runs"]
+    words = [
+        *DRY_RUN,
+        "recipe=arithmetic/grpo",
+        f"actor_rollout_ref.model.path={folder}",
+        f"trainer.default_local_dir={tmp_path}/runs",
+    ]
     rows = [{"data_source": "arithmetic", "prompt": f"{n}+1=", "reward_model": {"ground_truth": f"{n + 1}"}} for n in range(64)]
     (tmp_path / "plain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([*words, f"data.train_files={tmp_path}/plain.jsonl"]) == 0
