@@ -561,9 +561,12 @@ def check_ipc(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     if device != "cuda":
         yield Row(name, "not possible", "needs a GPU")
         return
+    from grpo_rl.gpu_allocator import use_expandable_segments
     from grpo_rl.rollout.senders import make_sender
     from grpo_rl.rollout.weights import merge_ranks
 
+    # As in a rank, whose buffer has to be made without them.
+    use_expandable_segments()
     context = multiprocessing.get_context("spawn")
     pipe, other = context.Pipe()
     receiver = context.Process(target=_receive, args=(other,), daemon=True)
