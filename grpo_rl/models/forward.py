@@ -1,28 +1,21 @@
 """Log-probabilities, entropies and exact KLs of trained tokens: the one shift and the one LM head.
 
-The body of the model runs on a flat axis of all tokens. The LM head runs only where a token is
-trained, with float32 logits whatever the layers compute in, chunk by chunk, each chunk recomputed in the backward pass, so that logits of
-`[tokens, vocabulary]` never exist at once.
+The body of the model runs on a flat axis of all tokens. The LM head (`models/lm_head.py`) runs only where a token is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from grpo_rl.models.experts import Routing
-from grpo_rl.models.linear import Precision, linear, reduced_linear, rounded, use_fast_linear, use_fast_norms
+from grpo_rl.models.linear import Precision, use_fast_linear, use_fast_norms
+from grpo_rl.models.lm_head import Columns, Head, head_columns, in_chunks, support_of_chunks, token_logprobs
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.packing import Sequences
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
-
-Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""Log-prob, entropy and KL to the reference of each trained token, log-probs and ids of several tokens in its place."""
 
 
 @dataclass(slots=True)
@@ -136,126 +129,25 @@ class PolicyModel(PackedModel):
         ref_head = (
             head.detached() if ref_head_VD is None else Head.of(ref_head_VD, ref_bias_V, self.temperature, self.precision)
         )
-        support = _support_of_chunks(sequences, size)
+        support = support_of_chunks(sequences.support_counts_T, sequences.support_ids_M, size)
+        if want_entropy or ref_hidden_TD is not None or top is not None or top_ids_TK is not None:
 
-        def columns(number: int, rows: slice) -> Columns:
-            return head_columns(
-                head,
-                hidden_TD[rows],
-                sequences.target_T[rows],
-                want_entropy=want_entropy,
-                ref_head=ref_head,
-                ref_hidden_TD=None if ref_hidden_TD is None else ref_hidden_TD[rows],
-                top=top,
-                top_ids_TK=None if top_ids_TK is None else top_ids_TK[rows],
-                support=None if support is None else support[number],
-            )
+            def columns(number: int, rows: slice) -> Columns:
+                return head_columns(
+                    head,
+                    hidden_TD[rows],
+                    sequences.target_T[rows],
+                    want_entropy=want_entropy,
+                    ref_head=ref_head,
+                    ref_hidden_TD=None if ref_hidden_TD is None else ref_hidden_TD[rows],
+                    top=top,
+                    top_ids_TK=None if top_ids_TK is None else top_ids_TK[rows],
+                    support=None if support is None else support[number],
+                )
 
-        found = in_chunks(columns, len(sequences.target_T), size)
-        outputs = TokenOutputs(*found, hidden_TD.float() if want_hidden else None)
-        return outputs if own is None else outputs.whole(own)
-
-
-def in_chunks(columns: Callable[[int, slice], Columns], num_tokens: int, chunk_tokens: int) -> Columns:
-    """Return the columns of all trained tokens, of which `columns` makes those of a chunk, given its number and its rows.
-
-    With a gradient, each of several chunks is computed again in the backward pass.
-    """
-    chunks = [
-        (number, slice(start, start + chunk_tokens)) for number, start in enumerate(range(0, max(1, num_tokens), chunk_tokens))
-    ]
-    if torch.is_grad_enabled() and len(chunks) > 1:
-        found = [checkpoint(columns, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
-    else:
-        found = [columns(*chunk) for chunk in chunks]
-    if len(found) == 1:
-        return found[0]
-    return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True))  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, slots=True)
-class Head:
-    """An LM head, with float32 logits whatever the layers compute in."""
-
-    weight_VD: Tensor
-    bias_V: Tensor | None
-    temperature: float
-    precision: Precision
-    rounded_VD: Tensor
-    """The weight as products of this precision take it, rounded once for all chunks of a pass."""
-
-    @classmethod
-    def of(cls, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, precision: Precision) -> Head:
-        return cls(weight_VD, bias_V, temperature, precision, rounded(weight_VD.float(), precision))
-
-    def detached(self) -> Head:
-        """Return the same head as a constant."""
-        return replace(self, weight_VD=self.weight_VD.detach(), bias_V=None if self.bias_V is None else self.bias_V.detach())
-
-    def logprobs_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
-        """Return the log-probs of all tokens but those that are left out, which have -inf."""
-        arguments = hidden_TD.float(), self.weight_VD.float(), None if self.bias_V is None else self.bias_V.float()
-        if self.precision == "float32":
-            logits_TV = linear(*arguments)
+            outputs = TokenOutputs(*in_chunks(columns, len(sequences.target_T), size))
         else:
-            logits_TV = reduced_linear(*arguments, self.precision, self.rounded_VD)
-        if self.temperature != 1.0:
-            logits_TV = logits_TV / self.temperature
-        if left_out_TV is not None:
-            logits_TV = logits_TV.masked_fill(left_out_TV, float("-inf"))
-        return logits_TV.log_softmax(dim=-1)
-
-
-def _support_of_chunks(sequences: Sequences, chunk_tokens: int) -> list[tuple[Tensor, Tensor]] | None:
-    """Return, for each chunk of trained tokens, row in the chunk and id of every token that could be sampled there."""
-    counts_T, ids_M = sequences.support_counts_T, sequences.support_ids_M
-    if counts_T is None or ids_M is None:
-        return None
-    chunks, begin = [], 0
-    for counts_C in counts_T.split(chunk_tokens):
-        row_M = torch.repeat_interleave(torch.arange(len(counts_C), dtype=torch.int32), counts_C)
-        end = begin + len(row_M)
-        chunks.append((row_M.to(ids_M.device), ids_M[begin:end]))
-        begin = end
-    return chunks
-
-
-def head_columns(
-    head: Head,
-    hidden_TD: Tensor,
-    target_T: Tensor,
-    *,
-    want_entropy: bool = False,
-    ref_head: Head | None = None,
-    ref_hidden_TD: Tensor | None = None,
-    top: tuple[int, int] | None = None,
-    top_ids_TK: Tensor | None = None,
-    support: tuple[Tensor, Tensor] | None = None,
-) -> Columns:
-    """Return the columns of some trained tokens, None for what is not asked for; see `PolicyModel.forward`."""
-    left_out_TV = None
-    if support is not None:  # true for the tokens that could not be sampled
-        left_out_TV = torch.ones(len(target_T), len(head.weight_VD), dtype=torch.bool, device=support[1].device)
-        left_out_TV[support] = False
-    logprobs_TV = head.logprobs_TV(hidden_TD, left_out_TV)
-    # A copy, not a view: FSDP hooks the outputs and cannot hook views.
-    logprobs_T = logprobs_TV.gather(1, target_T[:, None]).squeeze(1).clone()
-    top_logprobs_TK = None if top_ids_TK is None else logprobs_TV.gather(1, top_ids_TK)
-    if top is not None:
-        top_logprobs_TK, top_ids_TK = logprobs_TV[:, : top[1]].topk(min(top), dim=1)
-    else:
-        top_ids_TK = None  # the caller's own
-    entropy_T = kl_T = None
-    if want_entropy or ref_hidden_TD is not None:
-        probs_TV = logprobs_TV.exp()
-        if left_out_TV is not None:
-            # 0 log 0 is 0, in the gradient too.
-            logprobs_TV = logprobs_TV.masked_fill(left_out_TV, 0.0)
-        entropy_T = -(probs_TV * logprobs_TV).sum(-1) if want_entropy else None
-        if ref_hidden_TD is not None:
-            assert ref_head is not None
-            ref_logprobs_TV = ref_head.logprobs_TV(ref_hidden_TD, left_out_TV)
-            if left_out_TV is not None:
-                ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)
-            kl_T = (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1)
-    return logprobs_T, entropy_T, kl_T, top_logprobs_TK, top_ids_TK
+            outputs = TokenOutputs(token_logprobs(head, hidden_TD, sequences.target_T, size, support))
+        if want_hidden:
+            outputs.hidden_TD = hidden_TD.float()
+        return outputs if own is None else outputs.whole(own)

@@ -183,6 +183,25 @@ def reduced_product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
     return _rounded_to_tf32(a) @ _rounded_to_tf32(b)
 
 
+def product(a: Tensor, b: Tensor, precision: Precision) -> Tensor:
+    """Return `a @ b` of two matrices in float32, of inputs that are rounded as `precision` says; no gradient flows through."""
+    return linear(a, b.t()) if precision == "float32" else reduced_product(a, b, precision)
+
+
+def add_product(total: Tensor | None, a: Tensor, b: Tensor, precision: Precision) -> Tensor:
+    """Return `total + a @ b`, in the place of a total that there is already."""
+    if total is None:
+        return a @ b if precision == "float32" else reduced_product(a, b, precision)
+    if precision == "bfloat16":  # whose sum in float32 only a product has, and not one with something to add to
+        return total.add_(reduced_product(a, b, precision))
+    if precision == "float32":
+        return total.addmm_(a, b)
+    if not a.is_cuda:
+        a, b = _rounded_to_tf32(a), _rounded_to_tf32(b)
+    with tf32():
+        return total.addmm_(a, b)
+
+
 @contextmanager
 def tf32() -> Iterator[None]:
     """Allow tensor cores to round float32 inputs, inside of this context."""

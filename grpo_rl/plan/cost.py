@@ -39,8 +39,9 @@ HIDDEN_BYTES, INNER_BYTES, HEAD_BYTES = 120, 28, 40
 """Bytes that one token moves in one layer's forward pass, for each number of the hidden state, of the MLP's inner state and of queries
 and keys: norms in float32, residual sums, activation and rotary embedding read and write them in kernels of their own, each several
 times in two bytes or four. Counted by kernels of an eager pass."""
-LOGIT_BYTES = 48
-"""Bytes that one trained token moves for each entry of the vocabulary: float32 logits, read or written twelve times."""
+LOGIT_BYTES = 32
+"""Bytes that one trained token moves for each entry of the vocabulary: float32 logits, read or written eight times
+(tests/unit/models/test_forward.py counts)."""
 RECOMPUTED, STORED = 4, 3
 """Forward passes that an update costs, with and without gradient checkpointing: the backward pass is two."""
 FORWARD = 1.5

@@ -36,6 +36,8 @@ HOST_OF_RUN = int(8 * GIB)
 """Assumed: the controller, Ray's processes and its store, and reward processes."""
 ENGINE_WORK = int(0.5 * GIB)
 """Assumed: tensors of an engine's passes beside its logits and the widest tensors of a layer."""
+LOGPROBS_ALONE = 2
+"""Float32 tensors of [chunk, vocabulary] that are there at once if nothing but the log-probs of tokens is asked for."""
 TIGHT = 0.9
 """The share of the memory from which on a phase is called tight."""
 BESIDE_WORKERS, WORKER, VLLM_WORKER = 830 * 2**20, 180 * 2**20, 550 * 2**20
@@ -64,7 +66,7 @@ class Load:
     checkpointing: bool = True
     chunk: int = 2048
     """Trained tokens whose logits are there at once."""
-    logits: int = 3
+    logits: int = LOGPROBS_ALONE
     """Float32 tensors of [chunk, vocabulary] that are there at once in the head."""
     has_head: bool = True
     """False for a critic or a reward model, whose head is one number wide."""
@@ -149,7 +151,8 @@ def peak(size: ModelSize, load: Load) -> int:
 def _head(size: ModelSize, load: Load) -> int:
     """Return the bytes of the LM head's tensors: hidden states in float32, logits, and gradients of the weight.
 
-    Each chunk's gradient of the weight is added to that of the chunks before into a third tensor of its size.
+    By autograd each chunk's gradient of the weight is added to that of the chunks before into a third tensor of its size; that of
+    log-probs alone is added in its place.
     """
     states = (2 if load.trains else 1) * load.trained * size.hidden * 4
     if not load.has_head:
@@ -158,7 +161,9 @@ def _head(size: ModelSize, load: Load) -> int:
     weight = 4 * size.vocab * size.hidden
     if not load.trains or load.adapters:
         return states + logits
-    return states + max(3 * weight, logits + weight) if load.trained > load.chunk else states + max(logits, weight)
+    if load.trained <= load.chunk:
+        return states + max(logits, weight)
+    return states + (max(3 * weight, logits + weight) if load.logits > LOGPROBS_ALONE else logits + weight)
 
 
 def _mlp(size: ModelSize, dense: int, hidden: int, inner: int) -> int:
@@ -277,8 +282,9 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     # AdamW has two moments for each parameter, Muon one for the layers' matrices.
     muon = not scores and (critic if name == "critic" else parts.actor).optim.optimizer == "muon"
     # Of [chunk, vocabulary], tracked with the head (tests/unit/test_plan_tracked_memory.py): logits and log-probs; with a
-    # gradient one more; two more for the entropy, and for the exact KL.
-    logits = 2 if not learns else 3 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl
+    # gradient by autograd one more, and two more for the entropy, and for the exact KL.
+    by_autograd = learns and bool(objective.needs_entropy or objective.needs_full_kl or plan.teachers)
+    logits = 2 + by_autograd * (1 + 2 * objective.needs_entropy + 2 * objective.needs_full_kl)
     return Load(
         ranks=fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks,
         tokens=tokens,

@@ -169,9 +169,9 @@ FAULTS: list[Fault] = [
     ),
     _F(
         "lost temperature",
-        "models/forward.py",
-        "logits_TV = logits_TV / self.temperature",
-        "logits_TV = logits_TV / 1.0",
+        "models/lm_head.py",
+        "else hidden_TD / self.temperature",
+        "else hidden_TD / 1.0",
         "unit/models",
     ),
     _F(

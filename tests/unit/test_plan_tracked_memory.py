@@ -57,7 +57,7 @@ def planned(name: str) -> tuple[ModelSize, Load, Case]:
     settings: dict[str, Any] = known_settings(model) or {}
     case = Case(
         settings, load.ranks, rollouts, PROMPT, response, role=role, checkpointing=load.checkpointing, chunk=load.chunk,
-        entropy=load.logits > 3, per_group=N if shared else 1, lora_rank=config.actor_rollout_ref.model.lora_rank,
+        entropy=load.logits > 2, per_group=N if shared else 1, lora_rank=config.actor_rollout_ref.model.lora_rank,
         half_base=load.half_base,
     )  # fmt: skip
     assert (case.tokens, case.trained) == (load.tokens, load.trained)

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from grpo_rl.algos.losses.contract import LossInput
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.segments import Segments
-from grpo_rl.models.forward import Head, PolicyModel, head_columns
+from grpo_rl.models.forward import PolicyModel
+from grpo_rl.models.lm_head import Head, head_columns, in_chunks, token_logprobs
 from grpo_rl.models.packing import Sequences
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import sequences_of
@@ -288,3 +289,85 @@ def test_gradients_are_those_of_finite_differences_and_pass_nothing_to_other_tok
         step[v, d] = 1e-2
         slope = float(value(head_VD + step) - value(head_VD - step)) / 2e-2
         assert float(parameter.grad[v, d]) == pytest.approx(slope, abs=2e-3)
+
+
+# ---- the log-probs' own backward pass -------------------------------------------------------------------------------
+
+
+def inputs_of_head(num_tokens: int, vocabulary: int, *, bias: bool) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return hidden states, weight and perhaps bias, targets, and a gradient of their log-probs."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(num_tokens, 24), (vocabulary, 24), *([(vocabulary,)] if bias else [])]
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+    target_T = torch.randint(0, vocabulary, (num_tokens,), generator=generator)
+    return inputs, target_T, torch.randn(num_tokens, generator=generator)
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float32", 2e-6), ("tf32", 2e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 50])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("limited", [False, True], ids=["all tokens", "some could be sampled"])
+def test_logprobs_and_gradients_are_those_of_autograd_in_float64(precision, bound, chunk_tokens, bias, limited):
+    inputs, target_T, grad_T = inputs_of_head(23, 60, bias=bias)
+    left_out_TV = torch.rand(23, 60, generator=torch.Generator().manual_seed(1)) < 0.4
+    left_out_TV.scatter_(1, target_T[:, None], False)
+    if not limited:
+        left_out_TV[:] = False
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    logits_TV = torch.nn.functional.linear(exact[0], *exact[1:]) / 0.7
+    expected_T = logits_TV.masked_fill(left_out_TV, -math.inf).log_softmax(-1).gather(1, target_T[:, None])[:, 0]
+    expected_T.backward(grad_T.double())
+    ours = [tensor.clone().requires_grad_() for tensor in inputs]
+    head = Head.of(ours[1], ours[2] if bias else None, 0.7, precision)
+    rows = [mask.logical_not().nonzero().int().unbind(1) for mask in left_out_TV.split(chunk_tokens)]
+    support = [(row_M, id_M.long()) for row_M, id_M in rows] if limited else None
+    logprobs_T = token_logprobs(head, ours[0], target_T, chunk_tokens, support)
+    logprobs_T.backward(grad_T)
+    assert float((logprobs_T - expected_T).detach().abs().max()) < 20 * bound
+    for tensor, correct in zip(ours, exact, strict=True):
+        assert float((tensor.grad - correct.grad).norm() / correct.grad.norm()) < bound
+
+
+def test_no_gradient_is_made_of_what_is_frozen_and_none_of_no_tokens():
+    (hidden_TD, weight_VD), target_T, grad_T = inputs_of_head(9, 30, bias=False)
+    hidden_TD.requires_grad_()
+    token_logprobs(Head.of(weight_VD, None, 1.0, "float32"), hidden_TD, target_T, 4).backward(grad_T)
+    assert hidden_TD.grad is not None and weight_VD.grad is None
+    weight_VD.requires_grad_()
+    empty_TD = torch.zeros(0, 24, requires_grad=True)
+    token_logprobs(Head.of(weight_VD, None, 1.0, "float32"), empty_TD, target_T[:0], 4).sum().backward()
+    assert empty_TD.grad.shape == (0, 24) and weight_VD.grad.abs().max() == 0
+
+
+class Traffic(TorchDispatchMode):
+    """Adds up the elements that operations read and write in tensors of [chunk, vocabulary]; views move nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.num_elements = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and func not in (torch.ops.aten.gather.default, torch.ops.aten.scatter_.src):
+            tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+            self.num_elements += sum(tensor.numel() for tensor in tensors if tensor.numel() == self.size)
+        return out
+
+
+@pytest.mark.parametrize(("chunk_tokens", "times"), [(16, [8, 14]), (64, [7, 11])], ids=["chunks", "one chunk"])
+def test_logprobs_move_less_of_the_logits_than_autograd(chunk_tokens, times):
+    (hidden_TD, weight_VD), target_T, grad_T = inputs_of_head(64, 500, bias=False)
+    moved = []
+    for columns in (False, True):
+        inputs = hidden_TD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
+        head = Head.of(inputs[1], None, 0.7, "float32")
+        with Traffic(chunk_tokens * 500) as traffic:
+            if columns:
+                logprobs_T = in_chunks(
+                    lambda _, rows, head=head, x_TD=inputs[0]: head_columns(head, x_TD[rows], target_T[rows]), 64, chunk_tokens
+                )[0]
+            else:
+                logprobs_T = token_logprobs(head, inputs[0], target_T, chunk_tokens)
+            logprobs_T.backward(grad_T)
+        moved.append(traffic.num_elements / (64 * 500))
+    assert moved == times, "how often all logits were read or written, in both passes"

@@ -1,0 +1,225 @@
+"""The LM head: log-probabilities, entropies and exact KLs of trained tokens out of their hidden states.
+
+Logits are float32 whatever the layers compute in, and made chunk by chunk of tokens, so that those of `[tokens, vocabulary]`
+never exist at once. What a run needs of most tokens, the log-prob of the sampled one, has a backward pass of its own
+(`token_logprobs`); the rest is left to autograd, each chunk recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from grpo_rl.models.linear import Precision, add_product, linear, product, reduced_linear, rounded
+
+Columns = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Log-prob, entropy and KL to the reference of each trained token, log-probs and ids of several tokens in its place."""
+Support = tuple[Tensor, Tensor]
+"""Row in the chunk and id of every token that could be sampled there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """An LM head, with float32 logits whatever the layers compute in."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    temperature: float
+    precision: Precision
+    rounded_VD: Tensor
+    """The weight as products of this precision take it, rounded once for all chunks of a pass."""
+
+    @classmethod
+    def of(cls, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, precision: Precision) -> Head:
+        return cls(weight_VD, bias_V, temperature, precision, rounded(weight_VD.float(), precision))
+
+    def detached(self) -> Head:
+        """Return the same head as a constant."""
+        return replace(self, weight_VD=self.weight_VD.detach(), bias_V=None if self.bias_V is None else self.bias_V.detach())
+
+    def scaled_TD(self, hidden_TD: Tensor) -> Tensor:
+        """Return the hidden states that the weight is multiplied with: over the temperature, for all logits at once."""
+        hidden_TD = hidden_TD.float()
+        return hidden_TD if self.temperature == 1.0 else hidden_TD / self.temperature
+
+    def logits_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
+        """Return the logits over the temperature of all tokens but those that are left out, which have -inf."""
+        bias_V = None if self.bias_V is None else self.bias_V.float() / self.temperature
+        arguments = self.scaled_TD(hidden_TD), self.weight_VD.float(), bias_V
+        if self.precision == "float32":
+            logits_TV = linear(*arguments)
+        else:
+            logits_TV = reduced_linear(*arguments, self.precision, self.rounded_VD)
+        if left_out_TV is not None:
+            logits_TV = logits_TV.masked_fill(left_out_TV, float("-inf"))
+        return logits_TV
+
+    def logprobs_TV(self, hidden_TD: Tensor, left_out_TV: Tensor | None) -> Tensor:
+        """Return the log-probs of all tokens but those that are left out, which have -inf."""
+        return self.logits_TV(hidden_TD, left_out_TV).log_softmax(dim=-1)
+
+
+# ---- log-probs of the trained tokens alone --------------------------------------------------------------------------
+
+
+def token_logprobs(
+    head: Head, hidden_TD: Tensor, target_T: Tensor, chunk_tokens: int, support: list[Support] | None = None
+) -> Tensor:
+    """Return the log-prob of each target. `support`: for each chunk the tokens that could be sampled."""
+    out: Tensor = _TokenLogprobs.apply(hidden_TD, head.weight_VD, head.bias_V, target_T, head.detached(), chunk_tokens, support)
+    return out
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax(W h)[target], whose gradient of the logits is g (onehot(target) - p).
+
+    p - onehot is made where the probabilities lie, and g scales the other factor of each product, the hidden states: of
+    [tokens, vocabulary] the backward pass writes nothing else. Probabilities of several chunks are recomputed, those of one
+    alone are kept.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        target_T: Tensor,
+        head: Head,
+        chunk_tokens: int,
+        support: list[Support] | None,
+    ) -> Tensor:
+        ctx.head, ctx.chunk_tokens, ctx.support = head, chunk_tokens, support
+        logprobs_T = torch.empty(len(target_T), dtype=torch.float32, device=hidden_TD.device)
+        kept: list[Tensor] = []
+        for number, rows in _chunks(len(target_T), chunk_tokens):
+            logprobs_CV = head.logprobs_TV(hidden_TD[rows], _left_out(head, support, number, rows))
+            logprobs_T[rows] = logprobs_CV.gather(1, target_T[rows, None])[:, 0]
+            if len(target_T) <= chunk_tokens and any(ctx.needs_input_grad):
+                kept.append(logprobs_CV)
+            del logprobs_CV  # before the next chunk's logits are made
+        ctx.save_for_backward(hidden_TD, target_T, *kept)
+        return logprobs_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_TD, target_T, *kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        head: Head = ctx.head
+        grad_TD = torch.empty_like(hidden_TD) if needs_hidden else None
+        grad_VD = grad_V = None
+        for number, rows in _chunks(len(target_T), ctx.chunk_tokens):
+            if kept:
+                probs_CV = kept[0].exp_()
+            else:
+                left_out_CV = _left_out(head, ctx.support, number, rows)
+                probs_CV = head.logits_TV(hidden_TD[rows], left_out_CV).softmax(dim=-1)
+            index_C1 = target_T[rows, None]
+            probs_CV.scatter_(1, index_C1, probs_CV.gather(1, index_C1) - 1.0)
+            grad_C1 = -grad_T[rows, None]
+            if needs_bias:
+                part_V = (probs_CV.t() @ grad_C1)[:, 0] / head.temperature
+                grad_V = part_V if grad_V is None else grad_V + part_V
+            probs_CV = rounded(probs_CV, head.precision)
+            if grad_TD is not None:
+                grad_CD = product(probs_CV, head.rounded_VD, head.precision)
+                grad_TD[rows] = (grad_C1 / head.temperature * grad_CD).to(grad_TD.dtype)
+            if needs_weight:
+                grad_VD = add_product(grad_VD, probs_CV.t(), grad_C1 * head.scaled_TD(hidden_TD[rows]), head.precision)
+            del probs_CV
+        return grad_TD, grad_VD, grad_V, None, None, None, None
+
+
+def _left_out(head: Head, support: list[Support] | None, number: int, rows: slice) -> Tensor | None:
+    return None if support is None else _left_out_TV(support[number], rows.stop - rows.start, len(head.weight_VD))
+
+
+def _left_out_TV(support: Support | None, num_tokens: int, vocabulary: int) -> Tensor | None:
+    """Return true for each token that could not be sampled; None if all could be."""
+    if support is None:
+        return None
+    left_out_TV = torch.ones(num_tokens, vocabulary, dtype=torch.bool, device=support[1].device)
+    left_out_TV[support] = False
+    return left_out_TV
+
+
+def _chunks(num_tokens: int, chunk_tokens: int) -> list[tuple[int, slice]]:
+    """Return number and rows of each chunk; no tokens are one chunk of none."""
+    starts = range(0, max(1, num_tokens), chunk_tokens)
+    return [(number, slice(start, min(start + chunk_tokens, num_tokens))) for number, start in enumerate(starts)]
+
+
+def support_of_chunks(counts_T: Tensor | None, ids_M: Tensor | None, chunk_tokens: int) -> list[Support] | None:
+    """Return, for each chunk of trained tokens, row in the chunk and id of every token that could be sampled there."""
+    if counts_T is None or ids_M is None:
+        return None
+    chunks, begin = [], 0
+    for counts_C in counts_T.split(chunk_tokens):
+        row_M = torch.repeat_interleave(torch.arange(len(counts_C), dtype=torch.int32), counts_C)
+        end = begin + len(row_M)
+        chunks.append((row_M.to(ids_M.device), ids_M[begin:end]))
+        begin = end
+    return chunks
+
+
+# ---- everything else ------------------------------------------------------------------------------------------------
+
+
+def in_chunks(columns: Callable[[int, slice], Columns], num_tokens: int, chunk_tokens: int) -> Columns:
+    """Return the columns of all trained tokens, of which `columns` makes those of a chunk, given its number and its rows.
+
+    With a gradient, each of several chunks is computed again in the backward pass.
+    """
+    chunks = _chunks(num_tokens, chunk_tokens)
+    if torch.is_grad_enabled() and len(chunks) > 1:
+        found = [checkpoint(columns, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    else:
+        found = [columns(*chunk) for chunk in chunks]
+    if len(found) == 1:
+        return found[0]
+    return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True))  # type: ignore[return-value]
+
+
+def head_columns(
+    head: Head,
+    hidden_TD: Tensor,
+    target_T: Tensor,
+    *,
+    want_entropy: bool = False,
+    ref_head: Head | None = None,
+    ref_hidden_TD: Tensor | None = None,
+    top: tuple[int, int] | None = None,
+    top_ids_TK: Tensor | None = None,
+    support: Support | None = None,
+) -> Columns:
+    """Return the columns of some trained tokens, None for what is not asked for; see `PolicyModel.forward`."""
+    left_out_TV = _left_out_TV(support, len(target_T), len(head.weight_VD))
+    logprobs_TV = head.logprobs_TV(hidden_TD, left_out_TV)
+    # A copy, not a view: FSDP hooks the outputs and cannot hook views.
+    logprobs_T = logprobs_TV.gather(1, target_T[:, None]).squeeze(1).clone()
+    top_logprobs_TK = None if top_ids_TK is None else logprobs_TV.gather(1, top_ids_TK)
+    if top is not None:
+        top_logprobs_TK, top_ids_TK = logprobs_TV[:, : top[1]].topk(min(top), dim=1)
+    else:
+        top_ids_TK = None  # the caller's own
+    entropy_T = kl_T = None
+    if want_entropy or ref_hidden_TD is not None:
+        probs_TV = logprobs_TV.exp()
+        if left_out_TV is not None:
+            # 0 log 0 is 0, in the gradient too.
+            logprobs_TV = logprobs_TV.masked_fill(left_out_TV, 0.0)
+        entropy_T = -(probs_TV * logprobs_TV).sum(-1) if want_entropy else None
+        if ref_hidden_TD is not None:
+            assert ref_head is not None
+            ref_logprobs_TV = ref_head.logprobs_TV(ref_hidden_TD, left_out_TV)
+            if left_out_TV is not None:
+                ref_logprobs_TV = ref_logprobs_TV.masked_fill(left_out_TV, 0.0)
+            kl_T = (probs_TV * (logprobs_TV - ref_logprobs_TV)).sum(-1)
+    return logprobs_T, entropy_T, kl_T, top_logprobs_TK, top_ids_TK
