@@ -26,7 +26,7 @@ from grpo_rl.checkpoint.tensors import HostMemory
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, ModelConfig, OptimConfig
-from grpo_rl.models import forward, fsdp, sharded_load
+from grpo_rl.models import fsdp, lm_head, sharded_load
 from grpo_rl.models.linear import linear
 from grpo_rl.types import Batch, Metrics
 from grpo_rl.workers import device_memory
@@ -134,11 +134,11 @@ class RecordingActor(Recording, ActorWorker):
             rows.append(len(x))
             return linear(x, *rest)
 
-        forward.linear = counting
+        lm_head.linear = counting
         try:
             self.update(*args)
         finally:
-            forward.linear = linear
+            lm_head.linear = linear
         return sum(rows)
 
     def update_counting_tokens(self, *args: Any) -> int:
