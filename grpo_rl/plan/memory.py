@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_rl.config.derived import Machine, MicroBatchRule, lm_head_chunk, longest_sequence
+from grpo_rl.config.derived import Machine, MicroBatchRule, is_offline, lm_head_chunk, longest_sequence
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
@@ -353,10 +353,13 @@ def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
     """The most tokens of one micro-batch that one rank computes, and never more than a mini-batch can have."""
-    longest = longest_sequence(config)
-    rollouts = config.actor_rollout_ref.actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n
+    longest, n = longest_sequence(config), config.actor_rollout_ref.rollout.n
+    prompts = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    of_group = n * longest
+    if rule.shares_prompts and not is_offline(config):
+        of_group = config.data.max_prompt_length + n * config.data.max_response_length
     limit = rule.max_tokens if rule.max_tokens is not None else (rule.max_rollouts or 1) * longest
-    return -(-min(limit, rollouts * longest) // rule.sequence_ranks)
+    return -(-min(limit, prompts * of_group) // rule.sequence_ranks)
 
 
 def _width(dtype: str, machine: Machine) -> int:

@@ -370,3 +370,18 @@ def test_a_loss_of_the_users_own_has_its_coefficient_from_the_docstring_or_as_a_
     for name, coefficient in (("plain", "= -∂pg/∂log π"), ("said", "= A")):
         rows = rows_of(f"{A}.policy_loss.loss_mode={file}:{name}", f"{A}.use_kl_loss=false")
         assert rows["GC"] == coefficient
+
+
+def test_a_micro_batch_is_never_estimated_larger_than_the_mini_batch_is_whose_prompts_are_computed_once() -> None:
+    """8 prompts of 384 tokens with 8 responses of 48 each: 8 (384 + 8 x 48) = 6,144 tokens, whatever a pass may have."""
+    words = ["recipe=arithmetic/grpo", "trainer.device=cpu", "data.max_prompt_length=384", "data.max_response_length=48"]
+    words += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+
+    def activations(*more: str) -> list[tuple[str, int]]:
+        plan = make_plan(compose([*words, *more]), Machine(num_gpus=0, num_cpus=2, device="cpu"))
+        return [(one.role, one.num_bytes) for one in plan.memory if one.role == "actor"]
+
+    budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    assert activations(f"{budget}=16384") == activations(f"{budget}=6144") != activations(f"{budget}=6000")
+    apart = "actor_rollout_ref.actor.use_prefix_grouper=false"
+    assert activations(f"{budget}=27648", apart) == activations(f"{budget}=40000", apart) != activations(f"{budget}=16384", apart)
