@@ -103,7 +103,7 @@ def test_a_controller_that_is_told_to_stop_saves_the_last_whole_step_says_so_and
     assert happened(story.run)[5:] == [BAD_GRADIENT, MID_GENERATION]
     status = story.stopped_in
     assert (status["state"], status["step"], status["phase"]) == ("running", 4, "gen")
-    assert set(status["workers"]) == {"actor0", "reference0", "rollout0", "rollout1"}
+    assert set(status["workers"]) == {"actor0", "functions0", "reference0", "rollout0", "rollout1"}
     assert story.stop_code == 75, story.run.describe()
     [said, first, *others] = story.stop_lines
     assert not [line for line in others if any(words in line for words in NOISE)]
