@@ -54,7 +54,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    with ray_session(RayInitConfig(), 2):
+    with ray_session(RayInitConfig(allow_insecure=True), 2):
         yield ray.nodes()[0]["NodeID"]
 
 
