@@ -101,11 +101,11 @@ def _run(words: list[str], on_error: Callable[[BaseException], None]) -> int:
                 raise ConfigError(
                     f"{command.shown[0]}: a sweep has several configurations; leave out --multirun, and give one value for each key"
                 )
-            from grpo_rl.sweep.run_all import run_sweep
+            from grpo_rl.sweep.points import run_sweep
 
             faults.arm()
             loading.close()
-            return run_sweep([word for word in words if word not in ("--multirun", "-m")])
+            return run_sweep(words)
         if command.shown:
             return print_asked(command)
         return launch(command, words, partial(_start, loading, on_error))

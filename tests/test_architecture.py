@@ -89,7 +89,7 @@ NEIGHBOURS = {
 LIBRARIES = {
     "ray": lambda file: file.startswith("cluster/"),
     "vllm": lambda file: file.startswith("rollout/vllm/"),
-    "hydra": lambda file: file.startswith("config/") or file == "main.py",
+    "hydra": lambda file: file.startswith("config/") or file in ("main.py", "sweep/points.py"),
     "omegaconf": lambda file: file.startswith("config/") or file == "main.py",
 }
 
@@ -277,7 +277,6 @@ ENDLESS_WAITS = {
         "_work",
     ): "a daemon thread that has nothing to do: `flush` and `close` wait for it with a deadline",
     ("api.py", "_wait"): "the run has deadlines of its own, and an interrupt ends the wait",
-    ("sweep/run_all.py", "wait"): "the run has deadlines of its own, and a signal to the sweep is passed on to it",
     ("telemetry/metrics/sinks.py", "_run"): "a daemon thread that has nothing to do: `close` waits for it with a deadline",
 }
 """File and function that may wait without a deadline, with the reason."""

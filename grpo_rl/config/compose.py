@@ -26,7 +26,7 @@ from grpo_rl.config.checks import all_rules, inputs
 from grpo_rl.config.command_line import Command
 from grpo_rl.config.convert import convert_or_explain, show
 from grpo_rl.config.hydra_files import Reading
-from grpo_rl.config.overrides import Line
+from grpo_rl.config.overrides import Line, is_secret
 from grpo_rl.config.schema.fields import flat, free_mapping, leaves, nested
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.config.verl import verl_answers
@@ -135,7 +135,7 @@ def main_of_hydra(
 def read(argv: Sequence[str]) -> Command:
     """Return the command line, and remember what it has of secrets."""
     secrets.remember_environment()
-    typed = (word.partition("=")[2] for word in argv if _is_secret(word))
+    typed = (word.partition("=")[2] for word in argv if is_secret(word))
     secrets.remember(value.strip("'\"") for value in typed if "${" not in value)
     return command_line.read(argv)
 
@@ -296,13 +296,7 @@ def _escaped(value: Any) -> Any:
 
 
 def _hide_secret(word: str) -> str:
-    return f"{word.partition('=')[0]}={secrets.HIDDEN}" if _is_secret(word) else secrets.redact(word)
-
-
-def _is_secret(word: str) -> bool:
-    """Return whether a word of the command line sets something by the name of a secret, which is no key of the schema."""
-    key, equals, _ = word.partition("=")
-    return bool(equals) and secrets.is_secret_name(key.rpartition(".")[2]) and key.lstrip("+~") not in leaves()
+    return f"{word.partition('=')[0]}={secrets.HIDDEN}" if is_secret(word) else secrets.redact(word)
 
 
 def _own_code_in_recipe(config: Config, line: Line) -> Iterator[str]:

@@ -160,8 +160,8 @@ class _Recipes(ConfigSource):
 
 def _result(source: ConfigSource, config_path: str, path: Path) -> ConfigResult:
     """Return a file as Hydra wants it. What is wrong with it goes to `Reading`, and is left out."""
-    current = _CURRENT.get(None)
-    assert current is not None
+    # A launcher composes in processes of its own, for the process of the run to do it again.
+    current = _CURRENT.get(None) or Reading([recipes.conf()])
     header: Mapping[str, str | None] = _GLOBAL
     try:
         file = recipes.read(path, config_path.removeprefix(_RECIPE))

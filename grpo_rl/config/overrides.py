@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from grpo_rl.config import choices, recipes
+from grpo_rl.config import choices, recipes, secrets
 from grpo_rl.config.convert import show, unknown_key
 from grpo_rl.config.schema.fields import Kind, free_mapping, leaves, sections
 from grpo_rl.config.verl import verl_answers
@@ -200,7 +199,7 @@ def _is_known(key: str) -> bool:
 def _take_hydra(line: Line, word: str, key: str, value: str | None) -> None:
     """Pass on a setting of Hydra's own, or say why it has no place here."""
     name = key.replace("/", ".")
-    if name == "hydra.run.dir" and value:
+    if name in ("hydra.run.dir", "hydra.sweep.dir") and value:
         folder = Path(value.strip("'\""))
         line.notes.append(
             f"{key}={value}: is trainer.default_local_dir={folder.parent} trainer.experiment_name={folder.name} here"
@@ -270,30 +269,42 @@ class Axes:
     """The words that are the same in all runs."""
     values: dict[str, list[str]] = field(default_factory=dict)
     """The values of each key that has several, as they are written on a command line; the last key changes fastest."""
+    drawn: dict[str, str] = field(default_factory=dict)
+    """The keys from whose range a sweeper draws (`interval(0,1)`), and the range."""
+    words: list[str] = field(default_factory=list)
+    """The words of all these keys for Hydra."""
     problems: list[str] = field(default_factory=list)
 
 
-def axes(words: Sequence[str]) -> Axes:
-    """Return the words of a sweep taken apart. What is wrong with a single value shows where its run is composed."""
-    found = Axes()
+def axes(words: Sequence[str], folders: Sequence[Path]) -> Axes:
+    """Return the words of a sweep taken apart. What is wrong with a single value shows when its run is composed."""
+    parts = Axes()
     for word in words:
         match = _WORD.fullmatch(word)
         assert match is not None
         key, value = match["key"].strip(), match["value"]
         parsed = parsed_word(f"++{key}={value}") if value is not None and _NAME.fullmatch(key) else ""
         if isinstance(parsed, str) or not parsed.is_sweep_override():
-            found.fixed.append(word)
-        elif not parsed.is_discrete_sweep():
-            found.problems.append(f"{show(word)}: a sweep needs single values: {key}=1,2,3 or {key}=range(1,4)")
-        elif key in found.values:
-            found.problems.append(f"{show(word)}: {key} has a list of values already")
+            parts.fixed.append(word)
+            continue
+        if key in parts.values or key in parts.drawn:
+            parts.problems.append(f"{show(word)}: {key} has a list of values already")
+            continue
+        # A choice is one of Hydra's groups, and every other word a key, which need not be there before.
+        sign = "" if key in choices.groups(folders) else "++"
+        parts.words.append(f"{sign}{key}={value}")
+        if parsed.is_discrete_sweep():
+            parts.values[key] = [str(text) for text in parsed.sweep_string_iterator()]
+            if len(set(parts.values[key])) < len(parts.values[key]):
+                parts.problems.append(f"{show(word)}: a value stands there twice")
         else:
-            found.values[key] = [str(value) for value in parsed.sweep_string_iterator()]
-            if len(set(found.values[key])) < len(found.values[key]):
-                found.problems.append(f"{show(word)}: a value stands there twice")
-    if not found.values and not found.problems:
-        found.problems.append("--multirun: no setting has several values; write them with commas, such as seed=1,2,3")
-    runs = math.prod(map(len, found.values.values()))
-    if runs > MOST_RUNS:
-        found.problems.append(f"--multirun: {runs:,} runs; at most {MOST_RUNS:,}")
-    return found
+            parts.drawn[key] = str(value)
+            if key not in leaves() and free_mapping(key) is None:
+                parts.problems.append(unknown_key(key))
+    return parts
+
+
+def is_secret(word: str) -> bool:
+    """Return whether a word sets something by the name of a secret, which is no key of the schema."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and secrets.is_secret_name(key.rpartition(".")[2]) and key.lstrip("+~") not in leaves()

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from test_run_folder import ended, write_run
 
-from grpo_rl.config import overrides
+from grpo_rl.config import overrides, recipes
+from grpo_rl.config.compose import read
 from grpo_rl.errors import ConfigError, Preempted
 from grpo_rl.main import main
 from grpo_rl.sweep import outcome
 from grpo_rl.sweep.outcome import Point, expected_end, name_of, read_points
-from grpo_rl.sweep.run_all import sweep_of
+from grpo_rl.sweep.points import Sweep, sweep_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -28,8 +29,12 @@ def sweep_words(tmp_path: Path, *words: str) -> list[str]:
     return [f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=s", "trainer.device=cpu", *words]
 
 
+def described(words: list[str]) -> Sweep:
+    return sweep_of(read(words))
+
+
 def test_every_combination_is_a_run_and_the_last_key_changes_fastest(tmp_path: Path) -> None:
-    sweep = sweep_of(sweep_words(tmp_path, f"{LR}=1e-3,1e-4", "seed=1,2", "trainer.total_training_steps=3"))
+    sweep = described(sweep_words(tmp_path, f"{LR}=1e-3,1e-4", "seed=1,2", "trainer.total_training_steps=3"))
     assert [point.name for point in sweep.points] == [
         "lr=0.001,seed=1",
         "lr=0.001,seed=2",
@@ -43,7 +48,9 @@ def test_every_combination_is_a_run_and_the_last_key_changes_fastest(tmp_path: P
 
 
 def test_hydras_words_for_several_values_are_understood() -> None:
-    found = overrides.axes(["a.b=choice(x,y)", "c.d=range(1,4)", "e.f=[1,2],[3]", "g.h=[1,2]", "i.j='a,b'", "~k.l"])
+    found = overrides.axes(
+        ["a.b=choice(x,y)", "c.d=range(1,4)", "e.f=[1,2],[3]", "g.h=[1,2]", "i.j='a,b'", "~k.l"], [recipes.conf()]
+    )
     assert found.values == {"a.b": ["x", "y"], "c.d": ["1", "2", "3"], "e.f": ["[1,2]", "[3]"]}
     assert found.fixed == ["g.h=[1,2]", "i.j='a,b'", "~k.l"] and not found.problems
 
@@ -62,7 +69,7 @@ def test_hydras_words_for_several_values_are_understood() -> None:
 )
 def test_a_sweep_that_makes_no_sense_is_refused(words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        sweep_of(words)
+        described(words)
 
 
 def test_a_wrong_value_is_refused_before_the_first_run_with_the_runs_that_have_it(
@@ -213,7 +220,7 @@ def test_halving_stops_the_worse_settings_and_says_what_they_would_have_come_to(
 
 def test_halving_of_seeds_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="differ by their seeds alone"):
-        sweep_of(sweep_words(tmp_path, "seed=1,2", "sweep.halving=true"))
+        described(sweep_words(tmp_path, "seed=1,2", "hydra/sweeper=halving"))
 
 
 def test_a_signal_lets_the_run_save_starts_no_other_and_says_how_to_go_on(

@@ -1,0 +1,353 @@
+"""The runs of a sweep: `python -m grpo_rl.main --multirun key=a,b seed=1,2,3 ...`. Hydra's sweeper chooses them and its launcher starts
+them; here they are planned before the first one starts, run in a process each, and summed up in a table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from hydra.core.hydra_config import HydraConfig
+
+from grpo_rl.config import overrides
+from grpo_rl.config.command_line import Command
+from grpo_rl.config.compose import Composed, compose, main_of_hydra, read
+from grpo_rl.config.hydra_files import reading
+from grpo_rl.config.secrets import redact
+from grpo_rl.errors import ConfigError, DataError, Preempted
+from grpo_rl.plan.make import make_plan
+from grpo_rl.sweep.outcome import (
+    SEED_AXES,
+    SWEEP_FILE,
+    Point,
+    last_step,
+    name_of,
+    read_points,
+    score_until,
+    summarize,
+)
+from grpo_rl.telemetry.finished import functions_changed
+from grpo_rl.telemetry.rundir import dated_name, refuse_taken
+from grpo_rl.telemetry.status import read_status
+
+T = TypeVar("T")
+STOPPED_CODES = (75, 130)
+"""Exit codes of a run that was stopped from outside: no other run of the sweep starts then."""
+STOP_FILE = ".stop"
+"""In the sweep's folder: the runs save and end, and no other one starts, on whatever machine a launcher has put them."""
+UNTIL = "sweep.until"
+"""A word of the halving sweeper: the share of its steps to which a run goes."""
+_PLUGINS = {
+    "hydra/launcher=joblib": "hydra_joblib_launcher",
+    "hydra/launcher=submitit_local": "hydra_submitit_launcher",
+    "hydra/launcher=submitit_slurm": "hydra_submitit_launcher",
+    "hydra/sweeper=optuna": "hydra_optuna_sweeper",
+}
+_LOOK_S = 0.5
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class RunFailed(Exception):
+    """A run of a sweep has ended with an exit code that is not 0."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(name, code)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class RunPoint:
+    """Hydra's task in a sweep: a run in a process of its own. A launcher may take it to another process or machine."""
+
+    folder: Path
+    options: Sequence[str]
+    """The options that name files, as they were typed."""
+    axes: frozenset[str]
+    """The keys that have several values, or from which a sweeper draws."""
+    done: frozenset[str] = frozenset()
+    """The names of the runs that are done already."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """The training steps of each run that was planned, by its name."""
+    controller: int = 0
+    """The process that the user's signals reach."""
+
+    def __call__(self, composed: Any) -> float:
+        """Run the point that Hydra has chosen, and return its score: more is better. Raises RunFailed."""
+        given = [word.lstrip("+") for word in _hydra().overrides.task]
+        until = next((float(word.partition("=")[2]) for word in given if word.startswith(f"{UNTIL}=")), 1.0)
+        values = {key: value for key, _, value in (word.partition("=") for word in given) if key in self.axes}
+        name = name_of(values)
+        folder, total = self.folder / name, self.totals.get(name, 0)
+        end = math.ceil(until * total) if until < 1 else None
+        if name not in self.done and not (end is not None and last_step(folder) >= end):
+            if (self.folder / STOP_FILE).exists():
+                raise RunFailed(name, Preempted.exit_code)
+            self._run(name, [word for word in map(_typed, given) if not word.startswith(f"{UNTIL}=")], end)
+        # A run that was done before this command has all of its steps.
+        return score_until(folder, sys.maxsize if end is None else math.ceil(until * (total or last_step(folder))))
+
+    def _run(self, name: str, words: list[str], end: int | None) -> None:
+        number = _hydra().job.num
+        to = f", to step {end} of {self.totals[name]}" if end is not None else ""
+        count = f" of {len(self.totals)}" if self.totals and number < len(self.totals) else ""
+        print(redact(f"\n=== run {number + 1}{count}: {name}{to}"), flush=True)
+        place = [f"trainer.experiment_name={overrides.quoted(f'{self.folder.name}/{name}')}"]
+        if os.getpid() != self.controller and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all: the run and the controller see to it
+        process = subprocess.Popen([sys.executable, "-m", "grpo_rl.main", *self.options, *words, *place])
+        asked = paused = False
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(_LOOK_S)
+                break
+            stopped = (self.folder / STOP_FILE).exists()
+            paused = paused or (not stopped and end is not None and last_step(self.folder / name) >= end)
+            if (stopped or paused) and not asked:
+                process.send_signal(signal.SIGTERM)
+                asked = True
+        code = code if code >= 0 else 128 - code
+        if code in STOPPED_CODES and paused:
+            return
+        if code in STOPPED_CODES:
+            (self.folder / STOP_FILE).touch()
+        if code:
+            raise RunFailed(name, code)
+
+
+def _hydra() -> Any:
+    """Return Hydra's own settings of the point that runs in this process."""
+    assert HydraConfig.initialized()
+    return HydraConfig.instance().cfg.hydra  # type: ignore[union-attr]
+
+
+def _typed(word: str) -> str:
+    """Return a word of Hydra's in the form in which a command line has it: no choice of a group is `null` there."""
+    if not word.startswith("~"):
+        return word
+    key = word.removesuffix("=null")
+    return key if "." in key else f"{key.removeprefix('~')}=null"
+
+
+def setting_of(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words without seeds: runs with the same ones are repetitions of each other."""
+    return tuple(word for word in words if word.lstrip("+").partition("=")[0] not in SEED_AXES)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sweep and its runs, as far as they are known before it starts."""
+
+    folder: Path
+    points: Sequence[Point]
+    """Empty if a sweeper draws them."""
+    composed: Mapping[str, Composed]
+    """The configuration of each run, by its name."""
+    is_named: bool
+    """True if the sweep has a name by which the same command goes on."""
+    task: RunPoint
+    words: Sequence[str]
+    """The words for Hydra."""
+
+
+def run_sweep(argv: Sequence[str]) -> int:
+    """Run what Hydra's sweeper chooses, and return 0 when all are done, or the exit code of the first that failed.
+
+    Every run is planned first: ConfigError or DataError has the problems of all of them, before the first one starts. Runs that
+    are done already, with the same configuration, are skipped; one that was stopped goes on. One that fails does not
+    keep the next from starting; a signal does, after the run that it meets has saved. Raises Preempted then.
+    """
+    command = read(["hydra/sweeper=halving" if word == "sweep.halving=true" else word for word in argv])
+    sweep = sweep_of(command)
+    count = len(sweep.points)
+    if any(composed.config.trainer.dry_run for composed in sweep.composed.values()):
+        for number, (name, composed) in enumerate(sweep.composed.items(), start=1):
+            print(redact(f"=== run {number} of {count}: {name}\n{make_plan(composed).render()}"))
+        return 0
+    waiting = [point.name for point in sweep.points if not _is_done(sweep, point)]
+    totals = _of_each(waiting, max(1, len(waiting)), lambda name: _steps(sweep.composed[name]))
+    done = frozenset(point.name for point in sweep.points) - set(waiting)
+    task = replace(sweep.task, done=done, totals=totals, controller=os.getpid())
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    stop = sweep.folder / STOP_FILE
+    stop.unlink(missing_ok=True)
+    if sweep.points:
+        # What the runs are, for the summary that is made from the folder.
+        record = [{"name": point.name, "values": dict(point.values)} for point in sweep.points]
+        (sweep.folder / SWEEP_FILE).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    skipped = f"; {len(done)} of them are done and skipped" if done else ""
+    runs = f"{count} runs" if sweep.points else "runs"
+    print(redact("\n  ".join([f"sweep: {runs} in {sweep.folder}{skipped}", *waiting])), flush=True)
+    code = 0
+    with _Signals(stop) as signals:
+        try:
+            with reading(command.folders, command.config_name):
+                main_of_hydra(command, task, "--multirun", words=sweep.words)
+        except RunFailed as failed:
+            code = failed.code
+        finally:
+            # Hydra's callback at the end of a sweep is not called if a run has failed.
+            print(redact(f"\n{summarize(sweep.folder, sweep.points or read_points(sweep.folder))}"), flush=True)
+    if stop.exists():
+        stop.unlink()
+        named = "" if sweep.is_named else f" with trainer.experiment_name={sweep.folder.name}"
+        by = signals.came or "a signal to the run"
+        raise Preempted(f"by {by}; the same command{named} goes on: runs that are done are skipped")
+    return code
+
+
+class _Signals:
+    """The signals that end a sweep: the runs that are going on save, and no other one starts."""
+
+    def __init__(self, stop: Path) -> None:
+        self.came: str | None = None
+        self._stop = stop
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in _SIGNALS:
+            # Below nohup SIGHUP is ignored, and stays so.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.came = self.came or signal.Signals(number).name
+        self._stop.touch()
+
+
+def _steps(composed: Composed) -> int:
+    """Plan a run, and return its steps. Raises ConfigError and DataError."""
+    refuse_taken(composed.config.trainer.default_local_dir, composed.config.trainer.experiment_name)
+    return make_plan(composed).sizes.total_steps or 0
+
+
+def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> dict[str, T]:
+    """Return what is made of each of the runs, by its name.
+
+    Raises ConfigError, or DataError where only data are wrong, with the problems of all; each names the runs that it is in, unless
+    these are all.
+    """
+    made: dict[str, T] = {}
+    found: dict[str, list[str]] = {}
+    of_data = True
+    for name in names:
+        try:
+            made[name] = make(name)
+        except (ConfigError, DataError) as error:
+            of_data = of_data and isinstance(error, DataError)
+            for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
+                found.setdefault(problem, []).append(name)
+    lines = []
+    for problem, where in found.items():
+        shown = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        lines.append(problem if len(where) == num_runs else f"{problem} (in run {shown})")
+    if lines:
+        raise DataError("\n  ".join(lines)) if of_data else ConfigError(lines)
+    return made
+
+
+def _is_done(sweep: Sweep, point: Point) -> bool:
+    """Return whether the run has ended well, with the configuration that it has now."""
+    folder = sweep.folder / point.name
+    if read_status(folder).get("state") != "done":
+        return False
+    file, composed = folder / "config.yaml", sweep.composed[point.name]
+    if not (file.is_file() and file.read_text(encoding="utf-8") == composed.yaml()):
+        return False
+    if functions_changed(folder, composed.resolved):
+        raise ConfigError(
+            f"{folder}: is done, and the files of its functions have changed since, so that it cannot be compared with the runs "
+            "to come; give the sweep another trainer.experiment_name"
+        )
+    return True
+
+
+def sweep_of(command: Command) -> Sweep:
+    """Return the sweep that a command describes.
+
+    Raises ConfigError with every problem of every run, before any of them starts; each names the runs that it is in.
+    """
+    rest = list(command.rest)
+    axes = overrides.axes([word for word in rest if not word.startswith("hydra")], list(command.folders))
+    hydras = [word for word in rest if word.startswith("hydra")]
+    line = overrides.read([*axes.fixed, *hydras], list(command.folders))
+    draws = any(word.startswith("hydra/sweeper=") and word != "hydra/sweeper=halving" for word in hydras)
+    axes.problems += _problems_of(axes, line, hydras, draws)
+    if axes.problems:
+        raise ConfigError(axes.problems)
+    options = _file_options(command)
+    combinations = [dict(zip(axes.values, values, strict=True)) for values in itertools.product(*axes.values.values())]
+    points = [] if draws else [Point(values, name_of(values)) for values in combinations]
+    settings = {point.name: [*axes.fixed, *(f"{key}={value}" for key, value in point.values.items())] for point in points}
+    # A sweeper that draws is tried with the first value of each list.
+    first = [*axes.fixed, *(f"{key}={values[0]}" for key, values in axes.values.items())]
+    places = [word for word in hydras if word.startswith("hydra.sweep.dir=")]
+    given = None
+    with suppress(ConfigError):  # wrong words show below, in every run
+        given = compose([*options, *first, *places]).config.trainer.experiment_name
+    name = given or f"sweep_{dated_name()}"
+    lines = {
+        point: [*options, *words, *places, f"trainer.experiment_name={overrides.quoted(f'{name}/{point}')}"]
+        for point, words in settings.items()
+    }
+    composed = _of_each(list(lines), len(points), lambda point: compose(lines[point]))
+    if draws:
+        composed = {}
+        trial = compose([*options, *first, *places])
+    folders = {str(Path(one.config.trainer.default_local_dir).expanduser()) for one in composed.values() or [trial]}
+    if len(folders) > 1:
+        raise ConfigError(f"--multirun: the runs of a sweep lie in one folder, not in {' and '.join(sorted(folders))}")
+    if "hydra/sweeper=halving" in hydras and len({point.setting for point in points}) < 2:
+        raise ConfigError("hydra/sweeper=halving: all runs differ by their seeds alone, and none is a better setting")
+    folder = Path(folders.pop()) / name
+    place = [f"hydra.sweep.dir={overrides.quoted(str(folder))}", "hydra.sweep.subdir=."]
+    task = RunPoint(folder, options, frozenset([*axes.values, *axes.drawn]))
+    words = [*line.words, *axes.words, *place]
+    return Sweep(folder, points, composed, given is not None, task, words)
+
+
+def _problems_of(axes: overrides.Axes, line: overrides.Line, hydras: Sequence[str], draws: bool) -> list[str]:
+    """Return what is wrong with the words of a sweep as such."""
+    problems = []
+    if "trainer.experiment_name" in axes.values:
+        problems.append("trainer.experiment_name: a sweep has one name, and its runs are named after their values")
+    if not axes.values and not axes.drawn:
+        problems.append("--multirun: no setting has several values; write them with commas, such as seed=1,2,3")
+    if axes.drawn and not draws:
+        problems += [
+            f"{key}={text}: a sweep needs single values: {key}=1,2,3 or {key}=range(1,4)" for key, text in axes.drawn.items()
+        ]
+    runs = math.prod(map(len, axes.values.values()))
+    if runs > overrides.MOST_RUNS and not draws:
+        problems.append(f"--multirun: {runs:,} runs; at most {overrides.MOST_RUNS:,}")
+    for word, package in _PLUGINS.items():
+        if word in hydras and (find_spec("hydra_plugins") is None or find_spec(f"hydra_plugins.{package}") is None):
+            problems.append(f"{word}: is not installed; python -m pip install 'grpo_rl[sweep]'")
+    secret = [word.partition("=")[0] for word in line.words if overrides.is_secret(word) and "${" not in word]
+    # Hydra and its launchers write the words down.
+    problems += [f"{key.lstrip('+')}: a sweep's words are written to files; give it as '${{oc.env:NAME}}'" for key in secret]
+    return problems
+
+
+def _file_options(command: Command) -> list[str]:
+    """Return the options that name files, for the command lines of runs."""
+    names = ("config_path", "config_name", "config_dir")
+    given = ((name, getattr(command.options, name)) for name in names)
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given if value]
