@@ -35,7 +35,7 @@ from grpo_rl.plan.algorithm import without_effect_on_policy
 from grpo_rl.plan.cost import assumptions, predict, step_time
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.memory import TIGHT, Fit, adapter_params, checkpoint_bytes, fit_of, gib, gpu_phases, host_bytes, table
-from grpo_rl.plan.proposal import HEAD, MOST_MACHINES, Proposal, divisions, propose
+from grpo_rl.plan.proposal import HEAD, MOST_MACHINES, Proposal, divisions, propose, propose_faster
 from grpo_rl.registry import coefficient_of, shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
@@ -554,6 +554,7 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
     if plan.engine is not None:
         yield "cache", f"{judged.cache_tokens:,} tokens for each engine, {judged.cache_sequences:.3g} sequences of full length"
     if judged.fits:
+        yield from _faster(plan)
         return
     if instead is None:
         yield "instead", f"no configuration was found that fits, on up to {MOST_MACHINES} machines"
@@ -561,6 +562,17 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
     used = instead.fit.tightest
     yield "instead", f"this fits ({used.what} takes {used.used:.0%} of its memory); add to the command:"
     for word in instead.words():
+        yield TABLE, word
+
+
+def _faster(plan: Plan) -> Rows:
+    """Yield the keys with which free memory makes the update shorter."""
+    found = propose_faster(plan, plan.model) if plan.model is not None else None
+    if found is None:
+        return
+    used = found.fit.tightest
+    yield "faster", f"free memory can shorten the update ({used.what} takes {used.used:.0%} of it then); add to the command:"
+    for word in found.words():
         yield TABLE, word
 
 

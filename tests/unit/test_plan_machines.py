@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from grpo_rl.config.compose import compose
 from grpo_rl.errors import ConfigError
+from grpo_rl.plan.cost import step_time
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.machine import DEVICES, named, probe_machine
 from grpo_rl.plan.make import make_plan
 from grpo_rl.plan.memory import GIB, Fit, Need, adapter_params, fit_of, gpu_phases, load_of, memory_by_role, resident
 from grpo_rl.plan.model_folder import ModelSize, model_size
-from grpo_rl.plan.proposal import propose
+from grpo_rl.plan.proposal import propose, propose_faster
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 BASE = ["recipe=gsm8k/qwen2.5-7b", "trainer.dry_run=true"]
@@ -157,6 +160,50 @@ def test_the_proposal_changes_as_little_as_it_can() -> None:
 def test_nothing_is_proposed_where_nothing_fits() -> None:
     page = planned(f"{M}.path=Qwen/Qwen2.5-72B", "machine=1xL4-24GB", "trainer.machine_host_gib=8").render()
     assert "no configuration was found that fits" in page
+
+
+SMALL = f"{M}.path=Qwen/Qwen2.5-0.5B", "machine=1xH100-80GB", f"{A}.use_kl_loss=false"
+LESS = f"{M}.enable_gradient_checkpointing"
+
+
+def test_free_memory_is_proposed_for_a_faster_update_that_fits() -> None:
+    plan = planned(*SMALL)
+    assert plan.model is not None
+    found = propose_faster(plan, plan.model)
+    assert found is not None and found.fit.fits and found.fit.tightest.used <= 0.9
+    keys = {LESS: False, f"{M}.lm_head_chunk_tokens": 16384, f"{A}.fsdp_config.use_torch_compile": True}
+    assert found.changes == keys
+    page = plan.render()
+    assert "faster       free memory can shorten the update" in page and all(f"\n  {word}\n" in page for word in found.words())
+    again = planned(*SMALL, *found.words())
+    assert "fits         yes" in again.render() and "faster   " not in again.render()
+    before, after = (step_time(one, plan.model) for one in (plan, found.plan))
+    assert before is not None and after is not None and after.phases["update"] < 0.8 * before.phases["update"]
+
+
+@pytest.mark.parametrize(
+    ("words", "lacking"),
+    [
+        (["machine=1xRTX4090-24GB"], LESS),
+        ([f"{M}.enable_activation_offload=true"], LESS),
+        (
+            [f"{M}.path=Qwen/Qwen3-30B-A3B", "machine=8x8xH100-80GB", f"{R}.tensor_model_parallel_size=8"],
+            f"{A}.fsdp_config.use_torch_compile",
+        ),
+        (["trainer.total_training_steps=20"], f"{A}.fsdp_config.use_torch_compile"),
+    ],
+    ids=["no room", "inputs in host memory", "experts", "short"],
+)
+def test_a_faster_update_is_proposed_by_no_key_that_cannot_be(words, lacking) -> None:
+    plan = planned(*SMALL, *words)
+    assert plan.model is not None and judged(plan).fits
+    found = propose_faster(plan, plan.model)
+    assert found is None or lacking not in found.changes
+
+
+def test_nothing_faster_is_proposed_where_the_memory_of_gpus_is_not_known() -> None:
+    plan, size = decided(*SMALL)
+    assert propose_faster(dataclasses.replace(plan, machine=dataclasses.replace(plan.machine, gpu_memory=0)), size) is None
 
 
 # ---- memory: no GPU has confirmed the estimates -----------------------------------------------------------------
