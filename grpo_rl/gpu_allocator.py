@@ -1,4 +1,4 @@
-"""Settings of torch's allocator of GPU memory: segments that grow, and a buffer that another process may open.
+"""Settings of torch's allocator of GPU memory: segments that grow, a buffer that another process may open, copies that nothing waits for.
 
 A rank's passes differ in length, so that blocks of fixed segments fit the next pass badly; expandable segments map as much as a
 pass needs. But memory of theirs is handed to another process as a file descriptor, which the kernel gives to processes only
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where users set them; torch takes the first that is there."""
@@ -41,3 +42,13 @@ def shareable_memory() -> Iterator[None]:
         yield
     finally:
         use_expandable_segments()
+
+
+def to_device(tensor: Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor of host memory on a device. A copy to a GPU does not wait for what that has been given to do.
+
+    From memory that is not page-locked, torch's copy waits for the whole stream.
+    """
+    if torch.device(device).type != "cuda" or not tensor.numel():
+        return tensor.to(device, dtype)
+    return tensor.pin_memory().to(device, dtype, non_blocking=True)

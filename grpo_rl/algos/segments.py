@@ -15,9 +15,11 @@ class Segments:
     methods lie on the device of `lengths_N`.
     """
 
-    def __init__(self, lengths_N: Tensor) -> None:
+    def __init__(self, lengths_N: Tensor, num_tokens: int | None = None) -> None:
+        """`num_tokens`: their sum, if it is known, for which nothing has to wait for a GPU then."""
         assert lengths_N.ndim == 1 and not lengths_N.is_floating_point(), "lengths_N is a vector of integers"
         self.lengths_N = lengths_N.long()
+        self._num_tokens = num_tokens
 
     @property
     def num_sequences(self) -> int:
@@ -25,7 +27,7 @@ class Segments:
 
     @cached_property
     def num_tokens(self) -> int:
-        return int(self.lengths_N.sum())
+        return int(self.lengths_N.sum()) if self._num_tokens is None else self._num_tokens
 
     @cached_property
     def nonempty_N(self) -> Tensor:

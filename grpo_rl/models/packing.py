@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from grpo_rl.gpu_allocator import to_device
 from grpo_rl.models.sequence_parallel import SequenceGroup, Slice
 
 # A sequence joins a padded group while this share of the group's length is its own.
@@ -79,10 +80,10 @@ class Sequences:
         layout = Layout.of(token_ids_S, lengths_N, within_T - 1, trained_lengths_N, group_N)
         return Sequences(
             *_laid_out(token_ids_S, layout, device),
-            target_T=token_ids_S[positions_T].to(device, torch.long),
+            target_T=to_device(token_ids_S[positions_T], device, torch.long),
             support_counts_T=support_counts_T,
-            support_ids_M=None if support_ids_M is None else support_ids_M.to(device),
-            experts_SLK=None if experts_S is None else experts_S[layout.source_S].to(device),
+            support_ids_M=None if support_ids_M is None else to_device(support_ids_M, device),
+            experts_SLK=None if experts_S is None else to_device(experts_S[layout.source_S], device),
             place_S=layout.place_S,
         )
 
@@ -128,7 +129,7 @@ class Sequences:
 def _laid_out(token_ids_S: Tensor, layout: Layout, device: torch.device) -> tuple[Tensor, Packing, Tensor]:
     """Return the computed tokens, their packing and the flat positions of the states that are read, on the device."""
     packing = Packing.of(layout.lengths_B, device, layout.continues_B)
-    return token_ids_S[layout.source_S].to(device, torch.long), packing, layout.states_T.to(device)
+    return to_device(token_ids_S[layout.source_S], device, torch.long), packing, to_device(layout.states_T, device)
 
 
 # ---- which tokens are computed ------------------------------------------------------------------------------------
@@ -264,10 +265,10 @@ class Rectangles:
             real_BL = column_L[None] < lengths_B[:, None]
             cell_BL = offset + torch.arange(index_BL.numel()).view_as(index_BL)
             restore_S[index_BL[real_BL]] = cell_BL[real_BL]
-            groups.append(index_BL.to(device))
+            groups.append(to_device(index_BL, device))
             offset += index_BL.numel()
             first = last
-        return Rectangles(tuple(groups), restore_S.to(device))
+        return Rectangles(tuple(groups), to_device(restore_S, device))
 
 
 @dataclass(frozen=True)
@@ -311,8 +312,8 @@ class Packing:
         position_ids_S = torch.arange(total) - torch.repeat_interleave(starts_N - prefix_N, lengths_N)
         cumulative = torch.cat([starts_N, torch.tensor([total])]).to(torch.int32)
         return Packing(
-            position_ids_S=position_ids_S.to(device),
-            cumulative_lengths=cumulative.to(device),
+            position_ids_S=to_device(position_ids_S, device),
+            cumulative_lengths=to_device(cumulative, device),
             max_length=int((prefix_N + lengths_N).max()),
             lengths_N=lengths_N,
             uniform=min(lengths) == max(lengths),
@@ -350,4 +351,4 @@ class GatheredKeys:
             pieces.append(torch.arange(start, start + length))
         lengths_B = lengths_N + torch.where(continues_N < 0, 0, lengths_N[continues_N])
         ends_N = torch.cat([torch.zeros(1, dtype=torch.long), lengths_B.cumsum(0)]).to(torch.int32)
-        return GatheredKeys(torch.cat(pieces).to(device), ends_N.to(device), lengths_B)
+        return GatheredKeys(to_device(torch.cat(pieces), device), to_device(ends_N, device), lengths_B)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from grpo_rl.algos.segments import Segments
 from grpo_rl.checkpoint.files import refusals
 from grpo_rl.columns import Column, values
 from grpo_rl.faults import fault_point
+from grpo_rl.gpu_allocator import to_device
 from grpo_rl.models import fsdp, lora
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PolicyModel, TokenOutputs
@@ -27,7 +29,7 @@ from grpo_rl.types import Batch, Counts
 from grpo_rl.workers.router_watch import RouterWatch
 from grpo_rl.workers.sharded_policy import Teaches, as_block, build_policy, language_model, sequences_of
 from grpo_rl.workers.specs import ActorSpec, OptimizerStep, Rank, Rows, Update
-from grpo_rl.workers.trained_rank import TrainedRank
+from grpo_rl.workers.trained_rank import TrainedRank, combined
 
 
 class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
@@ -46,6 +48,8 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         backend, size = sender.backend, sender.bucket_bytes
         self.sender = make_sender(backend, size, self._wire_dtype, sender.verify, rank.rank, rank.timeout_s)
         self._buckets: Iterator[WeightBucket] | None = None
+        self._mismatches: list[Callable[[], dict[str, Tensor]]] = []
+        """What is to be computed of the passes of an optimizer step when it ends."""
         routing = self.model.routing
         self.routers = None if routing is None else RouterWatch(routing, spec, self.device, self._sequences)
         """The watch over the routers of a model with experts; None for any other."""
@@ -103,11 +107,14 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         return super().update(shard, update)
 
     def begin_step(self, batch: Batch, step: OptimizerStep) -> None:
+        self._mismatches.clear()  # of a step that an error ended
         if self.routers is not None:
             self.routers.begin_step(batch, step, self.model)
 
     def end_step(self) -> dict[str, float]:
-        return {} if self.routers is None else self.routers.end_step()
+        stats = combined([mismatch() for mismatch in self._mismatches])
+        self._mismatches.clear()
+        return stats if self.routers is None else stats | self.routers.end_step()
 
     def measure(self, batch: Batch | None) -> Tensor:
         sequences = self._sequences(batch)
@@ -131,9 +138,12 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
         # Without the trainer's old log-probs, this pass measures how far the engine is from the trainer: where it is
         # the first with these weights, its own log-probs are those of the sampling policy.
         own = batch.old_logprobs_T is None or self.spec.old_from_engine
-        trainer_logprobs_T = outputs.logprobs_T.detach().cpu() if own else _here(batch.old_logprobs_T)
+        trainer_logprobs_T = outputs.logprobs_T.detach() if own else _here(batch.old_logprobs_T)
         assert trainer_logprobs_T is not None
-        return loss, stats | _mismatch(trainer_logprobs_T, batch, step.counts, shares=own or self.spec.measures_engine)
+        # Computed on the CPU when the step ends: nothing waits for these log-probs until then.
+        shares = own or self.spec.measures_engine
+        self._mismatches.append(functools.partial(_mismatch, trainer_logprobs_T, batch, step.counts, shares=shares))
+        return loss, stats
 
     def _sequences(self, batch: Batch | None) -> Sequences:
         return sequences_of(batch, self.device, share_prompts=self.share_prompts)
@@ -164,8 +174,8 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
             advantages_T = torch.ones(batch.num_trained_tokens)
         return LossInput(
             policy_logprobs_T=outputs.logprobs_T,
-            advantages_T=advantages_T.to(self.device),
-            segments=Segments(batch.trained_lengths_N.to(self.device)),
+            advantages_T=to_device(advantages_T, self.device),
+            segments=Segments(to_device(batch.trained_lengths_N, self.device), batch.num_trained_tokens),
             old_logprobs_T=_to(batch.old_logprobs_T, self.device),
             ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
             rollout_logprobs_T=_to(batch.rollout_logprobs_T, self.device),
@@ -176,7 +186,7 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
             full_kl_T=outputs.full_kl_T,
             weights_T=_to(batch.weights_T, self.device),
             selected_T=_to(batch.selected_T, self.device),
-            group_N=batch.group_N.to(self.device),
+            group_N=to_device(batch.group_N, self.device),
             chosen_N=_to(batch.chosen_N, self.device),
             kl_N=_to(batch.kl_N, self.device),
             group_tokens_N=_to(batch.group_tokens_N, self.device),
@@ -244,6 +254,7 @@ def _mismatch(trainer_logprobs_T: Tensor, batch: Batch, counts: Counts, *, share
     rollout_T = _here(batch.rollout_logprobs_T)
     if rollout_T is None or not len(rollout_T):
         return {}
+    trainer_logprobs_T = trainer_logprobs_T.cpu()
     difference_T = (trainer_logprobs_T - rollout_T).abs().double()
     stats = {
         "sum/rollout/logprob_diff_mean": difference_T.sum(),
@@ -262,4 +273,4 @@ def _here(column: Column | None) -> Tensor | None:
 
 
 def _to(column: Column | None, device: torch.device) -> Tensor | None:
-    return None if column is None else values(column).to(device)
+    return None if column is None else to_device(values(column), device)

@@ -11,6 +11,7 @@ from grpo_rl.algos.aggregate import token_mean
 from grpo_rl.algos.losses.value import value_loss
 from grpo_rl.algos.segments import Segments
 from grpo_rl.columns import values
+from grpo_rl.gpu_allocator import to_device
 from grpo_rl.models.heads import ValueModel
 from grpo_rl.types import Batch
 from grpo_rl.workers.sharded_policy import as_block, build_sharded, sequences_of
@@ -40,7 +41,9 @@ class CriticWorker(TrainedRank[CriticSpec, ValueModel]):
         if batch is None:
             return values_T.sum() * 0.0, {}
         assert batch.values_T is not None and batch.returns_T is not None
-        old_values_T, returns_T = values(batch.values_T).to(self.device), batch.returns_T.to(self.device)
+        old_values_T, returns_T = to_device(values(batch.values_T), self.device), to_device(batch.returns_T, self.device)
         losses_T, stats = value_loss(values_T, old_values_T, returns_T, cliprange_value=self.spec.cliprange_value)
-        loss = token_mean(losses_T, Segments(batch.trained_lengths_N.to(self.device)), step.counts)
+        loss = token_mean(
+            losses_T, Segments(to_device(batch.trained_lengths_N, self.device), batch.num_trained_tokens), step.counts
+        )
         return loss, {"share/vf_loss": loss.detach()} | {f"sum/{name}": value_T.sum() for name, value_T in stats.items()}

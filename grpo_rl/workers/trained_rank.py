@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
@@ -97,20 +96,15 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         self.optimizer.zero_grad(set_to_none=True)
         self.begin_step(batch, step)
         batch = batch if step.selected_T is None else batch.replace(selected_T=step.selected_T)
-        stats: defaultdict[str, float] = defaultdict(float)
-        total_loss = 0.0
-
-        def add(micro_stats: dict[str, Tensor]) -> None:
-            for key, value in micro_stats.items():
-                part = float(value)
-                stats[key] = max(stats.get(key, -math.inf), part) if key.startswith("max/") else stats[key] + part
-
+        # They stay on the device until the last pass: to read one is to wait for all that the device was given.
+        losses: list[Tensor] = []
+        passes: list[dict[str, Tensor]] = []
         # These passes come first: the last one of the step is the one that reduces gradients.
         for rows in step.zero_advantage:
             with torch.no_grad():
                 loss, micro_stats = self.loss(batch.select(list(rows)) if rows else None, step)
-            total_loss += float(loss)
-            add(micro_stats)
+            losses.append(loss)
+            passes.append(micro_stats)
         for number, rows in enumerate(step.micro_batches):
             last = number == len(step.micro_batches) - 1
             # On CPU whole gradients stay local until the last micro-batch: one reduction per optimizer step.
@@ -122,9 +116,11 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
             if self._passes("loss", micro_batch=number) == "nan":
                 loss = loss * math.nan
             loss.backward()
-            total_loss += float(loss.detach())
+            losses.append(loss.detach())
+            passes.append(micro_stats)
             self._passes("mid_backward", micro_batch=number)
-            add(micro_stats)
+        total_loss = sum(numbers(losses), 0.0)
+        stats = combined(passes)
         grad_norm = clip_gradients(self.model, self.spec.optim.clip_grad)
         # `same/`: equal on all ranks.
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
@@ -135,7 +131,7 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         self._passes("after_optimizer")
         if self.device.type == "cuda":
             stats["max/gpu_memory_share"] = _gpu_memory_share(self.device)
-        return dict(stats)
+        return stats
 
     def _passes(self, point: str, **facts: int) -> str | None:
         return fault_point(f"{self.role}.update.{point}", rank=self.rank.rank, **facts)
@@ -175,6 +171,24 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
 
     def occupy(self) -> None:
         self.memory.occupy()
+
+
+def combined(passes: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Return the statistics of several passes as one: the largest of each `max/...`, and the sum of all others."""
+    read = iter(numbers([value for stats in passes for value in stats.values()]))
+    total: dict[str, float] = {}
+    for stats in passes:
+        for key in stats:
+            part = next(read)
+            total[key] = max(total.get(key, -math.inf), part) if key.startswith("max/") else total.get(key, 0.0) + part
+    return total
+
+
+def numbers(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the values of tensors of one number each, in float64; those on a GPU in one copy."""
+    on_gpu = [tensor.detach().double() for tensor in tensors if tensor.is_cuda]
+    read = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+    return [next(read) if tensor.is_cuda else float(tensor) for tensor in tensors]
 
 
 def clip_gradients(model: PackedModel, clip_grad: float) -> float:

@@ -172,3 +172,28 @@ def test_a_buffer_is_opened_once_for_all_buckets_of_an_export() -> None:
     importer.close()
     importer.rebuild(handles[-1])
     assert len(opened) == 3
+
+
+def test_no_pass_of_an_optimizer_step_is_waited_for(gpu_check: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read of a tensor on a GPU waits for all that this was given: only the end of a step may."""
+    from gpu_checks import TINY, actor_of, batch_of, model_folder
+
+    from grpo_rl.types import Counts
+    from grpo_rl.workers.specs import OptimizerStep, Update
+
+    actor, batch = actor_of(model_folder(TINY, folder), "cpu"), batch_of(TINY)
+    counts = Counts.of(batch.trained_lengths_N, batch.group_N)
+    events: list[str] = []
+    reads = {name: getattr(torch.Tensor, name) for name in ("__float__", "item", "cpu")}
+
+    def note(name: str) -> None:
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor: (events.append(name), reads[name](tensor))[1])
+
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: (events.append("backward"), backward(loss))[1])
+    for name in reads:
+        note(name)
+    (stats,) = actor.update(batch, Update({}, None, (OptimizerStep(counts, ((0,), (1,), (2, 3))),)))
+    last = len(events) - events[::-1].index("backward")
+    assert events[:last] == ["backward"] * 3
+    assert "__float__" in events[last:] and stats["sum/rollout/logprob_diff_mean"] > 0
