@@ -109,10 +109,10 @@ def step_of_loop(rows: list[tuple[list[int], list[int]]]) -> tuple[float, int]:
 
 def bench(folder: Path, size: str, kind: str, steps: int) -> float:
     """Run program and loop in turns, print the table, and return the program's throughput over the loop's."""
-    from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.session.ray_session import ray_session, set_environment
 
     set_environment()  # before the import of Ray
+    from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
     from grpo_rl.plan.make import make_plan

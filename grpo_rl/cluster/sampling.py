@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.run_session import RunSession, run_session
 from grpo_rl.cluster.session.ray_session import clean_earlier
 from grpo_rl.config.schema.tree import MultiTurnConfig
@@ -92,6 +91,9 @@ def sampling_session(plan: Plan, run_dir: RunDir, console: Console) -> Iterator[
 @contextmanager
 def sampler(session: RunSession, plan: Plan) -> Iterator[Sampler]:
     """Start the engines and the reward of a plan, and end them after the block."""
+    # It imports Ray, for which the session's start sets the environment.
+    from grpo_rl.cluster.inputs import read_inputs
+
     with ExitStack() as stack:
         inputs = read_inputs(plan, session.run_dir, session.console, part="prompts")
         _, roles, _ = session.start(inputs.plan, inputs, stack)

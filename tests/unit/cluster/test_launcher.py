@@ -250,6 +250,14 @@ def test_a_controller_whose_launcher_is_killed_is_told_to_stop_and_cleans_up_its
     assert read_status(run.run)["state"] == "preempted"
 
 
+def test_what_starts_a_session_has_not_imported_ray_before() -> None:
+    program = (
+        "import sys, grpo_rl.cluster.sampling, grpo_rl.cluster.run_session, grpo_rl.commands.chat, grpo_rl.commands.evaluate; "
+        "assert 'ray' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_ray_that_was_imported_before_a_local_session_is_refused_and_not_without_a_token() -> None:
     program = "import ray; from grpo_rl.cluster.session.ray_session import set_environment; set_environment()"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
