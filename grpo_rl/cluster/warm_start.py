@@ -8,8 +8,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_rl.cluster.processes.placement import runs_here
-from grpo_rl.cluster.start_roles import Cluster, actor_spec, make_actor
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import (
     ActorConfig,
@@ -51,6 +49,9 @@ def ready_folder(path: str, machine: Machine, log_dir: Path, console: Console) -
     """
     if not path.startswith(builtin.PREFIX):
         return path
+    # It imports Ray, for which a session's start sets the environment.
+    from grpo_rl.cluster.processes.placement import runs_here
+
     cached = builtin.cache_folder(path)
     warm = cached if runs_here() else log_dir.parent / "models" / cached.name
     if not _is_complete(warm) and _is_complete(cached):
@@ -64,6 +65,8 @@ def ready_folder(path: str, machine: Machine, log_dir: Path, console: Console) -
 
 def _train(name: str, warm: Path, machine: Machine, log_dir: Path, console: Console) -> None:
     """Train the model and put it into `warm`."""
+    from grpo_rl.cluster.start_roles import Cluster, actor_spec, make_actor
+
     unstarted = unstarted_folder(name, warm)
     tokenizer = load_tokenizer(unstarted)
     spec = builtin.get_builtin(name).warm_start
