@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 State = Literal["running", "done", "preempted", "failed", "lost", "unknown"]
 _CHECKPOINT = re.compile(r"step_(0|[1-9][0-9]*)")
-INSTALL_PANDAS = "python -m pip install pandas==3.1.1"
 
 
 class Run:
@@ -90,10 +88,10 @@ class Run:
         """Return the metrics, one row per step, one column per metric; all of them, or those with these names.
 
         Step 0 is the validation before training. What a step did not measure is NaN; the column `time` is in UTC. Raises
-        DataError for a name that no step has, with the nearest one, and where pandas is not installed
-        (the extra `frames`).
+        DataError for a name that no step has, with the nearest one.
         """
-        pandas = _pandas()
+        import pandas
+
         records = read_metrics(self.path / "metrics.jsonl")
         known = list(dict.fromkeys(key for record in records for key in record if key != "step"))
         _refuse_unknown(names, known)
@@ -113,10 +111,10 @@ class Run:
 
         Columns are prompt, response, ground_truth, reward, `reward/NAME` for each of its parts, advantage, lengths, `uid` (equal
         for all responses to one prompt) and more. `val` chooses the responses to validation prompts. Raises DataError
-        for a step without a log, and where pandas is not installed
-        (the extra `frames`).
+        for a step without a log.
         """
-        pandas = _pandas()
+        import pandas
+
         records = read_rollouts(step_file(self._rollouts_folder(val), step)[1])
         for record in records:
             parts = record.pop("reward_parts", None) or {}
@@ -180,13 +178,6 @@ class Run:
         status = self.status
         total = f" of {status['total']}" if status.get("total") else ""
         return f"{self.state}, step {status['step']}{total}" if "step" in status else self.state
-
-
-def _pandas() -> Any:
-    try:
-        return importlib.import_module("pandas")
-    except ImportError:
-        raise DataError(f"frames need pandas, which is not installed: {INSTALL_PANDAS} (the extra `frames`)") from None
 
 
 def _refuse_unknown(names: Iterable[str], known: list[str]) -> None:

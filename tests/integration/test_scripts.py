@@ -41,8 +41,6 @@ SHOWN = {
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    if "from_python" in command:
-        pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
     script, *options = command.format(folder).split()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     words = [sys.executable, str(SCRIPTS / f"{script}.py"), *options]

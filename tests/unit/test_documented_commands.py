@@ -109,6 +109,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name, code in examples().items():
         (tmp_path / name).write_text(code)
+    for page in PAGES:
+        for name, content in re.findall(r"```yaml\n# (\w+\.yaml)\n(.*?)```", page.read_text(), re.DOTALL):
+            (tmp_path / name).write_text(content)
+    people = {"messages": [{"role": "user", "content": "How old is Ada?"}], "age": 36}
+    for name in ("train.jsonl", "val.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(people) + "\n" for _ in range(64)))
     scorer = tmp_path / "scorer"
     scorer.mkdir()
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
@@ -139,7 +145,8 @@ def filled(words: tuple[str, ...], ground: Path) -> list[str]:
     replaced = {}
     for key in _FILE_KEYS:
         files = getattr(config.data, key.removeprefix("data."))
-        mine = [str(ground / f"rows{Path(file).suffix}") if ":" not in file and Path(file).suffix else file for file in files]
+        lacking = [":" not in file and Path(file).suffix and not Path(file).is_file() for file in files]
+        mine = [str(ground / f"rows{Path(file).suffix}") if lacks else file for file, lacks in zip(files, lacking, strict=True)]
         if mine != files:
             replaced[key] = "[" + ",".join(f"'{file}'" for file in mine) + "]"
     if config.trainer.schedule == "reward_model":

@@ -65,7 +65,6 @@ def test_an_example_shows_what_it_says(name: str, tmp_path: Path) -> None:
 
 
 def test_a_run_is_read_and_drawn(runs: Path, tmp_path: Path) -> None:
-    pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
     out = run(tmp_path, str(EXAMPLES / "read_a_run.py"), str(runs / "first"))
     assert "in step 3, 1 of 1 prompts had better and worse responses" in out and "(0): '4+4=' -> '9'" in out
     run(tmp_path, str(EXAMPLES / "plot_runs.py"), str(runs / "first"), str(runs / "second"))
@@ -76,7 +75,6 @@ def test_a_run_is_read_and_drawn(runs: Path, tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_from_top_to_bottom(name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
     monkeypatch.setenv("RUN", str(runs / "first"))
     content = json.loads((EXAMPLES / name).read_text())
     assert content["nbformat"] == 4 and len({cell["id"] for cell in content["cells"]}) == len(content["cells"])

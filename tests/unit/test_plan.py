@@ -384,4 +384,6 @@ def test_a_micro_batch_is_never_estimated_larger_than_the_mini_batch_is_whose_pr
     budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     assert activations(f"{budget}=16384") == activations(f"{budget}=6144") != activations(f"{budget}=6000")
     apart = "actor_rollout_ref.actor.use_prefix_grouper=false"
-    assert activations(f"{budget}=27648", apart) == activations(f"{budget}=40000", apart) != activations(f"{budget}=16384", apart)
+    assert (
+        activations(f"{budget}=27648", apart) == activations(f"{budget}=40000", apart) != activations(f"{budget}=16384", apart)
+    )

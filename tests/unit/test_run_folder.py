@@ -61,7 +61,6 @@ def test_the_package_loads_nothing_before_a_name_is_used() -> None:
 
 
 def test_metrics_are_a_frame_with_a_row_per_step_and_a_wrong_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
     run = grpo_rl.Run(write_run(tmp_path).path)
     frame = run.metrics()
     assert list(frame.index) == [0, 1, 2, 3] and frame.index.name == "step"
@@ -73,7 +72,6 @@ def test_metrics_are_a_frame_with_a_row_per_step_and_a_wrong_name_is_refused_wit
 
 
 def test_rollouts_are_a_frame_with_a_column_per_part_of_the_reward(tmp_path: Path) -> None:
-    pytest.importorskip("pandas", reason="pandas is not installed: the extra `frames`")
     run = grpo_rl.Run(write_run(tmp_path).path)
     assert (run.rollout_steps(), run.rollout_steps(val=True)) == ([1, 2, 3], [0])
     frame = run.rollouts(2)
