@@ -20,7 +20,7 @@ from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import results, shown_keys, validation_name
 from grpo_rl.telemetry.rollout_log import prompt_key, read_rollouts, step_files
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.telemetry.terminal.text import duration, safe_text
+from grpo_rl.telemetry.terminal.text import duration, number, safe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,16 +67,20 @@ def _before_after(records: Sequence[dict[str, float]]) -> str:
     """
     rows = [
         f"  {safe_text(name, limit=54):<54}"
-        + (f"{before:>10.3f}{after:>10.3f}{after - before:>+10.3f}" if first != last else f"{after:>20.3f}")
+        + (f" {number(before, 9)} {number(after, 9)} {_signed(after - before)}" if first != last else f" {number(after, 19)}")
         for name, (first, before), (last, after) in results(records)
     ]
     return "\n".join([f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}", *rows] if rows else [])
 
 
+def _signed(change: float) -> str:
+    return ("+" * (change >= 0) + number(change, 8).strip()).rjust(9)
+
+
 def _graded(records: Sequence[dict[str, float]]) -> str:
     """Return the table of what the plan predicted beside what was measured; empty without a prediction."""
     rows = [
-        f"  {name:<44}{predicted:>10.3f}{measured:>10.3f}{predicted / measured - 1:>+10.0%}"
+        f"  {name:<44} {number(predicted, 9)} {number(measured, 9)}{predicted / measured - 1:>+10.0%}"
         for name, predicted, measured in grades(records)
     ]
     return "\n".join([f"{'A step by the plan':<46}{'predicted':>10}{'measured':>10}{'error':>10}", *rows] if rows else [])
@@ -149,6 +153,8 @@ STYLE: dict[Any, Any] = {
 }
 """Matplotlib's settings for pictures of runs."""
 MOST_PANELS = 6
+LEAST_RANGE = 0.02
+"""The range of an axis, as a share of the largest value: what moves less looks like the constant that it is."""
 TITLES = {
     "train/accuracy": "Pairs in the right order",
     "actor/reward_accuracy": "Pairs in the right order",
@@ -198,7 +204,7 @@ def curves_figure(name: str, records: Records, keys: Sequence[str] = ()) -> Figu
 
 def _panels(records: Records) -> list[tuple[str, list[str]]]:
     """Return title and metrics of each panel."""
-    measured = {key for record in records for key in record}
+    measured = {key for record in records for key, value in record.items() if math.isfinite(value)}
     validation = shown_keys(records)
     panels: list[tuple[str, list[str]]]
     if measured & {"train/loss", "val/loss"}:
@@ -234,6 +240,12 @@ def _draw(axes: Axes, title: str, records: Records, keys: Sequence[str]) -> None
         elif values:
             axes.plot(steps, values, color="C0", alpha=0.25, linewidth=1)
             axes.plot(steps, smooth(values), color="C0", linewidth=2, label=label)
+    if axes.has_data():
+        # A constant is a flat line in the middle, and not its rounding errors over the whole panel.
+        low, high = axes.dataLim.intervaly
+        room = LEAST_RANGE * max(abs(low), abs(high))
+        if math.isfinite(high - low) and high - low < room:
+            axes.set_ylim((low + high - room) / 2, (low + high + room) / 2)
     axes.set_xlabel("step", loc="right")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=[1, 2, 5, 10]))
     if not axes.has_data():

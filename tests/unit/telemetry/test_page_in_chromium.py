@@ -110,6 +110,17 @@ def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
     assert tab.problems == []
 
 
+def test_rollouts_are_filtered_while_somebody_types(tab: Tab, page: Path) -> None:
+    tab.open(address(page, tab="rollouts", step=3), wait_for="document.querySelectorAll('.row').length == 6")
+    tab.evaluate(
+        "const box = document.querySelector('input[type=search]'); box.focus(); box.value = 'no such text'; "
+        "box.dispatchEvent(new Event('input')); 0"
+    )
+    tab.wait("document.querySelectorAll('.row').length == 0")
+    assert tab.evaluate("document.activeElement.type") == "search", "the next letter goes there too"
+    assert "No group meets all of these conditions" in text(tab) and tab.problems == []
+
+
 def test_a_whole_group_is_shown_side_by_side_with_the_history_of_its_prompt(tab: Tab, page: Path) -> None:
     tab.open(address(page, tab="rollouts", step=3), wait_for="document.querySelectorAll('.rollout').length")
     assert tab.evaluate("document.querySelectorAll('.rollout').length") == 4

@@ -10,7 +10,7 @@ import pytest
 from run_folders import make_run
 
 from grpo_rl.telemetry.metrics.metrics_file import MetricsFile
-from grpo_rl.telemetry.report import final_report, plot_curves, smooth
+from grpo_rl.telemetry.report import curves_figure, final_report, plot_curves, smooth
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -43,6 +43,23 @@ def test_a_run_that_only_validates_has_values_and_no_before_and_after(tmp_path: 
     report = final_report(RunDir(make_run(tmp_path, num_steps=0, text=answer)))
     assert report.splitlines()[1].split() == ["validation", "arithmetic/mean@1", "0.000"]
     assert "Some prompts, drawn at random" in report and "answer  [reward 0] \\x1b[2Jseven" in report
+
+
+def test_no_number_runs_into_the_next_column(tmp_path: Path) -> None:
+    run_dir = RunDir.create(tmp_path, "perplexity")
+    file = MetricsFile(run_dir.metrics_file)
+    for step, value in enumerate([31166.114, 1e12, 1.001]):
+        file.log(step, {"val/a/mean@1": value, "reward/mean": -value, "actor/loss": 0.0})
+    rows = [line.split() for line in final_report(run_dir).splitlines()[1:2]]
+    assert rows == [["validation", "a/mean@1", "31166.114", "1.001", "-31165.1"]]
+
+
+def test_a_constant_is_drawn_as_one(tmp_path: Path) -> None:
+    records = [{"step": step, "actor/lr": 1e-5 * (1 + 1e-9 * step), "actor/grad_norm": 1.0 + step} for step in range(1, 9)]
+    figure = curves_figure("a", records, ["actor/lr", "actor/grad_norm"])
+    low, high = figure.axes[0].get_ylim()
+    assert high - low == pytest.approx(0.02 * 1e-5, rel=1e-3) and low < 1e-5 < high
+    assert figure.axes[1].get_ylim() == pytest.approx((1.65, 9.35), abs=0.5)
 
 
 def sampled(step: int) -> dict[str, float]:

@@ -45,8 +45,11 @@ function oneStep(bar, list, detail, all, kind) {
   };
   const source = all.sources.length > 1 ? select([['', 'any source'], ...all.sources.map((name, place) => [place, name])], chosen.source || '', (value) => change({ source: value }), 'source') : null;
   const outcome = select(OUTCOMES, chosen.outcome || '', (value) => change({ outcome: value }), 'outcome');
-  const field = (name, label) => el('input', { type: 'number', step: 'any', placeholder: label, value: chosen[name] || '', 'aria-label': label, className: 'short', onchange: (event) => change({ [name]: event.target.value }) });
-  const text = el('input', { type: 'search', placeholder: 'text in prompts and responses', value: chosen.text || '', 'aria-label': 'text', onchange: () => change({ text: text.value }) });
+  let typing = 0;
+  // While somebody types: a search through all rollouts for each letter would come too late.
+  const soon = (changes) => { clearTimeout(typing); typing = setTimeout(() => change(changes), 200); };
+  const field = (name, label) => el('input', { type: 'number', step: 'any', placeholder: label, value: chosen[name] || '', 'aria-label': label, className: 'short', oninput: (event) => soon({ [name]: event.target.value }) });
+  const text = el('input', { type: 'search', placeholder: 'text in prompts and responses', value: chosen.text || '', 'aria-label': 'text', oninput: () => soon({ text: text.value }) });
   const sort = select([['', 'in order'], ['low', 'lowest reward first'], ['high', 'highest reward first'], ['long', 'longest first']], chosen.sort || '', (value) => change({ sort: value }), 'order of groups');
   put(bar, [el('span', { className: 'stepper' }, el('button', { type: 'button', 'aria-label': 'earlier step', onclick: () => moved(-1) }, '‹'), box, el('button', { type: 'button', 'aria-label': 'later step', onclick: () => moved(1) }, '›')), source, outcome, field('low', 'reward ≥'), field('high', 'reward ≤'), text, sort, note]);
 
