@@ -110,6 +110,16 @@ def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
     assert tab.problems == []
 
 
+def test_on_a_narrow_screen_every_tab_is_seen_and_health_stands_before_the_plan(tab: Tab, page: Path) -> None:
+    tab.size(390, 844)
+    tab.open(address(page, tab="overview"))
+    edges = "[...document.querySelectorAll('.tabs button')].map((one) => one.getBoundingClientRect().right)"
+    assert max(tab.evaluate(edges)) <= 390
+    top = "[...document.querySelectorAll('.card')].find((one) => one.textContent.startsWith('{}')).getBoundingClientRect().top"
+    assert tab.evaluate(top.format("Health")) < tab.evaluate(top.format("What was trained"))
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+
+
 def test_rollouts_are_filtered_while_somebody_types(tab: Tab, page: Path) -> None:
     tab.open(address(page, tab="rollouts", step=3), wait_for="document.querySelectorAll('.row').length == 6")
     tab.evaluate(
