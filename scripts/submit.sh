@@ -73,11 +73,14 @@ if [[ ! -x $ray ]] && ! ray=$(command -v ray); then
     ray=.venv/bin/ray
 fi
 
+# The file has values of GRPO_RL_SEND_ENV, so that it is this user's alone, and goes at the end; other users see command lines.
 # Written by Python, so that values with quotes or line breaks arrive as they are. It asks for the job server first: Ray answers
 # one that is not there with forty lines. The hook runs in the process that starts the job, in the head's environment, which the
 # job is to run in as well: its `python3` is the head's. Ray kills a job that it stops after three seconds, if not told otherwise;
 # a run ends by itself within trainer.grace_s.
-runtime_env=$(ADDRESS=$address DRY_RUN=$dry_run "$(dirname "$ray")/python" - <<'PYTHON'
+secrets=$(umask 077 && mktemp)
+trap 'rm -f "$secrets"' EXIT
+ADDRESS=$address DRY_RUN=$dry_run "$(dirname "$ray")/python" - >"$secrets" <<'PYTHON'
 import http.client, json, os, sys, urllib.error, urllib.request
 
 address = os.environ["ADDRESS"]
@@ -103,12 +106,11 @@ print(json.dumps({
     | {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "grpo_rl.processes.family.lead_path", "RAY_JOB_STOP_WAIT_TIME_S": "90"},
 }))
 PYTHON
-)
 
 # submit WORD...: one job.
 submit() {
     local command=("$ray" job submit --address "$address" ${wait_flag:+"$wait_flag"}
-        --working-dir . --runtime-env-json "$runtime_env" -- python3 -m grpo_rl.main "$@")
+        --working-dir . --runtime-env "$secrets" -- python3 -m grpo_rl.main "$@")
     if [[ -n $dry_run ]]; then printf '%q ' "${command[@]}" && echo; else "${command[@]}"; fi
 }
 

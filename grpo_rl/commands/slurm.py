@@ -82,7 +82,7 @@ def job_file(words: Sequence[str], folder: Path) -> str:
         kept += [f"trainer.nnodes={config.trainer.nnodes}", f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"]
     ray = "ray_kwargs.ray_init"
     if nodes > 1:
-        kept += [f"{ray}.address=$head:$port", f"{ray}.wait_for_nodes_s=300"]
+        kept.append(f"{ray}.wait_for_nodes_s=300")
     python = Path(sys.executable)
     parts = {
         "name": re.sub(r"[^\w.-]+", "-", config.trainer.experiment_name),
@@ -94,7 +94,8 @@ def job_file(words: Sequence[str], folder: Path) -> str:
         "others": nodes - 1,
         "ray": shlex.quote(str(python.parent / "ray")),
         "python": shlex.quote(str(python)),
-        "words": " ".join(f'"{word}"' if "$head:" in word else shlex.quote(word) for word in kept),
+        # The only word of which the shell is to make something; all others are typed by somebody.
+        "words": shlex.join(kept) + (f' "{ray}.address=$head:$port"' if nodes > 1 else ""),
         "preempted": Preempted.exit_code,
     }
     return (_HEAD + (_CLUSTER if nodes > 1 else "") + _RUN).format(**parts)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -38,6 +39,8 @@ _RAISE = "HYDRA_FULL_ERROR"
 """Set, Hydra raises instead of printing and ending the process."""
 _HYDRAS_ERRORS = (HydraException, OmegaConfBaseException, ValueError, AssertionError)
 T = TypeVar("T")
+_BEGIN = re.compile(r"(\\*)\$\{")
+"""The beginning of an expression, and the backslashes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,8 @@ def _guard_environment(node: Any) -> None:
         if OmegaConf.is_interpolation(node, position):
             expression = str(child._value())
             if "oc.env" in expression:
-                node[position] = expression.replace("${", "\\${")
+                # An odd number of backslashes before it has escaped it already.
+                node[position] = _BEGIN.sub(lambda found: found[0] if len(found[1]) % 2 else f"{found[1]}\\${{", expression)
         elif OmegaConf.is_config(child) and not child._is_none() and not child._is_missing():
             _guard_environment(child)
 
@@ -269,17 +273,22 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
     """Return every key of `config`; where `safe` differs from `raw` it holds an expression, which takes the value's place."""
 
     def merge(value: Any, raw_value: Any, safe_value: Any, key: str) -> Any:
-        if raw_value != safe_value and not isinstance(value, dict):
+        if raw_value != safe_value and not isinstance(value, dict | list):
             return safe_value
+        if free_mapping(key) and secrets.is_secret_name(key.rpartition(".")[2]) and secrets.may_be_secret(value):
+            secrets.remember([value])
+            return secrets.HIDDEN
+        if isinstance(value, list):
+            raw_value, safe_value = (
+                entry if isinstance(entry, list) and len(entry) == len(value) else value for entry in (raw_value, safe_value)
+            )
+            return [merge(*entries, key) for entries in zip(value, raw_value, safe_value, strict=True)]
         if isinstance(value, dict):
             raw_value, safe_value = (entry if isinstance(entry, dict) else {} for entry in (raw_value, safe_value))
             return {
                 name: merge(entry, raw_value.get(name), safe_value.get(name), f"{key}.{name}" if key else name)
                 for name, entry in value.items()
             }
-        if free_mapping(key) and isinstance(value, str) and secrets.is_secret_name(key.rpartition(".")[2]):
-            secrets.remember([value])
-            return secrets.HIDDEN
         return _escaped(value)
 
     shareable = merge(dataclasses.asdict(config), raw, safe, "")
@@ -291,7 +300,7 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
 def _escaped(value: Any) -> Any:
     """Return text that happens to hold `${` so that it is read as text again."""
     if isinstance(value, str):
-        return secrets.redact(value).replace("${", "\\${")
+        return _BEGIN.sub(lambda found: f"{found[1] * 2}\\${{", secrets.redact(value))
     return [_escaped(entry) for entry in value] if isinstance(value, list) else value
 
 

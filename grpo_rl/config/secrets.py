@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 HIDDEN = "<hidden>"
-_SHORTEST = 8
-"""A shorter value is no secret worth the name, and hiding it would eat words out of ordinary text."""
+_SHORTEST, _SHORTEST_NUMBER, _SHORT = 4, 6, 8
+"""The least letters of a secret, the least of one that has digits alone, and those below which a secret is hidden as a whole word
+only: hiding it would eat parts of words out of ordinary text."""
+_WORD = re.compile("[A-Z]?[a-z]*|[A-Z]*")
+"""A short value of this form is a word (`RAY_AUTH_MODE=token`), which no text could do without."""
+_EXPRESSION = re.compile(r"\$\{[\w.:,]+\}")
 
 # A whole part of a name: HF_TOKEN and apiKey are secrets, max_tokens and TOKENIZERS_PARALLELISM are not.
 _NAME = re.compile(
@@ -49,9 +53,34 @@ def is_secret_name(name: str) -> bool:
 
 
 def remember(values: Iterable[object]) -> None:
-    """Hide these values from now on, wherever they appear in a text."""
-    texts = (value for value in values if isinstance(value, str) and len(value) >= _SHORTEST)
-    _known.update(text for text in texts if not text.isdigit() and not text.startswith(("/", "<", "${")))
+    """Hide these values, and all in lists and mappings among them, from now on, wherever they appear in a text, JSON or YAML."""
+    for value in values:
+        if isinstance(value, Mapping):
+            remember(value.values())
+        elif isinstance(value, list | tuple):
+            remember(value)
+        elif isinstance(value, str | int) and not isinstance(value, bool) and _is_secret(text := str(value)):
+            quoted = (json.dumps(text), json.dumps(text, ensure_ascii=False), repr(text))
+            _known.update({text, text.replace("'", "''"), *(form[1:-1] for form in quoted)})
+
+
+def may_be_secret(value: object) -> bool:
+    """Return whether a value by the name of a secret is to be hidden: any text, list or mapping, and a long whole number."""
+    return isinstance(value, str | list | Mapping) or (isinstance(value, int) and _is_secret(str(value)))
+
+
+def _is_secret(text: str) -> bool:
+    """Return whether the value of a secret's name may be one: no path, expression or word."""
+    if len(text) < (_SHORTEST_NUMBER if text.isdigit() else _SHORTEST) or text == HIDDEN or _EXPRESSION.fullmatch(text):
+        return False
+    return not (len(text) < _SHORT and _WORD.fullmatch(text)) and not (text.startswith("/") and os.path.exists(text))
+
+
+def _without(text: str, value: str) -> str:
+    """Return a text without a remembered value."""
+    if len(value) >= _SHORT and not value.isdigit():
+        return text.replace(value, HIDDEN)
+    return re.sub(rf"(?<![\w.]){re.escape(value)}(?![\w.])", HIDDEN, text) if value in text else text
 
 
 def remember_environment(environment: Mapping[str, str] | None = None) -> None:
@@ -67,16 +96,13 @@ def known() -> list[str]:
 def hide_known(line: str) -> str:
     """Return a line of JSON without remembered values; quick, for texts in which there are hardly ever any."""
     for value in known():
-        for form in (value, json.dumps(value)[1:-1]):
-            if form in line:
-                line = line.replace(form, HIDDEN)
+        line = _without(line, value)
     return line
 
 
 def redact(text: str) -> str:
     """Return `text` without remembered values, credentials in addresses, and tokens recognised by their look."""
-    for value in known():
-        text = text.replace(value, HIDDEN)
+    text = hide_known(text)
     for needles, pattern, replacement in _IN_TEXT:
         if any(needle in text for needle in needles):
             text = pattern.sub(replacement, text)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from grpo_rl import hub
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import attention
+from grpo_rl.models.sharded_load import WeightFiles
 
 GENERATION_FILE = "generation_config.json"
 POLICY_KEY = "actor_rollout_ref.model.path"
@@ -52,7 +53,9 @@ def load_config(
                 f"set {key.rpartition('.')[0]}.trust_remote_code=true if you want that code to run"
             )
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever transformers makes of settings of other types
         what = "no model configuration there" if Path(path).is_dir() else "no such folder, and no hub model that could be read"
         raise ConfigError(f"{where}: {what}: {_first_line(error)}") from error
     for key, value in (override or {}).items():
@@ -74,7 +77,7 @@ def override_field(config: Any, key: str, value: Any) -> None:
         raise ConfigError(f"{where}={value!r}: {' '.join(str(error).split())}") from error
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
@@ -85,10 +88,29 @@ def load_lm(path: str, config: Any, *, trust_remote_code: bool = False, on_meta:
     """
     from transformers import AutoModelForCausalLM
 
+    if getattr(config, "tie_word_embeddings", False):
+        refuse_other_head(path, key)
     lm = packed_model(AutoModelForCausalLM, path, config, trust_remote_code=trust_remote_code, on_meta=on_meta, key=key)
     if not getattr(lm, "_supports_attention_backend", True):
         raise ConfigError(f"{type(lm).__name__} does not let its attention be exchanged, which packed sequences need")
     return lm
+
+
+def refuse_other_head(path: str, key: str = POLICY_KEY) -> None:
+    """Raise ConfigError if the files of a model whose config ties the LM head to the embedding have another head.
+
+    transformers would take the files' word, and ranks that read their rows the config's.
+    """
+    try:
+        files = WeightFiles.find(path)
+        differs = files is not None and files.has_other_head()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError):
+        return  # which the reading of the weights says better
+    if differs:
+        raise ConfigError(
+            f"{key}={path}: config.json says tie_word_embeddings=true, and the files have an LM head that is not the embedding; "
+            "write false there if that head belongs to the model, or take lm_head.weight out of the files"
+        )
 
 
 def packed_model(
@@ -114,8 +136,8 @@ def packed_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{where}: its weights cannot be read: {_first_line(error)}") from error
+    except Exception as error:  # whatever transformers makes of broken files
+        raise ConfigError(f"{where}: its weights cannot be read: {type(error).__name__}: {_first_line(error)}") from error
     # transformers makes up weights that are not there or do not fit; training would start from noise.
     missing = set(report["missing_keys"])
     made_up = [f"{name} is not there" for name in sorted(missing.difference(new))]
@@ -154,8 +176,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no tokenizer in {path}: {_first_line(error)}") from error
+    except BaseException as error:  # whatever a broken file leads to; a panic in Rust is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ConfigError(f"no tokenizer in {path}: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,23 @@ class WeightFiles:
             if any(name not in headers or headers[name][0] != tuple(part.shape) for name, part, _ in parts):
                 return False
         return True
+
+    def has_other_head(self) -> bool:
+        """Return whether the LM head in the files is another matrix than the embedding beside it, by some of its rows."""
+        heads = [name for name in self._file_of if name.endswith("lm_head.weight")]
+        embeddings = [name for name in self._file_of if name.endswith("embed_tokens.weight")]
+        if len(heads) != 1 or len(embeddings) != 1:
+            return False
+        with ExitStack() as stack:
+            head, embedding = (
+                stack.enter_context(safe_open(self._file_of[name], framework="pt")).get_slice(name)
+                for name in (heads[0], embeddings[0])
+            )
+            if head.get_shape() != embedding.get_shape():
+                return True
+            count = head.get_shape()[0]
+            rows = (slice(start, min(start + 8, count)) for start in range(0, count, max(8, count // 16)))
+            return any(not torch.equal(head[part].float(), embedding[part].float()) for part in rows)
 
     def _parts(self, names: list[str], rows: Tensor, first: int = 0) -> list[tuple[str, Tensor, int]]:
         """Return the stored tensors that make the rows from `first` on of a parameter with these names.

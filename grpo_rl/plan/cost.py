@@ -28,10 +28,12 @@ import numpy as np
 from grpo_rl.config import derived
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.errors import DataError
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.plan.machine import CORES, DEVICES, Device, named
 from grpo_rl.plan.memory import GIB, adapter_params, fit_of, size_of_role
 from grpo_rl.plan.model_folder import ModelSize
+from grpo_rl.run_files import read_json
 from grpo_rl.telemetry.metrics.grades import PREDICTED, measured
 from grpo_rl.types import Metrics
 
@@ -527,7 +529,14 @@ def _machine(plan: Plan) -> str:
 def _read(runs: Path) -> dict[str, Any]:
     """Return what the file has; nothing where it is missing, or no file of this kind."""
     try:
-        known = json.loads((runs / FILE).read_text(encoding="utf-8"))
-        return dict(known)
-    except (OSError, ValueError, TypeError):
+        known = dict(read_json(runs / FILE))
+        return {machine: entry for machine, entry in known.items() if _is_usable(entry)}
+    except (DataError, ValueError, TypeError):
         return {}
+
+
+def _is_usable(entry: Any) -> bool:
+    """Return whether an entry's numbers are finite and not negative."""
+    values = [*entry.values()] if isinstance(entry, dict) else [entry]
+    numbers = [number for value in values for number in (value.values() if isinstance(value, dict) else [value])]
+    return all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers)

@@ -129,6 +129,8 @@ def _fitting(config: Config, machine: Machine) -> Checks:
     """Yield the checks of what the engine and the model's folder rule out, for keys that are sound by themselves."""
     yield "", lambda: _check_engine(config)
     yield "", lambda: model_folder.check_policy(config, machine)
+    if config.trainer.machine is None:
+        yield "", lambda: model_folder.check_others(config)
     if config.actor_rollout_ref.model.lora_rank:
         yield "", lambda: model_folder.check_adapters(config)
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequence
+from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequence, teachers_of
 from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
 from grpo_rl.models.builtin import PREFIX, get_builtin
 from grpo_rl.models.experts import FAMILIES
-from grpo_rl.models.load import SCALED_LOGITS
+from grpo_rl.models.load import SCALED_LOGITS, refuse_other_head
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _PATH = f"{_MODEL}.path"
@@ -86,8 +86,36 @@ def check_policy(config: Config, machine: Machine) -> None:
         return
     folder = Path(config.actor_rollout_ref.model.path).expanduser()
     problems = [*(_broken_files(folder) if folder.is_dir() else ()), *_engine_refuses(config, machine, settings)]
+    if folder.is_dir() and not problems and (settings.get("text_config") or settings).get("tie_word_embeddings"):
+        refuse_other_head(str(folder))
     if not config.trainer.val_only:
         problems += _training_refuses(config, settings)
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_others(config: Config) -> None:
+    """Raise ConfigError with everything in the folders of teachers, critic, reward model and tokenizers that cannot be used."""
+    policy, scorer = config.actor_rollout_ref.model, config.reward.reward_model
+    named = {f"distillation.teacher_models.{name}.model_path": own.model_path for name, own in teachers_of(config).items()}
+    named["critic.model.path"] = config.critic.model.path if critic_has_own_model(config) else None
+    named["reward.reward_model.model_path"] = scorer.model_path
+    problems: list[str] = []
+    for key, path in named.items():
+        if not path or path.startswith(PREFIX) or path == policy.path:
+            continue
+        folder = Path(path).expanduser()
+        if folder.is_dir():
+            try:
+                settings = _read_config(folder, key)
+            except ConfigError as error:
+                problems += error.problems
+                continue
+            problems += _broken_files(folder, key)
+            if not problems and settings.get("tie_word_embeddings") and key != "reward.reward_model.model_path":
+                refuse_other_head(path, key)
+        elif path[0] in "/.~":
+            problems.append(f"{key}={path}: there is no such folder")
     if problems:
         raise ConfigError(problems)
 
@@ -149,8 +177,10 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
     return dict(loaded.to_dict())
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    where = f"{_PATH}={folder}: config.json"
+def _read_config(folder: Path, key: str = _PATH) -> dict[str, Any]:
+    where = f"{key}={folder}: config.json"
+    if folder.is_dir() and (special := _special(folder)):
+        raise ConfigError(f"{key}={folder}: {special} is no regular file")
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
@@ -160,6 +190,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ConfigError(f"{where} holds a {type(settings).__name__}, and not the settings of a model")
     return settings
+
+
+def _special(folder: Path) -> str:
+    """Return the name of something in the folder that is no file and no folder, whose reader would wait for ever; "" without."""
+    return next((path.name for path in sorted(folder.iterdir()) if path.exists() and not (path.is_file() or path.is_dir())), "")
 
 
 def _is_plain(settings: dict[str, Any]) -> bool:
@@ -172,12 +207,12 @@ def _is_plain(settings: dict[str, Any]) -> bool:
     return is_causal and family.isidentifier() and (Path(transformers.origin).parent / "models" / family).is_dir()
 
 
-def _broken_files(folder: Path) -> Iterator[str]:
+def _broken_files(folder: Path, key: str = _PATH) -> Iterator[str]:
     """Weight files that are cut short or are none, an adapter beside them, and a tokenizer's settings that are no JSON."""
     if (folder / "adapter_config.json").is_file():
         # transformers would add it to the model where one process reads the whole, and ranks that read shards would not.
         yield (
-            f"{_PATH}={folder}: has a peft adapter beside the model, and it is not clear whether that belongs to the policy; move "
+            f"{key}={folder}: has a peft adapter beside the model, and it is not clear whether that belongs to the policy; move "
             "it into a folder of its own, and name that in actor_rollout_ref.model.lora_adapter_path if it does"
         )
     for file in sorted(folder.glob("*.safetensors")):
@@ -188,16 +223,22 @@ def _broken_files(folder: Path) -> Iterator[str]:
             with file.open("rb") as stream:
                 is_pointer = stream.read(40).startswith(b"version https://git-lfs")
             lfs = " (a pointer of git LFS: fetch the file itself with git lfs pull)" * is_pointer
-            yield f"{_PATH}={folder}: {file.name} is no safetensors file{lfs}"
+            yield f"{key}={folder}: {file.name} is no safetensors file{lfs}"
             continue
         if file.stat().st_size < end:
-            yield f"{_PATH}={folder}: {file.name} is cut short: it has {file.stat().st_size:,} of {end:,} bytes"
-    settings = folder / "tokenizer_config.json"
-    try:
-        if settings.is_file():
-            json.loads(settings.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        yield f"{_PATH}={folder}: tokenizer_config.json cannot be read: {error}"
+            yield f"{key}={folder}: {file.name} is cut short: it has {file.stat().st_size:,} of {end:,} bytes"
+    index = folder / "model.safetensors.index.json"
+    for file in (folder / "tokenizer_config.json", folder / "tokenizer.json", index):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            shards = set(content["weight_map"].values()) if file == index and content else set()
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            yield f"{key}={folder}: {file.name} cannot be read: {type(error).__name__}: {error}"
+            continue
+        if not isinstance(content, dict):
+            yield f"{key}={folder}: {file.name} holds a {type(content).__name__}, and not settings"
+        for name in sorted(name for name in shards if not (folder / str(name)).is_file()):
+            yield f"{key}={folder}: {name}, which {file.name} names, is missing"
 
 
 def _dropouts(settings: dict[str, Any]) -> dict[str, float]:
@@ -291,6 +332,8 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
     with file.open("rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         header = json.loads(stream.read(min(length, file.stat().st_size)))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
     header.pop("__metadata__", None)
     return header, 8 + length
 

@@ -80,12 +80,32 @@ def test_ranks_take_the_interface_of_the_address_and_not_of_the_machines_name(mo
     assert [interface_of(address) for address in asked] == ["lo", "eth0", "docker0", "eth0", None]
 
 
-def test_a_submitted_job_runs_in_the_environment_of_the_heads_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = subprocess.run(
-        ["bash", ROOT / "scripts" / "submit.sh", "--dry-run", "seed=1"], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    assert said.rstrip().endswith("-- python3 -m grpo_rl.main seed=1")
-    environment = json.loads(subprocess.run(["bash", "-c", f"printf %s {said.split('--runtime-env-json ')[1].split(' -- ')[0]}"], capture_output=True, text=True, check=True, timeout=60).stdout)  # fmt: skip
+def test_a_submitted_job_runs_in_the_environment_of_the_heads_ray_and_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "scripts" / "submit.sh").write_bytes((ROOT / "scripts" / "submit.sh").read_bytes())
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    ray = tmp_path / ".venv" / "bin" / "ray"
+    ray.write_text(
+        '#!/usr/bin/env bash\necho "$@"; while [[ $1 != --runtime-env ]]; do shift; done; stat -c %a "$2"; cat "$2"\n'
+    )
+    ray.chmod(0o755)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody_else")
+
+    def submit(*words: str) -> list[str]:
+        command = ["bash", tmp_path / "scripts" / "submit.sh", "--address", "head:1", *words, "seed=1"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+
+    (shown,) = submit("--dry-run")
+    command_line, mode, content = submit()
+    for said in (shown, command_line):
+        assert said.rstrip().endswith("-- python3 -m grpo_rl.main seed=1") and "hf_of_nobody_else" not in said
+    file = Path(command_line.split("--runtime-env ")[1].split()[0])
+    assert mode == "600" and not file.exists()
+    environment = json.loads(content)
+    assert environment["env_vars"]["HF_TOKEN"] == "hf_of_nobody_else"
     assert environment["env_vars"][WORKER_PROCESS_SETUP_HOOK_ENV_VAR] == f"{lead_path.__module__}.{lead_path.__name__}"
     monkeypatch.setenv("PATH", "/usr/bin")
     lead_path()

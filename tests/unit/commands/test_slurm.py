@@ -56,7 +56,8 @@ def start(text: str, tmp_path: Path) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_a_job_goes_on_after_its_time_is_over(tmp_path: Path, nodes: int) -> None:
-    job = start(job_file([*SMALL, f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=1"], tmp_path), tmp_path)
+    hostile = f"data.system_prompt='$head:$(touch {tmp_path}/PWNED)`touch {tmp_path}/PWNED`\"'"
+    job = start(job_file([*SMALL, f"trainer.nnodes={nodes}", "trainer.n_gpus_per_node=1", hostile], tmp_path), tmp_path)
     while not (tmp_path / "said.begun").exists():
         assert job.poll() is None
         time.sleep(0.05)
@@ -66,6 +67,7 @@ def test_a_job_goes_on_after_its_time_is_over(tmp_path: Path, nodes: int) -> Non
     assert said[-1] == f"scontrol requeue {JOB}"
     (run,) = [line for line in said if line.startswith("run")]
     assert run.startswith(f"run <-m> <grpo_rl.main> <{SMALL[0]}> <{NAME}> <trainer.nnodes={nodes}>")
+    assert f"<{hostile}>" in run and not (tmp_path / "PWNED").exists(), "the job runs no word"
     if nodes == 1:
         assert len(said) == 2
         return
@@ -107,6 +109,21 @@ def test_the_files_for_other_clusters_start_a_run_that_can_be_planned(name: str,
     words = [word for word in shlex.split(command)[2:] if "/shared/" not in word]
     plan = make_plan(compose([*words, "machine=2x8xH100-80GB", "trainer.dry_run=true"]))
     assert (plan.config.trainer.nnodes, plan.config.trainer.n_gpus_per_node) == (2, 8)
+
+
+def test_skypilots_cluster_has_a_token_that_nobody_can_guess(tmp_path: Path) -> None:
+    run = yaml.safe_load((folder() / "cluster/skypilot.yaml").read_text())["run"]
+    known = {
+        "PATH": os.environ["PATH"],
+        "SKYPILOT_NODE_IPS": "127.0.0.1",
+        "SKYPILOT_TASK_ID": "sky-2026",
+        "SKYPILOT_NODE_RANK": "0",
+    }
+    for token in ("", "short"):
+        done = subprocess.run(
+            ["bash", "-c", run], env=known | {"RAY_AUTH_TOKEN": token}, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 2 and "RAY_AUTH_TOKEN: give a random one" in done.stderr
 
 
 def test_a_job_needs_a_name_to_go_on_under() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import socket
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny_models import make_folder
 
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
-from grpo_rl.models.load import load_config, load_lm
+from grpo_rl.models.builtin import build_tokenizer
+from grpo_rl.models.load import load_config, load_lm, load_tokenizer
+from grpo_rl.plan.model_folder import check_others
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +82,75 @@ def test_no_weight_is_made_up(folder, tmp_path):
         load_lm(untied, load_config(untied))
     with pytest.raises(ConfigError, match=r"embed_tokens.weight is \(37, 32\), not \(50, 32\)"):
         load_lm(str(folder), load_config(str(folder), override={"vocab_size": 50}))
+
+
+def test_a_head_that_the_config_ties_and_the_files_do_not_is_refused_by_one_rank_and_by_several(tmp_path):
+    untied = make_folder(tmp_path / "untied", "qwen3", tied=False)
+    path = with_config(untied, tmp_path / "said to be tied", tie_word_embeddings=True)
+    for on_meta in (False, True):
+        with pytest.raises(ConfigError, match="says tie_word_embeddings=true, and the files have an LM head that is not"):
+            load_lm(path, load_config(path), on_meta=on_meta)
+    load_lm(str(untied), load_config(str(untied)))
+    # Files that have the embedding twice are those of a tied model.
+    tensors = load_file(untied / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, Path(path) / "model.safetensors", metadata={"format": "pt"})
+    load_lm(path, load_config(path), on_meta=True)
+
+
+CONFIG_VALUES = {
+    "hidden_size": "many", "num_attention_heads": 0, "num_hidden_layers": -1, "vocab_size": None, "rope_parameters": [1],
+    "layer_types": "all", "hidden_act": "no_such", "head_dim": 2.5, "model_type": 7, "dtype": "float7", "rms_norm_eps": "x",
+    "architectures": "Qwen3", "eos_token_id": {"a": 1}, "tie_word_embeddings": "perhaps", "intermediate_size": 10**9,
+}  # fmt: skip
+CONTENTS = {
+    "config.json": [b"", b"[]", b"null", b"{", b"\xff\xfe", b"[" * 5000, b'{"model_type": "qwen3", "hidden_size": 1e400}'],
+    "model.safetensors": [b"", b"version https://git-lfs.github.com/spec/v1", b"\x05\0\0\0\0\0\0\0null ", b"\xff" * 64],
+    "model.safetensors.index.json": [b"", b"[]", b"{}", b'{"weight_map": []}', b'{"weight_map": {"a": "gone.safetensors"}}'],
+    "tokenizer.json": [b"", b"{}", b"null", b"[]", b'{"version": "1.0", "model": {"type": "BPE", "vocab": 3, "merges": []}}'],
+    "tokenizer_config.json": [b"", b"[]", b'{"tokenizer_class": "NoSuch"}', b'{"model_max_length": "x"}'],
+}
+REGEX = json.dumps({"type": "Split", "pattern": {"Regex": "(?<=(a+)+$)\\K(*SKIP)["}, "behavior": "Isolated", "invert": False})
+
+
+def test_a_broken_folder_of_any_role_is_refused_in_a_sentence_and_never_waited_for(folder, tmp_path):
+    tokenizer = build_tokenizer(128)
+    damages = [("config.json", json.dumps(json.loads((folder / "config.json").read_text()) | {key: value}).encode())
+               for key, value in CONFIG_VALUES.items()]  # fmt: skip
+    damages += [(name, content) for name, contents in CONTENTS.items() for content in contents]
+    teacher = "distillation.teacher_models.t.model_path"
+    refused = 0
+    for number, (name, content) in enumerate(damages):
+        path = Path(with_config(folder, tmp_path / str(number)))
+        tokenizer.save_pretrained(path)
+        (path / name).write_bytes(content)
+        try:
+            check_others(teaching(path))
+            load_lm(str(path), load_config(str(path)))
+            load_tokenizer(str(path))
+        except ConfigError as error:
+            refused += 1
+            assert name in str(error) or str(path) in str(error)
+    print(f"{refused} of {len(damages)} refused")
+    assert refused >= 25
+    path = Path(with_config(folder, tmp_path / "regex"))
+    tokenizer.save_pretrained(path)
+    content = json.loads((path / "tokenizer.json").read_text()) | {"pre_tokenizer": json.loads(REGEX)}
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="no tokenizer in"):
+        load_tokenizer(str(path))
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "generation_config.json"):
+        path = Path(with_config(folder, tmp_path / f"fifo {name}"))
+        (path / name).unlink(missing_ok=True)
+        os.mkfifo(path / name)
+        with pytest.raises(ConfigError, match=rf"{teacher}={path}: {name} is no regular file"):
+            check_others(teaching(path))
+    with pytest.raises(ConfigError, match=f"{teacher}=/nosuch: there is no such folder"):
+        check_others(teaching(Path("/nosuch")))
+
+
+def teaching(path: Path) -> Config:
+    """A configuration with a teacher in this folder."""
+    config = Config()
+    own = dataclasses.replace(config.distillation, enabled=True, teacher_models={"t": {"model_path": str(path)}})
+    return dataclasses.replace(config, distillation=own)

@@ -72,6 +72,51 @@ def test_no_file_of_a_run_and_no_line_holds_a_secret(tmp_path: Path, monkeypatch
     assert composed.config.data.system_prompt == CANARY
 
 
+FORMS = ["/ab+cd/efgh==", "<tag>secret", "${half", "184467440737", "hunter2", 'pass"w\\ord', "pässwörd-ß", "it's-mine-7"]
+
+
+@pytest.mark.parametrize("secret", FORMS)
+def test_a_secret_of_any_form_is_in_no_file_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("FORM_TOKEN", secret)
+    composed = compose(["recipe=arithmetic/grpo", "data.system_prompt=${oc.env:FORM_TOKEN}"])
+    run_dir = RunDir.create(tmp_path, "r")
+    run_dir.write_config(composed.yaml(), composed.overrides)
+    Status(run_dir.status_file).end(ValueError(f"bad token {secret}, again {[secret]}"))
+    for file in (run_dir.status_file, run_dir.config_file):
+        content = file.read_text()
+        assert not any(form in content for form in (secret, json.dumps(secret)[1:-1])), content
+        assert HIDDEN in content or file == run_dir.config_file
+    assert "bad token" in json.loads(run_dir.status_file.read_text())["error"]["message"]
+
+
+def test_words_numbers_and_paths_that_only_look_like_secrets_are_left_in_texts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {"RAY_AUTH_MODE": "token", "USE_AUTH": "true", "KEY": "2024", "SSH_AUTH_SOCK": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PIN_KEY", "hunter2")
+    secrets.remember_environment()
+    text = f"the token is true in 2024 at {tmp_path}/a, huntera, hunter25, step 12024"
+    assert redact(text) == text and redact("hunter2: no, 'hunter2'") == f"{HIDDEN}: no, '{HIDDEN}'"
+
+
+def test_an_escaped_expression_and_secrets_in_lists_stay_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CANARY_TOKEN", CANARY)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        'data: {system_prompt: "\\\\${oc.env:CANARY_TOKEN}"}\n'
+        "reward: {functions: [format], function_kwargs: {format: {keys: [a], servers: [{api_key: typed-in-a-list, n: 1}, "
+        '{token: [one-of-two-tokens, "${oc.env:CANARY_TOKEN}"]}], pin: {password: 8675309}}}}\n'
+    )
+    composed = compose([f"recipe={recipe}"]).yaml()
+    for secret in (CANARY, "typed-in-a-list", "one-of-two-tokens", "8675309"):
+        assert secret not in composed
+    assert "n: 1" in composed and "oc.env:CANARY_TOKEN" in composed
+    again = tmp_path / "again.yaml"
+    again.write_text(composed)
+    assert CANARY not in compose([f"recipe={again}"]).yaml()
+
+
 def test_a_refusal_and_a_plan_hide_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CANARY_TOKEN", CANARY)
     assert main(["recipe=arithmetic/grpo", "data.train_files=[${oc.env:CANARY_TOKEN}]"]) == 2
