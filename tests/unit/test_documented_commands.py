@@ -12,6 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import grpo_rl
 from grpo_rl.config.compose import compose
@@ -119,8 +121,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scorer.mkdir()
     config = {"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
     (scorer / "config.json").write_text(json.dumps(config))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (scorer / name).write_text("")
+    save_file({"score.weight": torch.zeros(1, 8)}, scorer / "model.safetensors")
+    (scorer / "tokenizer.json").write_text("{}")
     return tmp_path
 
 
