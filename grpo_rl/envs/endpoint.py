@@ -38,9 +38,10 @@ LONGEST_HEAD = 16 * 2**10
 """Bytes of a request's head; more is refused."""
 REQUEST_S = 60.0
 """Seconds in which a request has to arrive as a whole."""
-MOST_STRANGERS = 32
-"""Connections that have not shown the token yet. One more ends the oldest of them, which an agent's request never gets to be:
-any user of this machine may connect, and hold memory and files of this process."""
+MOST_STRANGERS, ACCEPTED_AT_ONCE = 256, 32
+"""Connections that have not shown the token yet: any user of this machine may connect, and hold memory and files of this process.
+One more ends the oldest of them. Between two looks at what has arrived so few are accepted that an agent's request, which comes at
+once, is not among the oldest."""
 LAST_ANSWERS_S = 1.0
 """Seconds that requests have to read that the conversation is over."""
 
@@ -169,11 +170,11 @@ class ChatServer:
         self._token = secrets.token_urlsafe(16)
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[Any]] = set()
-        self._strangers: list[asyncio.Task[Any]] = []
+        self._strangers: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
 
     async def start(self) -> str:
         """Begin to listen; return the base URL, which ends with /v1."""
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=LONGEST_HEAD)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0, limit=LONGEST_HEAD, backlog=ACCEPTED_AT_ONCE)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/{self._token}/v1"
 
     async def close(self, waiting: Asked | None) -> None:
@@ -194,10 +195,11 @@ class ChatServer:
         assert task is not None
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        self._strangers.append(task)
+        self._strangers[task] = writer
         task.add_done_callback(self._known)
         if len(self._strangers) > MOST_STRANGERS:
-            self._strangers.pop(0).cancel()
+            # Its task ends by itself then, as of a client that has gone.
+            self._strangers.pop(next(iter(self._strangers))).transport.abort()
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 try:
@@ -211,8 +213,8 @@ class ChatServer:
 
     def _known(self, task: asyncio.Task[Any] | None) -> None:
         """Note that this connection has shown the token, or is over."""
-        if task in self._strangers:
-            self._strangers.remove(task)
+        if task is not None:
+            self._strangers.pop(task, None)
 
     async def _read(self, reader: asyncio.StreamReader) -> tuple[str, str, bytes]:
         """Return a request's method, path below the token, and body. Raises Refused; nobody's body is read without the token."""

@@ -131,7 +131,7 @@ RejectionMode = Literal[
 ]  # fmt: skip
 
 Illness = Literal[
-    "nonfinite", "learning_rate_zero", "prompts_cut", "reward_failures", "nothing_trained", "entropy_explosion",
+    "nonfinite", "learning_rate_zero", "prompts_cut", "reward_failures", "tool_fails", "nothing_trained", "entropy_explosion",
     "learning_rate_too_high", "truncation_grows", "truncation", "reward_never_seen", "reward_constant",
     "reward_exploited", "sampler_trainer_disagree", "memorised", "reward_model_hacked", "validation_falls", "kl_runaway", "off_policy",
     "ratio_out_of_range", "entropy_collapse", "format_without_answer", "length_without_reward", "repetition",

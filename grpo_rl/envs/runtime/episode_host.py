@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +26,9 @@ from grpo_rl.envs.tool_formats import argument_problem, parse
 from grpo_rl.errors import ConfigError, raised_in
 from grpo_rl.processes.child import LONGEST_CAUSE, Parent, serve
 from grpo_rl.rewards.contract import LARGEST_REWARD
+
+_shown: set[str] = set()
+"""The tools of which this process has shown an error in its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,8 @@ class EpisodeHost:
         """Begin the episode of a row."""
         start = Start(**{**values, "messages": tuple(values["messages"])})
         for tool in self.tools.values():
-            await tool.begin(start)
-        return _plain(Observation() if self.environment is None else await self.environment.reset(start))
+            await _result(tool.begin, start)
+        return _plain(Observation() if self.environment is None else await _result(self.environment.reset, start))
 
     async def step(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Answer an assistant turn: by its tool calls where it has some, else by the environment; without one it was the last.
@@ -85,7 +90,7 @@ class EpisodeHost:
         if turn.finish_reason == "stop" and not is_last and (turn.tool_calls or turn.malformed):
             answer = await self._with_calls(turn, counts)
         elif self.environment is not None:
-            answer = await self.environment.step(turn)
+            answer = await _result(self.environment.step, turn)
         else:
             answer = Observation(done=turn.finish_reason == "stop" and not turn.tool_calls)
         return _plain(answer, counts)
@@ -93,7 +98,7 @@ class EpisodeHost:
     async def close(self) -> None:
         """Release the environment and every tool, whichever of them fail at it."""
         holders: list[Any] = [*self.tools.values(), *([] if self.environment is None else [self.environment])]
-        results = await asyncio.gather(*(one.close() for one in holders), return_exceptions=True)
+        results = await asyncio.gather(*(_result(holder.close) for holder in holders), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
                 raise result
@@ -133,19 +138,31 @@ class EpisodeHost:
 
     async def _run(self, tool: Tool, call: ToolCall, counts: Counter[str]) -> ToolResult:
         timeout_s = self.setup.tool_timeout_s
+        counts[f"tool_calls/{call.name}"] += 1
         try:
-            result = await asyncio.wait_for(tool.call(call.arguments), timeout_s)
+            result = await asyncio.wait_for(_result(tool.call, call.arguments), timeout_s)
+            if not isinstance(result, str | ToolResult):
+                raise TypeError(f"tool {call.name!r} returned a {type(result).__name__}, not a text or a ToolResult")
         except TimeoutError:
             counts["tool_timeouts"] += 1
+            counts[f"tool_errors/{call.name}"] += 1
             return _failed(f"{call.name} took longer than {timeout_s:g} s")
         except Exception as error:  # a user's code: the policy reads what went wrong
             counts["tool_errors"] += 1
+            counts[f"tool_errors/{call.name}"] += 1
+            if call.name not in _shown:
+                _shown.add(call.name)
+                traceback.print_exc()  # the policy reads one line of it, a person finds the rest in the log
             return _failed(f"{type(error).__name__}: {error}".strip().splitlines()[-1])
-        if isinstance(result, str):
-            return ToolResult(result)
-        if not isinstance(result, ToolResult):
-            raise TypeError(f"tool {call.name!r} returned a {type(result).__name__}, not a ToolResult")
-        return result
+        return ToolResult(result) if isinstance(result, str) else result
+
+
+async def _result(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a user's method, a coroutine or a plain one; a plain one runs in a thread and holds up no other call."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    result = await asyncio.to_thread(function, *arguments)
+    return await result if inspect.isawaitable(result) else result
 
 
 def _failed(reason: str) -> ToolResult:

@@ -82,6 +82,17 @@ def nonfinite(run: RunRecord) -> Finding | None:
     return finding("nonfinite", bad[0], f"updates were left out at steps {steps}", count=len(bad), steps=run.num_steps)
 
 
+def tool_fails(run: RunRecord) -> Finding | None:
+    """Find a tool of which every call has raised an error or taken too long."""
+    for key in sorted({key for record in run.training for key in record if key.startswith("episode/tool_errors/")}):
+        name = key.removeprefix("episode/tool_errors/")
+        calls, errors = run.series(f"episode/tool_calls/{name}"), run.series(key)
+        if len(errors) >= 2 and calls.values == errors.values:
+            per_step = f"{calls.values[-1]:.3g} calls in an episode"
+            return finding("tool_fails", errors.points[0][0], f"{per_step}, in {len(errors)} steps", tool=name)
+    return None
+
+
 def nothing_trained(run: RunRecord) -> Finding | None:
     """Find corrections that leave no token to train."""
     trained = run.series("rollout/trained_token_fraction")
@@ -506,6 +517,7 @@ RULES: tuple[Callable[[RunRecord], Finding | None], ...] = (
     learning_rate_zero,
     prompts_cut,
     reward_failures,
+    tool_fails,
     nothing_trained,
     reward_constant,
     reward_exploited,

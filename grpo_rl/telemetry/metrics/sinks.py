@@ -14,12 +14,15 @@ import logging
 import queue
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -35,6 +38,8 @@ TABLE = ("data_source", "prompt", "response", "ground_truth", "reward", "advanta
 """The columns of a table of rollouts."""
 QUEUE_SIZE = 1000
 CLOSE_TIMEOUT_S = 30.0
+MOST_CLIENTS, CLIENT_S = 8, 5.0
+"""Clients that are told the metrics at once, and the seconds that each has. Any user of the machine may connect."""
 STEP = "training/global_step"
 """The metric that trackers with a step axis of their own draw over."""
 _EQUAL = {
@@ -286,19 +291,63 @@ class TensorBoard(Tracker):
         self._writer.close()
 
 
+class _Bounded(ThreadingMixIn, WSGIServer):
+    """An HTTP server that answers so many clients at once, each within a deadline, and closes all further connections."""
+
+    daemon_threads = True
+    request_queue_size = 16
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.BoundedSemaphore(MOST_CLIENTS)
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, if one is free."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and end the connection at the deadline, however slowly the client talks."""
+        # A thread that reads from it wakes up; it would not if the connection were closed here.
+        deadline = threading.Timer(CLIENT_S, _hang_up, [request])
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has gone."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is over already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Write no line for each request."""
+
+
 class Prometheus:
     """The newest value of every metric, for a Prometheus that asks: `grpo_rl_reward_mean{run="NAME"}` is `reward/mean`."""
 
     def __init__(self, run: str, host: str, port: int) -> None:
-        from prometheus_client import CollectorRegistry, Gauge, start_http_server
+        from prometheus_client import CollectorRegistry, Gauge, make_wsgi_app
 
         registry = CollectorRegistry()
         self._make = lambda allowed, name: Gauge(allowed, name, ["run"], registry=registry).labels(run)
         self._gauges: dict[str, Any] = {}
         try:
-            self._server, self._thread = start_http_server(port, host, registry)
+            self._server = make_server(host, port, make_wsgi_app(registry), _Bounded, _Silent)
         except OSError as error:
             raise ConfigError(f"trainer.metrics_port={port}: {host}:{port} cannot be served: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
+        self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take the metrics of a step. Those of a validation stay until the next one."""

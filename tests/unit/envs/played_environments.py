@@ -119,6 +119,32 @@ class Outside(Echo):
         return Observation(messages, self.reward, done, state="\ud83d")
 
 
+class Plain:
+    """An environment and a tool whose methods are no coroutines."""
+
+    schema: ClassVar = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+
+    def __init__(self, returns="3"):
+        self.returns = returns
+
+    def begin(self, start):
+        pass
+
+    def reset(self, start):
+        return Observation(({"role": "user", "content": "go"},))
+
+    def step(self, turn):
+        return Observation(reward=1.0, done=True)
+
+    def call(self, arguments):
+        if self.returns == "raises":
+            raise ValueError("no database")
+        return 3 if self.returns == "number" else self.returns
+
+    def close(self):
+        pass
+
+
 class Adding:
     """A tool that adds two numbers and counts its calls."""
 

@@ -246,12 +246,21 @@ def test_other_users_of_the_machine_hold_neither_memory_nor_connections_of_the_s
         monkeypatch.setattr(endpoint, "REQUEST_S", 0.5)
         assert await status(token, large, "{") == 408
         monkeypatch.setattr(endpoint, "REQUEST_S", 600.0)
+        problems: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
         silent = [await connect() for _ in range(endpoint.MOST_STRANGERS + 1)]
         assert await asyncio.wait_for(silent[0][0].read(), 30) == b""
         assert await status(token, "Content-Length: 2", "{}") == 400
         assert not silent[-1][0].at_eof()
         for _, writer in silent:
             writer.close()
+        # Requests of the agent under a flood: each of them is answered.
+        flood = asyncio.gather(*(connect() for _ in range(800)), return_exceptions=True)
+        answered = await asyncio.gather(*(status(token, "Content-Length: 2", "{}") for _ in range(40)))
+        assert answered == [400] * 40
+        for _, writer in await flood:
+            writer.close()
         await server.close(None)
+        assert problems == [], "no traceback for a stranger"
 
     asyncio.run(course())

@@ -168,6 +168,23 @@ def test_a_process_that_dies_at_its_start_is_started_once_more_and_its_last_word
 ADD = Named(f"{HERE}:Adding", {"slow_above": 100})
 
 
+@pytest.mark.parametrize(
+    ("returns", "said"),
+    [("3", "3"), ("raises", "Error: ValueError: no database"), ("number", "Error: TypeError: tool 'add' r")],
+)
+def test_tools_and_environments_may_be_plain_methods_and_a_tool_that_only_fails_is_counted(make, returns, said) -> None:
+    pool = make("Plain", tools=(Named(f"{HERE}:Plain", {"returns": returns}),))
+    pool.begin("e", start("e"))
+    assert events(pool, 1)["e"].answer["messages"][0]["content"] == "go"
+    pool.step("e", turn('<tool_call>{"name": "add", "arguments": {}}</tool_call>'))
+    answer = events(pool, 1)["e"].answer
+    assert answer["messages"][0]["content"].startswith(said)
+    errors = 0 if returns == "3" else 1
+    assert (answer["counts"]["tool_calls/add"], answer["counts"].get("tool_errors/add", 0)) == (1, errors)
+    pool.step("e", turn("done"))
+    assert events(pool, 1)["e"].answer["reward"] == 1.0
+
+
 def test_tools_answer_calls_and_what_is_wrong_with_one_goes_back_to_the_policy(make) -> None:
     pool = make(None, tools=(ADD,), tool_timeout_s=0.5)
     begun(pool, "e")

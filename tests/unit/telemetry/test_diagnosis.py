@@ -84,6 +84,7 @@ ILL: dict[str, RunRecord] = {
     "nonfinite": run({"actor/nonfinite": lambda step: float(step == 7)}),
     "learning_rate_zero": run({"actor/lr": lambda step: 0.0}),
     "reward_failures": run({"reward/timeouts": lambda step: 12.0}),
+    "tool_fails": run({"episode/tool_calls/sql": ramp(0.5, 2), "episode/tool_errors/sql": ramp(0.5, 2)}, steps=2),
     "nothing_trained": run({"rollout/trained_token_fraction": lambda step: 0.0}),
     "reward_never_seen": run(
         {"reward/mean": lambda step: 0.0, "reward/max": lambda step: 0.0, "advantage/zero_group_fraction": lambda step: 1.0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import importlib.machinery
 import importlib.util
 import math
@@ -9,6 +11,7 @@ import re
 import socket
 import sys
 import threading
+import time
 import types
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -22,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
-from grpo_rl.telemetry.metrics.sinks import STEP, TABLE, Background, Sinks, Tracker, tracker_metrics
+from grpo_rl.telemetry.metrics.sinks import MOST_CLIENTS, STEP, TABLE, Background, Sinks, Tracker, tracker_metrics
 from grpo_rl.telemetry.rollout_log import RolloutLog
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.types import Prompt, Rollout
@@ -72,6 +75,26 @@ def test_prometheus_reads_the_newest_values_under_names_of_its_own(tmp_path: Pat
     }
     with socket.create_server(("127.0.0.1", port)):
         pass  # free again
+
+
+def test_idle_clients_cost_prometheus_no_thread_each_and_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_rl.telemetry.metrics.sinks.CLIENT_S", 0.5)
+    port, before = free_port(), threading.active_count()
+    sinks = Sinks(RunDir.create(tmp_path, "run"), TrainerConfig(metrics_port=port, logger=["console"]), {})
+    sinks.log(1, {"reward/mean": 0.5})
+    idle = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(200)]
+    threads = threading.active_count() - before
+    # Eight and their deadlines, the server's own, and those of other sinks.
+    assert threads <= 2 * MOST_CLIENTS + 3
+    began, text = time.monotonic(), ""
+    while "reward_mean" not in text and time.monotonic() < began + 20:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+    print(f"{threads} threads for 200 idle clients; answered after {time.monotonic() - began:.1f} s")
+    assert "grpo_rl_reward_mean" in text
+    for client in idle:
+        client.close()
+    sinks.close()
 
 
 class Recorder(Tracker):
