@@ -29,9 +29,14 @@ def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int, 
     """Train for `steps` steps after one for warming up; print medians."""
     import random
 
-    from datasets import Dataset
-    from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    try:
+        from datasets import Dataset
+        from transformers import TrainerCallback
+        from trl import GRPOConfig, GRPOTrainer
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"{error.name} is not in the environment of {sys.executable}: TRL needs one of its own, made as {__file__} says"
+        )
 
     rng = random.Random(0)
     rows = [

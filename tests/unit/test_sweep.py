@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from grpo_rl.config.compose import read
 from grpo_rl.errors import ConfigError, Preempted
 from grpo_rl.main import main
 from grpo_rl.sweep import outcome
-from grpo_rl.sweep.outcome import Point, expected_end, name_of, read_points
+from grpo_rl.sweep.outcome import Point, expected_end, name_of, read_points, score_until
 from grpo_rl.sweep.points import Sweep, sweep_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
@@ -272,3 +273,15 @@ def test_a_flat_curve_stays_and_few_steps_say_nothing() -> None:
     found = expected_end([0.5] * 20, 100, 5)
     assert found is not None and (found.low, found.mean, found.high) == pytest.approx((0.5, 0.5, 0.5), abs=1e-3)
     assert expected_end([0.5] * 7, 100, 5) is None
+
+
+def test_what_a_run_had_reached_is_its_last_measurement_until_then_and_not_its_first(tmp_path: Path) -> None:
+    def scored(*records: dict[str, float]) -> float:
+        lines = (json.dumps({"step": step, "time": 1.0} | record) for step, record in enumerate(records))
+        (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return score_until(tmp_path, 3)
+
+    validated = [{"val/a/mean@1": value, "val/a/response_length": 1.0} for value in (0.9, 0.1, 0.4, 0.6, 0.2)]
+    assert scored(*validated) == 0.6, "neither the start, nor the first, nor a later one"
+    assert scored({}, *({"reward/mean": value} for value in (0.0, 0.5, 1.0, 9.0))) == pytest.approx(0.5)
+    assert scored({}, *({"train/loss": value} for value in (3.0, 2.0, 1.0, 9.0))) == -1.0
