@@ -123,6 +123,11 @@ class WeightVersionError(GrpoRlError):
     """A rollout was sampled with other weights than the controller asked for."""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether a library in Rust has met something that it did not expect: its error is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
 def exit_code_of(error: BaseException) -> int:
     """Return the code that the command ends with because of `error`."""
     if isinstance(error, GrpoRlError | Preempted):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_rl.arguments import Arguments
+from grpo_rl.commands.targets import FLAG
 from grpo_rl.errors import ConfigError
 from grpo_rl.telemetry.page.page_file import write_page
 from grpo_rl.telemetry.rundir import find_run
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     out = Path(arguments.out).expanduser() if arguments.out is not None else None
     if out is not None and out.suffix != ".html":
         raise ConfigError(f"--out {out}: the name of a page ends in .html")
-    say(f"page: {write_page(runs, out)}")
+    say(f"page: {write_page(runs, out, trusted=arguments.trust_run)}")
     return 0
 
 
@@ -35,4 +36,9 @@ def _parser() -> Arguments:
     )
     parser.add_argument("run", nargs="+", metavar="RUN", help="the folder or the name of a run, finished or running")
     parser.add_argument("--out", metavar="FILE", help="the page; RUN/page.html if not given, runs.html beside several")
+    parser.add_argument(
+        FLAG,
+        action="store_true",
+        help="it is yours: read the tokenizer that it names, for the tokens of responses, outside of it",
+    )
     return parser

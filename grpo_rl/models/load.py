@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl import hub
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, is_panic
 from grpo_rl.models import attention
 from grpo_rl.models.sharded_load import WeightFiles
 
@@ -177,7 +177,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except BaseException as error:  # whatever a broken file leads to; a panic in Rust is no Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not (isinstance(error, Exception) or is_panic(error)):
             raise
         raise ConfigError(f"no tokenizer in {path}: {type(error).__name__}: {_first_line(error)}") from error
 

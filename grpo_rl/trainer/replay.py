@@ -18,6 +18,7 @@ import numpy as np
 from grpo_rl.checkpoint.files import Files, write_file
 from grpo_rl.config.schema.tree import ReplayConfig
 from grpo_rl.errors import CheckpointError
+from grpo_rl.rewards.contract import LARGEST_REWARD
 from grpo_rl.trainer.sampled.selection import by_uid
 from grpo_rl.types import Metrics, Prompt, Rollout
 
@@ -55,7 +56,25 @@ class Kept:
         for one in row["rollouts"]:
             one["versions"] = tuple(map(tuple, one["versions"]))
             one["steps"] = None if one["steps"] is None else tuple(map(tuple, one["steps"]))
-        return cls(int(row["since"]), int(row["number"]), [Rollout(prompt, **one) for one in row["rollouts"]])
+        kept = cls(int(row["since"]), int(row["number"]), [Rollout(prompt, **one) for one in row["rollouts"]])
+        kept.check()
+        return kept
+
+    def check(self) -> None:
+        """Raise ValueError for values that no rollout has: a checkpoint may come from somebody, its digests made anew."""
+        if not any(isinstance(rollout.reward, int | float) for rollout in self.rollouts):
+            raise ValueError("a row has no response with a reward")
+        for rollout in self.rollouts:
+            logprobs_T, lengths = np.asarray(rollout.rollout_logprobs), [length for _, length in rollout.versions]
+            for ids_T in map(np.asarray, (rollout.prompt.token_ids, rollout.response_ids)):
+                if ids_T.ndim != 1 or not len(ids_T) or ids_T.min() < 0:
+                    raise ValueError("a prompt or a response has other tokens than whole numbers from 0 on")
+            if logprobs_T.shape != (len(rollout.response_ids),) or sum(lengths) != len(logprobs_T) or min(lengths) < 1:
+                raise ValueError("a response has other numbers of tokens, versions and log-probs")
+            scores = [score for score in (rollout.reward, rollout.baseline) if score is not None]
+            numbers = [*scores, *rollout.reward_parts.values(), *(number for step in rollout.steps or () for number in step)]
+            if not np.isfinite(logprobs_T).all() or not all(_is_number(number) for number in numbers):
+                raise ValueError("a log-prob or a reward is no finite number")
 
     def row(self) -> dict[str, Any]:
         """Return the row of the file."""
@@ -102,7 +121,7 @@ class Replay:
                 f"{folder} has no {self.file}: it was written by a run that replays nothing (trainer.iterate or algorithm.replay); "
                 "go on with that configuration, or start anew with trainer.resume_mode=disable"
             ) from None
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{folder}: {self.file} cannot be used: {type(error).__name__}: {error}") from error
 
 
@@ -180,6 +199,10 @@ class GroupReplay(Replay):
         if ages:
             metrics["replay/age_mean"] = sum(ages) / len(ages)
         return [rollout for group in filled for rollout in group], metrics
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_REWARD
 
 
 def _plain(value: Any) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from grpo_rl.config import derived, effects
 from grpo_rl.config.checks import engine_arguments, inputs
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import ASYNC, ITERATE, OFFLINE, Machine, settled
-from grpo_rl.config.schema.fields import nearest, value_of
+from grpo_rl.config.schema.fields import leaves, nearest, value_of
 from grpo_rl.config.schema.tree import Config
 
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -32,7 +32,7 @@ def check(config: Config, machine: Machine) -> list[str]:
 def _without_machine(config: Config, run: Config) -> Iterator[str]:
     for rules in (inputs.problems, _batches, _passes, _lengths, _rewards, engine_arguments.problems):
         yield from rules(run)
-    for rules in (_training, _sampling, _episodes, _schedule):
+    for rules in (_options, _training, _sampling, _episodes, _schedule):
         yield from rules(config)
 
 
@@ -55,6 +55,25 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
 
 
 # ---- settings that contradict each other, or that the schedule cannot do ------------------------------------------
+
+
+def _options(config: Config) -> Iterator[str]:
+    """Yield options whose names mean something to Hydra's `instantiate`, at any depth: nothing here is made by a name."""
+
+    def names(value: object, key: str) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            for name, entry in value.items():
+                if re.fullmatch(r"_\w+_", str(name)):
+                    yield f"{key}.{name}"
+                yield from names(entry, f"{key}.{name}")
+        elif isinstance(value, list):
+            for entry in value:
+                yield from names(entry, key)
+
+    for leaf in leaves().values():
+        if leaf.kind.base is dict:
+            for key in names(value_of(config, leaf.key), leaf.key):
+                yield f"{key}: no function has such an option, and nothing is made by its name here; leave it out"
 
 
 def _training(config: Config) -> Iterator[str]:

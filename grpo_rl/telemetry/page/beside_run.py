@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     from grpo_rl.telemetry.page.page_file import write_page
 
     try:
-        write_page([Path(run)], state=None if state in ("", IDLE) else state, keep=True)
+        write_page([Path(run)], state=None if state in ("", IDLE) else state, keep=True, trusted=True)
     except GrpoRlError as error:
         print(error, file=sys.stderr)
         return error.exit_code

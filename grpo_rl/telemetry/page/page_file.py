@@ -43,7 +43,9 @@ SCRIPTS = (
 LIVE = "live"
 
 
-def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None = None, *, keep: bool = False) -> Path:
+def write_page(
+    runs: Sequence[Path], out: Path | None = None, state: str | None = None, *, keep: bool = False, trusted: bool = False
+) -> Path:
     """Write the page of the runs, which is complete or not there at all, and return its path.
 
     One run's page is `RUN/page.html` unless `out` names another. Chunks of large runs lie in `<name of the page>_files`
@@ -55,7 +57,7 @@ def write_page(runs: Sequence[Path], out: Path | None = None, state: str | None 
         parts = []
         for number, run in enumerate(runs):
             folder = files if len(runs) == 1 else files / str(number)
-            found = run_data(run, folder, state, INLINE_BYTES, keep=keep)
+            found = run_data(run, folder, state, INLINE_BYTES, keep=keep, trusted=trusted)
             found["chunks"]["folder"] = folder.relative_to(out.parent).as_posix()
             parts.append(found)
         is_live = any(part["status"].get("state") not in (*ENDED, None) for part in parts)

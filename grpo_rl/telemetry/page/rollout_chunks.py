@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.errors import DataError
+from grpo_rl.errors import DataError, is_panic
 from grpo_rl.run_files import read_bytes, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import NON_FINITE, jsonable
 from grpo_rl.telemetry.metrics.validation import logged_value
@@ -181,16 +181,19 @@ def _texts(group: Sequence[Record], pieces: Pieces | None) -> dict[str, Any]:
     return {name: jsonable(group[0].get(name)) for name in _SHARED} | {"rollouts": rollouts}
 
 
-def pieces_of(run: Path, status: Mapping[str, Any]) -> Pieces | None:
-    """Return the function from ids to texts of the run's tokenizer; None where its file is not there.
+def pieces_of(run: Path, status: Mapping[str, Any], *, trusted: bool = False) -> Pieces | None:
+    """Return the function from ids to texts of the run's tokenizer; None if its file is not there.
+
+    What status.json names lies anywhere, and is read of a run that is `trusted`.
 
     The texts of all tokens together are the response. Of tokens that are a part of a character only, the last has the character
     and the others are empty. Where the whole reads otherwise than its parts, as at an end within a character, the rest is the
     text of one token. There are none where the tokenizer does not take the ids.
     """
-    folders = [run / "model", Path(str(status.get(TOKENIZER) or run))]
+    folders = [run / "model", *([Path(str(status.get(TOKENIZER) or run))] if trusted else [])]
     file = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
-    file = file or _of_hub(str(status.get(TOKENIZER)))
+    if file is None and trusted:
+        file = _of_hub(str(status.get(TOKENIZER)))
     if file is None:
         return None
 
@@ -201,7 +204,7 @@ def pieces_of(run: Path, status: Mapping[str, Any]) -> Pieces | None:
         return Tokenizer.from_file(str(file))
 
     def pieces(ids: Sequence[int]) -> list[str]:
-        with suppress(Exception):  # the file may be no tokenizer, and an id may be one that no vocabulary has
+        try:  # the file may be no tokenizer, and an id may be one that no vocabulary has
             from tokenizers.decoders import DecodeStream
 
             stream = DecodeStream(skip_special_tokens=False)
@@ -211,6 +214,9 @@ def pieces_of(run: Path, status: Mapping[str, Any]) -> Pieces | None:
                 if place == len(texts) - 1 or not rest.startswith(text):
                     return [*texts[:place], rest, *[""] * (len(texts) - place - 1)]
                 rest = rest[len(text) :]
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
         return []
 
     return pieces

@@ -42,16 +42,23 @@ Series = dict[str, Any]
 
 
 def run_data(
-    run: Path, chunk_folder: Path, state: str | None = None, inline_bytes: int = INLINE_BYTES, *, keep: bool = False
+    run: Path,
+    chunk_folder: Path,
+    state: str | None = None,
+    inline_bytes: int = INLINE_BYTES,
+    *,
+    keep: bool = False,
+    trusted: bool = False,
 ) -> dict[str, Any]:
-    """Return what the page shows of the run; `state` is put in place of the one in status.json, `keep` is that of `chunks_of`.
+    """Return what the page shows of the run; `state` is put in place of the one in status.json, `keep` is that of `chunks_of`,
+    `trusted` that of `pieces_of`.
 
     Raises DataError where there is no run.
     """
     run = run.resolve()
     record = RunRecord.of_folder(run)
     status = current_status(run, state)
-    index, inlined = chunks_of(run, chunk_folder, pieces_of(run, status), inline_bytes, keep=keep)
+    index, inlined = chunks_of(run, chunk_folder, pieces_of(run, status, trusted=trusted), inline_bytes, keep=keep)
     diagnosis = diagnose(record)
     measured = validations(index, record.records)
     data = {

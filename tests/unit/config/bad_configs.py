@@ -38,6 +38,11 @@ _VALUES: list[Bad] = [
     *_each("trainer.experiment_name", "not text", "{a: 1}"),
 ]
 _KEYS: list[Bad] = [
+    (
+        ["+reward.function_kwargs.format._target_=os.system"],
+        "reward.function_kwargs.format._target_",
+        "no function has such an option",
+    ),
     (["trainer.save_frq=10"], "trainer.save_frq", "Did you mean trainer.save_freq"),
     (["algoritm.gamma=1"], "algoritm.gamma", "Did you mean algorithm.gamma"),
     (["n=4"], "n: unknown key", "actor_rollout_ref.rollout.n"),

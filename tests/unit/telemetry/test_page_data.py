@@ -271,3 +271,18 @@ def test_the_validation_is_the_same_named_number_on_every_screen(tmp_path: Path)
     mean = found["validation mean of 2 sources, mean@1"]["after"]
     assert f"valid: mean@1  {mean['value']:.3f}, reward" in "".join(text for text, _ in step_line.line(9, 9, values[9]))
     assert mean["value"] == validation_score(values[9])
+
+
+def test_a_strangers_run_has_nothing_read_outside_of_it_and_a_panic_costs_the_tokens_only(tmp_path: Path) -> None:
+    outside, run = tmp_path / "outside", tmp_path / "run"
+    outside.mkdir()
+    (run / "model").mkdir(parents=True)
+    sentence_piece().save(str(outside / "tokenizer.json"))
+    status = {"tokenizer": str(outside)}
+    assert pieces_of(run, status) is None and pieces_of(run, status, trusted=True) is not None
+    broken = json.loads((outside / "tokenizer.json").read_text())
+    # A pattern that the library in Rust panics at.
+    broken["pre_tokenizer"] = {"type": "Split", "pattern": {"Regex": "["}, "behavior": "Isolated", "invert": False}
+    (run / "model" / "tokenizer.json").write_text(json.dumps(broken))
+    pieces = pieces_of(run, status)
+    assert pieces is not None and pieces([1, 2]) == []

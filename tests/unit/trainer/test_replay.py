@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +99,45 @@ def test_a_checkpoint_without_a_history_or_with_a_broken_one_is_refused(tmp_path
 
 
 # ---- groups with rare successes ------------------------------------------------------------------------------------
+
+
+CHANGES: list[Callable[[dict[str, Any]], Any]] = [
+    lambda row: row["rollouts"][0].update(response_ids=["a"]),
+    lambda row: row["rollouts"][0].update(response_ids=[2**40]),
+    lambda row: row["rollouts"][0].update(response_ids=[-1]),
+    lambda row: row["rollouts"][0].update(response_ids=[[1]]),
+    lambda row: row["rollouts"][0].update(response_ids=[]),
+    lambda row: row["rollouts"][0].update(rollout_logprobs=[0.0] * 99),
+    lambda row: row["rollouts"][0].update(rollout_logprobs=[float("nan")]),
+    lambda row: row["rollouts"][0].update(versions=7),
+    lambda row: row["rollouts"][0].update(versions=[[0, 10**30]]),
+    lambda row: row["rollouts"][0].update(reward="1"),
+    lambda row: row["rollouts"][0].update(reward=1e300),
+    lambda row: row["rollouts"][0].update(reward_parts=[1]),
+    lambda row: row["rollouts"][0].update(steps=3),
+    lambda row: row["rollouts"][0].update(__class__="os.system"),
+    lambda row: row.update(rollouts=[]),
+    lambda row: row.update(rollouts={"a": 1}),
+    lambda row: row.update(since=float("inf")),
+    lambda row: row["prompt"].update(token_ids="abc"),
+    lambda row: row.update(prompt=[1]),
+    lambda row: row.pop("prompt"),
+]
+
+
+def test_rows_that_somebody_changed_are_the_checkpoints_fault(tmp_path: Path) -> None:
+    filled().save(tmp_path)
+    file = tmp_path / "replay.jsonl"
+    head, first, *rest = file.read_text().splitlines()
+    for change in CHANGES:
+        row = json.loads(first)
+        change(row)
+        file.write_text("\n".join([head, json.dumps(row), *rest]))
+        with pytest.raises(CheckpointError, match=r"replay.jsonl cannot be used: "):
+            PairReplay(100, 0.1, 1).load(tmp_path)
+    file.write_text(f"{head}\n{'[' * 100_000}")
+    with pytest.raises(CheckpointError, match=r"replay.jsonl cannot be used: RecursionError"):
+        PairReplay(100, 0.1, 1).load(tmp_path)
 
 
 def group(uid: str, rewards: list[float]) -> list[Rollout]:
