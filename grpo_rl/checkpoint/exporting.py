@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_rl.checkpoint.files import whole_folder
+import torch
+
+from grpo_rl.checkpoint.files import flush, refusals, whole_folder
 from grpo_rl.checkpoint.manifest import MANIFEST, verify
 from grpo_rl.checkpoint.rank_files import load_weights
 from grpo_rl.config.schema.model import ModelConfig
@@ -65,6 +68,31 @@ def export_policy(checkpoint: Path, base: str, model: Mapping[str, Any], target:
         mark = {"step": int(checkpoint.name.removeprefix("step_")), "manifest": _seal(checkpoint)}
         (fresh / MARK).write_text(json.dumps(mark) + "\n", encoding="utf-8")
     return target
+
+
+def cast(folder: Path, dtype: str) -> None:
+    """Write the weights of an exported folder, or of an adapter's, anew in this type, file by file. Raises CheckpointError."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    wanted: torch.dtype = getattr(torch, dtype)
+    with refusals(folder):
+        for file in sorted(folder.rglob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            small = {name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+            fresh = file.with_name(f".{file.name}")
+            save_file(small, fresh, metadata={"format": "pt"})
+            flush(fresh)
+            os.replace(fresh, file)
+        config, index = folder / "config.json", folder / "model.safetensors.index.json"
+        if config.is_file():
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
+        if index.is_file():
+            sizes = (file.stat().st_size for file in folder.glob("*.safetensors"))
+            content = json.loads(index.read_text())
+            content["metadata"]["total_size"] = sum(sizes)
+            index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def try_export(base: str, model: ModelConfig, tokenizer: Any) -> None:

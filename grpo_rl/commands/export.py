@@ -16,7 +16,7 @@ import yaml
 
 import grpo_rl
 from grpo_rl.arguments import Arguments, writing
-from grpo_rl.commands.targets import Target, add_trust_option, find_target, model_folder
+from grpo_rl.commands.targets import FLAG, Target, add_trust_option, find_target, model_folder
 from grpo_rl.config.schema.fields import changed, flat, leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
@@ -33,6 +33,8 @@ _LOCAL = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.resum
 
 ADAPTER = "lora_adapter"
 """The folder of the adapter in the exported model of a run with LoRA."""
+_RUNS_CODE = (".py", ".pyc", ".so", ".sh", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt")
+"""Endings of files that are code, and of those whose reader runs what they say."""
 CARD, CONFIG, CURVE, METRICS = "README.md", "run_config.yaml", "curves.png", "metrics.jsonl"
 _TEXT = """\
 ---
@@ -120,7 +122,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.target} belongs to no run: there is nothing to export")
     run_dir = RunDir(target.run)
     with closing(Console()) as console:
-        folder = Path(options.output).expanduser() if options.output else _default(target, run_dir, options.adapter)
+        folder = (
+            Path(options.output).expanduser() if options.output else _default(target, run_dir, options.adapter, options.dtype)
+        )
         model, marks = Path(model_folder(target, console, trusted=options.trust_run)), "config.json"
         if options.adapter:
             model, marks = model / ADAPTER, "adapter_config.json"
@@ -131,8 +135,20 @@ def main(argv: Sequence[str]) -> int:
                 if folder.exists() and any(folder.iterdir()) and not (folder / marks).is_file():
                     raise ConfigError(f"--output {folder}: is there and holds no model; give a new folder")
                 folder.mkdir(parents=True, exist_ok=True)
+                left_out = (
+                    [] if options.trust_run else sorted(path.name for path in model.rglob("*") if path.suffix in _RUNS_CODE)
+                )
                 with console.progress("copying the model"):
-                    shutil.copytree(model, folder, dirs_exist_ok=True)
+                    shutil.copytree(model, folder, dirs_exist_ok=True, ignore=lambda _, names: set(left_out) & set(names))
+                if left_out:
+                    console.warn(
+                        f"left out, as they are code or may run some when they are read: {', '.join(left_out)}; {FLAG}"
+                    )
+            if options.dtype is not None:
+                from grpo_rl.checkpoint.exporting import cast  # which loads torch
+
+                with console.progress(f"writing the weights in {options.dtype}"):
+                    cast(folder, options.dtype)
             files = {CONFIG: run_dir.config_file, METRICS: run_dir.metrics_file, CURVE: run_dir.plots / CURVE}
             names = [name for name, file in files.items() if file.is_file()]
             for name in names:
@@ -145,8 +161,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _default(target: Target, run_dir: RunDir, adapter: bool) -> Path:
-    ending = "_adapter" if adapter else ""
+def _default(target: Target, run_dir: RunDir, adapter: bool, dtype: str | None) -> Path:
+    ending = ("_adapter" if adapter else "") + (f"_{dtype}" if dtype else "")
     if target.step is not None:
         return target.export_folder.with_name(target.export_folder.name + ending)
     if Path(target.model) == run_dir.model:
@@ -163,6 +179,9 @@ def _parser() -> Arguments:
     )
     parser.add_argument("target", metavar="RUN[@step]", help="a run's folder or name; RUN@40 is the checkpoint of step 40")
     parser.add_argument("--output", metavar="FOLDER", help="the folder (RUN/exports/final or RUN/exports/step_N)")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="the type of the weights (as they are: float32)"
+    )
     parser.add_argument("--adapter", action="store_true", help="the LoRA adapter alone, as a peft folder, without the model")
     add_trust_option(parser)
     return parser

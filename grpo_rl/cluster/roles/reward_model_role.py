@@ -185,6 +185,7 @@ class ModelRewards:
             from grpo_rl.rewards.models.judge import Judge
 
             self._judge = Judge(plan.config.reward.judge)
+            self._judge.refuse_absent()  # before workers start, and not when a whole batch asks
 
     def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder:
         """Rules and models as the one reward of the run, and the reward of turns where there are several."""

@@ -70,6 +70,8 @@ _FIELD = re.compile(r"\{(prompt|response|ground_truth|criteria)\}")
 # Quantifiers that give nothing back keep these linear; a longer run of digits is no score.
 _NUMBER = re.compile(r"[-+]?+(?:[0-9]++\.?+[0-9]*+|\.[0-9]++)(?![eE]|,[0-9])")
 _SCORE = re.compile(r"score[ *_`\"']{0,40}+[:=][ *_`\"']{0,40}+", re.IGNORECASE)
+FIRST_ANSWER_S = 10.0
+"""Seconds in which somebody has to answer at the address before the start."""
 LONGEST_NUMBER = 40
 LONGEST_READ = 100_000
 """Characters at the end of a judge's answer in which its score is looked for."""
@@ -229,13 +231,32 @@ class Judge:
         self._pending: dict[tuple[str, int], tuple[Rollout, Future[Outcome]]] = {}
         self._next_start, self._progress = 0.0, time.monotonic()
 
+    def refuse_absent(self) -> None:
+        """Raise RewardError unless somebody answers at the address, and takes the key. No response is judged."""
+        address = f"{str(self.config.base_url).rstrip('/')}/models"
+        try:
+            answer = httpx.get(address, headers=self._headers, timeout=FIRST_ANSWER_S)
+        except httpx.HTTPError as error:
+            raise RewardError(
+                f"reward.judge.base_url={self.config.base_url}: nobody answers there ({type(error).__name__}: {error}); start the "
+                "server of the judge first"
+            ) from error
+        if answer.status_code in (401, 403):
+            raise RewardError(
+                f"reward.judge.base_url={self.config.base_url}: the key is refused ({answer.status_code}); reward.judge.api_key_env "
+                f"names the environment variable that has it: {self.config.api_key_env}"
+            )
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._key}"} if self._key else {}
+
     def start(self) -> Judge:
         """Return the judge, at work."""
         self._loop = asyncio.new_event_loop()
         self._at_once = asyncio.Semaphore(self.config.max_concurrency)
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=self.config.max_concurrency)
-        self._client = httpx.AsyncClient(headers=headers, timeout=self.config.timeout_s, limits=limits)
+        self._client = httpx.AsyncClient(headers=self._headers, timeout=self.config.timeout_s, limits=limits)
         self._thread = threading.Thread(target=self._loop.run_forever, name="judge", daemon=True)
         self._thread.start()
         return self

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import logging
+import os
 import queue
 import re
 import secrets
@@ -211,6 +212,8 @@ class _Wandb(Tracker):
     def __init__(self, run_dir: RunDir, trainer: TrainerConfig, config: Mapping[str, Any]) -> None:
         wandb = importlib.import_module("wandb")
         self._table = wandb.Table
+        # Without a login W&B asks on the terminal, in the middle of the run, and drops all metrics if nobody answers.
+        logged_in = getattr(getattr(wandb, "api", None), "api_key", None) or "WANDB_MODE" in os.environ
         self._run = run = wandb.init(
             project=trainer.project_name,
             name=run_dir.name,
@@ -219,6 +222,7 @@ class _Wandb(Tracker):
             dir=str(run_dir.logs),
             config=jsonable(config),
             settings=wandb.Settings(silent=True, console="off"),
+            **({} if logged_in else {"mode": "offline"}),
         )
         # Asked for its address, a run that is offline prints a warning.
         self.place = f"offline; to send it later: wandb sync {Path(run.dir).parent}" if run.offline else str(run.url or "")

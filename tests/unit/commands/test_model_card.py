@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from run_folders import make_run
+from transformers import AutoModelForCausalLM
 
 from grpo_rl.__main__ import main
 from grpo_rl.commands.export import model_card
 from grpo_rl.commands.targets import run_config
+from grpo_rl.models import builtin
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.report import plot_curves
 from grpo_rl.telemetry.rundir import RunDir
@@ -42,6 +45,27 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     config["data"]["train_files"] = ["a\n```\n# owned"]
     card = model_card(RunDir(run), config, None, has_curve=False)
     assert "\n# owned" not in card and "\x1b" not in card
+
+
+def test_an_export_has_the_type_of_choice_and_no_code_that_was_not_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(tmp_path, "typed")
+    builtin.build("builtin:arithmetic", run / "model")
+    for name in ("modeling_own.py", "extra.pkl", "pytorch_model.bin"):
+        (run / "model" / name).write_text("")
+    whole = AutoModelForCausalLM.from_pretrained(run / "model").state_dict()
+    assert main(["export", str(run), "--dtype", "bfloat16", "--output", str(tmp_path / "half")]) == 0
+    assert "left out, as they are code" in " ".join(capsys.readouterr().out.split())
+    assert not any((tmp_path / "half" / name).exists() for name in ("modeling_own.py", "extra.pkl", "pytorch_model.bin"))
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert half.dtype == torch.bfloat16 and half.config.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, whole[name].to(torch.bfloat16)) for name, tensor in half.state_dict().items())
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (run / "model", tmp_path / "half")]
+    print(f"bytes in float32 and bfloat16: {sizes}")
+    assert sizes[1] < 0.6 * sizes[0]
+    assert main(["export", str(run), "--trust-run", "--output", str(tmp_path / "all")]) == 0
+    assert (tmp_path / "all" / "modeling_own.py").exists()
 
 
 def test_the_exported_folder_has_card_configuration_and_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
 from grpo_rl.config.schema.tree import JudgeConfig
-from grpo_rl.errors import ConfigError
+from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.contract import Outcome, RewardResult
 from grpo_rl.rewards.models.judge import Judge, json_score, load_template, marked_score, parser_for, question
 from grpo_rl.types import Prompt, Rollout
@@ -112,6 +113,15 @@ def rollout(sample: int, text: str = "a", response_ids: tuple[int, ...] = (1,)) 
 def one(judge: Judge) -> Outcome:
     (result,) = judge.wait([rollout(0)])
     return result
+
+
+def test_a_judge_that_is_not_there_or_refuses_the_key_is_known_before_the_start(server, judge, monkeypatch):
+    judge().refuse_absent()
+    with pytest.raises(RewardError, match=r"reward.judge.base_url=http://127.0.0.1:9/v1: nobody answers there \(ConnectError"):
+        Judge(JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m")).refuse_absent()
+    monkeypatch.setattr("httpx.get", lambda *_, **__: httpx.Response(401))
+    with pytest.raises(RewardError, match=r"the key is refused \(401\)"):
+        judge().refuse_absent()
 
 
 def test_each_response_is_asked_about_once_and_scored_in_order(server, judge):

@@ -171,9 +171,12 @@ class FakeWandb(types.ModuleType):
         self.ids: list[str] = []
         self.history: list[dict[str, Any]] = []
         self.offline, self.dir = True, "/runs/offline-run-1/files"
+        self.api = types.SimpleNamespace(api_key=None)
+        self.modes: list[str | None] = []
 
     def init(self, *, id: str, resume: str, **options: Any) -> FakeWandb:
         self.ids.append(id)
+        self.modes.append(options.get("mode"))
         return self
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
@@ -200,6 +203,7 @@ def test_wandb_goes_on_with_the_same_run_over_the_training_step_with_tables(
     run_dir = RunDir.create(tmp_path, "r")
     said = logged(run_dir, "wandb", [1, 2, 3]) + logged(run_dir, "wandb", [3, 4], first=3)
     assert said == ["wandb: offline; to send it later: wandb sync /runs/offline-run-1"] * 2
+    assert wandb.modes == ["offline"] * 2, "without a login nobody is asked for one"
     assert wandb.ids == [(run_dir.path / "wandb_run_id").read_text()] * 2
     rewards = [(each[STEP], each["critic/score/mean"]) for each in wandb.history if "critic/score/mean" in each]
     # The step that a resumed run repeats stands there twice: W&B would have dropped it by its own step.
@@ -207,6 +211,9 @@ def test_wandb_goes_on_with_the_same_run_over_the_training_step_with_tables(
     tables = [(name, table) for each in wandb.history for name, table in each.items() if name.endswith("/generations")]
     assert [(name, len(table) - 1) for name, table in tables] == [("val/generations", 2)] * 5
     assert tables[0][1][0] == list(TABLE) and tables[0][1][1][:5] == ["sums", "4+4=", "0", '{"answer": 8}', 0.0]
+    wandb.api.api_key = "a" * 40
+    logged(RunDir.create(tmp_path, "logged in"), "wandb", [1])
+    assert wandb.modes[-1] is None
 
 
 @pytest.mark.parametrize(
