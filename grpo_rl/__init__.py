@@ -13,7 +13,7 @@ Shape suffixes used throughout the package (one letter per dimension):
 
 A tensor `rewards_N` has one entry per rollout, `policy_logprobs_T` one per trained token.
 Entry t always describes token t: the one shift between logits and tokens is in
-`grpo_rl/models/forward.py`.
+`grpo_rl/models/packing.py`.
 """
 
 import importlib

@@ -317,7 +317,7 @@ def calling_user_function(what: str, interface: str = "", kind: type[GrpoRlError
     """Turn an exception of a user's own code into an error of ours with its file and line, and with the interface.
 
     `what` names the code, such as "policy loss mine.py:my_loss"; `kind` is the error that is raised. Our own errors pass
-    unchanged, and so does a function's want of memory, which is answered elsewhere (by smaller micro-batches).
+    unchanged, and so does a function's want of memory, which is the worker's.
     """
     try:
         yield

@@ -20,7 +20,7 @@ fi
 
 if [[ ${1:-} == size ]]; then exec python3 scripts/size.py; fi
 
-extras=(dev docs envs)
+extras=(dev envs)
 # One package of the tasks is built from source; without a compiler their tests are skipped, with the reason.
 if command -v cc >/dev/null; then extras+=(data); fi
 # The machines of the campaign have a job server, as those of a cluster.

@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and exact KLs of trained tokens: the one shift and the one LM head.
+"""Log-probabilities, entropies and exact KLs of trained tokens, and the one LM head.
 
 The body of the model runs on a flat axis of all tokens. The LM head (`models/lm_head.py`) runs only where a token is trained.
 """

@@ -26,6 +26,7 @@ from grpo_rl.rewards.rules.structured_rules import instructions, json_fields, js
 from grpo_rl.rewards.rules.text_rules import (
     exact_match,
     multiple_choice,
+    repetition,
     think_answer,
 )
 from grpo_rl.rewards.sandbox.code_rule import code
@@ -87,7 +88,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry("reward function")
 REWARDS.register("format")(think_answer)
 for _function in (
     *(auto, arithmetic, arithmetic_process, written_sum, countdown, gsm8k, gsm8k_flexible, math),
-    *(multiple_choice, exact_match, json_fields, json_schema, instructions, code),
+    *(multiple_choice, exact_match, repetition, json_fields, json_schema, instructions, code),
 ):
     REWARDS.register(_function.__name__)(_function)
 

@@ -134,3 +134,17 @@ def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_i
 
 def _says_something(text: str) -> bool:
     return any(character.isalnum() or unicodedata.category(character) == "Sm" for character in text)
+
+
+def repetition(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, n: int = 4
+) -> float:
+    """The share of different ones among the response's runs of n words: 1 without a repetition, near 0 for a loop.
+
+    1 - seq-rep-n of Welleck et al. (arXiv 1908.04319, section 6.1); a response of fewer than n words has 1. Raises ValueError for n < 1.
+    """
+    if n < 1:
+        raise ValueError(f"n={n}: a run has at least one word")
+    words = solution_str.split()
+    runs = list(zip(*(words[start:] for start in range(n)), strict=False))
+    return len(set(runs)) / len(runs) if runs else 1.0

@@ -15,7 +15,7 @@ from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.check import gold_response
 from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.math.math_values import NoExpression, typed_value
-from grpo_rl.rewards.registry import auto, check_data_sources
+from grpo_rl.rewards.registry import REWARDS, auto, check_data_sources
 from grpo_rl.rewards.rules.number_rules import arithmetic, countdown, gsm8k, gsm8k_flexible
 from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice, think_answer
 
@@ -363,3 +363,14 @@ def test_the_hint_for_raw_gsm8k_holds_for_all_of_its_rows():
     paid = [score(gsm8k("gsm8k", "#### " + gold.rpartition("####")[2], gold)) for gold in golds]
     unpaid = [score(gsm8k("gsm8k", "#### " + gold.rpartition("####")[2] + "1", gold)) for gold in golds]
     assert (len(rows), sum(paid), sum(unpaid)) == (1319, 1319, 0)
+
+
+def test_repetition_is_the_share_of_different_runs_of_words_and_linear_in_the_length() -> None:
+    rule = REWARDS.get("repetition")
+    # Six runs of four words, of which "a b c d" and "b c d a" come twice.
+    assert rule("", "a b c d a b c d a", "") == pytest.approx(4 / 6)
+    assert rule("", "a b c d a b c d a", "", n=1) == pytest.approx(4 / 9)
+    assert rule("", "so it is", "") == 1.0 and rule("", "", "") == 1.0
+    assert rule("", "again and again " * 1000, "") == pytest.approx(3 / 2997)
+    with pytest.raises(ValueError, match="n=0"):
+        rule("", "a", "", n=0)
