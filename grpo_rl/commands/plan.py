@@ -23,10 +23,13 @@ def main(argv: Sequence[str]) -> int:
     )
     lengths = "take mean and spread of the responses' lengths from this run's log"
     parser.add_argument("--lengths", type=Path, metavar="RUN", help=lengths)
+    for names in (("--config-name", "-cn"), ("--config-path", "-cp"), ("--config-dir", "-cd")):
+        parser.add_argument(*names, metavar="NAME", help="Hydra's, as for training")
     options, settings = parser.read_with_settings(argv)
+    files = [f"--{name.replace('_', '-')}={value}" for name, value in vars(options).items() if value and name != "lengths"]
     measured = [] if options.lengths is None else words_of_lengths(options.lengths)
     return training.main(
-        [*(word for word in settings if not word.startswith("trainer.dry_run=")), *measured, "trainer.dry_run=true"]
+        [*files, *(word for word in settings if not word.startswith("trainer.dry_run=")), *measured, "trainer.dry_run=true"]
     )
 
 

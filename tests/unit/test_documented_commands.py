@@ -56,14 +56,16 @@ def commands() -> list[tuple[str, tuple[str, ...]]]:
                 given += ["trainer.dry_run=true"] if "--slurm" in given else []
                 words = [word for word in given if "=" in word or word == "..."]
                 # A sweep is planned by the first value of each list.
-                words = [first_value(word) for word in words] if "--multirun" in given else words
+                swept = [first_value(word) for word in words if not word.startswith("hydra")]
+                words = swept if "--multirun" in given else words
                 found.append((str(page.relative_to(ROOT)), tuple(words)))
     return found
 
 
 def first_value(word: str) -> str:
     key, _, values = word.partition("=")
-    return f"{key}={values.partition(',')[0]}"
+    drawn = re.search(r"interval\(([^,]+)", values)
+    return f"{key}={drawn[1] if drawn else values.partition(',')[0]}"
 
 
 def settings() -> list[tuple[str, str, str]]:

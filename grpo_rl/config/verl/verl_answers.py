@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config import recipes
 from grpo_rl.config.convert import show
+from grpo_rl.config.schema.fields import flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,12 @@ class Answer:
 
 
 _MEANING = re.compile(
-    r"= (?P<target>\S+)(?: unless (?P<same>\S+): .+)?|default (?P<default>\S+)|(?:only (?P<only>[^:]+)|(?P<hint>nothing)(?: \((?P<right>[^)]*)\))?|not here): (?P<advice>.+)"
+    r"= (?P<target>\S+)(?: unless (?P<same>\S+): .+)?|(?:only (?P<only>[^:]+)|(?P<hint>nothing)(?: \((?P<right>[^)]*)\))?|not here): (?P<advice>.+)"
 )
 
 
-def _read(text: str) -> tuple[dict[str, Answer], dict[str, str]]:
+def _read(text: str) -> dict[str, Answer]:
     answers: dict[str, Answer] = {}
-    defaults: dict[str, str] = {}
     prefixes: list[str] = []
     for line in text.splitlines():
         if line.startswith("["):
@@ -44,9 +45,6 @@ def _read(text: str) -> tuple[dict[str, Answer], dict[str, str]]:
             name, _, meaning = line.partition(" | ")
             found = _MEANING.fullmatch(meaning)
             assert found is not None, line
-            if found["default"]:
-                defaults[name] = found["default"]
-                continue
             values = tuple((found["only"] or found["right"] or found["same"] or "").split(", "))
             answer = Answer(
                 found["advice"] or f"use {found['target']}",
@@ -55,11 +53,10 @@ def _read(text: str) -> tuple[dict[str, Answer], dict[str, str]]:
                 found["target"],
             )
             answers |= {prefix + name: answer for prefix in prefixes}
-    return answers, defaults
+    return answers
 
 
-ANSWERS, DEFAULTS = _read(Path(__file__).with_name("keys.txt").read_text(encoding="utf-8"))
-"""The answers, and verl's defaults of keys that have another one here which changes what is learned."""
+ANSWERS = _read(Path(__file__).with_name("keys.txt").read_text(encoding="utf-8"))
 
 
 def looks_like_verls(given: Collection[str], model: str, train_files: Collection[str]) -> bool:
@@ -74,12 +71,13 @@ def looks_like_verls(given: Collection[str], model: str, train_files: Collection
 
 def other_defaults(given: Collection[str], defaults: Mapping[str, Any]) -> str | None:
     """Return the line that names the defaults which are not verl's, of the keys that nobody `given`; None for none."""
+    path = recipes.conf() / "verl" / "ppo_trainer.yaml"
     named = [
-        f"{'.'.join(key.split('.')[-2:])}={show(defaults[key])} ({verls})"
-        for key, verls in DEFAULTS.items()
+        f"{'.'.join(key.split('.')[-2:])}={show(defaults[key])} ({show(verls)})"
+        for key, verls in flat(recipes.read(path, path.stem).entries).items()
         if key not in given
     ]
-    return f"other defaults than verl's (in brackets): {', '.join(named)}" if named else None
+    return f"other defaults than verl's (in brackets; -cn ppo_trainer has them): {', '.join(named)}" if named else None
 
 
 def in_lists(correction: MutableMapping[str, Any]) -> None:

@@ -143,7 +143,7 @@ PPO = "data.train_files=x.parquet actor_rollout_ref.model.path=Qwen/Qwen3-8B cri
 
 def test_a_command_like_verls_is_told_which_defaults_are_not_verls() -> None:
     (note,) = [note for note in compose(PPO.split()).notes if "other defaults than verl's" in note]
-    assert note.endswith(": actor.use_kl_loss=true (false), rollout.n=8 (1)")
+    assert note.endswith(": actor.use_kl_loss=true (false), rollout.n=8 (1), rollout.seed=0 (42)")
     for other in (
         ["recipe=arithmetic/grpo"],
         [*PPO.split(), "data.responses=rows"],
