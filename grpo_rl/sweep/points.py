@@ -56,6 +56,12 @@ _PLUGINS = {
     "hydra/launcher=submitit_slurm": "hydra_submitit_launcher",
     "hydra/sweeper=optuna": "hydra_optuna_sweeper",
 }
+_DEFAULTS = {
+    # Its own starts as many runs at once as there are cores.
+    "hydra/launcher=joblib": "hydra.launcher.n_jobs=2",
+    "hydra/sweeper=optuna": "hydra.sweeper.direction=maximize",
+}
+"""Settings of plugins if nobody sets them. A file in conf/ of a plugin's own name would be matched with its schema."""
 _LOOK_S = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -319,7 +325,8 @@ def sweep_of(command: Command) -> Sweep:
     folder = Path(folders.pop()) / name
     place = [f"hydra.sweep.dir={overrides.quoted(str(folder))}", "hydra.sweep.subdir=."]
     task = RunPoint(folder, options, frozenset([*axes.values, *axes.drawn]))
-    words = [*line.words, *axes.words, *place]
+    defaults = [word for plugin, word in _DEFAULTS.items() if plugin in hydras]
+    words = [*defaults, *line.words, *axes.words, *place]
     return Sweep(folder, points, composed, given is not None, task, words)
 
 

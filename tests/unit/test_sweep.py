@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from test_run_folder import ended, write_run
 
 from grpo_rl.config import overrides, recipes
@@ -217,6 +218,33 @@ def test_halving_stops_the_worse_settings_and_says_what_they_would_have_come_to(
     assert re.search(r"lr=0.03: preempted, 20 steps; expected reward at step 40: 0.030 \(0.030 to 0.030 with 90 %\)", out)
     # The same command knows what was stopped: nothing is left to do.
     assert main(words) == 0 and len(stand_in) == 7
+
+
+def test_optuna_draws_values_and_writes_the_best_ones(
+    tmp_path: Path, stand_in: list[list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="scripts/setup.sh sweep")
+    words = sweep_words(
+        tmp_path, "-m", "hydra/sweeper=optuna", f"{LR}=tag(log,interval(1e-4,1e-1))", "hydra.sweeper.n_trials=4"
+    )
+    assert main(words) == 0
+    drawn = [float(word.partition("=")[2]) for line in stand_in for word in line if word.startswith(f"{LR}=")]
+    assert len(drawn) == 4 and all(1e-4 <= rate <= 1e-1 for rate in drawn)
+    best = yaml.safe_load((tmp_path / "s/optimization_results.yaml").read_text())
+    # The reward of the stand-in grows with the learning rate.
+    assert best["best_params"] == {f"++{LR}": max(drawn)}
+    assert capfd.readouterr().out.count("1/1") == 4
+
+
+def test_a_launcher_that_is_not_installed_and_a_literal_secret_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_rl.sweep.points.find_spec", lambda name: None)
+    key = "reward.custom_reward_function.reward_kwargs.api_key"
+    assert main(sweep_words(tmp_path, "-m", "seed=1,2", "hydra/launcher=joblib", f"{key}=canary-12345")) == 2
+    err = capsys.readouterr().err
+    assert "hydra/launcher=joblib: is not installed; python -m pip install 'grpo_rl[sweep]'" in err
+    assert f"{key}: a sweep's words are written to files" in err and "canary" not in err and not (tmp_path / "s").exists()
 
 
 def test_halving_of_seeds_alone_is_refused(tmp_path: Path) -> None:
