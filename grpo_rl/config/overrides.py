@@ -77,6 +77,8 @@ class Settings:
         above = next((name for name in leaves() if place.startswith(f"{name}.")), None)
         if place in leaves() or free_mapping(place):
             self.pairs.append((place, value))
+            if free_mapping(f"{place}."):
+                _remember_secrets(place.rpartition(".")[2], value)
         elif place in sections():
             if value is not None or not self.where:  # in a file: all lines of the group are commented out
                 self.problems.append(f"{place}={show(value)}: is a group of keys, not a value; set {place}.NAME=...")
@@ -87,6 +89,15 @@ class Settings:
             self.problems.append(f"{place}: {above} takes {leaves()[above].kind.describe()}, so nothing lies below it")
         else:
             self.problems.append(unknown_key(place, self.where))
+
+
+def _remember_secrets(name: str, value: Any) -> None:
+    """Hide values of free mappings that look like secrets by their names in whatever Hydra prints."""
+    if isinstance(value, Mapping):
+        for part, entry in value.items():
+            _remember_secrets(str(part), entry)
+    elif isinstance(value, str) and secrets.is_secret_name(name) and "${" not in value:
+        secrets.remember([value])
 
 
 @dataclass(slots=True)

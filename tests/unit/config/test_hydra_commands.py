@@ -154,6 +154,13 @@ def test_an_expression_is_printed_as_it_is_and_its_value_is_hidden(run: Run, mon
     assert "project_name: <hidden>" in resolved and "canary" not in whole + resolved
 
 
+def test_a_secret_in_a_recipes_mapping_is_hidden(tmp_path: Path, run: Run) -> None:
+    kwargs = {"reward": {"custom_reward_function": {"reward_kwargs": {"server": {"api_key": "canary-77aa31"}}}}}
+    write(tmp_path / "my.yaml", kwargs)
+    out = run("--cfg", "job", "recipe=./my.yaml")[1]
+    assert "api_key: <hidden>" in out and "canary" not in out
+
+
 def test_help_names_all_groups_and_recipes(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0 and "algorithm: " in out and "arithmetic/grpo" in out and "base:" not in out
