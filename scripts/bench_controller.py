@@ -3,7 +3,8 @@
     python scripts/bench_controller.py --rollouts 2048 --tokens 1024 --ranks 8
 
 There is no model. Ray, the pool of replicas, the schedule and the roles are the real ones; replicas answer with random
-tokens, rewards are random numbers, and ranks put their shards together and do nothing with them. Everything runs on one
+tokens, rewards are random numbers (or, with `--reward`, those of a rule or of programs in the sandbox, computed by the function hosts
+of a run or, with `--reward-here`, by child processes of the controller), and ranks put their shards together and do nothing with them. Everything runs on one
 machine, so wall-clock times contain the work of all processes; the controller's own is its processor time, in all its
 threads. Memory is counted per response token: the largest resident size of the controller in a step beyond that before
 it, and what Ray's object store holds when the ranks are called.
@@ -31,14 +32,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 STORE_BYTES = 6 * 2**30
+REWARDS = {"random": "", "rule": "exact_match", "program": "code"}
+"""The functions of rewards, by the words for them."""
+ANSWER, TRUTH = "\n```python\nprint(42)\n```", ["assert 1 == 1"]
 START_S = 500.0
 
 
 class Replica:
     """A rollout process that answers at once; with as much of `RolloutWorker` as the pool calls."""
 
-    def __init__(self, chars_per_token: float, reply: int) -> None:
+    def __init__(self, chars_per_token: float, reply: int, answer: str) -> None:
         self.reply = reply
+        self.answer = answer
         self.chars = chars_per_token
         self.waiting: list[Any] = []
         self.random = np.random.default_rng(0)
@@ -55,7 +60,7 @@ class Replica:
             num = request.sampling.max_tokens
             ids = self.random.integers(0, 150_000, num, dtype=np.int32)
             logprobs = -self.random.random(num, dtype=np.float32)
-            text = "x" * int(num * self.chars)
+            text = "x" * int(num * self.chars) + self.answer
             made.append(Completion(request.request_id, ids, logprobs, "stop", ((0, num),), text=text))
         return made
 
@@ -96,7 +101,7 @@ class Prompts:
         from grpo_rl.types import Prompt
 
         ids = np.random.default_rng(row).integers(0, 150_000, self.num_tokens, dtype=np.int32)
-        return Prompt(uid, ids, "?", "bench")
+        return Prompt(uid, ids, "?", "bench", TRUTH)
 
 
 class Rewarder:
@@ -147,6 +152,8 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--reply", type=int, default=16, help="completions that a replica reports at once")
     parser.add_argument("--chars-per-token", type=float, default=4.0, help="text that a response has for rewards")
+    parser.add_argument("--reward", choices=REWARDS, default="random", help="what scores the responses")
+    parser.add_argument("--reward-here", action="store_true", help="in child processes of the controller")
     parser.add_argument("--log", action="store_true", help="write all rollouts, beside the steps")
     parser.add_argument("--mini-batches", type=int, default=1, help="with more than one, ranks compute old log-probs")
     parser.add_argument("--reference", action="store_true", help="the ranks compute reference log-probs, too")
@@ -229,7 +236,7 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
         return made
 
     ranks = started("actor", options.ranks, PretendedRank, ())
-    replicas = started("rollout", options.replicas, Replica, (options.chars_per_token, options.reply))
+    replicas = started("rollout", options.replicas, Replica, (options.chars_per_token, options.reply, ANSWER))
     config, num_prompts = configuration(options), options.rollouts // options.group
     actor = config.actor_rollout_ref.actor
     rule = MicroBatchRule(2 * (options.tokens + options.prompt_tokens), None)
@@ -254,8 +261,40 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
         log = RolloutLog(RunDir.create(folder, "bench"), beside=True)
         stack.callback(log.close)
     output: Any = SimpleNamespace(console=SimpleNamespace(warn=print), rollouts=log)  # nothing else is written
-    roles = Roles(actor=role, rollout=pool, rewarder=Rewarder(), reference=reference)
+    rewarder = make_rewarder(options, folder, supervisor, stack)
+    roles = Roles(actor=role, rollout=pool, rewarder=rewarder, reference=reference)
     return SyncSchedule(Context(config, roles, train, None, output, options.steps + 1))
+
+
+def make_rewarder(options: argparse.Namespace, folder: Path, supervisor: Any, stack: ExitStack) -> Any:
+    """Return what scores the responses."""
+    import ray
+
+    from grpo_rl.cluster.processes.placement import NodeSlot
+    from grpo_rl.cluster.processes.worker_group import WorkerGroup, wait_all
+    from grpo_rl.cluster.roles.function_host import FunctionSpec, ScorerSpec
+    from grpo_rl.cluster.roles.function_pool import FunctionPool
+    from grpo_rl.config.schema.tree import RewardConfig
+    from grpo_rl.rewards.compose import RewardFunction
+    from grpo_rl.rewards.runtime.runner import RewardRunner
+
+    if not (name := REWARDS[options.reward]):
+        return Rewarder()
+    config = RewardConfig(functions=[name], num_workers=2, timeout_s=60.0)
+    function = RewardFunction.from_config(config)
+    if options.reward_here:
+        runner = RewardRunner(function, config)
+        stack.callback(runner.close)
+        runner.check_started()
+        return runner
+    slot = NodeSlot(ray.nodes()[0]["NodeID"], 0.1)
+    host = WorkerGroup("functions", [slot], log_dir=folder, environment={}, call_timeout_s=600.0)
+    spec = FunctionSpec({"reward": ScorerSpec(config, ())}, None, False, folder)
+    pool = FunctionPool(host, spec, [2], supervisor)
+    stack.callback(pool.close)
+    wait_all(host.workers, pool.start_build(), START_S, "start functions")
+    pool.listen()
+    return RewardRunner(function, config, lambda done, broken: pool.scorer("reward", done, broken))
 
 
 def configuration(options: argparse.Namespace) -> Any:

@@ -287,7 +287,8 @@ def test_a_machine_without_what_the_run_needs_is_refused(cluster: Cluster, diffe
 
 def test_two_machines_train_the_policy_of_one_over_a_cut(cluster: Cluster, policy: str) -> None:
     process = cluster.start("cut", [*WORDS, *TWO], 3)
-    assert cluster.workers(1) == cluster.workers(2) == 3, "a rank of the actor, one of the reference and an engine on each"
+    # A rank of the actor, one of the reference, an engine and the functions on each.
+    assert cluster.workers(1) == cluster.workers(2) == 4
     cluster.machines.cut(2, 3.0)
     code, said = ended(process)
     assert code == 0, said
@@ -363,8 +364,9 @@ def test_engines_on_other_machines(cluster: Cluster) -> None:
     cluster.train("engine", [*WORDS, *engines(1)])
     process = cluster.start("engines", [*WORDS, *engines(2)], 5)
     workers = {number: cluster.workers(number) for number in (1, 2, 3)}
-    assert sorted(workers.values()) == [1, 1, 2], "an engine on each of two, actor and reference on the third"
-    victim = next(number for number in (2, 3) if workers[number] == 1)
+    # An engine on each of two, actor and reference on the third, the functions on all.
+    assert sorted(workers.values()) == [2, 2, 3]
+    victim = next(number for number in (2, 3) if workers[number] == 2)
     cluster.machines.kill(victim)
     assert re.search(rf"its node 10\.78\.0\.{victim} \(rollout\d\) has not answered", lost(process))
     cluster.add(victim)

@@ -13,7 +13,7 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from grpo_rl.config.schema.reward import RewardConfig
 from grpo_rl.config.secrets import is_secret_name, remember_environment
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
-from grpo_rl.errors import ClusterError, GrpoRlError, RewardError
+from grpo_rl.errors import ClusterError, RewardError
 from grpo_rl.rewards.contract import RewardFailure, Sample
 from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import RewardProcesses
@@ -41,8 +41,9 @@ SentJob = tuple[int, Sequence[str], bool, int, list[tuple[str, Text, Any, dict[s
 SentOutcome = tuple[int, list[Any], bool, float]
 """What became of it: number, outcomes, whether the call failed as a whole, seconds."""
 Event = tuple[str, Any]
-"""The name of a service, and what it has to say; with `broken`, why the run cannot go on."""
-BROKEN, ENVIRONMENT = "broken", "environment"
+"""The name of a service, and what it has to say. With `broken`, why the run cannot go on; with `lost`, why not from here."""
+Tell = Callable[[str, Any], None]
+BROKEN, LOST, ENVIRONMENT = "broken", "lost", "environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +113,10 @@ class FunctionHost:
             if spec.needs_sandbox:
                 check_available()
                 self.walls = "programs in a sandbox of user namespaces and a filter of system calls"
-            scorers = {name: Scorer(scorer, logs(name), partial(self._tell, name)) for name, scorer in spec.scorers.items()}
+            scorers = {name: Scorer(name, scorer, logs(name), self._tell) for name, scorer in spec.scorers.items()}
             self._services |= scorers
             if spec.environments is not None:
-                tell = partial(self._tell, ENVIRONMENT)
-                self._services[ENVIRONMENT] = Environments(spec.environments, logs(ENVIRONMENT), tell)
+                self._services[ENVIRONMENT] = Environments(spec.environments, logs(ENVIRONMENT), self._tell)
             for scorer in scorers.values():
                 scorer.processes.check_started()
         except RewardError as error:
@@ -144,22 +144,28 @@ class FunctionHost:
         for service in self._services.values():
             service.close()
 
-    def _tell(self, service: str, said: Any, why: GrpoRlError | None = None) -> None:
-        self._events.put((service, said) if why is None else (BROKEN, why))
+    def _tell(self, service: str, said: Any) -> None:
+        self._events.put((service, said))
 
 
 class Scorer:
     """The reward processes of a node: takes jobs, tells their outcomes."""
 
-    def __init__(self, spec: ScorerSpec, logs: Sequence[Path], tell: Callable[..., None]) -> None:
-        self._tell = tell
+    def __init__(self, name: str, spec: ScorerSpec, logs: Sequence[Path], tell: Tell) -> None:
+        self._name, self._tell = name, tell
         self._numbers: dict[Job, int] = {}
         self.processes = RewardProcesses(
-            spec.config, self._done, partial(tell, None), data_sources=spec.data_sources, logs=logs
+            spec.config, self._done, partial(tell, BROKEN), data_sources=spec.data_sources, logs=logs
         )
 
     def put(self, batch: Sequence[SentJob]) -> None:
         """Have the jobs done."""
+        try:
+            for block in {id(block): block for *_, samples in batch for block in _blocks(samples)}.values():
+                block.read()
+        except Exception as error:  # of Ray's
+            self._tell(LOST, f"a response is lost with the node that sampled it: {type(error).__name__}")
+            return
         jobs = []
         for number, functions, batched, size, samples in batch:
             job = Job([partial(_sample, *each) for each in samples], functions, batched, size)
@@ -172,7 +178,12 @@ class Scorer:
         self.processes.close()
 
     def _done(self, jobs: Sequence[Job]) -> None:
-        self._tell([(self._numbers.pop(job), [*map(_plain, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs])
+        said = [(self._numbers.pop(job), [*map(_plain, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs]
+        self._tell(self._name, said)
+
+
+def _blocks(samples: Sequence[tuple[Any, ...]]) -> Iterator[StoredBlock]:
+    yield from (text[0] for _, text, *_ in samples if not isinstance(text, str))
 
 
 def _sample(data_source: str, text: Text, ground_truth: Any, extra_info: dict[str, Any]) -> Sample:
@@ -191,7 +202,7 @@ def _plain(outcome: Any) -> Any:
 class Environments(threading.Thread):
     """The environment processes of a node: takes calls of `EnvironmentPool`, tells its events."""
 
-    def __init__(self, spec: EnvironmentSpec, logs: Sequence[Path], tell: Callable[..., None]) -> None:
+    def __init__(self, spec: EnvironmentSpec, logs: Sequence[Path], tell: Tell) -> None:
         super().__init__(name="environments", daemon=True)
         self._spec, self._logs, self._tell = spec, logs, tell
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -224,9 +235,9 @@ class Environments(threading.Thread):
             )
             while not self._closed.is_set():
                 if events := pool.events(LOOK_S):
-                    self._tell(events)
+                    self._tell(ENVIRONMENT, events)
         except Exception as error:  # a thread's own exception would be lost
-            self._tell(None, ClusterError(f"node {socket.gethostname()}: {error}"))
+            self._tell(BROKEN, ClusterError(f"node {socket.gethostname()}: {error}"))
         finally:
             if pool is not None:
                 pool.close()

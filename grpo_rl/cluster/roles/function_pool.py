@@ -21,7 +21,8 @@ import ray
 
 from grpo_rl.cluster.processes.worker_group import StoredBlock, Worker, WorkerFailed, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
-from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, FunctionHost, FunctionSpec, SentJob, SentOutcome
+from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, LOST, FunctionHost, FunctionSpec, SentJob, SentOutcome
+from grpo_rl.cluster.session.liveness import unanswered
 from grpo_rl.columns import View
 from grpo_rl.envs.runtime.environment_pool import Event
 from grpo_rl.errors import ClusterError, GrpoRlError
@@ -129,6 +130,8 @@ class FunctionPool:
                 for service, said in heard:
                     if service == BROKEN:
                         self._break(said)
+                    elif service == LOST:  # what its ranks find out as well: the run goes back to a checkpoint
+                        self._break(WorkerFailed(said, [worker]))
                     else:
                         self._clients[service].heard(worker, said)
         except GrpoRlError as error:
@@ -145,7 +148,8 @@ class FunctionPool:
             client.lost(worker, str(error))
         with self._lock:
             self.worker_group.workers.remove(worker)
-        if not any(node["NodeID"] == worker.slot.node and node["Alive"] for node in ray.nodes()):
+        node = next(node for node in ray.nodes() if node["NodeID"] == worker.slot.node)
+        if not node["Alive"] or unanswered((node["NodeManagerAddress"], node["NodeManagerPort"])) is not None:
             if not self.worker_group.workers:
                 raise error
             recoveries.warn(f"recovery: {worker.name} is gone with its node; its work goes to the other nodes")
