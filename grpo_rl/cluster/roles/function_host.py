@@ -13,6 +13,7 @@ import queue
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,8 @@ from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import RewardProcesses
 from grpo_rl.rewards.sandbox.sandbox import check_available
 
+GATHER_S = 0.005
+"""Seconds for which outcomes gather while more are to come, to be told at once."""
 LOOK_S = 1.0
 """Seconds after which environments are looked at without an event."""
 Text = str | tuple[StoredBlock, int, int]
@@ -90,6 +93,10 @@ class Service(Protocol):
     def put(self, batch: Any) -> None:
         """Begin what a batch asks for; returns at once."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Return whether more is to be told soon, which is worth a moment's wait."""
+
     def close(self) -> None:
         """End its processes."""
 
@@ -135,6 +142,8 @@ class FunctionHost:
         events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             events.append(self._events.get(timeout=wait_s))
+            if any(service.is_busy for service in self._services.values()):
+                time.sleep(GATHER_S)
             while True:
                 events.append(self._events.get_nowait())
         return events
@@ -172,6 +181,11 @@ class Scorer:
             self._numbers[job] = number
             jobs.append(job)
         self.processes.put(jobs)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether jobs are on their way."""
+        return bool(self._numbers)
 
     def close(self) -> None:
         """End the processes."""
@@ -213,6 +227,11 @@ class Environments(threading.Thread):
         """Make these calls, in their order."""
         for call in batch:
             self._inbox.put((None, call))
+
+    @property
+    def is_busy(self) -> bool:
+        """Return False: each answer lets an episode go on."""
+        return False
 
     def close(self) -> None:
         """End the processes."""

@@ -33,8 +33,10 @@ from grpo_rl.rewards.runtime.processes import Broken, Done
 
 WAIT_S = 10.0
 """Seconds for which a host is asked what has happened, where nothing has."""
-AHEAD, BUSY = 32, 2
-"""Responses that a host has for each of its reward processes: at most, and so that it has work left."""
+AHEAD = 32
+"""Responses that a host has at most for each of its reward processes: it gets more when half of them are done."""
+GATHER_S = 0.003
+"""Seconds for which jobs gather, to be sent in one call."""
 
 
 class Client(Protocol):
@@ -188,22 +190,36 @@ class ScorerClient:
         self._sizes: dict[Worker, int] = {}
         """The number of processes of each host."""
         self._lock = threading.Lock()
+        self._has_new, self._closed = threading.Event(), False
         self._waiting: deque[Job] = deque()
         self._serials = itertools.count()
         self._sent: dict[Worker, dict[int, Job]] = {}
         """What each host has, by the job's number."""
+        threading.Thread(target=self._send, name="rewards", daemon=True).start()
 
     def put(self, jobs: Sequence[Job]) -> None:
         """Have these jobs done; returns at once."""
         with self._lock:
             self._waiting.extend(jobs)
-            self._feed()
+        self._has_new.set()
 
     def check_started(self) -> None:
         """Return at once: hosts are built when their processes are ready."""
 
     def close(self) -> None:
-        """Do nothing: hosts end with the cluster."""
+        """Send nothing more; hosts end with the cluster."""
+        self._closed = True
+        self._has_new.set()
+
+    def _send(self) -> None:
+        """Send what has gathered, again and again."""
+        while not self._closed:
+            if not self._has_new.wait(WAIT_S):
+                continue
+            time.sleep(GATHER_S)
+            self._has_new.clear()
+            with self._lock:
+                self._feed()
 
     def joined(self, worker: Worker, size: int) -> None:
         """Note that this host, with so many processes, may be asked."""
@@ -237,8 +253,7 @@ class ScorerClient:
             size, most = self._sizes[worker], AHEAD * self._sizes[worker]
             if not self._waiting:
                 return
-            # A host that has work left gets more when many can be sent at once.
-            if len(sent) >= BUSY * size and (len(sent) > most // 2 or len(self._waiting) < most // 2):
+            if len(sent) >= size and len(sent) > most // 2:  # it gets more when many can be sent at once
                 continue
             share = -(-len(self._waiting) // len(self._sent))
             jobs = [self._waiting.popleft() for _ in range(min(share, most - len(sent)))]
