@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -9,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine_lacks import needs_sandbox
 
 from grpo_rl.cluster.roles.function_host import BROKEN, LOST, FunctionHost, FunctionSpec, ScorerSpec
 from grpo_rl.cluster.roles.function_pool import AHEAD, ScorerClient
-from grpo_rl.config.derived import processes_on
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine, processes_on
 from grpo_rl.config.schema.tree import RewardConfig
+from grpo_rl.errors import RewardError
+from grpo_rl.plan.make import make_plan
 from grpo_rl.rewards.compose import RewardFunction
 from grpo_rl.rewards.runtime.runner import RewardRunner
 from grpo_rl.types import Prompt, Rollout
@@ -107,3 +112,60 @@ def test_what_a_lost_host_had_is_done_by_another_and_done_once(tmp_path: Path, n
 def test_the_number_of_processes_follows_the_cores_of_a_node() -> None:
     assert [processes_on(cores, None) for cores in (0, 1, 2, 4, 16, 200)] == [1, 1, 1, 2, 8, 32]
     assert processes_on(2, 7) == 7
+
+
+def code_spec(folder: Path) -> FunctionSpec:
+    return FunctionSpec({"reward": ScorerSpec(RewardConfig(functions=["code"], timeout_s=60.0), ("code",))}, None, True, folder)
+
+
+@needs_sandbox
+def test_a_host_says_what_it_runs_and_which_walls_it_has(tmp_path: Path) -> None:
+    host = FunctionHost(code_spec(tmp_path), 8, 0, 1)
+    node, sizes, walls = host.describe()
+    host.close()
+    assert (node, sizes) == (socket.gethostname(), {"reward": 4})
+    assert walls == "programs in a sandbox of user namespaces and a filter of system calls"
+    assert [file.name for file in sorted(tmp_path.glob("*.log"))] == [f"reward-{place}.log" for place in range(4)]
+
+
+def test_a_node_without_a_sandbox_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "grpo_rl.rewards.sandbox.sandbox.LAUNCH", "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
+    )
+    with pytest.raises(RewardError, match=f"node {socket.gethostname()}: no sandbox for code on this machine"):
+        FunctionHost(code_spec(tmp_path), 8, 0, 1)
+
+
+def test_variables_of_the_command_reach_functions_and_secrets_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_NODE", "node")
+    monkeypatch.setenv("HF_TOKEN", "of-the-node")
+    (tmp_path / "own.py").write_text(
+        "import os\ndef score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float([os.environ[n] for n in ('OF_THE_NODE', 'HF_TOKEN', 'MORE')] == ['node', 'of-the-command', 'more'])\n"
+    )
+    variables = {"OF_THE_NODE": "command", "HF_TOKEN": "of-the-command", "MORE": "more", "RAY_ADDRESS": "elsewhere"}
+    spec = FunctionSpec({"reward": ScorerSpec(config(tmp_path), ())}, None, False, tmp_path, variables=variables)
+    assert "of-the-command" not in repr(spec)
+    monkeypatch.delenv("MORE", raising=False)
+    node = Node(spec, 0)
+    runner = runner_of(tmp_path, [node])
+    assert runner.wait(rollouts(1, 0.0))[0].reward == 1.0
+    runner.close()
+    node.is_gone = True
+    node.host.close()
+    monkeypatch.delenv("MORE")
+
+
+@pytest.mark.parametrize(
+    ("words", "cluster", "line"),
+    [
+        ([], False, "reward auto, 1 process, at most 10 s each"),
+        (["reward.num_workers=3"], False, "reward auto, 3 processes, at most"),
+        (["trainer.nnodes=3"], True, "reward auto, 1 process on each of 3 nodes (by the cores of each), at most"),
+        (["trainer.nnodes=3", "reward.num_workers=4"], True, "reward auto, 4 processes on each of 3 nodes, at most"),
+    ],
+)
+def test_the_plan_says_how_many_processes_of_functions_run_where(words: list[str], cluster: bool, line: str) -> None:
+    machine = Machine(num_gpus=0, num_cpus=2, device="cpu", cluster=cluster)
+    plan = make_plan(compose(["recipe=arithmetic/grpo", "trainer.n_gpus_per_node=1", "trainer.device=cpu", *words]), machine)
+    assert line in " ".join(plan.render().split())
