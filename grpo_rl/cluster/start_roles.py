@@ -17,7 +17,7 @@ from grpo_rl import faults
 from grpo_rl.algos.correction import RolloutCorrection
 from grpo_rl.cluster.processes.environment import environment_of
 from grpo_rl.cluster.processes.placement import NodeSlot, Pool, Slot, check_machines, runs_here
-from grpo_rl.cluster.processes.worker_group import Worker, WorkerGroup, make_worker, wait_all
+from grpo_rl.cluster.processes.worker_group import Worker, WorkerDied, WorkerFailed, WorkerGroup, make_worker, wait_all
 from grpo_rl.cluster.recovery.replicas import Elastic, EngineOrders, Replicas
 from grpo_rl.cluster.recovery.supervisor import Recoveries, Supervisor
 from grpo_rl.cluster.roles.function_host import FunctionSpec
@@ -37,6 +37,7 @@ from grpo_rl.config.schema.model import ModelConfig, RefFsdpConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.setup import EpisodeSetup
+from grpo_rl.errors import ClusterError
 from grpo_rl.plan.decisions import Plan, RoleName
 from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
@@ -289,7 +290,16 @@ def start_roles(
         worker, own_spec, options = _built_from(name, cluster, spec)
         starts.append(cluster.start_ranks(worker_group, worker, own_spec, **options))
     for worker_group, _ in hosts:
-        worker_group.where(plan.config.trainer.start_timeout_s)
+        try:
+            worker_group.where(plan.config.trainer.start_timeout_s)
+        except WorkerDied:
+            raise
+        except WorkerFailed as error:
+            cores = ", ".join(f"{worker.slot.num_cpus:g}" for worker in worker_group.workers)
+            raise ClusterError(
+                f"{error}\n  they ask Ray for {cores} cores of their nodes, which others may hold: lower reward.num_workers or "
+                "actor_rollout_ref.rollout.multi_turn.environment.num_workers, or wait for those"
+            ) from error
     cluster.build([*starts, *hosts], began)
     if cluster.functions is not None:
         cluster.console.info(f"functions {cluster.functions.listen()}")
