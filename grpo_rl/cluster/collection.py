@@ -24,6 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from grpo_rl.checkpoint.files import flush, rename, write_file
 from grpo_rl.cluster.inputs import read_inputs
 from grpo_rl.cluster.run_session import RunSession
@@ -161,7 +163,10 @@ class Collection:
 
     def _part(self, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        records = [record_of(rollout) | {"messages": rollout.prompt.messages} for rollout in rollouts]
+        records = [
+            record_of(rollout) | {"messages": rollout.prompt.messages, "token_ids": np.asarray(rollout.response_ids).tolist()}
+            for rollout in rollouts
+        ]
         rows = pair_rows(records) if self.pairs else answer_rows(records, self.config.algorithm.rejection.min_reward)
         groups = {rollout.prompt.uid for rollout in rollouts}
         counts = {

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,43 @@ class Renderer:
             )
         return text[len(prompt) :]
 
-    def tokenize_answers(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of answers as the policy would sample them: up to the end-of-sequence token, which is added.
+    def tokenize_answers(self, texts: Sequence[str], plain: bool) -> list[list[int]]:
+        """Return the token ids of answers as the policy would sample them: up to the token that ends a turn, or, of `plain` texts, the sequence.
 
-        What a template writes after that token is never sampled.
+        What a template writes after that token is never sampled. An answer without it gets it.
         """
-        end, ids = self.tokenizer.eos_token_id, self.words.encode(texts, add_special_tokens=False)["input_ids"]
+        end = self.tokenizer.eos_token_id if plain else self.turn_end
+        ids = self.words.encode(texts, add_special_tokens=False)["input_ids"]
         return [[*(answer[: answer.index(end)] if end in answer else answer), end] for answer in ids]
+
+    @cached_property
+    def turn_end(self) -> int:
+        """The token with which the assistant ends a turn: the first control token that the template writes behind it.
+
+        It is not always the tokenizer's end of sequence, which counts where the template writes none (Gemma 3 and Phi have two).
+        """
+        end = int(self.tokenizer.eos_token_id)
+        if not self.has_template:
+            return end
+        said = _STAND_IN.format(0)
+        try:
+            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+            text = self._apply(messages, {**self.options, "tokenize": False, "add_generation_prompt": False})
+        except Exception:  # a template that does not like this conversation says so when it meets the rows
+            return end
+        behind = self.words.ids(text.rpartition(said)[2])
+        control = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        return next((number for number in behind if number in control), end)
+
+    def sampled(self, ids: Any, text: str) -> list[int] | None:
+        """Return the token ids that were sampled as `text`; None where they are missing, or are another tokenizer's."""
+        if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
+            return None
+        if not 0 <= min(ids) <= max(ids) < len(self.tokenizer):
+            return None
+        # Engines and tokenizers differ in spaces around special tokens.
+        decoded = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return ids if "".join(decoded.split()) == "".join(text.split()) else None
 
     def messages(self, asked: Asked) -> tuple[Message, ...] | None:
         """The chat messages that a prompt's text is rendered from; None for a plain string."""

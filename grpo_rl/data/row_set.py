@@ -98,6 +98,8 @@ class RowReport:
     """Tokens of the longest prompt or sequence as read."""
     num_control: int = 0
     """Rows with control words in their text, which are plain text there."""
+    num_from_text: int = 0
+    """Sampled responses whose tokens are made of their texts, and may be others than were sampled."""
 
     def __str__(self) -> str:
         text = f"{self.num_rows - self.num_dropped - self.num_bad} rows"
@@ -112,6 +114,11 @@ class RowReport:
             text += f", bad rows left out: {self.num_bad}"
         if self.num_control:
             text += f", {self.num_control} with control tokens in their text, read as plain text (data.control_tokens_in_text)"
+        if self.num_from_text:
+            text += (
+                f", {self.num_from_text} sampled responses without their tokens, which are made of the text and may be others (a run "
+                "logs tokens of trainer.log_token_groups groups of a step)"
+            )
         return text
 
 

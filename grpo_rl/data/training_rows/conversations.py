@@ -49,7 +49,9 @@ class Rendered:
     prompt_length: int
     """Tokens of the prompt in that run."""
     ends: bool
-    """The response ended by itself, with the end-of-sequence token that its text does not show."""
+    """The response ended by itself, with an end token that its text does not show."""
+    response_ids: Any = None
+    """The tokens that were sampled, where the row has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | 
     if not isinstance(response, str) or not response.strip():
         raise wrong(where, config.response_key, response, "the answer to learn, a string that is not empty")
     if isinstance(prompt, str) and prompt and all(name in row for name in _OF_ROLLOUTS):
-        return Rendered(prompt, response, int(row["prompt_length"]), row["finish_reason"] == "stop")
+        return Rendered(prompt, response, int(row["prompt_length"]), row["finish_reason"] == "stop", row.get("token_ids"))
     if isinstance(prompt, str) and prompt:
         asked: list[Any] = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, list) and prompt:
@@ -123,6 +125,8 @@ class Tokenizing:
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer, self.tokenizer, self._ids = renderer, renderer.tokenizer, renderer.words.ids
+        self.num_from_text = 0
+        """Sampled responses without their tokens, which were made of their texts."""
 
     def __call__(self, found: Chat | Rendered, where: str) -> Demonstration:
         """Return the tokens of a conversation. Raises BadRow where its trained tokens cannot be found exactly."""
@@ -148,7 +152,6 @@ class Tokenizing:
 
     def _rendered(self, found: Rendered, where: str) -> Demonstration:
         words = self.renderer.words
-        response_ids = self._ids(words.marked(found.response))
         # A template wrote its control words into the prompt; a plain prompt got the tokenizer's special tokens.
         for prompt, plain in itertools.product((found.prompt, words.marked(found.prompt)), (False, True)):
             prompt_ids = words.ids(prompt, add_special_tokens=plain)
@@ -159,7 +162,13 @@ class Tokenizing:
                 f"{where}: this tokenizer makes {len(self._ids(found.prompt))} tokens of the prompt, and the run that sampled the response had "
                 f"{found.prompt_length}: it was another one; expected rollouts of a model with the same tokenizer"
             )
-        return _answer(prompt_ids, [*response_ids, *([self.tokenizer.eos_token_id] if found.ends else [])])
+        response_ids = self.renderer.sampled(found.response_ids, found.response)
+        if response_ids is None:
+            self.num_from_text += 1
+            of_template = self.renderer.has_template and words.marked(found.prompt) != found.prompt
+            end = self.renderer.turn_end if of_template else self.tokenizer.eos_token_id
+            response_ids = [*self._ids(words.marked(found.response)), *([end] if found.ends else [])]
+        return _answer(prompt_ids, response_ids)
 
     def _plain(self, prompt: str, response: str, where: str) -> Demonstration:
         """Without a template a text goes on with the response, and ends with the end-of-sequence token."""
@@ -276,7 +285,9 @@ class DemonstrationSet(TrainingSet[Demonstration]):
         return supervised_batch([self.row(row) for row in rows])
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Demonstration:
-        return self._tokenizing(conversation(row, where, self.config), where)
+        found = self._tokenizing(conversation(row, where, self.config), where)
+        self.report.num_from_text = self._tokenizing.num_from_text
+        return found
 
     def _cut(self, row: Demonstration, where: str) -> Demonstration:
         cut = cut_to(row, self.longest, self.config.truncation)

@@ -149,13 +149,24 @@ class PairSet(TrainingSet[Pair]):
     def _tokenized(self, row: dict[str, Any], where: str) -> Pair:
         # Margins are for reward models, whose loss reads them.
         texts = pair_texts(row, where, self.config, with_margin=trains_only_reward_model(self.run))
-        return tokenized_pair(texts, self.renderer, where)
+        return tokenized_pair(texts, self.renderer, where, [row.get(name) for name in IDS_OF_PAIR])
 
 
-def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str) -> Pair:
-    """Return a pair as the chat template makes it, in tokens. Raises BadRow for a prompt without any, and for two equal answers."""
+IDS_OF_PAIR = ("chosen_ids", "rejected_ids")
+"""Columns with the tokens of two answers that a run has sampled."""
+
+
+def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Sequence[Any] = (None, None)) -> Pair:
+    """Return a pair as the chat template makes it, in tokens; answers that a run sampled keep the tokens that were `sampled`.
+
+    Raises BadRow for a prompt without any, and for two equal answers.
+    """
     asked, *answers, margin = texts
-    prompt_ids, (chosen_ids, rejected_ids) = _tokens(asked, answers, renderer, where)
+    prompt_ids, made = _tokens(asked, answers, renderer, where)
+    ids = [renderer.sampled(ids, answer) for ids, answer in zip(sampled, answers, strict=True)]
+    chosen_ids, rejected_ids = (
+        own if given is None else np.asarray(given, np.int32) for given, own in zip(ids, made, strict=True)
+    )
     if np.array_equal(chosen_ids, rejected_ids):
         raise BadRow(f"{where}: the two answers have the same tokens")
     return Pair(prompt_ids, chosen_ids, rejected_ids, margin)
@@ -168,7 +179,9 @@ def _tokens(asked: Asked, answers: Sequence[str], renderer: Renderer, where: str
     (prompt_ids,) = renderer.tokenize([asked], [prompt])
     if not prompt_ids:
         raise BadRow(f"{where}: the prompt has no tokens")
-    return np.asarray(prompt_ids, np.int32), [np.asarray(ids, np.int32) for ids in renderer.tokenize_answers(texts)]
+    return np.asarray(prompt_ids, np.int32), [
+        np.asarray(ids, np.int32) for ids in renderer.tokenize_answers(texts, isinstance(asked, str))
+    ]
 
 
 # ---- labelled answers ------------------------------------------------------------------------------------

@@ -17,7 +17,18 @@ from grpo_rl.data.training_rows.pairs import best_and_worst
 
 Rows = list[dict[str, Any]]
 _OF_LOG = (
-    *("prompt", "response", "reward", "data_source", "ground_truth", "uid", "sample", "finish_reason", "prompt_length"),
+    *(
+        "prompt",
+        "response",
+        "token_ids",
+        "reward",
+        "data_source",
+        "ground_truth",
+        "uid",
+        "sample",
+        "finish_reason",
+        "prompt_length",
+    ),
     "response_length",
 )
 """The columns of a line of the log of rollouts that a collected row has."""
@@ -64,7 +75,7 @@ class Kept:
 def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> Rows:
     """Return a row for each logged response with a reward of at least `min_reward` and with text, as `data.responses=rows` reads it.
 
-    Prompt and response are the texts that the model read and wrote.
+    Prompt and response are the texts that the model read and wrote, and `token_ids` are the response's tokens.
     """
     kept = [one for one in records if one["reward"] is not None and one["reward"] >= min_reward and one["response"].strip()]
     return [{name: record[name] for name in _OF_LOG} for record in kept]
@@ -85,6 +96,8 @@ def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
             "prompt": best["prompt"] if best["messages"] is None else list(best["messages"]),
             "chosen": best["response"],
             "rejected": worst["response"],
+            "chosen_ids": best["token_ids"],
+            "rejected_ids": worst["token_ids"],
             "chosen_reward": best["reward"],
             "rejected_reward": worst["reward"],
             "data_source": best["data_source"],
