@@ -33,6 +33,12 @@ def outside(value: Any) -> Any:
     return value.replace("\0", "\ufffd").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+def opened_thought(prompt: str) -> str:
+    """Return the `<think>` with which a rendered prompt ends, if its template opens the policy's thought; else nothing."""
+    start = prompt.rfind("<think>")
+    return prompt[start:] if start >= 0 and not prompt[start + len("<think>") :].strip() else ""
+
+
 def unmarked(text: str) -> str:
     """Return the text as it was given."""
     return text.replace(MARK, "")

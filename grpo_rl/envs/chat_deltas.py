@@ -13,11 +13,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from grpo_rl.control_words import MARK, ControlWords, unmarked
+from grpo_rl.control_words import MARK, ControlWords, opened_thought, unmarked
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.rows import BadRow
 from grpo_rl.envs.contract import Message
@@ -89,6 +90,11 @@ class ChatDeltas:
         if ended and len(ids) and int(ids[0]) in self._stop_ids:
             ids = ids[1:]
         return Delta(ids, unmarked(text), MARK in text)
+
+    @cached_property
+    def opened_thought(self) -> str:
+        """The `<think>` that the template writes before each turn; empty where it writes none."""
+        return opened_thought(self._rendered([{"role": "user", "content": "?"}])) if self._renderer.has_template else ""
 
     def turn_text(self, token_ids: np.ndarray, *, special: bool) -> str:
         """Return a turn as text, with its special tokens or without; never with the token that ends it."""

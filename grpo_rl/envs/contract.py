@@ -55,7 +55,7 @@ class Turn:
     token_ids: np.ndarray | None = None
     """int32 [tokens] of the turn, for environments that read tokens."""
     raw_text: str = ""
-    """The turn decoded with its special tokens, in which some formats write tool calls."""
+    """The turn decoded with its special tokens, in which some formats write tool calls, behind a `<think>` that the template opened."""
     context_tokens: int = 0
     """The number of tokens that the turn was sampled behind."""
 

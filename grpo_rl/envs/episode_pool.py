@@ -547,13 +547,15 @@ class EpisodePool(WholeBatches):
         ids = np.asarray(turn.response_ids)
         text = self.deltas.turn_text(ids, special=False)
         playing.add_turn(turn, text)
+        # Calls inside of a thought are none, also of one that the template has opened.
+        opened = self.deltas.opened_thought if playing.prompt.messages is not None else ""
         is_last = self.max_turns is not None and len(playing.turns) >= self.max_turns
         self.environments.step(
             playing.name,
             {
                 "index": len(playing.turns) - 1,
                 "text": text,
-                "raw_text": self.deltas.turn_text(ids, special=True),
+                "raw_text": opened + self.deltas.turn_text(ids, special=True),
                 "finish_reason": turn.finish_reason,
                 "token_ids": ids.tolist(),
                 "is_last": is_last,

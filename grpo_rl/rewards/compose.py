@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 # Not the whole schema, whose classes would be a third of a reward process's start.
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
+from grpo_rl.control_words import opened_thought
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.contract import (
     ARGUMENTS,
@@ -26,6 +27,7 @@ from grpo_rl.rewards.contract import (
 )
 from grpo_rl.rewards.math.math_rule import LONGEST_QUESTION
 from grpo_rl.rewards.registry import REWARDS, SCORE_STEPS, auto, check_data_sources
+from grpo_rl.rewards.rules.answers import PROMPT_TAIL
 from grpo_rl.rewards.sandbox.code_rule import code_problems, is_code
 from grpo_rl.rewards.steps import NO_STEPS, Decode, Step, read_steps
 
@@ -163,13 +165,17 @@ class RewardFunction:
 def sample_of(rollout: Rollout) -> Sample:
     """Return the arguments of a reward function for this rollout. Of an episode, `extra_info` has the conversation too.
 
-    A short `question` is what was asked last, where the row has none: a rule can tell a task of arithmetic by it.
+    A short `question` is what was asked last, where the row has none: a rule can tell a task of arithmetic by it. `prompt_tail` is
+    what the prompt has of the response already: the `<think>` of its template, or the message that is gone on with.
     """
     prompt, episode = rollout.prompt, rollout.episode
     question = prompt.text if prompt.messages is None else prompt.messages[-1].get("content")
     extra_info = prompt.extra_info
     if isinstance(question, str) and len(question) <= LONGEST_QUESTION and any(map(str.isdigit, question)):
         extra_info = {"question": question} | extra_info
+    goes_on = bool(prompt.messages) and prompt.messages[-1]["role"] == "assistant"
+    if tail := prompt.messages[-1]["content"] if goes_on else opened_thought(prompt.text):
+        extra_info = extra_info | {PROMPT_TAIL: tail}
     if episode is not None:
         turns = {"num_turns": len(episode.turns), "messages": list(episode.messages), "ended": episode.ended}
         extra_info = extra_info | turns | {"turn_rewards": [turn.reward for turn in episode.turns]}

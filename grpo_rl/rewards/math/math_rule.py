@@ -11,7 +11,7 @@ from typing import Any
 
 from grpo_rl.rewards.math.compare import compare, number, operations
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, spelling, tokens
-from grpo_rl.rewards.rules.answers import after_thought, final_answer, golds_of, last_boxed
+from grpo_rl.rewards.rules.answers import after_thought, final_answer, golds_of, last_boxed, with_prompt_tail
 
 LARGEST = 1e15
 """Integers up to here are exact as the floats that parts of a reward are."""
@@ -43,7 +43,7 @@ def math(
     ground truth that is missing.
     """
     golds = golds_of(ground_truth)
-    text = after_thought(solution_str) if skip_thought else solution_str
+    text = after_thought(solution_str, extra_info) if skip_thought else with_prompt_tail(solution_str, extra_info)
     answer = last_boxed(text) if boxed_only else final_answer(text)
     if answer is None:
         return {"score": 0.0, "acc": 0.0, "refused": 0.0}

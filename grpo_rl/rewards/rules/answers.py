@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -49,8 +50,21 @@ def last_tagged(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSW
     return text[start + len(opening) : end] if 0 <= start < end else None
 
 
-def after_thought(text: str) -> str:
-    """Return what follows the last `</think>`: nothing where a thought never ended, all of a text without thoughts."""
+PROMPT_TAIL = "prompt_tail"
+"""The key of `extra_info` with the beginning of the response that the prompt has already: `<think>`, or a message that is gone on with."""
+
+
+def with_prompt_tail(text: str, extra_info: Mapping[str, Any] | None) -> str:
+    """Return a response behind what the prompt has of it already."""
+    return str((extra_info or {}).get(PROMPT_TAIL, "")) + text
+
+
+def after_thought(text: str, extra_info: Mapping[str, Any] | None = None) -> str:
+    """Return what follows the last `</think>`: nothing where a thought never ended, all of a text without thoughts.
+
+    A thought may begin in the prompt.
+    """
+    text = with_prompt_tail(text, extra_info)
     end = text.rfind(CLOSE_THINK)
     if end >= 0:
         return text[end + len(CLOSE_THINK) :]

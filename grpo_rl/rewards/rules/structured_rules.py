@@ -35,7 +35,7 @@ def json_fields(
     gold = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(gold, Mapping):
         raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no JSON object")
-    text = after_thought(solution_str).strip()
+    text = after_thought(solution_str, extra_info).strip()
     alone, found = _object(text)
     if found is None:
         return {"score": 0.0, "acc": 0.0, "fields": 0.0, "alone": 0.0}
@@ -60,7 +60,7 @@ def json_schema(
     """
     rules = schema if schema is not None else (extra_info or {}).get("json_schema", ground_truth)
     validator = _validator(rules if isinstance(rules, str) else json.dumps(rules, sort_keys=True))
-    value, is_json = _parsed(after_thought(solution_str).strip())
+    value, is_json = _parsed(after_thought(solution_str, extra_info).strip())
     valid = is_json and validator.is_valid(value)
     return {"score": float(valid), "acc": float(valid), "json": float(is_json)}
 
@@ -159,7 +159,7 @@ def instructions(
     constraints = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not constraints or _malformed(constraints):
         raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no list of constraints; known: {', '.join(_CHECKS)}")
-    text = after_thought(solution_str).strip()
+    text = after_thought(solution_str, extra_info).strip()
     words = [word.casefold() for word in _WORD.findall(text)] if len(text) <= MAX_TEXT else []
     if len(words) < max(1, least_words):
         return {"score": 0.0, "acc": 0.0}

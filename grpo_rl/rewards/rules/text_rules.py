@@ -15,6 +15,7 @@ from grpo_rl.rewards.rules.answers import (
     after_thought,
     final_answer,
     golds_of,
+    with_prompt_tail,
 )
 
 MAX_ANSWER = 10_000
@@ -39,7 +40,7 @@ def exact_match(
     `ignore_articles` (a, an, the; all three are SQuAD's exact match, arXiv 1606.05250) normalise further. Raises ValueError for a
     ground truth that is missing.
     """
-    text = after_thought(solution_str)
+    text = after_thought(solution_str, extra_info)
     found = final_answer(text)
     answer = text if found is None else found
     golds = golds_of(ground_truth)
@@ -82,7 +83,7 @@ def multiple_choice(
         raise ValueError(
             f"the ground truth {str(ground_truth)[:100]!r} is none of the letters {LETTERS} and none of the choices"
         )
-    text = after_thought(solution_str)
+    text = after_thought(solution_str, extra_info)
     answer = final_answer(text)
     if answer is None and len(text) <= MAX_CHOICE and ALONE.fullmatch(text.strip()):
         answer = text
@@ -119,9 +120,11 @@ TAGS = (OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER)
 def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
     """1 when the response is one thought and then one answer, each in its tags, with only space around them; else 0.
 
+    The chat template may have written the first tag already.
+
     Every tag must be there exactly once; thought and answer have a letter, a digit or a mathematical sign each. Takes time linear in the length.
     """
-    text = solution_str.strip()
+    text = with_prompt_tail(solution_str, extra_info).strip()
     if any(text.count(tag) != 1 for tag in TAGS) or not (text.startswith(OPEN_THINK) and text.endswith(CLOSE_ANSWER)):
         return 0.0
     thought_end, answer_start = text.index(CLOSE_THINK), text.index(OPEN_ANSWER)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chat_templates import FAMILIES, REWRITING, tokenizer_of
+from chat_templates import FAMILIES, QWEN25, REWRITING, tokenizer_of
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.chat_deltas import ChatDeltas
+from grpo_rl.envs.tool_formats import parse
 from grpo_rl.errors import ConfigError
 
 TOOLS = [
@@ -98,3 +99,16 @@ def test_a_template_without_a_role_for_tools_is_refused() -> None:
     deltas, _ = deltas_of("gemma")
     with pytest.raises(ConfigError, match=r"cannot render answers of tools.*roles are user and assistant"):
         deltas.check(["tool"], ["add"])
+
+
+def test_a_call_inside_of_a_thought_that_the_template_opened_is_none() -> None:
+    call = '<tool_call>{"name": "w", "arguments": {}}</tool_call>'
+    for template, opened in (
+        (QWEN25, ""),
+        (QWEN25.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"), "<think>\n"),
+    ):
+        tokenizer = tokenizer_of(template, "<|im_end|>")
+        deltas = ChatDeltas(Renderer(DataConfig(), tokenizer), tokenizer, frozenset())
+        assert deltas.opened_thought == opened
+        assert len(parse("hermes", deltas.opened_thought + f"I may say {call}")[0]) == (not opened)
+        assert len(parse("hermes", deltas.opened_thought + f"so</think>{call}")[0]) == 1

@@ -13,11 +13,13 @@ from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.data.rows import BadRow, example
 from grpo_rl.errors import ConfigError
 from grpo_rl.rewards.check import gold_response
+from grpo_rl.rewards.compose import sample_of
 from grpo_rl.rewards.math.math_rule import math
 from grpo_rl.rewards.math.math_values import NoExpression, typed_value
 from grpo_rl.rewards.registry import REWARDS, auto, check_data_sources
 from grpo_rl.rewards.rules.number_rules import arithmetic, countdown, gsm8k, gsm8k_flexible
 from grpo_rl.rewards.rules.text_rules import exact_match, multiple_choice, think_answer
+from grpo_rl.types import Prompt, Rollout
 
 
 def score(result):
@@ -374,3 +376,39 @@ def test_repetition_is_the_share_of_different_runs_of_words_and_linear_in_the_le
     assert rule("", "again and again " * 1000, "") == pytest.approx(3 / 2997)
     with pytest.raises(ValueError, match="n=0"):
         rule("", "a", "", n=0)
+
+
+# ---- a thought that the template has opened -----------------------------------------------------------------
+
+OPENED = "<|im_start|>assistant\n<think>\n"
+
+
+def told(prompt: str, response: str, messages=({"role": "user", "content": "?"},)):
+    """Return what the rules are called with for this response to this rendered prompt."""
+    asked = Prompt("p", (1,), prompt, "math", "4", messages=messages)
+    return sample_of(Rollout(asked, 0, (5,), (0.0,), "stop", (), text=response))._asdict()
+
+
+@pytest.mark.parametrize("rule", [math, exact_match, multiple_choice])
+def test_a_thought_that_the_template_opened_and_that_never_ended_earns_nothing(rule):
+    gold = "B" if rule is multiple_choice else "4"
+    for response in (f"It is \\boxed{{{gold}}}", f"<answer>{gold}</answer>", f"the answer is {gold}"):
+        calls = [told(prompt, response) | {"ground_truth": gold} for prompt in (OPENED, OPENED.replace("<think>\n", ""))]
+        assert [score(rule(**call)) for call in calls] == [0, 1]
+        assert score(rule(**told(OPENED, f"so</think>{response}") | {"ground_truth": gold})) == 1
+
+
+def test_the_format_counts_the_tag_that_the_template_has_written():
+    right = "a</think><answer>b</answer>"
+    assert [think_answer(**told(prompt, right)) for prompt in (OPENED, OPENED + "\n", "<|im_start|>assistant\n")] == [1, 1, 0]
+    assert think_answer(**told(OPENED, f"<think>{right}")) == 0
+    assert think_answer(**told("<think>x</think>\n<|im_start|>assistant\n", f"<think>{right}")) == 1
+    assert think_answer(**told("<think>\n\n</think>\n\n", right)) == 0
+
+
+def test_a_message_that_the_policy_goes_on_with_is_read_with_its_end():
+    messages = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>2+2"})
+    assert score(math(**told("assistant\n<think>2+2", " = 4. So \\boxed{4}", messages))) == 0
+    assert score(math(**told("assistant\n<think>2+2", " = 4</think> So \\boxed{4}", messages))) == 1
+    boxed = ({"role": "user", "content": "?"}, {"role": "assistant", "content": "It is \\boxed{"})
+    assert score(math(**told("assistant\nIt is \\boxed{", "4}", boxed))) == 1
