@@ -173,8 +173,8 @@ def sample_of(rollout: Rollout) -> Sample:
     extra_info = prompt.extra_info
     if isinstance(question, str) and len(question) <= LONGEST_QUESTION and any(map(str.isdigit, question)):
         extra_info = {"question": question} | extra_info
-    goes_on = bool(prompt.messages) and prompt.messages[-1]["role"] == "assistant"
-    if tail := prompt.messages[-1]["content"] if goes_on else opened_thought(prompt.text):
+    last = prompt.messages[-1] if prompt.messages else {}
+    if tail := last["content"] if last.get("role") == "assistant" else opened_thought(prompt.text):
         extra_info = extra_info | {PROMPT_TAIL: tail}
     if episode is not None:
         turns = {"num_turns": len(episode.turns), "messages": list(episode.messages), "ended": episode.ended}

@@ -7,12 +7,13 @@ both define one name or what is on their left minus what is on their right is th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 from grpo_rl.rewards.math.math_tokens import MAX_TEXT, differ, readings, spelling, squeezed, tokens
-from grpo_rl.rewards.math.math_values import NoExpression, Number, TwoNumbers, close, values
+from grpo_rl.rewards.math.math_values import Expression, NoExpression, Number, TwoNumbers, close, values
 
 MAX_ELEMENTS = 60
 """Elements of a set that may stand in any order; a larger one must be written alike."""
@@ -24,6 +25,7 @@ DETERMINANTS = ("vmatrix", "Vmatrix")
 OPENING, CLOSING = ("(", "[", "{", "\\{"), (")", "]", "}", "\\}")
 OPERATIONS = frozenset(("+", "-", "*", "/", "^", "!", "(", "\\frac", "\\sqrt", "\\binom", "\\choose"))
 """A bracket behind a factor, too, is a product."""
+RELATIONS = frozenset(("\\ne", "\\le", "\\ge", "<", ">", "\\lt", "\\gt"))
 
 Tokens = tuple[str, ...]
 Kind = Literal["number", "word", "tuple", "set", "solution", "either", "equation", "unreadable"]
@@ -88,6 +90,10 @@ def operations(text: str) -> int:
     if len(text) > MAX_TEXT:
         return 0
     found = _split(tokens(text), "=")[-1]
+    with suppress(NoExpression):
+        expression = Expression(found)
+        expression.value()
+        return expression.num_operations
     return sum(
         token in OPERATIONS and not (token in "+-(" and (place == 0 or before in OPERATIONS or before in OPENING))
         for place, (before, token) in enumerate(zip(("", *found), found, strict=False))
@@ -103,7 +109,7 @@ def _read(found: Tokens, nesting: int = 0) -> MathAnswer:
 
     if nesting > MAX_NESTING or not found:
         return MathAnswer("unreadable", text)
-    if found[0] == "\\approx":
+    if found[0] in ("\\approx", "="):
         return _read(found[1:], nesting + 1)
     groups = _split(found, ";")
     if len(groups) > 1 and any(len(_split(group, ",")) > 1 for group in groups):
@@ -294,6 +300,10 @@ def _same(one: MathAnswer, other: MathAnswer) -> bool | None:
         return True  # `x = 5` is `x - 5 = 0` and `5 = x`
     if "solution" in kinds and "equation" not in kinds:
         return _same_solution(one, other) if one.kind == "solution" else _same_solution(other, one)
+    if "number" in kinds and "unreadable" in kinds:
+        number, text = (one, other) if one.kind == "number" else (other, one)
+        if len(number.value) == 1 and RELATIONS & set(text.spelling.split("\0")):
+            return False  # 5/2 is not `>= 5/2`
     if kinds & {"equation", "unreadable"}:
         return False if "_" in one.spelling + other.spelling else None
     if len(kinds) > 1:

@@ -5,8 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 import re
+import select
+import signal
+import sys
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 from grpo_rl.rewards.math.compare import compare, number, operations
@@ -152,26 +157,90 @@ def _has_plain_powers(text: str) -> bool:
     return True
 
 
+MOST_CALLS = 500_000
+"""Python functions that the algebra system may call to read two texts and to compare them: a third of a second."""
+MOST_CPU_S, MOST_WAIT_S = 0.45, 20.0
+"""Seconds of the processor, and of the clock, after which a comparison is killed that does not count its calls."""
+FIRST_TEXTS = (r"x^2+2\sqrt{y} \le -\frac{r}{8}", r"[2,\infty)\cup\{3\}", r"\sin(2x)\cdot|y|=e^{x}", r"x \in (a,b)")
+"""Texts with most of the grammar, of which the parser makes its tables: the first ones cost ten times as much as others."""
+
+
 def equivalent(gold: str, answer: str) -> bool:
     """Return whether math-verify finds the two equal. Both must have passed `may_reach_algebra`.
 
-    Its own timeouts are off: they use signals, which work in main threads only; the deadline of the reward does that.
-    A text that it cannot read is equal to nothing.
+    A text that it cannot read is equal to nothing, and so is one that takes too much: the number of functions that are called
+    decides, which does not depend on how busy the machine is. Each pair is compared in a fork of this process, so that no verdict
+    depends on earlier ones, and one that does not come to an end can be killed.
     """
-    from math_verify import verify
+    _load()
+    return _compared(gold, answer)
 
-    parsed = _parsed(gold), _parsed(answer)
-    if not all(parsed):
-        return False
-    return bool(verify(parsed[0], parsed[1], timeout_seconds=None, raise_on_error=False))
+
+@functools.cache
+def _load() -> None:
+    """Load what is loaded by the first comparisons, which would count as their calls."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, once for a process, that its timeouts are off
+    for gold, answer in (("x<1", "1>x"), ("2 \\le x \\le 3", "[2,3]"), ("x^2=4", "x=\\pm\\sqrt{4}")):
+        _equal(gold, answer)
+    for text in FIRST_TEXTS:
+        _parsed(text)
 
 
 @functools.lru_cache(maxsize=512)
+def _compared(gold: str, answer: str) -> bool:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_VIRTUAL, MOST_CPU_S)
+            sys.settrace(_call_counter())
+            os.write(writer, b"right" if _equal(gold, answer) else b"wrong")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        if not select.select([reader], [], [], MOST_WAIT_S)[0]:
+            os.kill(child, signal.SIGKILL)
+        return os.read(reader, 5) == b"right"
+    finally:
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
+class _TooMuch(BaseException):
+    """An error that no `except Exception` on the way catches: the calls are used up."""
+
+
+def _call_counter() -> Callable[[Any, str, Any], None]:
+    """Return a trace function that raises once more than `MOST_CALLS` functions were called."""
+    num_calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls > MOST_CALLS:
+            raise _TooMuch
+
+    return count
+
+
+def _equal(gold: str, answer: str) -> bool:
+    from math_verify import verify
+    from sympy.core import random
+    from sympy.core.cache import clear_cache
+
+    clear_cache()
+    random.seed(0)
+    random._assumptions_rng.seed(0)
+    parsed = _parsed(gold), _parsed(answer)
+    # Its own timeouts are off: they use signals, which work in main threads only.
+    return all(parsed) and bool(verify(*parsed, timeout_seconds=None, raise_on_error=False))
+
+
 def _parsed(text: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    # It warns, once for a process, that its timeouts are off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
     config = [LatexExtractionConfig(boxed_match_priority=0)]
     found = parse(rf"\boxed{{{text}}}", extraction_config=config, fallback_mode="no_fallback", parsing_timeout=None)
     return list(found)

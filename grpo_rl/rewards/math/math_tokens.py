@@ -19,8 +19,11 @@ CHARACTERS = str.maketrans(
     {"\u2212": "-", "\u2013": "-", "\u00f7": "/", "\u2009": "\\,", "\u202f": "\\,"}
     | {sign: f"\\{name} " for sign, name in SIGN_COMMANDS}
 )
-SCIENTIFIC = r"[0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2}|e[-+]0[0-9]|E[-+]?[0-9]{1,2})(?![0-9A-Za-z^]|\.[0-9]|\s*_)"
-"""`1e3`, `1.5E-3` and Python's `1e-05`. Not `2e-3`, which is twice Euler's number minus 3."""
+SCIENTIFIC = (
+    r"(?:[0-9]+\.[0-9]+e[-+][0-9]{2}|[0-9]+(?:\.[0-9]+)?(?:e[0-9]{1,2}|e[-+]0[0-9]|E[-+]?[0-9]{1,2}))"
+    r"(?![0-9A-Za-z^]|\.[0-9]|\s*_)"
+)
+"""`1e3`, `1.5E-3` and Python's `1e-05` and `1.6e-19`. Not `2e-3`, which is twice Euler's number minus 3."""
 TOKEN = re.compile(rf"\\[a-zA-Z]+|\\.|{SCIENTIFIC}|[0-9]+(?:\.[0-9]+)?|\.[0-9]+|[a-zA-Z]+|[^\s]", re.DOTALL)
 RELATIONS = (
     # `5!=120` says what 5! is: after a digit or a bracket the sign is a factorial.

@@ -48,6 +48,8 @@ FUNCTIONS: dict[str, Callable[[complex], complex]] = {
 ENDS = frozenset((")", "}", "]", ",", "=", "+", "-", "*", "/", "^", "%", "\\choose", ""))
 BRACKETS = {"(": ")", "{": "}", "[": "]"}
 POINTS = 3
+ROUNDING = 1e-13
+"""The share of a value that may be the error of its digits."""
 
 
 class NoExpression(Exception):
@@ -66,6 +68,8 @@ class Expression:
             raise NoExpression
         self._tokens = [piece for token in tokens for piece in _letters(token)]
         self._point, self._place, self._depth = point, 0, 0
+        self.num_operations = 0
+        """The operations on the way so far; a product needs no sign, and a sign before a number is none."""
 
     def value(self) -> Number:
         """Return the value. Raises NoExpression for tokens that are no expression, and for infinite or huge values."""
@@ -94,7 +98,11 @@ class Expression:
     def _sum(self) -> Number:
         total = self._product()
         while self._next() in ("+", "-"):
-            total = _bounded(total + self._product())
+            self.num_operations += 1
+            term = self._product()
+            before, total = total, _bounded(total + term)
+            if isinstance(total, complex) and abs(total) <= ROUNDING * max(abs(complex(before)), abs(complex(term))):
+                total = Fraction(0)  # what is left of two roots that are equal is the error of their digits
         return total
 
     def _product(self) -> Number:
@@ -103,6 +111,7 @@ class Expression:
         while self._next() not in ENDS or self._next() in ("*", "/"):
             operation = self._take() if self._next() in ("*", "/") else ""
             sign = self._sign() if operation else 1
+            self.num_operations += 1
             factor, is_number = self._power()
             if not operation and is_number:
                 # `1 2`, or `x 2`: what is meant is not clear.
@@ -115,8 +124,10 @@ class Expression:
         is_number = self._next()[:1].isdigit() or self._next()[:1] == "."
         base = self._mixed() if is_number else self._atom()
         while self._next() in ("!", "%"):
+            self.num_operations += self._next() == "!"
             base = _factorial(base) if self._take() == "!" else base / 100
         if self._next() == "^":
+            self.num_operations += 1
             self._take()
             sign = self._sign()
             exponent = _read_number(self._take()) if self._next().isdigit() else self._argument()
@@ -151,11 +162,13 @@ class Expression:
     def _one(self, token: str) -> Number:
         if closing := BRACKETS.get(token):
             value = self._sum()
+            self.num_operations += self._next() == "\\choose"
             if self._next() == "\\choose" and self._take():
                 value = _binomial(value, self._sum())
             if self._take() != closing:
                 raise NoExpression
             return value
+        self.num_operations += token in ("\\frac", "\\binom", "\\sqrt") or token in FUNCTIONS
         if token == "\\frac":
             return self._argument() / self._argument()
         if token == "\\binom":
@@ -187,8 +200,11 @@ class Expression:
         bracketed = self._next() in BRACKETS
         argument = self._power()[0]
         while not bracketed and self._next() not in ENDS and self._next() not in FUNCTIONS and self._next() not in BRACKETS:
+            self.num_operations += 1
             argument = _bounded(argument * self._power()[0])
         found = FUNCTIONS[name](complex(argument))
+        if abs(found) < ROUNDING < abs(complex(argument)):
+            found = 0j  # the sine of pi
         return _power(found if base is None else cmath.log(complex(argument)) / cmath.log(complex(base)), power)
 
 
@@ -286,4 +302,4 @@ def close(first: Number, second: Number, tolerance: float = 1e-9) -> bool:
         one, other = complex(first), complex(second)
     except OverflowError:
         return False
-    return abs(one - other) <= tolerance * max(abs(one), abs(other)) or max(abs(one), abs(other)) < 1e-12
+    return abs(one - other) <= tolerance * max(abs(one), abs(other))

@@ -1,5 +1,6 @@
 """The reward of mathematics, by hand and on the MATH set."""
 
+import os
 import time
 from pathlib import Path
 
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_rl.rewards.math.compare import compare
-from grpo_rl.rewards.math.math_rule import equivalent, math, may_reach_algebra
+from grpo_rl.rewards.math import math_rule
+from grpo_rl.rewards.math.compare import compare, operations
+from grpo_rl.rewards.math.math_rule import _compared, equivalent, math, may_reach_algebra
 from grpo_rl.rewards.rules.answers import after_phrase, final_answer
 
 SECTIONS = Path(__file__).with_name("math_pairs.tsv").read_text("utf-8").split("\n[different]\n")
@@ -220,3 +222,89 @@ def test_time_is_linear_in_hostile_answers(piece):
     start = time.process_time()
     compare(answer, "7" + answer)
     assert time.process_time() - start < 0.5
+
+
+# ---- bounds of the value and of the time ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        ("1.6e-19", [r"1.6 \times 10^{-19}", r"\frac{16}{10^{20}}"], ["0", r"1.7 \times 10^{-19}", r"10^{-30}", r"\frac{1}{10^{19}}"]),
+        ("1.602176e-19", [r"1.602176 \cdot 10^{-19}"], ["0", r"\frac{1}{10^{15}}", r"\frac{17}{10^{20}}"]),
+        (r"10^{-20}\sqrt{2}", [r"\sqrt{2} \cdot 10^{-20}"], ["0", r"10^{-20}\sqrt{3}", r"10^{-13}"]),
+        ("0", [r"\sin \pi", r"\sqrt{2}-\sqrt{2}", r"\cos(\frac{\pi}{2})", "0.0"], [r"10^{-15}", r"10^{-20}\sqrt{2}"]),
+        ("1", [r"\sin^2 x + \cos^2 x", r"-e^{i \pi}", r"\sqrt{2}-\sqrt{2}+1"], [r"1+10^{-8}"]),
+    ],
+)  # fmt: skip
+def test_small_values_are_told_apart_and_from_nothing(gold, right, wrong):
+    assert [score(rf"\boxed{{{answer}}}", gold) for answer in right] == [1] * len(right)
+    assert [score(rf"\boxed{{{answer}}}", gold) for answer in wrong] == [0] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        *[("17*23", 1), ("{17}{23}", 1), ("17[23]", 1), ("17{23}", 1), ("(17)(23)", 1), ("391", 0), ("(391)", 0), ("{391}", 0)],
+        *[("-8", 0), (r"\frac12", 1), (r"\sqrt{4}", 1), ("x=5+3", 1), ("2^3", 1), ("5!", 1), (r"1\frac{2}{3}", 1), ("0.5", 0), ("50%", 0)],
+        *[(r"\sin 2x", 2), (r"\frac{17 \cdot 2}{3}", 2)],
+    ],
+)  # fmt: skip
+def test_every_operation_counts_also_a_product_without_a_sign(answer, expected):
+    assert operations(answer) == expected
+
+
+@pytest.mark.parametrize("answer", ["{17}{23}", "17[23]", r"\boxed{17{23}}", "17{23}"])
+def test_a_product_without_a_sign_is_no_value_either(answer):
+    asked = {"question": "What is 17*23?"}
+    assert math("math", rf"\boxed{{{answer}}}", "391", asked)["score"] == 0
+
+
+@pytest.mark.parametrize("gold", [r"\frac14", r"\frac52", "5", "-3"])
+@pytest.mark.parametrize("form", [r"= 2 + {}", r"\neq {}", r"\geq {}", r"\le {}", "> {}", r"x \neq {}", r"5 < {}", r"= {} + 1"])
+def test_a_relation_to_a_number_is_not_the_number(gold, form):
+    assert score(rf"\boxed{{{form.format(gold)}}}", gold) == 0
+    assert score(rf"\boxed{{= {gold}}}", gold) == 1
+    assert score(rf"\boxed{{{form.format(gold)}}}", rf"{form.format(gold)}") == 1
+
+
+HARD = [
+    r"x+\sqrt{x+\sqrt{x+\sqrt{x}}}<18",
+    r"\sin(x)+\cos(2x)+\tan(3x)<1",
+    r"(x+1)^4(x+2)^4(x+3)^4(y+1)^4 < 1",
+    r"\frac{x^9+1}{x^8+3}<\frac{x^7-1}{x^6+2}",
+    r"\sin(x)+\cos(2x)=y^3",
+    r"\tan(x)\cdot\sqrt{y}+\ln(z) \le 1",
+    r"|x|+|y|+|z|+|x-y| \le 1",
+    r"\frac{x}{2}^2\pi-x^2*y = x*|x|*\sin x \cdot \ln y*\left(x\right)*e^x*y \cdot 2/y*e^x/\left(x\right)/\frac{x}{2} \cdot \frac{x}{2} \cdot e^x-2-e^x-x^2x",
+    r"x^2/x^2/x, e^x-y+\ln y \cdot y \cdot \ln y*\left(x\right) \cdot \ln y*\pi \cdot |x| \cdot (x+1)-x-\pi*y-\sin x\pm (x+1)/x",
+]
+
+
+@pytest.mark.parametrize("gold", ["x < 18", r"x^2+\sin y = 0", r"[2, \infty)"])
+@pytest.mark.parametrize("answer", HARD)
+def test_an_answer_that_is_hard_for_algebra_is_worth_0_in_half_a_second_every_time(gold, answer):
+    verdicts = []
+    for _ in range(2):
+        _compared.cache_clear()
+        before = os.times()
+        verdicts.append(math("math", rf"\boxed{{{answer}}}", gold))
+        assert sum(os.times()[:4]) - sum(before[:4]) < 0.6, "CPU seconds, the fork's 0.05 included"
+    assert verdicts[0] == verdicts[1] and verdicts[0]["score"] == 0
+
+
+def test_work_that_does_not_end_is_killed(monkeypatch):
+    def endless(gold, answer):
+        while True:
+            pass
+
+    monkeypatch.setattr(math_rule, "_equal", endless)
+    _compared.cache_clear()
+    assert _compared("x", "y") is False
+    _compared.cache_clear()
+
+
+def test_the_verdict_does_not_depend_on_what_was_asked_before():
+    pairs = [(gold, answer) for gold, answer in [*SAME, *DIFFERENT] if compare(gold, answer) is None]
+    one = [score(rf"\boxed{{{answer}}}", gold) for gold, answer in pairs]
+    assert one == [score(rf"\boxed{{{answer}}}", gold) for gold, answer in reversed(pairs)][::-1]
