@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequence, teachers_of
+from grpo_rl.config.derived import Machine, critic_has_own_model, longest_sequence, samples_answers, teachers_of
 from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import ConfigError
@@ -256,6 +256,8 @@ def with_shared_prompts(config: Config, settings: dict[str, Any] | None) -> Conf
 def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) -> Iterator[str]:
     """Yield what vLLM would refuse after it has started, which takes most of a minute."""
     rollout = config.actor_rollout_ref.rollout
+    if not samples_answers(config):
+        return  # no engine starts
     if rollout.name != "vllm" or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
         return
     text = settings.get("text_config") or settings

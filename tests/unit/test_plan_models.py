@@ -18,6 +18,7 @@ from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import ModelConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.models.builtin import build
 from grpo_rl.models.load import load_lm
 from grpo_rl.models.lora import add_adapters, is_adapter
 from grpo_rl.plan.decisions import Plan
@@ -371,3 +372,19 @@ def test_the_parameters_of_adapters_are_those_that_peft_makes(name: str) -> None
     add_adapters(lm, model)
     made = sum(parameter.numel() for key, parameter in lm.named_parameters() if is_adapter(key))
     assert adapter_params(model, size_of(name)) == made
+
+
+def test_what_the_engine_refuses_is_no_problem_where_none_starts_and_its_advice_is_taken_where_one_does(tmp_path: Path) -> None:
+    odd = "actor_rollout_ref.model.override_config.head_dim=24"
+    rows = ["data.responses=rows", "actor_rollout_ref.actor.policy_loss.loss_mode=sft", "trainer.device=cpu", odd]
+    folder = build("builtin:arithmetic", tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 100)
+    sizes = ["data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=1"]
+    words = [f"actor_rollout_ref.model.path={folder}", f"data.train_files=[{tmp_path}/rows.jsonl]", *sizes]
+    machine = Machine(0, 2, "cpu", cluster=False)
+    assert make_plan(compose([*words, *rows]), machine).engine is None
+    sampled = ["recipe=arithmetic/grpo", "trainer.device=cpu", f"actor_rollout_ref.model.path={folder}", odd]
+    with pytest.raises(ConfigError, match=r"heads have size 24.*rollout\.name=hf, which samples with any"):
+        make_plan(compose(sampled), machine)
+    engine = make_plan(compose([*sampled, "actor_rollout_ref.rollout.name=hf"]), machine).engine
+    assert engine is not None and engine.name == "hf"

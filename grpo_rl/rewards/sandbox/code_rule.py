@@ -20,6 +20,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from grpo_rl.config.schema.kinds import Count, ProcessMegabytes, Seconds
@@ -337,7 +338,7 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     if isinstance(given, str):
         given = _parsed(given)
     if isinstance(given, Sequence) and not isinstance(given, str):
-        given = {"asserts": given}
+        given = _listed(given, extra)
     if not isinstance(given, Mapping):
         raise RewardError(f"the ground truth of a code task is {short(given)}; {FORMS}")
     named = next((source[key] for source in (given, extra) for key in FUNCTION_NAMES if source.get(key)), None)
@@ -353,6 +354,20 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     if not tests:
         raise RewardError("the ground truth of a code task holds no test case")
     return setup, tests
+
+
+def _listed(given: Sequence[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a list of tests as a dict: LiveCodeBench's of {input, output, testtype}, else assertions."""
+    if not given or not all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in given):
+        return {"asserts": given}
+    name = next((extra[key] for key in ("func_name", *FUNCTION_NAMES) if extra.get(key)), None)
+    calls = [test.get("testtype") == "functional" for test in given]
+    if any(calls) and (not all(calls) or name is None):
+        raise RewardError(
+            "functional tests of a code task need the function's name as extra_info.func_name, and no others beside them"
+        )
+    pairs = {"inputs": [test["input"] for test in given], "outputs": [test["output"] for test in given]}
+    return pairs | ({"fn_name": name} if any(calls) else {})
 
 
 def _parsed(text: str) -> Any:
@@ -411,13 +426,16 @@ def _equal(value: Any, wanted: Any) -> bool:
     if isinstance(value, list) and isinstance(wanted, list):
         return len(value) == len(wanted) and all(map(_equal, value, wanted))
     if isinstance(value, float) and isinstance(wanted, float):
-        return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-6)
+        return _near(value, wanted, repr(wanted))
     return bool(value == wanted)
 
 
 def same_output(text: str, wanted: str) -> bool:
     """Return whether two outputs have the same words on the same lines; expected numbers with a point within 1e-6."""
-    lines, wanted_lines = ([line.split() for line in output.rstrip().split("\n")] for output in (text, wanted))
+    text, wanted = text.rstrip(), wanted.rstrip()
+    if text.count("\n") != wanted.count("\n"):  # before millions of lines are made of an output
+        return False
+    lines, wanted_lines = ([line.split() for line in output.split("\n")] for output in (text, wanted))
     return list(map(len, lines)) == list(map(len, wanted_lines)) and all(
         map(_same_word, itertools.chain(*lines), itertools.chain(*wanted_lines))
     )
@@ -430,6 +448,13 @@ def _same_word(word: str, wanted: str) -> bool:
     if "." not in wanted or max(len(word), len(wanted)) > 400 or set(word + wanted) - set("0123456789+-.eE"):
         return False
     try:
-        return math.isclose(float(word), float(wanted), rel_tol=1e-6, abs_tol=1e-6)
-    except ValueError:
+        return _near(float(word), float(wanted), wanted)
+    except (ValueError, ArithmeticError):
         return False
+
+
+def _near(value: float, wanted: float, text: str) -> bool:
+    """Return whether a number is within 1e-6 of the one that is expected, or of what that rounds: 0 is not 1e-9."""
+    last_place = Decimal(text).as_tuple().exponent
+    half = 0.5 * 10.0**last_place if isinstance(last_place, int) else 0.0
+    return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=min(1e-6, half))

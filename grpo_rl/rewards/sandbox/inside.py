@@ -11,6 +11,7 @@ from the outside in:
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import marshal
 import os
@@ -99,6 +100,7 @@ def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
     os.write(ARMED, b"1")
     os.close(ARMED)
     exit_code = 1
+    _complete_builtins()
     try:
         _run(case)
         exit_code = 0
@@ -108,6 +110,17 @@ def candidate(setup: dict[str, Any], case: dict[str, Any]) -> None:
         write_all(2, f"{type(error).__name__}: {error}"[:STDERR_BYTES].encode(errors="replace"))
     finally:
         _finish(exit_code & 255)
+
+
+def _complete_builtins() -> None:
+    """Give programs what the module `site` and the system give them elsewhere: `exit`, `quit`, and `/dev/stdin` as a file."""
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    opened = builtins.open
+
+    def open_file(file: Any, *options: Any, **named: Any) -> Any:
+        return opened(0 if file in ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0") else file, *options, **named)
+
+    vars(builtins).update(open=open_file)
 
 
 class _Program(ctypes.Structure):

@@ -222,3 +222,65 @@ def test_options_out_of_range_are_refused_before_a_run() -> None:
     assert code_problems(code, 60.0) == [] and code_problems(len, 1.0) == []
     with pytest.raises(ConfigError, match="total_s"):
         RewardFunction.from_config(RewardConfig(functions=["code"], timeout_s=10.0))
+
+
+# ---- what right programs do, and what data sets hold -------------------------------------------------------------
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(2 * int(input())); exit()",
+        "print(2 * int(input())); quit(0)",
+        "import sys\nprint(2 * int(open('/dev/stdin').read())); sys.exit()",
+        "with open(0) as file:\n    print(2 * int(file.readline()))\nexit(0)",
+        "for line in open('/dev/stdin'):\n    print(2 * int(line))",
+    ],
+)
+def test_programs_may_leave_and_read_their_input_as_they_do_elsewhere(program: str) -> None:
+    tests = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
+    assert score(f"```python\n{program}\n```", tests) == 1
+
+
+@needs_sandbox
+def test_a_program_that_leaves_with_an_error_has_failed() -> None:
+    assert score("```python\nprint(42); exit(1)\n```", {"inputs": [""], "outputs": ["42"]}) == 0
+
+
+@needs_sandbox
+@pytest.mark.parametrize("as_text", [False, True])
+def test_the_tests_of_livecodebench_are_read(as_text: bool) -> None:
+    programs = [{"input": f"{n}\n", "output": f"{2 * n}\n", "testtype": "stdin"} for n in (1, 2)]
+    calls = [{"input": f"{n}", "output": f"{n * n}", "testtype": "functional"} for n in (3, 4)]
+    given = [json.dumps(tests) if as_text else tests for tests in (programs, calls)]
+    assert score("```python\nprint(2 * int(input()))\n```", given[0]) == 1
+    assert code("code", SQUARE, given[1], {"func_name": "f"})["score"] == 1
+    with pytest.raises(RewardError, match=r"need the function's name as extra_info\.func_name"):
+        code("code", SQUARE, given[1])
+
+
+@pytest.mark.parametrize(
+    ("output", "wanted", "expected"),
+    [
+        ("0", "0.000000001", False),
+        ("0.0", "1.0e-9", False),
+        ("0.00123456", "0.001235", True),
+        ("0.0012", "0.001235", False),
+        ("1e-10", "0.0", True),
+        ("3.3333333", "3.333333333", True),
+        ("0", "0.0", True),
+    ],
+)
+def test_a_small_expected_number_is_not_nothing(output: str, wanted: str, expected: bool) -> None:
+    assert same_output(output, wanted) == expected
+
+
+def test_small_values_are_not_nothing_either() -> None:
+    assert not same_value(0.0, 1e-9) and same_value(1e-9, 0.0) and same_value(1e-9 * (1 + 1e-8), 1e-9)
+
+
+def test_megabytes_of_line_breaks_are_told_from_one_line_at_once() -> None:
+    started = time.process_time()
+    assert not same_output("\n" * 4_000_000 + "42", "42") and same_output("42" + "\n" * 4_000_000, "42")
+    assert time.process_time() - started < 0.2

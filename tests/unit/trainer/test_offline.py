@@ -25,7 +25,7 @@ from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.offline import ReferenceRows
+from grpo_rl.trainer.offline import ReferenceRows, with_kl
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Batch, Metrics
@@ -168,3 +168,25 @@ def test_the_references_log_probs_are_those_of_each_row_in_whatever_order_they_a
             batch = data.batch(chosen)
             filled = found.fill(part, chosen, batch)
             assert filled.ref_logprobs_T is not None and torch.equal(filled.ref_logprobs_T, actor.logprobs(batch))
+
+
+def test_the_kl_of_labelled_rows_is_that_of_the_mismatched_ones_alone() -> None:
+    """By hand: the mismatched rollouts have 2 and 3 tokens of log-ratio 0.5; the answers have 1 and 4."""
+    lengths = [1, 2, 4, 3]
+    tokens = sum(lengths)
+    batch = Batch(
+        prompt_lengths_N=torch.ones(4, dtype=torch.long),
+        response_lengths_N=torch.tensor(lengths),
+        group_N=torch.tensor([0, 0, 1, 1]),
+        token_ids_S=torch.zeros(tokens + 4, dtype=torch.int32),
+        rewards_N=torch.zeros(4),
+        ref_logprobs_T=torch.full((tokens,), -3.0),
+    )
+
+    class Asked:
+        def logprobs(self, asked: Batch) -> Tensor:
+            assert asked.trained_lengths_N.tolist() == [2, 3], "only the mismatched ones are asked for"
+            return torch.tensor([-3.0 + 0.5] * asked.num_trained_tokens)
+
+    kl = with_kl(batch, Asked()).kl_N  # type: ignore[arg-type]
+    assert kl is not None and kl.tolist() == [pytest.approx((2 * 0.5 + 3 * 0.5) / 2)] * 2

@@ -265,3 +265,13 @@ def test_where_one_response_of_64_is_right_replay_learns_with_half_of_the_rollou
         run.fit()
         needed[max_age] = next((number for learnt, number in policy.learnt if learnt > 0.5), 10**9)
     assert 2 * needed[8] <= needed[0]
+
+
+def test_no_step_replays_a_group_older_than_max_age_however_much_room_it_has():
+    replay = GroupReplay(ReplayConfig(max_age=2, share=1.0), batch_size=4, n=4)
+    replay.fill([*group("a", RARE), *group("b", NONE)], 1)
+    # Nothing is filled in between, as of a schedule that asks before it fills: the bound of each question is its own.
+    ages = {step: [step - old.since for old in replay.of_step(step)] for step in range(1, 6)}
+    assert ages == {1: [0], 2: [1], 3: [2], 4: [], 5: []}
+    trained, metrics = replay.fill([*group("c", NONE), *group("d", NONE)], 4)
+    assert uids(trained) == ["c", "d"] and metrics["replay/groups"] == 0.0
