@@ -50,7 +50,8 @@ HARMLESS = (
     f"{REF}: *; {R}: log_prob_* val_kwargs.* checkpoint_engine.* gpu_memory_utilization kv_cache_memory_bytes kv_cache_gib "
     f"free_cache_engine enforce_eager enable_prefix_caching cpu_threads engine_kwargs; {A}: ppo_micro_batch_size_per_gpu "
     f"clip_ratio_c fsdp_config.fsdp_size; critic: ppo_micro_batch_size_per_gpu fsdp.fsdp_size; {RAY}: num_cpus "
-    "object_store_memory; trainer: val_before_train log_val_generations; reward: overlong_buffer.* audit audit_share; global_profiler: tool; "
+    "object_store_memory; trainer: val_before_train log_val_generations; reward: overlong_buffer.* audit audit_share; "
+    f"global_profiler: tool save_path; trainer: total_epochs; "
     f"{_OFFLOADS}"
 )
 """Keys that are set by habit, and change nothing that is learned where another key has switched them off in plain sight."""
@@ -116,6 +117,7 @@ distillation: n_gpus_per_node            | distillation.nnodes above 0
 {TURNS}: truncation.penalty              | {TURNS}.truncation.turns=punish or {TURNS}.truncation.tokens=punish or {TURNS}.truncation.time=punish
 {TURNS}: truncation.turns                | {TURNS}.max_assistant_turns or {TURNS}.max_user_turns
 reward.custom_reward_function: name reward_kwargs | reward.custom_reward_function.path
+reward: timeout_s num_workers memory_limit_gb function_kwargs batched | reward.functions or reward.audit or reward.custom_reward_function.path
 reward: audit_share                      | reward.audit
 reward: failure_value                    | reward.on_failure=value
 reward: overlong_buffer.*                | {OVERLONG}.len
@@ -137,10 +139,11 @@ trainer: asynchronous.keep_cache         | trainer.asynchronous.partial_rollout=
 trainer: val_before_train test_freq      | data.val_files or data.val_prompt_files | there is nothing to validate on, such as data.val_files
 trainer: metrics_host                    | trainer.metrics_port
 trainer: resume_from_path                | trainer.resume_mode=resume_path
+trainer: total_epochs                    | trainer.total_training_steps=null | trainer.total_training_steps says when it ends
 trainer: max_restarts restart_window_s   | trainer.recover=auto
 trainer: max_nonfinite_steps             | trainer.on_nonfinite=skip
 trainer: log_val_generations             | trainer.logger=wandb or mlflow
-global_profiler: steps                   | global_profiler.tool
+global_profiler: steps save_path         | global_profiler.tool
 global_profiler: tool                    | global_profiler.steps
 global_profiler: tool                    | {A}.profiler.enable or {REF}.profiler.enable or critic.profiler.enable | no role is profiled: {A}.profiler.enable=true
 {_OFFLOADS}                              | trainer.device=cuda | it is for GPUs

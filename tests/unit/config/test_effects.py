@@ -30,6 +30,7 @@ ITERATED = {"trainer.schedule": "iterate", f"{SCORER}.enable": True, f"{SCORER}.
 EPISODES = {f"{R}.multi_turn.enable": True, f"{R}.multi_turn.environment.name": "game"}
 ASYNC = {"trainer.schedule": "async", f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": 1}
 IN_REWARD = {f"{A}.use_kl_loss": False, "algorithm.use_kl_in_reward": True}
+NO_FUNCTIONS = {"reward.functions": [], f"{SCORER}.enable": True, f"{SCORER}.model_path": "builtin:arithmetic"}
 CONTEXTS: dict[str, tuple[dict[str, Any], Machine]] = {
     "default": ({}, CPU),
     "hf, without a reference": ({f"{R}.name": "hf", f"{A}.use_kl_loss": False}, CPU),
@@ -167,6 +168,10 @@ def test_what_a_key_needs_is_a_value_that_can_be_given() -> None:
         (EPISODES | {f"{R}.multi_turn.environment.reward_weight": 0.0}, f"{R}.multi_turn.turn_discount", 0.5, "reward_weight"),
         ({}, "ray_kwargs.ray_init.wait_for_nodes_s", 9.0, "a local cluster"),
         ({f"{A}.ppo_micro_batch_size_per_gpu": 4}, f"{A}.ppo_max_token_len_per_gpu", 4096, "cut by rollouts"),
+        *[
+            (NO_FUNCTIONS, f"reward.{name}", value, "needs reward.functions or reward.audit")
+            for name, value in {"timeout_s": 7.0, "num_workers": 3, "memory_limit_gb": 3.0, "batched": ["a"], "function_kwargs": {"a": {}}}.items()
+        ],
     ],
 )  # fmt: skip
 def test_a_setting_that_another_one_switches_off_is_refused(given: dict[str, Any], key: str, value: Any, why: str) -> None:
@@ -178,6 +183,17 @@ def test_a_setting_that_another_one_switches_off_is_refused(given: dict[str, Any
     found = [line for line in effects.problems(config_of(base | given | {key: value}), CPU) if line.startswith(f"{key}=")]
     assert len(found) == 1 and why in found[0] and "leave it out" in found[0], found
     assert not [line for line in effects.problems(config_of(base | given), CPU) if line.startswith(f"{key}=")]
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "value"),
+    [({"trainer.total_training_steps": 3}, "trainer.total_epochs", 7), ({}, "global_profiler.save_path", "profiles")],
+)
+def test_habits_without_an_effect_are_noted(given: dict[str, Any], key: str, value: Any) -> None:
+    config = config_of(given | {key: value})
+    assert not [line for line in effects.problems(config, CPU) if key in line]
+    (note,) = [line for line in effects.notes(config, CPU, reference="nobody", old_logprobs=True) if key in line.split("=")[0]]
+    assert "has no effect in this run" in note
 
 
 def page(words: list[str], machine: Machine) -> str:
