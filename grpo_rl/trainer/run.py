@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import write_rollouts
 from grpo_rl.trainer.saving import Saving
-from grpo_rl.trainer.schedule import Context, Schedule, is_due
+from grpo_rl.trainer.schedule import Context, Schedule, Step, is_due
+from grpo_rl.trainer.session import Session
 from grpo_rl.types import Metrics
 
 NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
@@ -35,6 +37,7 @@ class RunLoop:
         self.progress = context.progress
         self.progress.on_phase = self._phase
         self.timeline = self.progress.timeline = context.output.timeline
+        context.steps = self.steps
         self.schedule = schedule(context)
         self.total_steps = context.total_steps
         self.saving = Saving(context.config, context.roles, context.output)
@@ -48,6 +51,8 @@ class RunLoop:
         """The alarms that began with the step that was logged last."""
         self._before: dict[str, Any] | None = None
         """The state at the beginning of the step that is going on."""
+        self._in_step = False
+        """Whether a step is going on."""
         self._unlogged: Metrics | None = None
         """Metrics of a step that is trained, and not validated, saved and logged yet."""
 
@@ -66,44 +71,65 @@ class RunLoop:
 
         Raises Preempted when a signal ended it, with everything that was trained saved.
         """
+        with self.guarded():
+            if isinstance(self.schedule, Session) and self.schedule.loop is not None:
+                self.schedule.loop()
+                self.leave()
+                return
+            for step in self.steps():
+                step.log(self.schedule.step())
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Save what was trained if a signal, raised as Preempted, or an error ends what is done inside."""
         try:
-            self._fit()
+            yield
             self.output.rollouts.flush()
         except Preempted as request:
             raise self._saved(request) from None
-        except Exception:
+        except Exception as error:
+            if isinstance(error, DataError) and self._before is not None and self._in_step:
+                self._keep_finished()
             self.saving.rescue()
             raise
         finally:
             self.output.stop.finishing()
             self.timeline.write()
 
-    def _fit(self) -> None:
+    def steps(self) -> Iterator[Step]:
+        """Yield the steps to come; what is due after a step happens when the next one is asked for.
+
+        Validation before the first step comes first, and the last state is committed at the end.
+        """
         trainer = self.config.trainer
         if self._unlogged is not None:
             self._end_step()
-        before = dict(self.context.collected) if self.step == 0 else {}
+        metrics = dict(self.context.collected) if self.step == 0 else {}
         if trainer.val_only or (self.step == 0 and trainer.val_before_train):
-            before |= self.schedule.evaluate()
-        self._log(before)
+            metrics |= self.schedule.evaluate()
+        self._log(metrics)
         if trainer.val_only:
             return
         with self.output.console.progress("training", self.total_steps, keep=False) as bar:
             self.progress.bar = bar
             self.progress.done(self.step)
             while self.step < self.total_steps and self.schedule.ended() is None:
-                self._whole_step()
+                yield from self._whole_step()
                 self.progress.done()
                 self._answer_alarms()
                 bar.left(self._left_s())
-            if self.step > 0 and (trainer.save_freq > 0 or trainer.save_at_end):
-                self.progress.phase("save")
-                self._save_end()
+            self.leave()
         if (reason := self.schedule.ended()) is not None:
             self.output.console.warn(f"training ends at step {self.step} of {self.total_steps}: {reason}")
 
-    def _whole_step(self) -> None:
-        """Do one step, and what is due after it."""
+    def leave(self) -> None:
+        """Commit the last state, as the configuration says."""
+        if self.step > 0 and (self.config.trainer.save_freq > 0 or self.config.trainer.save_at_end):
+            self.progress.phase("save")
+            self._save_end()
+
+    def _whole_step(self) -> Iterator[Step]:
+        """Yield one step, whose work the caller does, and do what is due after it."""
         self._before = copy.deepcopy(self.state_dict())
         self.output.stop.step_begins()
         started = time.perf_counter()
@@ -114,12 +140,21 @@ class RunLoop:
         fault_point("driver.step")
         if self.roles.instruments is not None:
             self.roles.instruments.begin(self.step)
+        step = Step(self.step)
+        self._in_step = True
         try:
             with self.timeline.span("step", "step"):
-                metrics = self.schedule.step()
-        except DataError:
-            self._keep_finished()
+                yield step
+        except GeneratorExit:
+            # The loop was left in the middle of this step, which counts if it has trained.
+            if step.metrics:
+                self._complete(step, started)
             raise
+        self._complete(step, started)
+
+    def _complete(self, step: Step, started: float) -> None:
+        self._in_step = False
+        metrics = step.metrics
         self._check_finite(metrics)
         self.schedule.trained = ()
         metrics["timing_s/step"] = time.perf_counter() - started

@@ -8,7 +8,7 @@ saves, logs, resumes, and answers signals. `trainer/schedules.py` lists the sche
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from grpo_rl.algos.objective import Objective
@@ -92,6 +92,19 @@ class Output:
 
 
 @dataclasses.dataclass(slots=True)
+class Step:
+    """One training step of a loop."""
+
+    number: int
+    """1 for the first step of the run."""
+    metrics: Metrics = dataclasses.field(default_factory=dict)
+
+    def log(self, metrics: Metrics) -> None:
+        """Add these metrics to those of the step, which are logged when it ends."""
+        self.metrics |= metrics
+
+
+@dataclasses.dataclass(slots=True)
 class Context:
     """The things that a run gives to its schedule."""
 
@@ -114,6 +127,8 @@ class Context:
     """The rows that are trained on as they stand; None where the trained responses are sampled."""
     code: str = ""
     """The digest of the sources that the run was started with."""
+    steps: Callable[[], Iterator[Step]] = lambda: iter(())
+    """A function that yields the steps to come, for a loop that drives the run (`trainer/session.py`); the run sets it."""
 
     @property
     def validates(self) -> bool:

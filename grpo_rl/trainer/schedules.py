@@ -13,6 +13,7 @@ from grpo_rl.trainer.offline import OfflineSchedule
 from grpo_rl.trainer.overlap import AsyncSchedule, OneStepOffSchedule
 from grpo_rl.trainer.reward_training import RewardModelSchedule
 from grpo_rl.trainer.schedule import Roles, Schedule
+from grpo_rl.trainer.session import Session
 from grpo_rl.trainer.sync import SyncSchedule
 from grpo_rl.trainer.validation import ValidationOnly
 
@@ -38,8 +39,10 @@ def schedule_of(config: Config) -> type[Schedule]:
     """Return the schedule of a run. Raises ConfigError for an unknown name, with the nearest ones, and for no schedule."""
     name = config.trainer.schedule
     schedule = SCHEDULES.get(name)
+    if isinstance(schedule, types.FunctionType):
+        schedule = _of_loop(schedule, name)
     if not isinstance(schedule, type):
-        raise ConfigError(f"schedule {name!r} is no class: see grpo_rl/trainer/schedule.py, class Schedule")
+        raise ConfigError(f"schedule {name!r} is neither a function of a session nor a class: see docs/schedules.md")
     if asked := [member for member in ("roles", *METHODS) if not hasattr(schedule, member)]:
         raise ConfigError(f"schedule {name!r} has no {', '.join(asked)}: see grpo_rl/trainer/schedule.py, class Schedule")
     known = {field.name for field in dataclasses.fields(Roles)} - {"recoveries", "kept"}
@@ -47,7 +50,13 @@ def schedule_of(config: Config) -> type[Schedule]:
         raise ConfigError(f"schedule {name!r} names the roles {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     if config.trainer.val_only:
         return ValidationOnly
-    return _guarded(schedule, name) if ":" in name else schedule
+    return schedule if ":" not in name or issubclass(schedule, Session) else _guarded(schedule, name)
+
+
+def _of_loop(function: types.FunctionType, name: str) -> type[Schedule]:
+    """Return the schedule of a user's loop over `Session.steps()`, with its failures as FunctionErrors."""
+    loop = guarded(function, f"loop {name}", "train(session: grpo_rl.trainer.session.Session)")
+    return types.new_class(function.__name__, (Session,), exec_body=lambda body: body.update(loop=loop))
 
 
 def _guarded(schedule: type[Schedule], name: str) -> type[Schedule]:

@@ -59,17 +59,20 @@ class Selection:
         cannot be used; the next step then begins with the same row.
         """
         with self.sampler.rewinding():
-            sampled = self.draw(sample)
-            if not self.refills:
-                return self._of_batch(sampled)
-            kept, num_batches, num_wanted = self._with_signal(sampled), 1, self.num_wanted - spared
-            while len(kept) < num_wanted:
-                if num_batches == self.groups.max_num_gen_batches or self.exhausted:
-                    retired = "; all other prompts are retired" if num_batches < self.groups.max_num_gen_batches else ""
-                    raise DataError(self.too_few(len(kept), len(by_uid(sampled)), num_batches) + retired)
-                rollouts = self.draw(sample)
-                sampled, kept, num_batches = sampled + rollouts, kept + self._with_signal(rollouts), num_batches + 1
-            return self._selected(kept, sampled, num_batches, num_wanted)
+            return self._completed(self.draw(sample), lambda: self.draw(sample), spared)
+
+    def _completed(self, sampled: list[Rollout], more: Callable[[], list[Rollout]] | None, spared: int) -> Selected:
+        """Return what is trained of these scored rollouts of one batch, and with refilling of those that `more` returns."""
+        if more is None or not self.refills:
+            return self._of_batch(sampled)
+        kept, num_batches, num_wanted = self._with_signal(sampled), 1, self.num_wanted - spared
+        while len(kept) < num_wanted:
+            if num_batches == self.groups.max_num_gen_batches or self.exhausted:
+                retired = "; all other prompts are retired" if num_batches < self.groups.max_num_gen_batches else ""
+                raise DataError(self.too_few(len(kept), len(by_uid(sampled)), num_batches) + retired)
+            rollouts = more()
+            sampled, kept, num_batches = sampled + rollouts, kept + self._with_signal(rollouts), num_batches + 1
+        return self._selected(kept, sampled, num_batches, num_wanted)
 
     def draw(self, sample: Sample) -> list[Rollout]:
         """Return all scored rollouts of the next batch of prompts, whatever their signal is; their pass rates are noted.
@@ -86,10 +89,23 @@ class Selection:
         with self.sampler.rewinding():
             return [(row, self.data.prompt(row, uid)) for row, uid in self.sampler.next_batch()]
 
-    def of_batch(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> Selected:
-        """Return what is trained of the scored rollouts of one batch, of prompts of `rows` (by uid); nothing is drawn for them."""
-        self._record(rows, rollouts)
-        return self._of_batch(rollouts)
+    def of_batch(
+        self,
+        rows: Mapping[str, int],
+        rollouts: list[Rollout],
+        more: Callable[[], list[Rollout]] | None = None,
+        spared: int = 0,
+    ) -> Selected:
+        """Return what is trained of the scored rollouts of one batch, of prompts of `rows` (by uid).
+
+        With refilling and `more`, which returns those of further prompts in `rows`, as many groups as a step trains.
+        """
+
+        def noted(rollouts: list[Rollout]) -> list[Rollout]:
+            self._record(rows, rollouts)
+            return rollouts
+
+        return self._completed(noted(rollouts), more and (lambda: noted(more())), spared)
 
     def judged(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> set[str]:
         """Note these scored rollouts of whole groups of prompts of `rows`, and return the uids of those that have a signal."""

@@ -101,7 +101,6 @@ def test_an_unknown_schedule_is_refused_with_the_nearest_before_anything_starts(
     ("text", "message"),
     [
         ("class Own:\n    roles = frozenset({'actor'})\n", "has no step, evaluate, ended, state_dict, load_state_dict"),
-        ("def Own(context):\n    return None\n", "is no class"),
         (OWN.replace('{"actor"}', '{"actor", "tutor"}').replace("class Phases", "class Own"), "names the roles tutor"),
     ],
 )

@@ -1,0 +1,134 @@
+"""Loops of a user's own over the verbs of a session: they give what `trainer.schedule=sync` gives, resume, and say what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_sync_trainer import Critic, Policy, make, make_config, with_loss  # noqa: F401
+
+from grpo_rl.config.schema.tree import AlgorithmConfig, Config
+from grpo_rl.errors import DataError, FunctionError
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.rollout_log import read_rollouts
+
+LOOP = """
+def train(s):
+    for step in s.steps():
+        s.sync_weights()
+        rollouts = s.score(s.sample(s.next_prompts()))
+        if trained := s.select(rollouts):
+            batch = s.values(s.logprobs(s.batch(trained)))
+            step.log(s.update(s.advantages(batch)))
+"""
+Make = Callable[..., Any]
+
+
+def with_loop(config: Config, folder: Path, text: str = LOOP) -> Config:
+    (folder / "my_loop.py").write_text(text)
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, schedule=f"{folder / 'my_loop.py'}:train"))
+
+
+def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("time", "timing_s/", "perf/"))} | {"step": row["step"]}
+        for row in rows
+    ]
+
+
+FILTER = dataclasses.replace(AlgorithmConfig().filter_groups, enable=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "roles"),
+    [
+        (make_config(), {"reference": True}),
+        (make_config(AlgorithmConfig(adv_estimator="remax")), {}),
+        (make_config(AlgorithmConfig(adv_estimator="gae")), {"critic": Critic}),
+        (make_config(AlgorithmConfig(filter_groups=FILTER)), {}),
+        (make_config(AlgorithmConfig(filter_groups=dataclasses.replace(FILTER, refill=False))), {}),
+        (with_loss(make_config(), "dpo"), {"reference": True}),
+    ],
+    ids=["grpo", "remax", "ppo", "dapo", "filter", "dpo"],
+)
+def test_the_loop_gives_the_calls_metrics_and_rollouts_of_sync(
+    config: Config,
+    roles: dict[str, Any],
+    make: Make,
+    tmp_path: Path,  # noqa: F811
+) -> None:
+    results = []
+    for settings in (config, with_loop(config, tmp_path)):
+        options = {name: value() if callable(value) else value for name, value in roles.items()}
+        trainer, policy = make(settings, total_steps=4, rows=12, **options)
+        # The first prompt of every second batch is always answered right: its group has no signal.
+        policy.is_solved = lambda uid, policy=policy: uid in {batch[0] for batch in policy.prompts[1::2]}
+        trainer.fit()
+        run_dir = trainer.output.run_dir
+        rows = untimed(read_metrics(run_dir.metrics_file))[-5:]
+        rollouts = [list(read_rollouts(run_dir.rollouts / f"step_{step}.jsonl")) for step in range(1, 5)]
+        results.append((policy.calls, policy.prompts, policy.samplings, rows, rollouts))
+    assert results[1] == results[0]
+    assert len(results[0][3]) == 5
+
+
+def test_a_loop_goes_on_from_a_checkpoint_with_its_own_state(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    text = LOOP.replace(
+        "        s.sync_weights()", "        s.state.setdefault('seen', []).append(step.number)\n        s.sync_weights()"
+    )
+    config = with_loop(make_config(save_freq=2), tmp_path, text)
+    trainer, policy = make(config, total_steps=5, with_val=False)
+    trainer.fit()
+    resumed, again = make(config, total_steps=5, with_val=False)
+    resumed.resume(trainer.store.folder / "step_2")
+    assert resumed.schedule.state == {"seen": [1, 2]}
+    resumed.fit()
+    assert again.prompts == policy.prompts[2:] and resumed.schedule.state == {"seen": [1, 2, 3, 4, 5]}
+
+
+def test_a_loop_that_is_left_early_keeps_the_step_that_it_had_trained(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    text = LOOP + "            if step.number == 2:\n                break\n"
+    trainer, policy = make(with_loop(make_config(save_at_end=True), tmp_path, text), total_steps=9, with_val=False)
+    trainer.fit()
+    assert policy.calls.count("update") == 2 and trainer.store.steps() == [2]
+    assert [row["step"] for row in read_metrics(trainer.output.run_dir.metrics_file)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("s.update(s.advantages(batch))", "s.update(batch)"), r"update\(\) needs a batch that advantages\(\) has returned"),
+        (("s.batch(trained)", "s.batch([])"), r"there are no rollouts to train"),
+        (("s.logprobs(s.batch(trained))", "s.logprobs(s.batch(trained), of='teacher')"), r"this run has no such role"),
+    ],
+)
+def test_a_verb_in_the_wrong_place_says_what_it_needs_and_names_the_users_line(
+    change: tuple[str, str],
+    message: str,
+    make: Make,
+    tmp_path: Path,  # noqa: F811
+) -> None:
+    trainer, _ = make(with_loop(make_config(), tmp_path, LOOP.replace(*change)), total_steps=1, with_val=False)
+    with pytest.raises(FunctionError, match=message) as raised:
+        trainer.fit()
+    assert f"my_loop.py, line {1 + LOOP[: LOOP.index(change[0])].count(chr(10))}, in train" in str(raised.value)
+
+
+def test_a_row_that_cannot_be_used_ends_a_loop_and_what_was_trained_is_saved(make: Make, tmp_path: Path) -> None:  # noqa: F811
+    trainer, policy = make(with_loop(make_config(save_freq=10), tmp_path), total_steps=3, with_val=False)
+    sampler = trainer.schedule.selection.sampler
+    draw, count = sampler.next_batch, [0]
+
+    def next_batch() -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            raise DataError("train.jsonl, line 7: broken JSON")
+        return draw()
+
+    sampler.next_batch = next_batch
+    with pytest.raises(DataError, match="line 7"):
+        trainer.fit()
+    assert trainer.store.steps() == [2] and isinstance(policy, Policy)
