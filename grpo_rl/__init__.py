@@ -3,6 +3,7 @@
 From Python (docs/api.md):
 
     run = grpo_rl.train(["recipe=arithmetic/grpo"])      the main command, in a process of its own
+    with grpo_rl.session("recipe=arithmetic/grpo") as s: the verbs of a run, for a loop of your own in this process
     run = grpo_rl.Run("runs/grpo_rl/my_run")             a run that is there: metrics, rollouts, model, pictures
 
 Shape suffixes used throughout the package (one letter per dimension):
@@ -20,13 +21,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_rl.api import train
+    from grpo_rl.api import session, train
     from grpo_rl.run_folder import Run
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "train"]
+__all__ = ["Run", "__version__", "session", "train"]
 
-_PLACES = {"train": "grpo_rl.api", "Run": "grpo_rl.run_folder"}
+_PLACES = {"session": "grpo_rl.api", "train": "grpo_rl.api", "Run": "grpo_rl.run_folder"}
 """The modules of the public names. They are imported when a name is used, so that `import grpo_rl` loads nothing (PEP 562)."""
 
 

@@ -1,6 +1,6 @@
-"""Training from Python: the main command in a process of its own, its output passed on, its errors raised here.
+"""Training from Python: the main command in a process of its own (`train`), or a loop of one's own in this process (`session`).
 
-Why a process of its own: a run answers signals, switches garbage collection, and starts Ray.
+Why `train` has a process of its own: a run answers signals, switches garbage collection, and starts Ray.
 In the process of a notebook these would meet the notebook's own threads and handlers, and a second run would find what the
 first one left.
 """
@@ -13,10 +13,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from grpo_rl import errors
 from grpo_rl.config.compose import Composed, compose
@@ -26,9 +28,14 @@ from grpo_rl.run_folder import Run
 from grpo_rl.telemetry.rundir import dated_name
 from grpo_rl.telemetry.terminal.standard_streams import make_lasting
 
+if TYPE_CHECKING:
+    from grpo_rl.trainer.session import Session
+
 GRACE_MARGIN_S = 30.0
 """Seconds beyond trainer.grace_s that an interrupted run gets to end by itself."""
 _INTERRUPTED = 130
+_SESSION = threading.Lock()
+"""Held while a session is open: Ray knows one cluster for a process."""
 
 
 def train(overrides: Sequence[str], *, quiet: bool = False) -> Run:
@@ -58,6 +65,45 @@ def train(overrides: Sequence[str], *, quiet: bool = False) -> Run:
         if code != 0:
             raise _raised(code, error_file, folder)
     return Run(folder)
+
+
+@contextmanager
+def session(*words: str) -> Iterator[Session]:
+    """Start the roles that the words of a command line describe, and yield their verbs for a loop in this process.
+
+        with grpo_rl.session("recipe=arithmetic/grpo", "trainer.total_training_steps=20") as s:
+            for step in s.steps():
+                s.sync_weights()
+                ...
+
+    A named run (trainer.experiment_name) goes on from its newest checkpoint. Leaving the block commits the last state and
+    exports the model. Ray runs on this machine or where `ray_kwargs.ray_init.address` says, and ends with the block.
+
+    Raises what `train` raises; Preempted after Ctrl-C or another signal, with the state saved. A lost worker ends the session, and
+    the same words go on from the newest checkpoint. In a notebook a second Ctrl-C ends the kernel, as it ends a command.
+    """
+    from grpo_rl.main import begin, leaving_results, opened, prepare
+    from grpo_rl.plan.make import make_plan
+    from grpo_rl.trainer.session import Session
+
+    _, composed = _checked(words)
+    if composed.config.trainer.schedule != "sync":
+        raise ConfigError(
+            f"trainer.schedule={composed.config.trainer.schedule}: the loop over a session is the schedule; leave the key out"
+        )
+    if not _SESSION.acquire(blocking=False):
+        raise ConfigError("a session is open in this process; leave its block first, or start a run by grpo_rl.train")
+    try:
+        plan = replace(make_plan(composed), schedule=Session)
+        with opened(composed, plan) as course, ExitStack() as stack:
+            prepare(course)
+            training = begin(course, stack)
+            assert isinstance(training.schedule, Session)
+            with leaving_results(course, training), training.guarded():
+                yield training.schedule
+                training.leave()
+    finally:
+        _SESSION.release()
 
 
 def _checked(overrides: Sequence[str]) -> tuple[list[str], Composed]:

@@ -35,11 +35,9 @@ if TYPE_CHECKING:  # what takes time to load is imported where it is used, so th
     from grpo_rl.cluster.run_session import RunSession
     from grpo_rl.config.compose import Composed
     from grpo_rl.plan.decisions import Plan
-    from grpo_rl.telemetry.metrics.timeline import Timeline
     from grpo_rl.telemetry.page.beside_run import PageBeside
     from grpo_rl.telemetry.terminal.console import Console
     from grpo_rl.trainer.run import RunLoop
-    from grpo_rl.trainer.schedule import Roles
     from grpo_rl.types import Metrics
 
 MOST_CHANGES = 20
@@ -227,8 +225,18 @@ class Course:
 def run(composed: Composed, plan: Plan) -> int:
     """Train as the plan says, and return 0 when the last step is done.
 
-    Raises this package's errors for whatever a user can mend, with step and phase. Data, rewards and the model's
-    settings are read while Ray starts, before there is any worker.
+    Raises this package's errors for whatever a user can mend, with step and phase.
+    """
+    with opened(composed, plan) as course:
+        train(course)
+    return 0
+
+
+@contextmanager
+def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
+    """Lock the run's folder, start Ray, and yield the run; print its report when what is done inside is done.
+
+    Data, rewards and the model's settings are read while Ray starts, before there is any worker.
     """
     from grpo_rl.checkpoint.manifest import verify
     from grpo_rl.cluster.run_session import run_session
@@ -284,11 +292,10 @@ def run(composed: Composed, plan: Plan) -> int:
             console.warn(warning)
         page = PageBeside(run_dir.path, trainer.page_freq, console.warn)
         with run_session(plan, run_dir, console, page) as session:
-            train(Course(composed, plan, session, page, checkpoint))
+            yield Course(composed, plan, session, page, checkpoint)
             with suppress(OSError, ArithmeticError):  # the run is done, whatever room there is for this
                 cost.learn(plan, Path(trainer.default_local_dir).expanduser(), read_metrics(run_dir.metrics_file))
             console.info(final_report(run_dir, seconds=time.perf_counter() - started))
-    return 0
 
 
 def train(course: Course) -> None:
@@ -296,6 +303,27 @@ def train(course: Course) -> None:
 
     When a rank is lost, all workers are ended, and the training goes on in new ones from the newest checkpoint.
     """
+    prepare(course)
+    from grpo_rl.cluster.processes.worker_group import WorkerFailed
+
+    while True:
+        try:
+            with ExitStack() as attempt:
+                _train_from(course, attempt)
+            return
+        except WorkerFailed as error:
+            _go_back(course, error)
+        gc.collect()  # what is left of the roles refers to objects in Ray's store
+
+
+def _train_from(course: Course, stack: ExitStack) -> None:
+    training = begin(course, stack)
+    with leaving_results(course, training):
+        training.fit()
+
+
+def prepare(course: Course) -> None:
+    """Load libraries while Ray starts, and collect the rows that are trained on, if they are sampled first."""
     from grpo_rl.config.relative_paths import function_files
     from grpo_rl.source_code import digest, sources, user_sources
 
@@ -309,7 +337,6 @@ def train(course: Course) -> None:
         from transformers.utils.logging import disable_progress_bar
 
         from grpo_rl.cluster.collection import collect
-        from grpo_rl.cluster.processes.worker_group import WorkerFailed
         from grpo_rl.cluster.recovery.supervisor import Recoveries
         from grpo_rl.cluster.start_roles import start_roles  # noqa: F401 loaded beside Ray, for `RunSession.start`
     # Model and tokenizer files are small beside what follows; the screen has bars of its own.
@@ -318,14 +345,6 @@ def train(course: Course) -> None:
     if plan.collection is not None:
         course.rows, course.collected = collect(plan, session)
     course.recoveries = Recoveries(plan.config.trainer, session.console.warn, session.status.count_restart)
-    while True:
-        try:
-            with ExitStack() as attempt:
-                _train_from(course, attempt)
-            return
-        except WorkerFailed as error:
-            _go_back(course, error)
-        gc.collect()  # what is left of the roles refers to objects in Ray's store
 
 
 def _go_back(course: Course, error: WorkerFailed) -> None:
@@ -359,8 +378,8 @@ def _newest_in(folder: Path, console: Console) -> Checkpoint | None:
     return CheckpointStore(folder, warn=console.warn).latest(lambda reason: console.warn(f"CHECKPOINT PASSED OVER: {reason}"))
 
 
-def _train_from(course: Course, stack: ExitStack) -> None:
-    """Start the workers, and train from the checkpoint on, or from the start. `stack` ends what starts here."""
+def begin(course: Course, stack: ExitStack) -> RunLoop:
+    """Start the workers, and return the training at its checkpoint, or at the start. `stack` ends what starts here."""
     from grpo_rl.checkpoint.exporting import try_export
     from grpo_rl.cluster.inputs import read_inputs
     from grpo_rl.cluster.run_instruments import RunInstruments
@@ -433,14 +452,20 @@ def _train_from(course: Course, stack: ExitStack) -> None:
     if course.lost is not None:
         (role, since), course.lost = course.lost, None
         course.recoveries.recovered(role, role, time.monotonic() - since, f"the run goes on after step {training.step}")
+    return training
+
+
+@contextmanager
+def leaving_results(course: Course, training: RunLoop) -> Iterator[None]:
+    """Export the models, write the page and draw the curves when the training inside has ended."""
     try:
-        training.fit()
+        yield
     except CheckpointError:
         # A model takes a third of a checkpoint's room, and a policy that is trained is not given up for that.
         if training.is_trained:
-            export(course, roles, training)
+            export(course, training)
         raise
-    leave_results(course, roles, timeline, training)
+    leave_results(course, training)
 
 
 def look_at_inputs(plan: Plan) -> None:
@@ -476,12 +501,12 @@ def _warnings(inputs: Inputs, runs: Path) -> Iterator[str]:
     yield from of_prompts(inputs.plan, prompts, inputs.tokenizer)
 
 
-def export(course: Course, roles: Roles, training: RunLoop) -> None:
+def export(course: Course, training: RunLoop) -> None:
     """Export the models of a training that is done.
 
     Raises CheckpointError; then what was trained is in a checkpoint, which the error names, if the disk has room for one.
     """
-    run_dir, console = course.session.run_dir, course.session.console
+    run_dir, console, roles = course.session.run_dir, course.session.console, training.roles
     if not (course.composed.config.trainer.export_at_end and course.plan.trains):
         return
     try:
@@ -504,14 +529,14 @@ def export(course: Course, roles: Roles, training: RunLoop) -> None:
         raise
 
 
-def leave_results(course: Course, roles: Roles, timeline: Timeline, training: RunLoop) -> None:
+def leave_results(course: Course, training: RunLoop) -> None:
     """Export the models of a training that is done, write its page, and draw its curves."""
     from grpo_rl.telemetry.page.beside_run import LAST_S
     from grpo_rl.telemetry.report import plot_curves
 
     run_dir, console = course.session.run_dir, course.session.console
-    export(course, roles, training)
-    timeline.write()
+    export(course, training)
+    training.timeline.write()
     # In a process of its own, beside the picture.
     course.page.last("done")
     if training.step > 0:

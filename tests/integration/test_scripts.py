@@ -36,6 +36,7 @@ SHOWN = {
     "ill_runs --only reward_never_seen --folder {}": "reward_never_seen",
     "paradigm --only rft --seeds 1 --out {}": "rft",
     "soak --steps 4 --rate 1000 --folder {}": "committed steps lost",
+    "../examples/rl_loop trainer.total_training_steps=1 trainer.test_freq=-1 trainer.val_before_train=false": "Finished in",
     "../examples/train_from_python trainer.total_training_steps=3 trainer.test_freq=-1": "Finished in",
 }
 

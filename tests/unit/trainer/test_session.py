@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_sync_trainer import Critic, Policy, make, make_config, with_loss  # noqa: F401
+from test_sync_trainer import Critic, Policy, make_config, with_loss
 
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config
 from grpo_rl.errors import DataError, FunctionError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
 
-LOOP = """
-def train(s):
-    for step in s.steps():
-        s.sync_weights()
-        rollouts = s.score(s.sample(s.next_prompts()))
-        if trained := s.select(rollouts):
-            batch = s.values(s.logprobs(s.batch(trained)))
-            step.log(s.update(s.advantages(batch)))
-"""
+README = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+LOOP = re.findall(r"# my_loop.py\n(.*?)\n\nif __name__", README, re.DOTALL)[0]
 Make = Callable[..., Any]
 
 
@@ -58,7 +52,7 @@ def test_the_loop_gives_the_calls_metrics_and_rollouts_of_sync(
     config: Config,
     roles: dict[str, Any],
     make: Make,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     results = []
     for settings in (config, with_loop(config, tmp_path)):
@@ -75,7 +69,7 @@ def test_the_loop_gives_the_calls_metrics_and_rollouts_of_sync(
     assert len(results[0][3]) == 5
 
 
-def test_a_loop_goes_on_from_a_checkpoint_with_its_own_state(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_loop_goes_on_from_a_checkpoint_with_its_own_state(make: Make, tmp_path: Path) -> None:
     text = LOOP.replace(
         "        s.sync_weights()", "        s.state.setdefault('seen', []).append(step.number)\n        s.sync_weights()"
     )
@@ -89,7 +83,7 @@ def test_a_loop_goes_on_from_a_checkpoint_with_its_own_state(make: Make, tmp_pat
     assert again.prompts == policy.prompts[2:] and resumed.schedule.state == {"seen": [1, 2, 3, 4, 5]}
 
 
-def test_a_loop_that_is_left_early_keeps_the_step_that_it_had_trained(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_loop_that_is_left_early_keeps_the_step_that_it_had_trained(make: Make, tmp_path: Path) -> None:
     text = LOOP + "            if step.number == 2:\n                break\n"
     trainer, policy = make(with_loop(make_config(save_at_end=True), tmp_path, text), total_steps=9, with_val=False)
     trainer.fit()
@@ -109,7 +103,7 @@ def test_a_verb_in_the_wrong_place_says_what_it_needs_and_names_the_users_line(
     change: tuple[str, str],
     message: str,
     make: Make,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     trainer, _ = make(with_loop(make_config(), tmp_path, LOOP.replace(*change)), total_steps=1, with_val=False)
     with pytest.raises(FunctionError, match=message) as raised:
@@ -117,7 +111,7 @@ def test_a_verb_in_the_wrong_place_says_what_it_needs_and_names_the_users_line(
     assert f"my_loop.py, line {1 + LOOP[: LOOP.index(change[0])].count(chr(10))}, in train" in str(raised.value)
 
 
-def test_a_row_that_cannot_be_used_ends_a_loop_and_what_was_trained_is_saved(make: Make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_row_that_cannot_be_used_ends_a_loop_and_what_was_trained_is_saved(make: Make, tmp_path: Path) -> None:
     trainer, policy = make(with_loop(make_config(save_freq=10), tmp_path), total_steps=3, with_val=False)
     sampler = trainer.schedule.selection.sampler
     draw, count = sampler.next_batch, [0]

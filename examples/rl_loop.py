@@ -1,0 +1,22 @@
+"""GRPO as a loop of one's own: `python examples/rl_loop.py [key=value ...]` trains the embedded model on sums.
+
+The same function is a schedule: `python -m grpo_rl.main recipe=arithmetic/grpo trainer.schedule=examples/rl_loop.py:train`.
+"""
+
+import sys
+
+import grpo_rl
+
+
+def train(s):
+    for step in s.steps():  # resumes, validates, saves, logs, answers signals
+        s.sync_weights()
+        rollouts = s.score(s.sample(s.next_prompts()))
+        if trained := s.select(rollouts):
+            batch = s.values(s.logprobs(s.batch(trained)))
+            step.log(s.update(s.advantages(batch)))
+
+
+if __name__ == "__main__":
+    with grpo_rl.session("recipe=arithmetic/grpo", *sys.argv[1:]) as session:
+        train(session)

@@ -1,0 +1,81 @@
+"""A session in the calling process, with real Ray and FSDP2: it gives the metrics of the command, twice in a row, and one at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grpo_rl
+from grpo_rl.errors import ConfigError
+from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+
+WORDS = (
+    "recipe=arithmetic/grpo",
+    "actor_rollout_ref.rollout.name=hf",
+    "trainer.total_training_steps=2",
+    "trainer.val_before_train=false",
+)
+LOOP = """
+import sys
+import grpo_rl
+
+def train(s):
+    for step in s.steps():
+        s.sync_weights()
+        if trained := s.select(s.score(s.sample(s.next_prompts()))):
+            step.log(s.update(s.advantages(s.values(s.logprobs(s.batch(trained))))))
+
+if __name__ == "__main__":
+    for name in ("first", "second"):
+        with grpo_rl.session(*sys.argv[1:], f"trainer.experiment_name={name}") as session:
+            try:
+                with grpo_rl.session(*sys.argv[1:]):
+                    raise AssertionError("two at once")
+            except grpo_rl.errors.ConfigError as error:
+                print(error)
+            train(session)
+"""
+
+
+def learnt(run: Path) -> list[dict[str, Any]]:
+    """Return the metrics of a run that do not measure time or memory."""
+    rows = read_metrics(run / "metrics.jsonl")
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("time", "timing_s", "perf", "plan"))}
+        for row in rows
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_two_sessions_in_a_row_and_the_command_give_the_same_metrics(tmp_path: Path) -> None:
+    (tmp_path / "my_loop.py").write_text(LOOP)
+    words = [*WORDS, f"trainer.default_local_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "my_loop.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("a session is open in this process") == 2
+    command = [
+        sys.executable,
+        "-m",
+        "grpo_rl.main",
+        *words,
+        "trainer.schedule=my_loop.py:train",
+        "trainer.experiment_name=third",
+    ]
+    third = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert third.returncode == 0, third.stdout[-3000:] + third.stderr[-3000:]
+    runs = [learnt(tmp_path / name) for name in ("first", "second", "third")]
+    assert len(runs[0]) == 2 and runs[0] == runs[1] == runs[2]
+    assert (tmp_path / "second" / "model" / "config.json").is_file()
+
+
+def test_words_that_cannot_be_run_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="the loop over a session is the schedule"), grpo_rl.session("trainer.schedule=async"):
+        pass
+    with pytest.raises(ConfigError, match=r"data\.trainbatch"), grpo_rl.session("data.trainbatch=4"):
+        pass
