@@ -6,9 +6,10 @@ The same function is a schedule: `python -m grpo_rl.main recipe=arithmetic/grpo 
 import sys
 
 import grpo_rl
+from grpo_rl.trainer.session import Session
 
 
-def train(s):
+def train(s: Session) -> None:
     for step in s.steps():  # resumes, validates, saves, logs, answers signals
         s.sync_weights()
         rollouts = s.score(s.sample(s.next_prompts()))
