@@ -1,6 +1,8 @@
-"""GRPO as a loop of one's own: `python examples/rl_loop.py [key=value ...]` trains the embedded model on sums.
+"""GRPO as a loop of one's own, on the embedded model: `python examples/rl_loop.py [key=value ...]`.
 
-The same function is a schedule: `python -m grpo_rl.main recipe=arithmetic/grpo trainer.schedule=examples/rl_loop.py:train`.
+The same function is a schedule:
+
+    python -m grpo_rl.main recipe=arithmetic/grpo trainer.schedule=examples/rl_loop.py:train
 """
 
 import sys
