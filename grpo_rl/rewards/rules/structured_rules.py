@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Count, Fraction
 from grpo_rl.rewards.rules.answers import after_thought
 
 MAX_TEXT = 20_000
@@ -21,7 +22,7 @@ def json_fields(
     solution_str: str,
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
-    bare: float = 0.2,
+    bare: Fraction = 0.2,
 ) -> dict[str, float]:
     """Share of the fields that are right, in an object that should stand alone.
 
@@ -148,7 +149,7 @@ def instructions(
     solution_str: str,
     ground_truth: Any,
     extra_info: dict[str, Any] | None = None,
-    least_words: int = 5,
+    least_words: Count = 5,
 ) -> dict[str, float]:
     """Share of the constraints that the response keeps; `acc` is 1 if it keeps all. Below `least_words` words it keeps none.
 
@@ -161,7 +162,7 @@ def instructions(
         raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no list of constraints; known: {', '.join(_CHECKS)}")
     text = after_thought(solution_str, extra_info).strip()
     words = [word.casefold() for word in _WORD.findall(text)] if len(text) <= MAX_TEXT else []
-    if len(words) < max(1, least_words):
+    if len(words) < least_words:
         return {"score": 0.0, "acc": 0.0}
     kept = sum(_CHECKS[kind](text, words, value) for kind, value in constraints)
     return {"score": kept / len(constraints), "acc": float(kept == len(constraints))}
