@@ -7,6 +7,7 @@ import string
 import unicodedata
 from typing import Any
 
+from grpo_rl.config.schema.kinds import Count
 from grpo_rl.rewards.rules.answers import (
     CLOSE_ANSWER,
     CLOSE_THINK,
@@ -140,7 +141,7 @@ def _says_something(text: str) -> bool:
 
 
 def repetition(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, n: int = 4
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, n: Count = 4
 ) -> float:
     """The share of different ones among the response's runs of n words: 1 without a repetition, near 0 for a loop.
 
