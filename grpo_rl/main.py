@@ -118,8 +118,8 @@ def _start(loading: ExitStack, on_error: Callable[[BaseException], None], compos
     if not trainer.dry_run:
         # At once, and not after the seconds that a plan takes; the folder is locked when the run has one.
         refuse_taken(trainer.default_local_dir, trainer.experiment_name)
-        if (said := done_already(composed, trainer.total_training_steps)) is not None:
-            print(said)
+        if (message := done_already(composed, trainer.total_training_steps)) is not None:
+            print(message)
             return 0
 
     def work() -> int:
@@ -132,8 +132,8 @@ def _start(loading: ExitStack, on_error: Callable[[BaseException], None], compos
             print(redact(plan.render()))
             look_at_inputs(plan)
             return 0
-        if (said := done_already(composed, plan.sizes.total_steps)) is not None:
-            print(said)
+        if (message := done_already(composed, plan.sizes.total_steps)) is not None:
+            print(message)
             return 0
         return run(composed, plan)
 

@@ -20,14 +20,14 @@ def sources(own_files: Iterable[str] = ()) -> dict[str, str]:
 
 def user_sources(files: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256 of those of a user's files that are there, and of the files beside them that they import."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     waiting = list(files)
     while waiting:
         path = Path(name := waiting.pop()).expanduser()
-        if name not in found and path.is_file():
-            found[name] = _sha256(path)
+        if name not in digests and path.is_file():
+            digests[name] = _sha256(path)
             waiting += map(str, _imported_beside(path))
-    return found
+    return digests
 
 
 def _imported_beside(path: Path) -> Iterator[Path]:

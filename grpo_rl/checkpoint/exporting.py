@@ -75,12 +75,14 @@ def cast(folder: Path, dtype: str) -> None:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    wanted: torch.dtype = getattr(torch, dtype)
+    target_dtype: torch.dtype = getattr(torch, dtype)
     with refusals(folder):
         for file in sorted(folder.rglob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            small = {name: tensor.to(wanted) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+            small = {
+                name: tensor.to(target_dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+            }
             fresh = file.with_name(f".{file.name}")
             save_file(small, fresh, metadata={"format": "pt"})
             flush(fresh)

@@ -147,8 +147,8 @@ def whole_folder(target: Path, needed: int = 0) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         if free_bytes(target.parent) < needed:
             raise OSError(errno.ENOSPC, "No space left on device (nothing was written)")
-        beside = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True)
-        with beside as place:
+        scratch = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent, ignore_cleanup_errors=True)
+        with scratch as place:
             fresh = Path(place) / target.name
             make_folder(fresh)
             try:

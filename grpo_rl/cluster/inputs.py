@@ -70,11 +70,11 @@ class Inputs:
             scorers["audit"] = ScorerSpec(audit_of(config), sources)
         environments = None
         if self.episodes is not None:
-            own = plan.config.actor_rollout_ref.rollout.multi_turn.environment
-            environments = EnvironmentSpec(self.episodes.host, own)
+            environment = plan.config.actor_rollout_ref.rollout.multi_turn.environment
+            environments = EnvironmentSpec(self.episodes.host, environment)
         if not scorers and environments is None:
             return None
-        runs_code = any(one is not None and one.runs_code for one in (self.reward, self.audit))
+        runs_code = any(scorer is not None and scorer.runs_code for scorer in (self.reward, self.audit))
         needs_sandbox = runs_code or (self.episodes is not None and self.episodes.runs_code)
         return FunctionSpec(scorers, environments, needs_sandbox, logs)
 

@@ -241,10 +241,10 @@ def data_settings(data: DataConfig, names: Sequence[str] | None = None) -> dict[
     from grpo_rl.data.sources.source import fingerprint_of
 
     names = data.val_files if names is None else names
-    found: dict[str, Any] = {"data.val_files": list(names)}
+    settings_of_data: dict[str, Any] = {"data.val_files": list(names)}
     if data.custom_cls.path is None:
-        found["digest of the data"] = fingerprint_of([open_source(name) for name in names])
-    return found
+        settings_of_data["digest of the data"] = fingerprint_of([open_source(name) for name in names])
+    return settings_of_data
 
 
 def _contents(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,9 +252,9 @@ def _contents(settings: Mapping[str, Any]) -> dict[str, Any]:
     from grpo_rl.evaluation.response_file import weights_digest
 
     paths = {name for value in settings.values() for name in _texts(value) if len(name) < 4096 and os.path.exists(name)}
-    found = user_sources({*function_files(settings), *paths})
-    found |= {name: weights_digest(Path(name)) for name in paths if os.path.isfile(os.path.join(name, "config.json"))}
-    return {f"digest of {name}": of for name, of in sorted(found.items())}
+    digests = user_sources({*function_files(settings), *paths})
+    digests |= {name: weights_digest(Path(name)) for name in paths if os.path.isfile(os.path.join(name, "config.json"))}
+    return {f"digest of {name}": of for name, of in sorted(digests.items())}
 
 
 def _texts(value: Any) -> Iterator[str]:

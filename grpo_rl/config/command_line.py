@@ -61,12 +61,12 @@ class Command:
     @property
     def shown(self) -> list[str]:
         """The options that let Hydra print something instead of a run."""
-        given = self.options
-        names = [name for name in ("help", "hydra_help", "shell_completion") if getattr(given, name)]
+        options = self.options
+        names = [name for name in ("help", "hydra_help", "shell_completion") if getattr(options, name)]
         words = [f"--{name.replace('_', '-')}" for name in names]
         for name in ("cfg", "info", "package"):
-            words += [f"--{name}", getattr(given, name)] if getattr(given, name) else []
-        return [*words, "--resolve"] if given.resolve else words
+            words += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+        return [*words, "--resolve"] if options.resolve else words
 
     @property
     def words(self) -> list[str]:

@@ -175,13 +175,13 @@ def checked(
     problems = [*line.problems, *reading.problems, *problems]
     notes = [*line.notes, *(note for settings in reading.settings.values() for note in settings.notes)]
     raw, safe = _resolve(composed, problems)
-    given = line.keys.union(*(settings.keys for settings in reading.settings.values()))
+    named_keys = line.keys.union(*(settings.keys for settings in reading.settings.values()))
     for tree in (raw, safe) if raw else ():
-        notes += _implied(tree, given)
+        notes += _implied(tree, named_keys)
     config, value_problems = convert_or_explain(raw)
     names = (config.actor_rollout_ref.model.path, config.data.train_files)
-    if reading.is_verls and verl_answers.looks_like_verls(given, *names):
-        notes += filter(None, [verl_answers.other_defaults(given, {key: leaf.default for key, leaf in leaves().items()})])
+    if reading.is_verls and verl_answers.looks_like_verls(named_keys, *names):
+        notes += filter(None, [verl_answers.other_defaults(named_keys, {key: leaf.default for key, leaf in leaves().items()})])
     secrets.remember([os.environ.get(config.reward.judge.api_key_env or "")])
     problems += value_problems
     problems += _own_code_in_recipe(config, line)
@@ -264,7 +264,7 @@ def _guard_environment(node: Any) -> None:
             expression = str(child._value())
             if "oc.env" in expression:
                 # An odd number of backslashes before it has escaped it already.
-                node[position] = _BEGIN.sub(lambda found: found[0] if len(found[1]) % 2 else f"{found[1]}\\${{", expression)
+                node[position] = _BEGIN.sub(lambda match: match[0] if len(match[1]) % 2 else f"{match[1]}\\${{", expression)
         elif OmegaConf.is_config(child) and not child._is_none() and not child._is_missing():
             _guard_environment(child)
 
@@ -300,7 +300,7 @@ def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dic
 def _escaped(value: Any) -> Any:
     """Return text that happens to hold `${` so that it is read as text again."""
     if isinstance(value, str):
-        return _BEGIN.sub(lambda found: f"{found[1] * 2}\\${{", secrets.redact(value))
+        return _BEGIN.sub(lambda match: f"{match[1] * 2}\\${{", secrets.redact(value))
     return [_escaped(entry) for entry in value] if isinstance(value, list) else value
 
 

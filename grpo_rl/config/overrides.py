@@ -193,8 +193,8 @@ def read(words: Iterable[str], folders: Sequence[Path] = ()) -> Line:
                 line.reset(name)
         elif key in choices.groups(folders) and not value.startswith("{") and "," not in value:
             line.choose(key, value.strip("'\""), folders)
-        elif "." not in key and not _is_known(key) and (near := did_you_mean(key, choices.groups(folders), most=1)):
-            line.problems.append(f"{show(key)}: unknown key and no group of choices.{near}")
+        elif "." not in key and not _is_known(key) and (suggestion := did_you_mean(key, choices.groups(folders), most=1)):
+            line.problems.append(f"{show(key)}: unknown key and no group of choices.{suggestion}")
         else:
             machine = value if key == "machine" else machine
             for name in SHORT.get(key, (key,)):

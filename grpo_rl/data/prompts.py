@@ -132,7 +132,7 @@ class Renderer:
             stand_ins.setdefault(part, []).append(word)
             return word
 
-        shown = []
+        marked_messages = []
         for number, message in enumerate(messages):
             copied = dict(message)
             if message["content"].strip():
@@ -140,12 +140,12 @@ class Renderer:
             if calls := message.get("tool_calls"):
                 part = f"{number} tool_calls"
                 copied["tool_calls"] = [_call_like(call, stand_in(part), part, stand_in) for call in calls]
-            shown.append(copied)
+            marked_messages.append(copied)
         if options.get("tools"):
             function = {"name": stand_in("tools"), "description": "", "parameters": {"type": "object", "properties": {}}}
             options = options | {"tools": [{"type": "function", "function": function}]}
         try:
-            text = self.apply(shown, where, **{**options, "tokenize": False, "add_generation_prompt": False})
+            text = self.apply(marked_messages, where, **{**options, "tokenize": False, "add_generation_prompt": False})
         except BadRow:  # these words do not suit the template; the row's own may
             return frozenset()
         return frozenset(part for part, words in stand_ins.items() if any(word not in text for word in words))

@@ -73,22 +73,22 @@ def _check_sendable(value: Any, where: str, key: str) -> None:
 def _missing_columns(row: dict[str, Any], where: str, keys: dict[str, str]) -> BadRow:
     """Return the error for all columns that the row lacks, each with the key that names it and the likeliest other column."""
     missing = {key: name.split(".")[0] for key, name in keys.items() if name.split(".")[0] not in row and name not in row}
-    others = [column for column in map(str, row) if column not in keys.values()]
+    unused_columns = [column for column in map(str, row) if column not in keys.values()]
     named = []
     for key, name in missing.items():
         if key == "data.reward_fn_key":
-            answer = next((str(row[column]) for column in _USUAL["data.ground_truth_key"] if column in others), "")
+            answer = next((str(row[column]) for column in _USUAL["data.ground_truth_key"] if column in unused_columns), "")
             source = next((source for sign, source in _RULES if sign in answer), "NAME")
             named.append(
                 f"data.data_source={source} (of all rows; reward.functions=[auto] finds a rule by it: gsm8k, math, ...)"
             )
             continue
-        usual = [column for column in _USUAL[key] if column in others]
-        near = [*usual, *difflib.get_close_matches(name, others, n=1), "COLUMN"]
-        named.append(f"{key}={near[0]}")
-    there = f"is no column {name!r}" if len(missing) == 1 else f"are no columns {', '.join(map(repr, missing.values()))}"
+        usual = [column for column in _USUAL[key] if column in unused_columns]
+        candidates = [*usual, *difflib.get_close_matches(name, unused_columns, n=1), "COLUMN"]
+        named.append(f"{key}={candidates[0]}")
+    problem = f"is no column {name!r}" if len(missing) == 1 else f"are no columns {', '.join(map(repr, missing.values()))}"
     has = ", ".join(sorted(map(str, row))) or "no columns"
-    return BadRow(f"{where}: there {there}. The row has {has}: name them, as {' '.join(named)}")
+    return BadRow(f"{where}: there {problem}. The row has {has}: name them, as {' '.join(named)}")
 
 
 _USUAL = {

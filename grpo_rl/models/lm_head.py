@@ -97,27 +97,27 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> Tensor:
         ctx.head, ctx.chunk_tokens, ctx.support = head, chunk_tokens, support
         logprobs_T = torch.empty(len(target_T), dtype=torch.float32, device=hidden_TD.device)
-        kept: list[Tensor] = []
+        saved: list[Tensor] = []
         for number, rows in _chunks(len(target_T), chunk_tokens):
             logprobs_CV = head.logprobs_TV(hidden_TD[rows], _left_out(head, support, number, rows))
             logprobs_T[rows] = logprobs_CV.gather(1, target_T[rows, None])[:, 0]
             if len(target_T) <= chunk_tokens and any(ctx.needs_input_grad):
-                kept.append(logprobs_CV)
+                saved.append(logprobs_CV)
             del logprobs_CV  # before the next chunk's logits are made
-        ctx.save_for_backward(hidden_TD, target_T, *kept)
+        ctx.save_for_backward(hidden_TD, target_T, *saved)
         return logprobs_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_TD, target_T, *kept = ctx.saved_tensors
+        hidden_TD, target_T, *saved = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         head: Head = ctx.head
         grad_TD = torch.empty_like(hidden_TD) if needs_hidden else None
         grad_VD = grad_V = None
         for number, rows in _chunks(len(target_T), ctx.chunk_tokens):
-            if kept:
-                probs_CV = kept[0].exp_()
+            if saved:
+                probs_CV = saved[0].exp_()
             else:
                 left_out_CV = _left_out(head, ctx.support, number, rows)
                 probs_CV = head.logits_TV(hidden_TD[rows], left_out_CV).softmax(dim=-1)
@@ -179,12 +179,12 @@ def in_chunks(columns: Callable[[int, slice], Columns], num_tokens: int, chunk_t
     """
     chunks = _chunks(num_tokens, chunk_tokens)
     if torch.is_grad_enabled() and len(chunks) > 1:
-        found = [checkpoint(columns, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+        outputs = [checkpoint(columns, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     else:
-        found = [columns(*chunk) for chunk in chunks]
-    if len(found) == 1:
-        return found[0]
-    return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True))  # type: ignore[return-value]
+        outputs = [columns(*chunk) for chunk in chunks]
+    if len(outputs) == 1:
+        return outputs[0]
+    return tuple(None if parts[0] is None else torch.cat(parts) for parts in zip(*outputs, strict=True))  # type: ignore[return-value]
 
 
 def head_columns(

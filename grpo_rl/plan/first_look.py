@@ -119,12 +119,12 @@ def some_rows(data: PromptDataset | None, number: int = NUM_ROWS) -> list[tuple[
     if data is None:
         return []
     places = sorted({place * len(data) // number for place in range(number)} if len(data) else ())
-    found = list[tuple[Prompt, Mapping[str, Any]]]()
+    samples = list[tuple[Prompt, Mapping[str, Any]]]()
     for place in places:
         with suppress(DataError):
             if data.usable(place):
-                found.append((data.prompt(place, f"first look, row {place}"), data.as_stored(place)))
-    return found
+                samples.append((data.prompt(place, f"first look, row {place}"), data.as_stored(place)))
+    return samples
 
 
 class RewardTrial:
@@ -161,11 +161,11 @@ class RewardTrial:
             return "", False
         with suppress(RewardError):  # what becomes of a failed reward is for the training; here it is said
             self._rules.wait(self._all)
-        empty = {one.prompt.uid: one.reward for one in self._empty if one.reward is not None}
+        empty = {rollout.prompt.uid: rollout.reward for rollout in self._empty if rollout.reward is not None}
         nones = _range(list(empty.values()))
 
         def worth(form: str) -> float:
-            return sum((one.reward or 0.0) - (empty.get(one.prompt.uid) or 0.0) for one in self._forms[form])
+            return sum((rollout.reward or 0.0) - (empty.get(rollout.prompt.uid) or 0.0) for rollout in self._forms[form])
 
         # The form that the reward is made for: in others a right answer is not one, which is no fault of the reward.
         form = max(self._forms, key=worth, default="")
@@ -173,13 +173,13 @@ class RewardTrial:
             text = f"no right answer could be made from the ground truth of these rows; an empty one gets {nones}"
             return _line("reward", text), False
         right, tried = self._forms[form], ", ".join(self._forms)
-        failed = [one for one in right if one.reward is None]
+        failed = [rollout for rollout in right if rollout.reward is None]
         if len(failed) * 4 >= len(right):
             cause = (failed[0].failure_cause or failed[0].failure or "no number").splitlines()[0]
             text = f"it fails on {len(failed)} of {len(right)} right answers ({form}): {_short(cause, 160)}"
             return _line("reward", f"{text}. Mend the function: python -m grpo_rl check-reward tries it alone"), True
-        scored = [(one, one.reward) for one in right if one.reward is not None]
-        worse = [one for one, reward in scored if reward <= empty.get(one.prompt.uid, -np.inf)]
+        scored = [(rollout, rollout.reward) for rollout in right if rollout.reward is not None]
+        worse = [rollout for rollout, reward in scored if reward <= empty.get(rollout.prompt.uid, -np.inf)]
         rights = _range([reward for _, reward in scored])
         if 2 * len(worse) < len(scored):
             text = f"tried on {len(scored)} rows: the right answer ({form}) gets {rights}, an empty one {nones}"

@@ -97,7 +97,9 @@ def check_policy(config: Config, machine: Machine) -> None:
 def check_others(config: Config) -> None:
     """Raise ConfigError with everything in the folders of teachers, critic, reward model and tokenizers that cannot be used."""
     policy, scorer = config.actor_rollout_ref.model, config.reward.reward_model
-    named = {f"distillation.teacher_models.{name}.model_path": own.model_path for name, own in teachers_of(config).items()}
+    named = {
+        f"distillation.teacher_models.{name}.model_path": teacher.model_path for name, teacher in teachers_of(config).items()
+    }
     named["critic.model.path"] = config.critic.model.path if critic_has_own_model(config) else None
     named["reward.reward_model.model_path"] = scorer.model_path
     problems: list[str] = []

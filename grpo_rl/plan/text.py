@@ -567,12 +567,12 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
 
 def _faster(plan: Plan) -> Rows:
     """Yield the keys with which free memory makes the update shorter."""
-    found = propose_faster(plan, plan.model) if plan.model is not None else None
-    if found is None:
+    faster = propose_faster(plan, plan.model) if plan.model is not None else None
+    if faster is None:
         return
-    used = found.fit.tightest
+    used = faster.fit.tightest
     yield "faster", f"free memory can shorten the update ({used.what} takes {used.used:.0%} of it then); add to the command:"
-    for word in found.words():
+    for word in faster.words():
         yield TABLE, word
 
 
@@ -629,8 +629,8 @@ def _notes(composed: Composed, plan: Plan) -> Rows:
     if config.trainer.experiment_name is None and config.trainer.save_freq > 0 and plan.trains:
         notes.append("without trainer.experiment_name every start is a new run; name it to resume it by the same command")
     notes += composed.notes
-    if others := ", ".join(untested()):
-        notes.append(f"installed, and not tested with this program: {others}")
+    if packages := ", ".join(untested()):
+        notes.append(f"installed, and not tested with this program: {packages}")
     for name in missing_loggers(config):
         notes.append(f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}")
     reference = "its own ranks" if plan.role("reference") else "actor" if plan.base_reference else "nobody"

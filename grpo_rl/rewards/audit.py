@@ -102,10 +102,10 @@ class Audit:
 
 def auditing(config: RewardConfig, data_sources: Iterable[str]) -> RewardFunction | None:
     """Return the functions of `reward.audit`; None without any. Raises ConfigError for functions that cannot be used."""
-    own = audit_of(config)
-    if not own.functions:
+    audit_config = audit_of(config)
+    if not audit_config.functions:
         return None
-    function = RewardFunction.from_config(own, key="audit")
+    function = RewardFunction.from_config(audit_config, key="audit")
     function.check_data_sources(data_sources)
     return function
 

@@ -180,8 +180,8 @@ def best_form(trial: Trial, rows: Sequence[Row]) -> str:
     tries = [(form, row._replace(response=row.forms[form])) for form in forms for row in rows[:TRIED_ROWS] if form in row.forms]
     worth = dict.fromkeys(forms, 0.0)
     if len(forms) > 1:
-        for (form, _), one in zip(tries, trial.outcomes([row for _, row in tries]), strict=True):
-            worth[form] += one.outcome.score if isinstance(one.outcome, RewardResult) else 0.0
+        for (form, _), outcome in zip(tries, trial.outcomes([row for _, row in tries]), strict=True):
+            worth[form] += outcome.outcome.score if isinstance(outcome.outcome, RewardResult) else 0.0
     return max(forms, key=worth.__getitem__)
 
 
@@ -191,18 +191,18 @@ def right_responses(
     """Return responses that should be right, by the words for what each is: those that the row has itself, then those made
     from its ground truth. With `marked_only` none is the bare ground truth, which a rule for marked answers finds equal to itself.
     """
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "the row's response": row.get("response"),
         "the row's demonstration": extra_info.get("demonstration"),
         "the row's last assistant message": _last_answer(row),
     }
     with contextlib.suppress(TypeError, ValueError, ArithmeticError, LookupError):
-        found[IN_MARKS] = gold_response(data_source, ground_truth, extra_info)
+        summary[IN_MARKS] = gold_response(data_source, ground_truth, extra_info)
     if not marked_only:
         gold = ground_truth[0] if isinstance(ground_truth, list | tuple) and ground_truth else ground_truth
         bare = gold if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False) if gold is not None else None
-        found[BARE] = bare
-    return {name: text for name, text in found.items() if isinstance(text, str) and text}
+        summary[BARE] = bare
+    return {name: text for name, text in summary.items() if isinstance(text, str) and text}
 
 
 def is_structured(ground_truth: Any) -> bool:

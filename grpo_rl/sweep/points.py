@@ -92,16 +92,16 @@ class RunPoint:
 
     def __call__(self, composed: Any) -> float:
         """Run the point that Hydra has chosen, and return its score: more is better. Raises RunFailed."""
-        given = [word.lstrip("+") for word in _hydra().overrides.task]
-        until = next((float(word.partition("=")[2]) for word in given if word.startswith(f"{UNTIL}=")), 1.0)
-        values = {key: value for key, _, value in (word.partition("=") for word in given) if key in self.axes}
+        words = [word.lstrip("+") for word in _hydra().overrides.task]
+        until = next((float(word.partition("=")[2]) for word in words if word.startswith(f"{UNTIL}=")), 1.0)
+        values = {key: value for key, _, value in (word.partition("=") for word in words) if key in self.axes}
         name = name_of(values)
         folder, total = self.folder / name, self.totals.get(name, 0)
         end = math.ceil(until * total) if until < 1 else None
         if name not in self.done and not (end is not None and last_step(folder) >= end):
             if (self.folder / STOP_FILE).exists():
                 raise RunFailed(name, Preempted.exit_code)
-            self._run(name, [word for word in map(_typed, given) if not word.startswith(f"{UNTIL}=")], end)
+            self._run(name, [word for word in map(_typed, words) if not word.startswith(f"{UNTIL}=")], end)
         # A run that was done before this command has all of its steps.
         return score_until(folder, sys.maxsize if end is None else math.ceil(until * (total or last_step(folder))))
 
@@ -114,16 +114,16 @@ class RunPoint:
         if os.getpid() != self.controller and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all: the run and the controller see to it
         process = subprocess.Popen([sys.executable, "-m", "grpo_rl.main", *self.options, *words, *place])
-        asked = paused = False
+        stop_requested = paused = False
         while True:
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(_LOOK_S)
                 break
             stopped = (self.folder / STOP_FILE).exists()
             paused = paused or (not stopped and end is not None and last_step(self.folder / name) >= end)
-            if (stopped or paused) and not asked:
+            if (stopped or paused) and not stop_requested:
                 process.send_signal(signal.SIGTERM)
-                asked = True
+                stop_requested = True
         code = code if code >= 0 else 128 - code
         if code in STOPPED_CODES and paused:
             return
@@ -251,7 +251,7 @@ def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> d
     these are all.
     """
     made: dict[str, T] = {}
-    found: dict[str, list[str]] = {}
+    problems: dict[str, list[str]] = {}
     of_data = True
     for name in names:
         try:
@@ -259,11 +259,11 @@ def _of_each(names: Sequence[str], num_runs: int, make: Callable[[str], T]) -> d
         except (ConfigError, DataError) as error:
             of_data = of_data and isinstance(error, DataError)
             for problem in error.problems if isinstance(error, ConfigError) else [str(error)]:
-                found.setdefault(problem, []).append(name)
+                problems.setdefault(problem, []).append(name)
     lines = []
-    for problem, where in found.items():
-        shown = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
-        lines.append(problem if len(where) == num_runs else f"{problem} (in run {shown})")
+    for problem, where in problems.items():
+        listed = ", ".join(where[:3]) + (f" and {len(where) - 3} more" if len(where) > 3 else "")
+        lines.append(problem if len(where) == num_runs else f"{problem} (in run {listed})")
     if lines:
         raise DataError("\n  ".join(lines)) if of_data else ConfigError(lines)
     return made
@@ -305,10 +305,10 @@ def sweep_of(command: Command) -> Sweep:
     # A sweeper that draws is tried with the first value of each list.
     first = [*axes.fixed, *(f"{key}={values[0]}" for key, values in axes.values.items())]
     places = [word for word in hydras if word.startswith("hydra.sweep.dir=")]
-    given = None
+    experiment_name = None
     with suppress(ConfigError):  # wrong words show below, in every run
-        given = compose([*options, *first, *places]).config.trainer.experiment_name
-    name = given or f"sweep_{dated_name()}"
+        experiment_name = compose([*options, *first, *places]).config.trainer.experiment_name
+    name = experiment_name or f"sweep_{dated_name()}"
     lines = {
         point: [*options, *words, *places, f"trainer.experiment_name={overrides.quoted(f'{name}/{point}')}"]
         for point, words in settings.items()
@@ -327,7 +327,7 @@ def sweep_of(command: Command) -> Sweep:
     task = RunPoint(folder, options, frozenset([*axes.values, *axes.drawn]))
     defaults = [word for plugin, word in _DEFAULTS.items() if plugin in hydras]
     words = [*defaults, *line.words, *axes.words, *place]
-    return Sweep(folder, points, composed, given is not None, task, words)
+    return Sweep(folder, points, composed, experiment_name is not None, task, words)
 
 
 def _problems_of(axes: overrides.Axes, line: overrides.Line, hydras: Sequence[str], draws: bool) -> list[str]:
@@ -356,5 +356,5 @@ def _problems_of(axes: overrides.Axes, line: overrides.Line, hydras: Sequence[st
 def _file_options(command: Command) -> list[str]:
     """Return the options that name files, for the command lines of runs."""
     names = ("config_path", "config_name", "config_dir")
-    given = ((name, getattr(command.options, name)) for name in names)
-    return [f"--{name.replace('_', '-')}={value}" for name, value in given if value]
+    flags = ((name, getattr(command.options, name)) for name in names)
+    return [f"--{name.replace('_', '-')}={value}" for name, value in flags if value]

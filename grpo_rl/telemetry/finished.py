@@ -26,8 +26,8 @@ def steps_done(run: Path) -> int:
 
 def functions_changed(run: Path, config: Mapping[str, Any]) -> bool:
     """Return whether the files of the user's functions that `config` names have changed since the last start of the run."""
-    now = digest(user_sources(function_files(config)))
-    return bool(read_status(run).get("functions", now) != now)
+    digest_now = digest(user_sources(function_files(config)))
+    return bool(read_status(run).get("functions", digest_now) != digest_now)
 
 
 def nothing_left(run: Path, total: int, config: Mapping[str, Any], *, exports: bool) -> str | None:

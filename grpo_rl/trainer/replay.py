@@ -53,12 +53,12 @@ class Kept:
     def from_row(cls, row: dict[str, Any]) -> Kept:
         """Return what `row` wrote."""
         prompt = Prompt(**row["prompt"])
-        for one in row["rollouts"]:
-            one["versions"] = tuple(map(tuple, one["versions"]))
-            one["steps"] = None if one["steps"] is None else tuple(map(tuple, one["steps"]))
-        kept = cls(int(row["since"]), int(row["number"]), [Rollout(prompt, **one) for one in row["rollouts"]])
-        kept.check()
-        return kept
+        for rollout in row["rollouts"]:
+            rollout["versions"] = tuple(map(tuple, rollout["versions"]))
+            rollout["steps"] = None if rollout["steps"] is None else tuple(map(tuple, rollout["steps"]))
+        group = cls(int(row["since"]), int(row["number"]), [Rollout(prompt, **rollout) for rollout in row["rollouts"]])
+        group.check()
+        return group
 
     def check(self) -> None:
         """Raise ValueError for values that no rollout has: a checkpoint may come from somebody, its digests made anew."""

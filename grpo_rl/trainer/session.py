@@ -107,8 +107,8 @@ class Session(SyncSchedule):
         """
         replay = self.replay
         spared = 0 if replay is None else len(replay.of_step(self.context.step))
-        more = self._more_rollouts if self.selection.refills else None
-        selected = self.selection.of_batch(self._row_of, list(rollouts), more, spared)
+        draw_more = self._more_rollouts if self.selection.refills else None
+        selected = self.selection.of_batch(self._row_of, list(rollouts), draw_more, spared)
         self._metrics |= selected.metrics
         trained = selected.trained
         if self.compares:

@@ -119,7 +119,7 @@ class Pool:
 
     def cpus_on(self, node: str) -> float:
         """Return the cores that were reserved on a node."""
-        places = [one for group in self.groups for one in placement_group_table(group)["bundles_to_node_id"].values()]
+        places = [node_id for group in self.groups for node_id in placement_group_table(group)["bundles_to_node_id"].values()]
         return places.count(node) * self._bundle["CPU"]
 
     def _nodes(self, groups: Sequence[PlacementGroup]) -> set[str]:

@@ -177,7 +177,7 @@ class Scorer:
             return
         jobs = []
         for number, functions, batched, size, samples in batch:
-            job = Job([partial(_sample, *each) for each in samples], functions, batched, size)
+            job = Job([partial(_sample, *sample) for sample in samples], functions, batched, size)
             self._numbers[job] = number
             jobs.append(job)
         self.processes.put(jobs)
@@ -192,8 +192,8 @@ class Scorer:
         self.processes.close()
 
     def _done(self, jobs: Sequence[Job]) -> None:
-        said = [(self._numbers.pop(job), [*map(_plain, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs]
-        self._tell(self._name, said)
+        outcomes = [(self._numbers.pop(job), [*map(_plain, job.outcomes)], job.failed_as_whole, job.seconds) for job in jobs]
+        self._tell(self._name, outcomes)
 
 
 def _blocks(samples: Sequence[tuple[Any, ...]]) -> Iterator[StoredBlock]:

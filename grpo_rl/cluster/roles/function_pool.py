@@ -76,10 +76,10 @@ class FunctionPool:
     def listen(self) -> str:
         """Begin to hear what happens on the hosts, which are built; return what runs where, and within which walls."""
         lines: dict[str, list[str]] = {}
-        for number, (worker, said) in enumerate(
+        for number, (worker, arguments) in enumerate(
             zip(self.worker_group.workers, self.worker_group.call("describe"), strict=True)
         ):
-            node, self._sizes[worker], walls = said
+            node, self._sizes[worker], walls = arguments
             sizes = ", ".join(f"{count} {name} process{'es' * (count > 1)}" for name, count in self._sizes[worker].items())
             lines.setdefault("; ".join(filter(None, (sizes, walls))), []).append(node)
             threading.Thread(target=self._listen, args=(worker, number), name=worker.name, daemon=True).start()
@@ -129,13 +129,13 @@ class FunctionPool:
                     if (fresh := self._replaced(worker, number, error)) is None:
                         return
                     worker, heard = fresh, []
-                for service, said in heard:
+                for service, message in heard:
                     if service == BROKEN:
-                        self._break(said)
+                        self._break(message)
                     elif service == LOST:  # what its ranks find out as well: the run goes back to a checkpoint
-                        self._break(WorkerFailed(said, [worker]))
+                        self._break(WorkerFailed(message, [worker]))
                     else:
-                        self._clients[service].heard(worker, said)
+                        self._clients[service].heard(worker, message)
         except GrpoRlError as error:
             self._break(error)
         except Exception as error:  # a thread's own exception would be lost
@@ -241,7 +241,9 @@ class ScorerClient:
             sent = self._sent.get(worker, {})
             for number, outcomes, failed_as_whole, seconds in said:
                 if (job := sent.pop(number, None)) is not None:
-                    job.outcomes = [one if isinstance(one, RewardFailure) else RewardResult(*one) for one in outcomes]
+                    job.outcomes = [
+                        outcome if isinstance(outcome, RewardFailure) else RewardResult(*outcome) for outcome in outcomes
+                    ]
                     job.failed_as_whole, job.seconds = failed_as_whole, seconds
                     done.append(job)
             self._feed()
@@ -250,13 +252,13 @@ class ScorerClient:
     def _feed(self) -> None:
         """Send what waits to hosts with room, those with the least first; each leaves their share to the others."""
         for worker, sent in sorted(self._sent.items(), key=lambda entry: len(entry[1]) / self._sizes[entry[0]]):
-            size, most = self._sizes[worker], AHEAD * self._sizes[worker]
+            size, limit = self._sizes[worker], AHEAD * self._sizes[worker]
             if not self._waiting:
                 return
-            if len(sent) >= size and len(sent) > most // 2:  # it gets more when many can be sent at once
+            if len(sent) >= size and len(sent) > limit // 2:  # it gets more when many can be sent at once
                 continue
             share = -(-len(self._waiting) // len(self._sent))
-            jobs = [self._waiting.popleft() for _ in range(min(share, most - len(sent)))]
+            jobs = [self._waiting.popleft() for _ in range(min(share, limit - len(sent)))]
             batch = []
             for job in jobs:
                 number = next(self._serials)
@@ -320,36 +322,36 @@ class EnvironmentClient:
 
     def events(self, wait_s: float = 0.0) -> list[Event]:
         """Return what has happened, after waiting up to `wait_s` for the first event. Raises ClusterError if no more can happen."""
-        found = self._heard(0.0)
+        events = self._heard(0.0)
         self._send()
-        if not found and wait_s > 0:
-            found = self._heard(wait_s)
+        if not events and wait_s > 0:
+            events = self._heard(wait_s)
             self._send()
-        return found
+        return events
 
     def _heard(self, wait_s: float) -> list[Event]:
         """Take in all that hosts have said, after up to `wait_s` for the first of it."""
-        found: list[Event] = []
+        events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             arrived = self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()
             while True:
-                what, worker, said = arrived
+                what, worker, message = arrived
                 if what == "broke":
-                    raise said
+                    raise message
                 assert worker is not None
                 if what == "joined":
                     self._hosts.setdefault(worker, _Load(set(), []))
                 elif what == "lost" and worker in self._hosts:
                     lost = sorted(self._hosts.pop(worker).episodes)
-                    found += [Event(episode, "lost", cause=said) for episode in lost]
+                    events += [Event(episode, "lost", cause=message) for episode in lost]
                 elif what == "heard":
-                    found += [event for event in said if self._place.get(event.episode) is worker]
+                    events += [event for event in message if self._place.get(event.episode) is worker]
                 arrived = self._inbox.get_nowait()
-        for event in found:
+        for event in events:
             self._awaited.discard(event.episode)
             if event.what == "lost":
                 self._leave(event.episode)
-        return found
+        return events
 
     def close(self) -> None:
         """Do nothing: hosts end with the cluster."""
@@ -386,7 +388,7 @@ class EnvironmentClient:
     def _send(self) -> None:
         """Find a host for each new episode, and send all calls."""
         while self._unplaced and self._hosts:
-            worker = min(self._hosts, key=lambda one: len(self._hosts[one].episodes))
+            worker = min(self._hosts, key=lambda host: len(self._hosts[host].episodes))
             episode = next(iter(self._unplaced))
             start = self._unplaced.pop(episode)
             self._place[episode] = worker

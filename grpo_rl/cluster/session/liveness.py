@@ -74,10 +74,10 @@ def why_not_connected(address: str | None, error: Exception) -> ClusterError:
 
 def wrong_token(where: str) -> ClusterError:
     """Return the error for a cluster that asks for another token, with what to do."""
-    ours = version("ray")
-    if tuple(map(int, ours.split(".")[:2])) < KNOWS_TOKENS:
+    installed = version("ray")
+    if tuple(map(int, installed.split(".")[:2])) < KNOWS_TOKENS:
         return ClusterError(
-            f"{where} asks for a token, which Ray {ours} here does not know: uv pip install --python {sys.executable} "
+            f"{where} asks for a token, which Ray {installed} here does not know: uv pip install --python {sys.executable} "
             '"ray==VERSION" with the version of the cluster (`ray --version` there)'
         )
     return ClusterError(
@@ -151,8 +151,8 @@ def is_only_on_loopback(address: str) -> bool:
     try:
         with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
             probe.connect(("192.0.2.1", 9))  # sends nothing, and chooses the interface to other machines
-            own = probe.getsockname()[0]
-        socket.create_connection((own, int(port)), timeout=OWN_ADDRESS_S).close()
+            local_address = probe.getsockname()[0]
+        socket.create_connection((local_address, int(port)), timeout=OWN_ADDRESS_S).close()
     except OSError:
         return True
     return False

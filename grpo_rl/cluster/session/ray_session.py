@@ -273,10 +273,10 @@ def watched(record: Path | None = None) -> Iterator[Path]:
         controller = {"pid": os.getpid(), "started": started(os.getpid()), "host": socket.gethostname()}
         found = {"token": session.token, "folder": str(session.folder)} | controller
         record.write_text(json.dumps(found))
-    beside = None if launcher.current else _cleaner(session)
-    ours = {launcher.TOKEN: session.token, SESSION_FOLDER: str(session.folder)}
-    earlier = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
+    cleaner = None if launcher.current else _cleaner(session)
+    variables = {launcher.TOKEN: session.token, SESSION_FOLDER: str(session.folder)}
+    earlier = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield session.folder
     finally:
@@ -285,13 +285,13 @@ def watched(record: Path | None = None) -> Iterator[Path]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        if beside is None:
+        if cleaner is None:
             session.clean()
         else:
-            assert beside.stdin is not None
-            beside.stdin.close()
+            assert cleaner.stdin is not None
+            cleaner.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                beside.wait(CLEAN_S)
+                cleaner.wait(CLEAN_S)
         if record is not None:
             record.unlink(missing_ok=True)
 

@@ -124,10 +124,10 @@ def json_extraction(
     """
 
     def make(index: int) -> Row:
-        text, said = _drawn(level, split, f"json_extraction:{level}:{split}:{seed}:{index}")
+        text, fields = _drawn(level, split, f"json_extraction:{level}:{split}:{seed}:{index}")
         if golds == "shuffled":
-            _, said = _drawn(level, split, f"json_extraction:{level}:{split}:{seed}:{index}:other")
-        gold = json.dumps(said, ensure_ascii=False)
+            _, fields = _drawn(level, split, f"json_extraction:{level}:{split}:{seed}:{index}:other")
+        gold = json.dumps(fields, ensure_ascii=False)
         extra_info = {"split": split, "index": index, "demonstration": gold, "json_schema": json.dumps(SCHEMAS[level])}
         return row_of("json_extraction", PROMPTS[level].format(text=text), gold, extra_info, ability="extraction")
 
@@ -137,16 +137,16 @@ def json_extraction(
 def _drawn(level: Level, split: Split, seed: str) -> tuple[str, dict[str, Any]]:
     """Return a text and what it says."""
     rng = random.Random(seed)
-    said: dict[str, Any] = {"name": rng.choice(NAMES[split]), "age": rng.randint(18, 79), "city": rng.choice(CITIES[split])}
+    fields: dict[str, Any] = {"name": rng.choice(NAMES[split]), "age": rng.randint(18, 79), "city": rng.choice(CITIES[split])}
     if level == "easy":
-        return rng.choice(PHRASINGS[split]).format(**said), said
-    said["age"] = said["age"] if rng.random() < 0.7 else None
-    said["city"] = said["city"] if rng.random() < 0.7 else None
-    said["hobbies"] = rng.sample(HOBBIES[split], rng.choice((0, 1, 2, 3)))
-    listed = said | {"hobbies": _enumerated(said["hobbies"])}
-    details = [rng.choice(DETAILS[key][split]).format(**listed) for key in DETAILS if said[key]]
+        return rng.choice(PHRASINGS[split]).format(**fields), fields
+    fields["age"] = fields["age"] if rng.random() < 0.7 else None
+    fields["city"] = fields["city"] if rng.random() < 0.7 else None
+    fields["hobbies"] = rng.sample(HOBBIES[split], rng.choice((0, 1, 2, 3)))
+    listed = fields | {"hobbies": _enumerated(fields["hobbies"])}
+    details = [rng.choice(DETAILS[key][split]).format(**listed) for key in DETAILS if fields[key]]
     rng.shuffle(details)
-    return " ".join(filter(None, [rng.choice(OPENINGS[split]).format(**said), *details, rng.choice(CLOSINGS)])), said
+    return " ".join(filter(None, [rng.choice(OPENINGS[split]).format(**fields), *details, rng.choice(CLOSINGS)])), fields
 
 
 def _enumerated(words: list[str]) -> str:

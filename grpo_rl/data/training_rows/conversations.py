@@ -285,9 +285,9 @@ class DemonstrationSet(TrainingSet[Demonstration]):
         return supervised_batch([self.row(row) for row in rows])
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Demonstration:
-        found = self._tokenizing(conversation(row, where, self.config), where)
+        tokenized = self._tokenizing(conversation(row, where, self.config), where)
         self.report.num_from_text = self._tokenizing.num_from_text
-        return found
+        return tokenized
 
     def _cut(self, row: Demonstration, where: str) -> Demonstration:
         cut = cut_to(row, self.longest, self.config.truncation)

@@ -165,7 +165,8 @@ def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Se
     prompt_ids, made = _tokens(asked, answers, renderer, where)
     ids = [renderer.sampled(ids, answer) for ids, answer in zip(sampled, answers, strict=True)]
     chosen_ids, rejected_ids = (
-        own if given is None else np.asarray(given, np.int32) for given, own in zip(ids, made, strict=True)
+        made_ids if sampled_ids is None else np.asarray(sampled_ids, np.int32)
+        for sampled_ids, made_ids in zip(ids, made, strict=True)
     )
     if np.array_equal(chosen_ids, rejected_ids):
         raise BadRow(f"{where}: the two answers have the same tokens")

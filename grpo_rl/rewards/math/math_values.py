@@ -100,8 +100,8 @@ class Expression:
         while self._next() in ("+", "-"):
             self.num_operations += 1
             term = self._product()
-            before, total = total, _bounded(total + term)
-            if isinstance(total, complex) and abs(total) <= ROUNDING * max(abs(complex(before)), abs(complex(term))):
+            previous, total = total, _bounded(total + term)
+            if isinstance(total, complex) and abs(total) <= ROUNDING * max(abs(complex(previous)), abs(complex(term))):
                 total = Fraction(0)  # what is left of two roots that are equal is the error of their digits
         return total
 
@@ -202,10 +202,10 @@ class Expression:
         while not bracketed and self._next() not in ENDS and self._next() not in FUNCTIONS and self._next() not in BRACKETS:
             self.num_operations += 1
             argument = _bounded(argument * self._power()[0])
-        found = FUNCTIONS[name](complex(argument))
-        if abs(found) < ROUNDING < abs(complex(argument)):
-            found = 0j  # the sine of pi
-        return _power(found if base is None else cmath.log(complex(argument)) / cmath.log(complex(base)), power)
+        value = FUNCTIONS[name](complex(argument))
+        if abs(value) < ROUNDING < abs(complex(argument)):
+            value = 0j  # the sine of pi
+        return _power(value if base is None else cmath.log(complex(argument)) / cmath.log(complex(base)), power)
 
 
 def _letters(token: str) -> list[str]:

@@ -127,10 +127,10 @@ def marked_score(text: str) -> float:
 
 def json_score(text: str, key: str) -> float:
     """The number under `key` in the last JSON object of the text that has it; the object may lie in a fence or between words."""
-    found = next((value for _, _, value in _objects(text) if key in value), None)
-    if found is None:
+    mark = next((value for _, _, value in _objects(text) if key in value), None)
+    if mark is None:
         raise ValueError(f"it has no JSON object with {key!r}")
-    return _marked(found[key], key)
+    return _marked(mark[key], key)
 
 
 def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
@@ -139,10 +139,10 @@ def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
     One object has them all, and none stands behind it: JSON of the response's own, which the judge quotes, gives no mark.
     Raises ValueError where the last object has not.
     """
-    found = list(_objects(text))
-    last_end = found[0][1] if found else 0
-    begins = [begin for begin, end, _ in found if end >= last_end]
-    inside = [value for begin, _, value in found if begin >= min(begins)]
+    objects = list(_objects(text))
+    last_end = objects[0][1] if objects else 0
+    begins = [begin for begin, end, _ in objects if end >= last_end]
+    inside = [value for begin, _, value in objects if begin >= min(begins)]
     for value in inside:
         if all(key in value for key in keys):
             return {key: _marked(value[key], key) for key in keys}
@@ -324,12 +324,12 @@ class Judge:
             except ValueError as error:
                 raise RewardFailure(INVALID, self._safe(f"extra_info.rubric of its row: {error}")) from error
             calls = [criteria] if self.config.rubric_calls == "together" else [(one,) for one in criteria]
-            answers = await asyncio.gather(*(self._answer(rollout, asked) for asked in calls), return_exceptions=True)
+            answers = await asyncio.gather(*(self._answer(rollout, call) for call in calls), return_exceptions=True)
             if failed := [one for one in answers if isinstance(one, BaseException)]:
                 raise failed[0]
             marks: dict[str, float] = {}
-            for asked, words in zip(calls, answers, strict=True):
-                names = [criterion.name for criterion in asked]
+            for call, words in zip(calls, answers, strict=True):
+                names = [criterion.name for criterion in call]
                 marks |= {name: self._mark(str(words), partial(_mark_of, name, names)) for name in names}
             return RewardResult(aggregated(criteria, marks, self.config), marks)
         except RewardFailure as failure:

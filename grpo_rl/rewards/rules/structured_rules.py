@@ -37,13 +37,13 @@ def json_fields(
     if not isinstance(gold, Mapping):
         raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no JSON object")
     text = after_thought(solution_str, extra_info).strip()
-    alone, found = _object(text)
+    is_bare, found = _object(text)
     if found is None:
         return {"score": 0.0, "acc": 0.0, "fields": 0.0, "alone": 0.0}
     right = sum(key in found and _same(found[key], value) for key, value in gold.items())
     fields = right / max(1, len(gold.keys() | found.keys()))
-    score = fields * (1.0 - bare + bare * alone)
-    return {"score": score, "acc": float(alone and fields == 1.0), "fields": fields, "alone": float(alone)}
+    score = fields * (1.0 - bare + bare * is_bare)
+    return {"score": score, "acc": float(is_bare and fields == 1.0), "fields": fields, "alone": float(is_bare)}
 
 
 def json_schema(
@@ -164,8 +164,8 @@ def instructions(
     words = [word.casefold() for word in _WORD.findall(text)] if len(text) <= MAX_TEXT else []
     if len(words) < least_words:
         return {"score": 0.0, "acc": 0.0}
-    kept = sum(_CHECKS[kind](text, words, value) for kind, value in constraints)
-    return {"score": kept / len(constraints), "acc": float(kept == len(constraints))}
+    num_kept = sum(_CHECKS[kind](text, words, value) for kind, value in constraints)
+    return {"score": num_kept / len(constraints), "acc": float(num_kept == len(constraints))}
 
 
 def _malformed(constraints: Any) -> bool:

@@ -174,18 +174,18 @@ def spared(failed: Job, ask: Callable[[Sequence[Job]], object]) -> list[Outcome]
     """
     if not (failed.failed_as_whole and failed.is_joint):
         return failed.outcomes
-    alone = [Job([sample], failed.functions, batched=True) for sample in failed.samples]
-    ask(alone)
-    good = [job for job in alone if not isinstance(job.outcomes[0], RewardFailure)]
-    if len(good) == len(alone):
+    single_jobs = [Job([sample], failed.functions, batched=True) for sample in failed.samples]
+    ask(single_jobs)
+    good = [job for job in single_jobs if not isinstance(job.outcomes[0], RewardFailure)]
+    if len(good) == len(single_jobs):
         whole = [failure for failure in failed.outcomes if isinstance(failure, RewardFailure)]
         return [RewardFailure(one.kind, f"{one.cause}; with each response alone it does not fail") for one in whole]
     if good:
-        together = Job([job.samples[0] for job in good], failed.functions, batched=True)
-        ask([together])
-        for job, outcome in zip(good, together.outcomes, strict=True):
+        joint_job = Job([job.samples[0] for job in good], failed.functions, batched=True)
+        ask([joint_job])
+        for job, outcome in zip(good, joint_job.outcomes, strict=True):
             job.outcomes = [outcome]
-    return [job.outcomes[0] for job in alone]
+    return [job.outcomes[0] for job in single_jobs]
 
 
 # ---- inside the process ----------------------------------------------------------------------------------

@@ -88,12 +88,12 @@ class RewardProcesses:
             while (job := self._queue.get()) is not None and not self._closed:
                 if not worker.child.alive:
                     worker = self._start(number, log)
-                left = worker.ask(self._with_others(job), partial(self._tell, number, worker))
-                if left and not worker.child.alive:
+                waiting = worker.ask(self._with_others(job), partial(self._tell, number, worker))
+                if waiting and not worker.child.alive:
                     # Another call may have broken it: a response answers only for a process that no other has used.
                     worker = self._start(number, log)
-                    left = [*worker.ask(left[:1], partial(self._tell, number, worker)), *left[1:]]
-                for job in left:
+                    waiting = [*worker.ask(waiting[:1], partial(self._tell, number, worker)), *waiting[1:]]
+                for job in waiting:
                     self._queue.put(job)
                 if not worker.child.alive and not self._closed:
                     worker = self._start(number, log)

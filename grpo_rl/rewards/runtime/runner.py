@@ -89,9 +89,9 @@ class RewardRunner:
             self.submit(rollout)
         jobs = [self._jobs[_key(rollout)][1] for rollout in rollouts]
         samples = [partial(sample_of, rollout) for rollout in rollouts]
-        together = [Job(samples, [name], batched=True) for name in self._batched] if rollouts else []
-        self._call(together, beside=jobs)
-        further = [spared(job, self._call) for job in together]
+        batched_jobs = [Job(samples, [name], batched=True) for name in self._batched] if rollouts else []
+        self._call(batched_jobs, beside=jobs)
+        further = [spared(job, self._call) for job in batched_jobs]
         for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
             self._settle(rollout, [*job.outcomes, *more])
             self._jobs.pop(_key(rollout), None)

@@ -55,8 +55,8 @@ def _row(run: Path) -> str:
         return f"<tr><td>{_text(run.name)}<td colspan=6>{_text(str(error).splitlines()[0])}</tr>"
     name, link = _text(run.name), html.escape(f"{run.name}/page.html", quote=True)
     step, total = status.get("step", 0), status.get("total")
-    shown = next(iter(results(records)), None)
-    numbers = ["", "", ""] if shown is None else [shown[0], f"{shown[1][1]:.4g}", f"{shown[2][1]:.4g}"]
+    result = next(iter(results(records)), None)
+    numbers = ["", "", ""] if result is None else [result[0], f"{result[1][1]:.4g}", f"{result[2][1]:.4g}"]
     cells = [
         f'<a href="{link}">{name}</a>' if (run / "page.html").is_file() else name,
         _text(str(status.get("state", "unknown"))),

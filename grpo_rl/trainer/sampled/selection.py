@@ -65,14 +65,18 @@ class Selection:
         """Return what is trained of these scored rollouts of one batch, and with refilling of those that `more` returns."""
         if more is None or not self.refills:
             return self._of_batch(sampled)
-        kept, num_batches, num_wanted = self._with_signal(sampled), 1, self.num_wanted - spared
-        while len(kept) < num_wanted:
+        groups_with_signal, num_batches, num_wanted = self._with_signal(sampled), 1, self.num_wanted - spared
+        while len(groups_with_signal) < num_wanted:
             if num_batches == self.groups.max_num_gen_batches or self.exhausted:
                 retired = "; all other prompts are retired" if num_batches < self.groups.max_num_gen_batches else ""
-                raise DataError(self.too_few(len(kept), len(by_uid(sampled)), num_batches) + retired)
+                raise DataError(self.too_few(len(groups_with_signal), len(by_uid(sampled)), num_batches) + retired)
             rollouts = more()
-            sampled, kept, num_batches = sampled + rollouts, kept + self._with_signal(rollouts), num_batches + 1
-        return self._selected(kept, sampled, num_batches, num_wanted)
+            sampled, groups_with_signal, num_batches = (
+                sampled + rollouts,
+                groups_with_signal + self._with_signal(rollouts),
+                num_batches + 1,
+            )
+        return self._selected(groups_with_signal, sampled, num_batches, num_wanted)
 
     def draw(self, sample: Sample) -> list[Rollout]:
         """Return all scored rollouts of the next batch of prompts, whatever their signal is; their pass rates are noted.
