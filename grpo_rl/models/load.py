@@ -189,12 +189,16 @@ def save_lm(lm: Any, folder: Path, state: dict[str, Any]) -> None:
     """
     from transformers import GenerationConfig
 
-    settings, lm.generation_config = lm.generation_config, GenerationConfig()
+    settings = getattr(lm, "generation_config", None)  # a model that only scores has none
+    if settings is None:
+        lm.save_pretrained(folder, state_dict=state)
+        return
+    lm.generation_config = GenerationConfig()
     try:
         lm.save_pretrained(folder, state_dict=state)
     finally:
         lm.generation_config = settings
-    if settings is not None and lm.can_generate():
+    if lm.can_generate():
         write_generation(settings, folder)
 
 

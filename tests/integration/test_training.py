@@ -99,7 +99,7 @@ def test_two_ranks_with_engines_of_their_own_train_rewards_of_steps_over_the_tok
         assert 1 <= row["rollout/support_mean"] <= 8
         assert 0 < row["actor/entropy"] < math.log(8), "the entropy is of the tokens that could be sampled"
         assert_advantages_of_steps(run.rollouts(step))
-    roles = {log.name for log in run.path.glob("logs/*.log")} - {"console.log", "functions0.log", "reward-0.log"}
+    roles = {log.name for log in run.path.glob("logs/*.log")} - {"console.log", "ray.log", "functions0.log", "reward-0.log"}
     assert roles == {f"{role}{rank}.log" for role in ("actor", "reference", "rollout") for rank in (0, 1)}
     assert_measured_and_traced(run)
 

@@ -86,4 +86,4 @@ def test_the_plain_command_leaves_everything_behind(plus_nine: Run) -> None:
     expected += [f"val/step_{step}.jsonl" for step in validated]
     assert [name for name in expected if not (plus_nine.path / name).is_file()] == []
     workers = {"actor0.log", "reference0.log", "rollout0.log", "functions0.log", "reward-0.log"}
-    assert {log.name for log in plus_nine.path.glob("logs/*.log")} == {"console.log"} | workers
+    assert {log.name for log in plus_nine.path.glob("logs/*.log")} == {"console.log", "ray.log"} | workers
