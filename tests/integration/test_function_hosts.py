@@ -155,7 +155,7 @@ def test_a_host_gets_no_more_than_it_has_room_for(start: Callable[..., Hosts], m
         put(worker, batch)
 
     monkeypatch.setattr(client, "_put", counted)
-    hosts.runner.wait(rollouts(500))
+    hosts.runner.wait(rollouts(2000))
     assert max(most) == AHEAD and len(most) < 60, most
 
 

@@ -33,7 +33,7 @@ from grpo_rl.rewards.runtime.processes import Broken, Done
 
 WAIT_S = 10.0
 """Seconds for which a host is asked what has happened, where nothing has."""
-AHEAD = 32
+AHEAD = 256
 """Responses that a host has at most for each of its reward processes: it gets more when half of them are done."""
 GATHER_S = 0.003
 """Seconds for which jobs gather, to be sent in one call."""

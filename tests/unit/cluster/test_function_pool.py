@@ -86,9 +86,9 @@ def rollouts(number: int, seconds: float) -> list[Rollout]:
 
 def test_many_responses_go_in_few_calls_and_no_host_has_more_than_its_room(tmp_path: Path, nodes: list[Node]) -> None:
     runner = runner_of(tmp_path, nodes)
-    assert [one.reward for one in runner.wait(rollouts(400, 0.0))] == list(range(400))
+    assert [one.reward for one in runner.wait(rollouts(2000, 0.0))] == list(range(2000))
     calls = nodes[0].calls + nodes[1].calls
-    assert sum(calls) == 400 and max(calls) <= AHEAD and len(calls) < 40, calls
+    assert sum(calls) == 2000 and max(calls) <= AHEAD and len(calls) < 40, calls
     assert all(nodes[number].calls for number in (0, 1))
     runner.close()
 
