@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types and tests, in the environment that it makes if need be.
 #
-#   scripts/test.sh                        everything that guards a commit: about 17 minutes on two cores
+#   scripts/test.sh                        everything that guards a commit: about 18 minutes on two cores
 #   scripts/test.sh PART [argument ...]    one of: lint types unit integration faults gpu; arguments go to its tool
 #   scripts/test.sh campaign [FILE ...]    the long tests (marked `campaign` or `slow`): before a release, and after a change of
 #                                          what they are about; hours on two cores
