@@ -173,7 +173,10 @@ def checked(
     """Return the configuration that Hydra has composed of a command line. Raises ConfigError as `compose`."""
     line = command.line
     problems = [*line.problems, *reading.problems, *problems]
-    notes = [*line.notes, *(note for settings in reading.settings.values() for note in settings.notes)]
+    of_files = reading.settings.values()
+    notes = [*line.notes, *(note for settings in of_files for note in settings.notes)]
+    if meaningless := dict.fromkeys(key for settings in (line, *of_files) for key in settings.meaningless):
+        notes.append(f"{', '.join(meaningless)}: no meaning here; verl's keys of speed, memory, logs or processes")
     raw, safe = _resolve(composed, problems)
     named_keys = line.keys.union(*(settings.keys for settings in reading.settings.values()))
     for tree in (raw, safe) if raw else ():

@@ -301,6 +301,12 @@ def lm_head_chunk(tokens: int | None, vocabulary: int) -> int:
     return tokens or max(2048, 2**24 // vocabulary)
 
 
+def may_have_critic(config: Config) -> bool:
+    """Return whether the estimator reads values. One of the user's own is known only once it is imported."""
+    estimator = config.algorithm.adv_estimator
+    return estimates_advantages(config) and (estimator in VALUE_ESTIMATORS or ":" in estimator)
+
+
 def critic_has_own_model(config: Config) -> bool:
     """Return whether the critic starts from another model than the actor."""
     return config.critic.model.path not in ("", config.actor_rollout_ref.model.path)

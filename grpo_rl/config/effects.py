@@ -49,7 +49,7 @@ ESTIMATES = (*_BY_TOKEN, *(f"{name}+" for name in _BY_TOKEN), "k3_unbiased")
 HARMLESS = (
     f"{REF}: *; {R}: log_prob_* val_kwargs.* checkpoint_engine.* gpu_memory_utilization kv_cache_memory_bytes kv_cache_gib "
     f"free_cache_engine enforce_eager enable_prefix_caching cpu_threads engine_kwargs; {A}: ppo_micro_batch_size_per_gpu "
-    f"clip_ratio_c fsdp_config.fsdp_size; critic: ppo_micro_batch_size_per_gpu fsdp.fsdp_size; {RAY}: num_cpus "
+    f"clip_ratio_c fsdp_config.fsdp_size; critic: model.* ppo_micro_batch_size_per_gpu fsdp.fsdp_size; {RAY}: num_cpus "
     "object_store_memory; trainer: val_before_train log_val_generations; reward: overlong_buffer.* audit audit_share; "
     f"global_profiler: tool save_path; trainer: total_epochs; "
     f"{_OFFLOADS}"
@@ -298,7 +298,7 @@ def _of_learning(config: Config) -> list[Rule]:
         f"{DISTANCE}.use_task_rewards=false learns from teachers alone",
     )
     of_rewards = "algorithm: adv_* norm_adv_by_std_in_grpo gamma lam reward_parts use_kl_in_reward kl_*"
-    no_critic = not pairs and algorithm.adv_estimator not in derived.VALUE_ESTIMATORS and ":" not in algorithm.adv_estimator
+    no_critic = not pairs and not derived.may_have_critic(config)
     of_critic = _CRITIC.replace("*", "model.* optim.* fsdp.* profiler.* ppo_* use_dynamic_bsz ulysses_* cliprange_value")
     of_critic += "" if config.critic.enable is False else "; critic: enable"
     return [

@@ -54,7 +54,9 @@ class Settings:
     """Keys of the schema, or below a free mapping, with their values. `{}` clears a mapping, other mappings are merged."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is taken and has another place here, or no meaning: a line each."""
+    """What is taken and has another place here: a line each."""
+    meaningless: list[str] = field(default_factory=list)
+    """Keys of verl's that bear on speed, memory, logs or processes alone."""
 
     @property
     def keys(self) -> set[str]:
@@ -82,9 +84,11 @@ class Settings:
         elif place in sections():
             if value is not None or not self.where:  # in a file: all lines of the group are commented out
                 self.problems.append(f"{place}={show(value)}: is a group of keys, not a value; set {place}.NAME=...")
-        elif (reply := verl_answers.reply(place, value, self.where)) is not None:
-            self.problems += reply[0]
-            self.notes += reply[1]
+        elif (answer := verl_answers.answer_for(place)) is not None:
+            if answer.means_nothing and value is not None:
+                self.meaningless.append(place)
+            elif problem := verl_answers.refusal(place, value, self.where):
+                self.problems.append(problem)
         elif above:
             self.problems.append(f"{place}: {above} takes {leaves()[above].kind.describe()}, so nothing lies below it")
         else:

@@ -90,7 +90,7 @@ def _models(config: Config) -> Iterator[str]:
         yield f"{_MODEL}.path is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
     elif not alone:
         yield from _model_folder(config, OWN_CODE, f"{_MODEL}.path", model.path, own_tokenizer, model.tokenizer_path)
-        if derived.critic_has_own_model(config):
+        if derived.may_have_critic(config) and derived.critic_has_own_model(config):
             path = config.critic.model.path
             if path.startswith("builtin:"):
                 yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"

@@ -128,17 +128,38 @@ def replaced(config: Any, values: Mapping[str, Any]) -> Any:
     return config
 
 
+OTHER_NAMES = {
+    "beta": "actor_rollout_ref.actor.kl_loss_coef",
+    "learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "max_completion_length": "data.max_response_length",
+    "max_steps": "trainer.total_training_steps",
+    "n_val": "actor_rollout_ref.rollout.val_kwargs.n",
+    "num_generations": "actor_rollout_ref.rollout.n",
+    "num_train_epochs": "trainer.total_epochs",
+    "output_dir": "trainer.default_local_dir",
+    "report_to": "trainer.logger",
+    "save_steps": "trainer.save_freq",
+}
+"""Names that other trainers have for keys; they are suggested only."""
+
+
 @lru_cache(maxsize=1024)
 def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
-    """Return the keys that may have been meant by `key`, the likeliest first."""
+    """Return the keys that may have been meant by `key`, the likeliest first: those of its own group before others."""
     key = key[:200]  # comparing is quadratic in the length
-    last, names = key.rpartition(".")[2], {name.rpartition(".")[2] for name in leaves()}
+    group, _, last = key.rpartition(".")
+    if last in OTHER_NAMES:
+        return (OTHER_NAMES[last],)
+    names = {name.rpartition(".")[2] for name in leaves()}
+    in_group = [name.rpartition(".")[2] for name in leaves() if name.rpartition(".")[0] == group]
+    near_in_group = [f"{group}.{name}" for name in difflib.get_close_matches(last, in_group, n=limit, cutoff=0.75)]
     # A right name in the wrong group is as near as a misspelt name in the right one.
     meant = [last] if last in names else difflib.get_close_matches(last, names, n=limit, cutoff=0.75)
     near = {name for name in leaves() if name.rpartition(".")[2] in meant}
     if last not in names:
         near.update(difflib.get_close_matches(key, leaves(), n=limit, cutoff=0.9 if near else 0.75))
-    return tuple(sorted(near, key=lambda name: (-difflib.SequenceMatcher(None, name, key).ratio(), name))[:limit])
+    likeliest = sorted(near, key=lambda name: (-difflib.SequenceMatcher(None, name, key).ratio(), name))
+    return tuple(dict.fromkeys((*near_in_group, *likeliest)))[:limit]
 
 
 def siblings(key: str) -> list[str]:

@@ -7,6 +7,7 @@ a note. All others are refused with what to use instead.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -22,17 +23,18 @@ from grpo_rl.config.schema.fields import flat
 class Answer:
     """The answer to a key: the values that are right here, and the reason or replacement for all others."""
 
-    advice: str
+    advice: str = ""
     accepts: tuple[str, ...] = ()
-    hint: bool = False
-    """The key bears on speed, memory, logs or processes and never on what is learned: other values are taken with a note."""
     target: str | None = None
-    """The key that has its value here."""
+    """The key, or the group, that has its value here."""
+
+    @property
+    def means_nothing(self) -> bool:
+        """Whether the key bears on speed, memory, logs or processes alone, so that any value is taken."""
+        return not self.advice and self.target is None
 
 
-_MEANING = re.compile(
-    r"= (?P<target>\S+)(?: unless (?P<same>\S+): .+)?|(?:only (?P<only>[^:]+)|(?P<hint>nothing)(?: \((?P<right>[^)]*)\))?|not here): (?P<advice>.+)"
-)
+_MEANING = re.compile(r"nothing|= (?P<target>\S+)(?: unless (?P<same>\S+))?|(?:only (?P<only>[^:]+)|not here): (?P<advice>.+)")
 
 
 def _read(text: str) -> dict[str, Answer]:
@@ -42,17 +44,15 @@ def _read(text: str) -> dict[str, Answer]:
         if line.startswith("["):
             prefixes = line.strip("[]").split(", ")
         elif line and not line.startswith("#"):
-            name, _, meaning = line.partition(" | ")
-            found = _MEANING.fullmatch(meaning)
-            assert found is not None, line
-            values = tuple((found["only"] or found["right"] or found["same"] or "").split(", "))
-            answer = Answer(
-                found["advice"] or f"use {found['target']}",
-                values if values != ("",) else (),
-                found["hint"] is not None,
-                found["target"],
-            )
-            answers |= {prefix + name: answer for prefix in prefixes}
+            names, _, meaning = line.partition(" | ")
+            match = _MEANING.fullmatch(meaning)
+            assert match is not None, line
+            values = match["only"] or match["same"]
+            for prefix in prefixes:
+                target = match["target"]
+                target = f"{prefix[:-1]}{target}" if target and target.startswith(".") else target
+                answer = Answer(match["advice"] or "", tuple(values.split(", ")) if values else (), target)
+                answers |= {prefix + name: answer for name in names.split()}
     return answers
 
 
@@ -97,36 +97,36 @@ def in_lists(correction: MutableMapping[str, Any]) -> None:
 
 def place_of(key: str, value: Any) -> str:
     """Return the key that has this value of `key` here: `key` itself, unless verl's has another place."""
-    answer = ANSWERS.get(key)
-    is_here = answer is None or answer.target is None or any(_same(value, right) for right in answer.accepts)
-    return key if answer is None or is_here else str(answer.target)
+    name, answer = _nearest(key)
+    if answer is None or answer.target is None or any(_same(value, right) for right in answer.accepts):
+        return key
+    return answer.target + key.removeprefix(name)
 
 
 def answer_for(key: str) -> Answer | None:
     """Return the answer for `key` or for the nearest group that it lies in; None where verl has no such key."""
-    parts = key.split(".")
-    for length in range(len(parts), 0, -1):
-        answer = ANSWERS.get(".".join(parts[:length]))
-        if answer is not None:
-            # What is right for a whole group of one value is not right for a key inside it.
-            return answer if length == len(parts) else Answer(answer.advice, hint=answer.hint)
-    return None
+    name, answer = _nearest(key)
+    # What is right for a whole group of one value is not right for a key inside it.
+    return answer if answer is None or name == key else dataclasses.replace(answer, accepts=())
 
 
-def reply(key: str, value: Any, where: str = "") -> tuple[list[str], list[str]] | None:
-    """Return why verl's `key` is refused with this value, and notes where it is taken and means nothing here.
+def _nearest(key: str) -> tuple[str, Answer | None]:
+    names = key.split(".")
+    groups = (".".join(names[:length]) for length in range(len(names), 0, -1))
+    return next(((group, ANSWERS[group]) for group in groups if group in ANSWERS), (key, None))
 
-    Neither where the value is right here. None: verl has no such key either.
-    """
+
+def refusal(key: str, value: Any, where: str = "") -> str | None:
+    """Return why verl's `key`, which has an answer, is refused with this value; None where it is taken."""
     answer = answer_for(key)
-    if answer is None or value is None or any(_same(value, right) for right in answer.accepts):
-        return None if answer is None else ([], [])
-    if answer.hint:
-        return [], [f"{key}={show(value)}: has no meaning here{where}: {answer.advice}"]
+    assert answer is not None
+    if answer.means_nothing or value is None or any(_same(value, right) for right in answer.accepts):
+        return None
+    advice = answer.advice or f"use {answer.target}"
     if not answer.accepts:
-        return [f"{key}: a key of verl's that is not here{where}: {answer.advice}"], []
+        return f"{key}: a key of verl's that is not here{where}: {advice}"
     right = " or ".join(show(right) for right in answer.accepts)
-    return [f"{key}={show(value)}: only {right} is possible here{where}: {answer.advice}"], []
+    return f"{key}={show(value)}: only {right} is possible here{where}: {advice}"
 
 
 def _same(value: Any, right: str) -> bool:

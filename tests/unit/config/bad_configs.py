@@ -122,17 +122,13 @@ _CONTRADICTIONS: list[Bad] = [
 ]
 # What verl takes without a word on its default path, or reads nowhere.
 _SILENT_IN_VERL: list[Bad] = [
-    ([f"{A}.grad_clip=0.5"], f"{A}.grad_clip", "optim.clip_grad"),
     (["custom_reward_function.path=x.py"], "x.py:compute_score", "there is no file"),
     (["reward_model.enable=true"], "reward.reward_model.model_path", "not set"),
     ([f"{A}.use_rollout_log_probs=true"], f"{A}.use_rollout_log_probs", "bypass_mode"),
     ([f"{R}.full_determinism=true"], f"{R}.full_determinism", "only false"),
-    (["data.trust_remote_code=maybe"], "data.trust_remote_code", "only false"),
     ([f"{R}.over_sample_rate=0.5"], f"{R}.over_sample_rate", "only 0"),
-    ([f"{R}.multi_turn.num_repeat_rollouts=2"], f"{R}.multi_turn.num_repeat_rollouts", "verl"),
     (["trainer.default_hdfs_dir=x"], "trainer.default_hdfs_dir", "verl"),
     ([f"{A}.fsdp_config.strategy=fsdp9"], f"{A}.fsdp_config.strategy", "only fsdp"),
-    ([f"{A}.ppo_micro_batch_size=4"], f"{A}.ppo_micro_batch_size", "per_gpu"),
     ([f"{R}.data_parallel_size=2"], f"{R}.data_parallel_size", "only 1"),
     (["algorithm.use_pf_ppo=true"], "algorithm.use_pf_ppo", "only false"),
     ([f"{M}.lora_rank=8", f"{M}.target_modules=[]"], f"{M}.target_modules", ""),

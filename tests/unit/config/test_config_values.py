@@ -68,6 +68,11 @@ def test_all_wrong_values_are_reported_together() -> None:
         ("actor_rollout_ref.actor.cliip_ratio", f"{A}.clip_ratio"),
         ("algorithm.adv_estimater", "algorithm.adv_estimator"),
         ("algorithm.whitening", "adv_estimator"),
+        (f"{A}.adaptive_entropy.enabled", f"Did you mean {A}.adaptive_entropy.enable or"),
+        (f"{R}.num_generations", f"Did you mean {R}.n?"),
+        ("data.n_val", f"Did you mean {R}.val_kwargs.n?"),
+        ("learning_rate", f"Did you mean {A}.optim.lr?"),
+        ("trainer.output_dir", "Did you mean trainer.default_local_dir?"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_ones(key: str, expected: str) -> None:
