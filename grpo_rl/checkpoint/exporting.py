@@ -14,7 +14,7 @@ import torch
 from grpo_rl.checkpoint.files import flush, refusals, whole_folder
 from grpo_rl.checkpoint.manifest import MANIFEST, verify
 from grpo_rl.checkpoint.rank_files import load_weights
-from grpo_rl.config.schema.model import ModelConfig
+from grpo_rl.config.schema.model import POLICY_KEY, ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError, DataError
 from grpo_rl.run_files import parsed, read_bytes, read_json
 
@@ -115,7 +115,7 @@ def try_export(base: str, model: ModelConfig, tokenizer: Any) -> None:
             tokenizer.save_pretrained(folder)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{load.POLICY_KEY}={base}: the trained model could not be written: {type(error).__name__}: {error}. Mend the "
+            f"{POLICY_KEY}={base}: the trained model could not be written: {type(error).__name__}: {error}. Mend the "
             "file that it names, or set trainer.export_at_end=false"
         ) from error
 

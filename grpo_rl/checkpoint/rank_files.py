@@ -31,7 +31,7 @@ from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.lora import Adapters
 from grpo_rl.models.optim import AVERAGE
-from grpo_rl.models.sharded_load import is_first_replica, local_of, rows_of
+from grpo_rl.models.shards import is_first_replica, local_of, rows_of
 
 NICER = 4
 """The niceness that a writing thread adds to that of a training one. More would hold up the training: the writing thread

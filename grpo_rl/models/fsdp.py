@@ -26,7 +26,8 @@ from grpo_rl.models import lora
 from grpo_rl.models.experts import stored_tensors
 from grpo_rl.models.forward import PackedModel
 from grpo_rl.models.load import decoder_layers, save_lm
-from grpo_rl.models.sharded_load import is_rearranged, local_of, name_in_files
+from grpo_rl.models.sharded_load import is_rearranged, name_in_files
+from grpo_rl.models.shards import local_of
 
 SHARD_BYTES = 5 << 30
 """The largest file of an exported model, and about the host memory that an export needs."""

@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from grpo_rl import hub
+from grpo_rl.config.schema.model import POLICY_KEY
 from grpo_rl.errors import ConfigError, is_panic
 from grpo_rl.models import attention
 from grpo_rl.models.sharded_load import WeightFiles
 
 GENERATION_FILE = "generation_config.json"
-POLICY_KEY = "actor_rollout_ref.model.path"
+
 SCALED_LOGITS = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
 """Settings of a model that change its logits in ways that the LM head and the attention here do not have."""
 

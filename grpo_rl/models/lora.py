@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from grpo_rl.config.schema.model import ModelConfig
 from grpo_rl.errors import CheckpointError, ConfigError
 from grpo_rl.models.experts import FAMILIES
-from grpo_rl.models.sharded_load import is_first_replica, local_of, name_in_files, rows_of
+from grpo_rl.models.sharded_load import name_in_files
+from grpo_rl.models.shards import is_first_replica, local_of, rows_of
 
 FOLDER = "lora_adapter"
 """The folder of the adapter inside of an exported model; verl's name."""

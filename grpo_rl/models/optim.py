@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from grpo_rl.config.schema.tree import OptimConfig
 from grpo_rl.models.fsdp import full_tensor
 from grpo_rl.models.load import decoder_layers
-from grpo_rl.models.sharded_load import local_of, rows_of
+from grpo_rl.models.shards import local_of, rows_of
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

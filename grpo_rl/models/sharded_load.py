@@ -14,41 +14,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from grpo_rl.models.experts import FAMILIES, holds_experts, per_expert
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-def rows_of(tensor: Any) -> tuple[int, int]:
-    """Return the first and last (exclusive) row that this rank has of a tensor: FSDP2 cuts as `torch.chunk` does."""
-    total = int(tensor.shape[0])
-    if not isinstance(tensor, DTensor):
-        return 0, total
-    mesh = tensor.device_mesh
-    # The last dimension of a mesh is the one that shards; along another one there are replicas.
-    last = mesh.ndim - 1
-    size = -(-total // mesh.size(last))
-    start = min(mesh.get_local_rank(last) * size, total)
-    stop = min(start + size, total)
-    assert len(tensor.to_local()) == stop - start, "sharded by rows, and evenly"
-    return start, stop
-
-
-def local_of(tensor: Any) -> Tensor:
-    """Return this rank's shard, or the tensor itself where it is whole."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def name_in_files(name: str) -> str:
     """Return the name that a parameter has in files: a layer with an adapter has its own weight one level deeper."""
     return name.replace(".base_layer.", ".")
-
-
-def is_first_replica(tensor: Any) -> bool:
-    """Return whether this rank's rows of a tensor are in the first of the replicas that hold them, which stands for all."""
-    return not isinstance(tensor, DTensor) or tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
 
 
 class WeightFiles:
@@ -122,6 +96,9 @@ class WeightFiles:
     @torch.no_grad()
     def read_into(self, lm: Any) -> None:
         """Fill this rank's rows of every parameter of `lm` that has storage; those that no file has become 0."""
+        # Distributed tensors take a third of a controller's imports, and it only looks at the files' heads.
+        from grpo_rl.models.shards import local_of, rows_of
+
         wanted: dict[Path, list[tuple[str, Tensor, int]]] = {}
         for names, parameter in _named(lm.named_parameters(remove_duplicate=False)):
             if parameter.device.type == "meta":

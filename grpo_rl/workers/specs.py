@@ -8,9 +8,8 @@ from torch import Tensor
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.columns import Column, Fetch, read_columns
-from grpo_rl.config.schema.model import FsdpConfig, RefFsdpConfig
+from grpo_rl.config.schema.model import POLICY_KEY, FsdpConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import ModelConfig, OptimConfig, RewardModelTrainConfig
-from grpo_rl.models.load import POLICY_KEY
 from grpo_rl.rollout.engine import WeightBackend
 from grpo_rl.types import Batch, Counts
 

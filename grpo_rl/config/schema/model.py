@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import *
 
+POLICY_KEY = "actor_rollout_ref.model.path"
+"""The key that names the policy's folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
