@@ -1,8 +1,8 @@
-"""The first run on a new GPU machine: twelve checks, each row printed and written to a file as soon as it is known.
+"""The first run on a new GPU machine: thirteen checks, each row printed and written to a file as soon as it is known.
 
     python scripts/gpu_first_run.py --out out 1 2 3 4 5 6 7 8 9 10      # torch, transformers and numpy are enough
     PYTHONPATH=site python scripts/gpu_first_run.py --out out 11 --rows rows.jsonl --tokenizer FOLDER     # and Ray, Hydra
-    PYTHONPATH=site python scripts/gpu_first_run.py --out out 12 --rows rows.jsonl --tokenizer FOLDER     # and vLLM
+    PYTHONPATH=site python scripts/gpu_first_run.py --out out 13 12 --rows rows.jsonl --tokenizer FOLDER  # and vLLM
     python scripts/gpu_first_run.py --device cpu --out out              # the rehearsal, in tiny sizes
 
      1  card, matrix product, copy           7  learning, offload, checkpoint
@@ -11,6 +11,7 @@
      4  policy against the CPU              10  against bare torch on the same rollouts
      5  weights by CUDA IPC                 11  the main job with the engine of transformers
      6  shared prompts                      12  the main job with vLLM
+                                            13  seconds of sampling, sleep, a separate process
 
 Each row has the value that was expected before anything was run. scripts/bare_machine.py brings Ray and vLLM to a machine
 without a network. The exit code is 1 if a row failed.
@@ -38,6 +39,7 @@ SCRIPTS = Path(__file__).resolve().parent
 sys.path[:0] = [str(SCRIPTS), str(SCRIPTS.parent)]
 import gpu_check  # noqa: E402
 import gpu_checks  # noqa: E402
+import gpu_sampling  # noqa: E402
 from gpu_checks import TINY, Row, Sizes, passed, seconds_of  # noqa: E402
 
 CHECKS: dict[int, tuple[str, ...]] = {
@@ -53,10 +55,13 @@ CHECKS: dict[int, tuple[str, ...]] = {
     10: ("bare_torch",),
     11: ("main_job_hf",),
     12: ("main_job_vllm",),
+    13: ("sampling",),
 }
 """The names of the checks behind each number: those of gpu_checks.py, and those below."""
 
 NUM_GROUPS, GROUP_SIZE = 8, 8
+STEP_FIGURES = ("reward/mean", "rollout/logprob_diff_mean", "timing_s/gen", "timing_s/sync_weights", "timing_s/update_actor")
+"""What is printed of each step of a main job as soon as it is there."""
 
 
 def check_ceilings(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
@@ -193,23 +198,27 @@ def main_job(engine: str, device: str, out: Path, options: argparse.Namespace, e
     name, began = f"main job with {engine}", time.perf_counter()
     # The sampler of vLLM 0.32 imports FlashInfer unless it is told otherwise, and a machine without a network may lack it.
     sampler = {} if importlib.util.find_spec("flashinfer") else {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    done = subprocess.run(
-        [*command, "--", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        env=os.environ | sampler,
-    )
-    (out.parent / f"{out.name}.log").write_text(done.stdout)
-    took = time.perf_counter() - began
-    verdict = next((line for line in reversed(done.stdout.splitlines()) if line.startswith("reward ")), "")
-    yield passed(f"{name}: ends, and its reward rose", done.returncode == 0, f"{verdict or 'no reward'}, {took:.0f} s", "rises")
-    if done.returncode:
-        print(done.stdout[-6000:], flush=True)
-    metrics = out / "runs" / "bare" / "metrics.jsonl"
-    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
-    steps = [record for record in records if "rollout/logprob_diff_mean" in record]
+    log, metrics = out.parent / f"{out.name}.log", out / "runs" / "bare" / "metrics.jsonl"
+    steps: list[dict[str, Any]] = []
+    with log.open("w") as stream:
+        job = subprocess.Popen([*command, "--", *words], stdout=stream, stderr=subprocess.STDOUT, env=os.environ | sampler)
+        ended = False
+        while not ended:
+            ended = job.poll() is not None
+            for record in steps_in(metrics)[len(steps) :]:
+                steps.append(record)
+                figures = [f"{key} {record[key]:.3g}" for key in STEP_FIGURES if key in record]
+                yield Row(f"{name}: step {record['step']}, {time.perf_counter() - began:.0f} s", "measured", ", ".join(figures))
+            time.sleep(0.0 if ended else 0.5)
+    lines = log.read_text().splitlines()
+    for line in lines:
+        if line.startswith("starting ") and not line.endswith("..."):
+            yield Row(f"{name}: start", "measured", line)
+    verdict = next((line for line in reversed(lines) if line.startswith("reward ")), "no reward")
+    figure = f"{verdict}, {time.perf_counter() - began:.0f} s"
+    yield passed(f"{name}: ends, and its reward rose", job.returncode == 0, figure, "rises")
+    if job.returncode:
+        print("\n".join(lines)[-6000:], flush=True)
     if not steps:
         yield Row(f"{name}: steps", "failed", "no step has metrics", "one at least")
         return
@@ -230,13 +239,26 @@ def main_job(engine: str, device: str, out: Path, options: argparse.Namespace, e
             yield Row(f"{name}: {key}, median", "measured", f"{statistics.median(values):.4g}")
 
 
+def steps_in(metrics: Path) -> list[dict[str, Any]]:
+    """Return the records of training steps in a file of metrics, whose last line may not be whole yet."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [record for record in records if "rollout/logprob_diff_mean" in record]
+
+
 def check_main_job_hf(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    yield from main_job("hf", device, OPTIONS.out / "main_job_hf", OPTIONS, [])
+    yield from main_job("hf", device, OPTIONS.out / "main_job_hf", OPTIONS, OPTIONS.words)
 
 
 def check_main_job_vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    extra = ["actor_rollout_ref.rollout.enforce_eager=true", *OPTIONS.words] if device == "cuda" else list(OPTIONS.words)
-    yield from main_job("vllm", device, OPTIONS.out / "main_job_vllm", OPTIONS, extra)
+    yield from main_job("vllm", device, OPTIONS.out / "main_job_vllm", OPTIONS, OPTIONS.words)
+
+
+def check_sampling(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
+    # vLLM has no kernels for small heads on CPUs.
+    yield from gpu_sampling.check_sampling(
+        device, sizes if device == "cuda" else dataclasses.replace(TINY, head_dim=32), folder
+    )
 
 
 OWN: dict[str, gpu_checks.Check] = {
@@ -244,14 +266,15 @@ OWN: dict[str, gpu_checks.Check] = {
     "bare_torch": check_bare_torch,
     "main_job_hf": check_main_job_hf,
     "main_job_vllm": check_main_job_vllm,
+    "sampling": check_sampling,
 }
 gpu_checks.CHECKS.update(OWN)
 OPTIONS = argparse.Namespace()
 
 
 def rows_of(name: str, device: str, folder: Path) -> Iterator[Row]:
-    """Yield the rows of one check. The main jobs start processes of their own; every other check gets one."""
-    if name.startswith("main_job"):
+    """Yield the rows of one check. Those with engines start processes of their own; every other check gets one."""
+    if name in ("main_job_hf", "main_job_vllm", "sampling"):
         yield from OWN[name](device, TINY if device == "cpu" else Sizes(), folder)
     else:
         yield from gpu_check.in_process(name, device, folder)
@@ -265,7 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, help="11, 12: GSM8K's questions as JSON Lines")
     parser.add_argument("--tokenizer", type=Path, help="11, 12: the folder of Qwen2.5's tokenizer")
     parser.add_argument("--steps", type=int, default=12, help="11, 12: training steps")
-    parser.add_argument("--word", dest="words", action="append", default=[], help="12: a further key=value")
+    parser.add_argument("--word", dest="words", action="append", default=[], help="11, 12: a further key=value")
     parser.parse_args(argv, OPTIONS)
     numbers = OPTIONS.numbers or list(CHECKS)
     if unknown := [number for number in numbers if number not in CHECKS]:

@@ -48,8 +48,9 @@ ESTIMATES = (*_BY_TOKEN, *(f"{name}+" for name in _BY_TOKEN), "k3_unbiased")
 
 HARMLESS = (
     f"{REF}: *; {R}: log_prob_* val_kwargs.* checkpoint_engine.* gpu_memory_utilization kv_cache_memory_bytes kv_cache_gib "
-    f"free_cache_engine enforce_eager enable_prefix_caching cpu_threads engine_kwargs; {A}: ppo_micro_batch_size_per_gpu "
-    f"clip_ratio_c fsdp_config.fsdp_size; critic: model.* ppo_micro_batch_size_per_gpu fsdp.fsdp_size; {RAY}: num_cpus "
+    f"free_cache_engine enforce_eager use_torch_compile separate_process enable_prefix_caching cpu_threads engine_kwargs; {A}: "
+    f"ppo_micro_batch_size_per_gpu clip_ratio_c fsdp_config.fsdp_size; critic: model.* ppo_micro_batch_size_per_gpu "
+    f"fsdp.fsdp_size; {RAY}: num_cpus "
     "object_store_memory; trainer: val_before_train log_val_generations; reward: overlong_buffer.* audit audit_share; "
     f"global_profiler: tool save_path; trainer: total_epochs; "
     f"{_OFFLOADS}"
@@ -98,11 +99,13 @@ distillation: *                          | distillation.enabled=true
 distillation: n_gpus_per_node            | distillation.nnodes above 0
 {DISTANCE}: discount                     | {DISTANCE}.use_policy_gradient=true
 {DISTANCE}: jsd_beta                     | {DISTANCE}.loss_mode=jsd
-{R}: gpu_memory_utilization free_cache_engine kv_cache_memory_bytes kv_cache_gib enforce_eager enable_prefix_caching | {R}.name=vllm
+{R}: gpu_memory_utilization free_cache_engine kv_cache_memory_bytes kv_cache_gib enforce_eager use_torch_compile separate_process enable_prefix_caching | {R}.name=vllm
 {R}: fp32_lm_head quantization           | {R}.name=vllm
+{R}: separate_process                    | {R}.tensor_model_parallel_size=1 | vLLM's workers have processes of their own
 {R}: quantization                        | trainer.device=cuda | it needs a GPU of compute capability 8.9 or newer
 {R}: hf.*                                | {R}.name=hf
-{R}: gpu_memory_utilization free_cache_engine kv_cache_memory_bytes | trainer.device=cuda | it is for GPUs
+{R}: gpu_memory_utilization free_cache_engine kv_cache_memory_bytes use_torch_compile | trainer.device=cuda | it is for GPUs
+{R}: use_torch_compile                   | {R}.enforce_eager=false or null | {R}.enforce_eager=true compiles nothing
 {R}: kv_cache_gib cpu_threads            | trainer.device=cpu | it is for CPUs
 {R}: free_cache_engine                   | {R}.nnodes=0 | engines have devices of their own, and keep their memory
 {R}: n_gpus_per_node                     | {R}.nnodes above 0 | with {R}.nnodes=0 engines share the actor's devices; {R}.nnodes gives them their own

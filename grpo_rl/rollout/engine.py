@@ -41,6 +41,8 @@ class EngineSpec:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     enforce_eager: bool = True
+    use_torch_compile: bool = True
+    """vLLM on GPUs, if not `enforce_eager`: compile the model; False: CUDA graphs of the model as it is."""
     gpu_memory_utilization: float = 0.5
     kv_cache_memory_bytes: int | None = None
     """GPU: the size of the key-value cache on each device; None: what gpu_memory_utilization leaves."""
@@ -49,6 +51,8 @@ class EngineSpec:
     enable_prefix_caching: bool = True
     sleep_mode: bool = False
     """GPU: the engine can give its memory back (sleep, wake_up)."""
+    separate_process: bool = False
+    """vLLM: schedule and sample in a child process."""
     updates_in_flight: bool = False
     """Weights come while requests are unfinished: vLLM on GPUs hands each token over in the step that samples it."""
     weight_backend: WeightBackend = "object_store"
@@ -93,11 +97,13 @@ class EngineSpec:
             max_num_seqs=max_num_seqs(cfg, device),
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
+            use_torch_compile=rollout.use_torch_compile,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
             kv_cache_gib=rollout.kv_cache_gib,
             enable_prefix_caching=rollout.enable_prefix_caching,
             sleep_mode=on_gpu and colocated and rollout.free_cache_engine,
+            separate_process=rollout.separate_process and rollout.tensor_model_parallel_size == 1,
             updates_in_flight=updates_in_flight(cfg),
             weight_backend=weight_backend(cfg, device),
             bucket_bytes=rollout.checkpoint_engine.update_weights_bucket_megabytes << 20,

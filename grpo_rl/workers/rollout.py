@@ -51,7 +51,7 @@ class RolloutWorker:
         # It imports transformers, which a process that only describes workers does not need.
         from grpo_rl.rollout.model_info import response_decoder
 
-        if spec.tensor_parallel_size > 1:
+        if spec.tensor_parallel_size > 1 or spec.separate_process:
             track_apart()
         self.spec = spec
         self._call_timeout_s = call_timeout_s

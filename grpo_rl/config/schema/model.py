@@ -375,6 +375,10 @@ class RolloutConfig:
     """GPU, colocated: the engine gives its memory back while the actor trains."""
     enforce_eager: bool | None = None
     """No compilation and CUDA graphs; null: true on CPU, false on GPU."""
+    use_torch_compile: bool = True
+    """vllm on GPUs without enforce_eager: compile the model as well; false: CUDA graphs of the model as it is, and a quicker start."""
+    separate_process: bool = False
+    """vllm: its engine core (scheduling, sampling) runs in a child process, ahead of what reads the tokens."""
     max_num_seqs: Rollouts | None = None
     """Most responses that one replica samples at once; null: 1024 on GPUs, as vLLM on large ones, and 256 on CPUs."""
     max_num_batched_tokens: Tokens = 8192

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,7 @@ from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_r
 from grpo_rl.rollout.engine_environment import engine_environment, set_missing, temporary_files
 from grpo_rl.rollout.model_info import expected_tensors, kv_bytes_per_token, load_config, stop_token_ids
 from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
-from grpo_rl.rollout.vllm.vllm_patches import SEED, ReportedArrays, check_version, own_threads
+from grpo_rl.rollout.vllm.vllm_patches import SEED, ReportedArrays, check_version, own_threads, plain_handle
 from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate
 from grpo_rl.types import Completion, Request, Sampling
 
@@ -28,15 +29,18 @@ if TYPE_CHECKING:
 
 
 class VllmEngine:
-    """vLLM's engine behind the RolloutEngine protocol: in this process, workers beside it for tensor parallelism.
+    """vLLM's engine behind the RolloutEngine protocol, with workers beside it for tensor parallelism.
 
-    A request with a seed gives the same tokens whenever the weights are the same.
+    A request with a seed gives the same tokens whenever the weights are the same. vLLM schedules and samples in this process,
+    or with `EngineSpec.separate_process` in a child, which goes on while this one reads what it sampled.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._stop_ids = stop_token_ids(spec)
         self._llm = build_llm_engine(spec)
+        if spec.separate_process:
+            self._rpc("end_with", parent=os.getpid())
         self._counts = spec.device == "cpu"
         """True where requests have their seeds in `extra_args`: see vllm_patches."""
         if self._counts:
@@ -59,12 +63,12 @@ class VllmEngine:
 
     @property
     def updates_in_flight(self) -> bool:
-        """Return whether tokens are handed over in the step that samples them, as on CPU.
+        """Return whether every token is labelled with the weights that sampled it, also where an update comes in between.
 
-        With vLLM's asynchronous scheduling, its default on GPUs and switched off where `EngineSpec.updates_in_flight` asks
+        A separate process labels tokens itself, and other engines if tokens are handed over in the step that samples them. With vLLM's asynchronous scheduling, its default on GPUs and switched off where `EngineSpec.updates_in_flight` asks
         for it, the newest tokens are handed over one step later and would get the version of the weights that are live by then.
         """
-        return not self._llm.vllm_config.scheduler_config.async_scheduling
+        return self._spec.separate_process or not self._llm.vllm_config.scheduler_config.async_scheduling
 
     def submit(self, requests: Sequence[Request]) -> None:
         from vllm.inputs.engine import tokens_input
@@ -99,11 +103,14 @@ class VllmEngine:
 
     def start_weight_update(self, version: int) -> None:
         self._update.start(version, self.num_unfinished)
+        if self._spec.separate_process:
+            # It goes on sampling by itself otherwise. Requests stay where they are.
+            self._core("pause_scheduler", "keep", False)
         self._rpc("start_weight_update")
 
     def load_bucket(self, bucket: WeightBucket) -> None:
         self._update.receive(bucket)
-        self._rpc("update_weights", update_info=_update_info(bucket, self._spec.weight_backend))
+        self._rpc("update_weights", update_info=update_info(bucket, self._spec))
 
     def finish_weight_update(self, keep_cache: bool = False) -> None:
         self._update.check_complete()
@@ -115,6 +122,8 @@ class VllmEngine:
             raise WeightTransferError("vLLM kept its prefix cache, which was computed with the old weights")
         self._update.finish()
         self._label_tokens()
+        if self._spec.separate_process:
+            self._core("resume_scheduler")
 
     def received_digests(self) -> dict[str, str]:
         by_worker: list[dict[str, str]] = self._rpc("received_weight_digests")
@@ -147,6 +156,10 @@ class VllmEngine:
 
     def _rpc(self, method: str, **arguments: Any) -> list[Any]:
         return self._llm.collective_rpc(method, kwargs=arguments)
+
+    def _core(self, method: str, *arguments: Any) -> Any:
+        """Call a method of vLLM's engine core in its separate process: vLLM's synchronous client has none for pauses."""
+        return self._llm.engine_core.call_utility(method, *arguments)  # type: ignore[attr-defined]
 
     def _sampling_params(self, sampling: Sampling) -> SamplingParams:
         from vllm import SamplingParams
@@ -194,17 +207,19 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
 
-def _update_info(bucket: WeightBucket, backend: str) -> dict[str, Any]:
-    """Return the bucket as the arguments of vLLM's transfer engine of this backend."""
-    if backend == "object_store":
-        return {"bucket": bucket}
+def update_info(bucket: WeightBucket, spec: EngineSpec) -> dict[str, Any]:
+    """Return the bucket as the arguments of our transfer engine of this backend: plain values, which vLLM sends as they are."""
     info: dict[str, Any] = {
         "names": list(bucket.names),
         "dtype_names": list(bucket.dtypes),
         "shapes": [list(shape) for shape in bucket.shapes],
     }
-    if backend == "ipc":
-        info |= {"ipc_handles": bucket.ipc_handles, "tensor_sizes": list(bucket.sizes)}
+    if spec.weight_backend == "object_store":
+        # vLLM's messages between processes hold bytes, its calls of workers arrays.
+        info["data"] = memoryview(bucket.data) if spec.separate_process else bucket.data  # type: ignore[arg-type]
+    if spec.weight_backend == "ipc":
+        handles = {uuid: plain_handle(handle) for uuid, handle in (bucket.ipc_handles or {}).items()}
+        info |= {"ipc_handles": handles, "tensor_sizes": list(bucket.sizes)}
     return info
 
 
@@ -216,7 +231,7 @@ _CPU_BLOCK_TOKENS = 128
 
 
 def build_llm_engine(spec: EngineSpec) -> LLMEngine:
-    """Build vLLM's engine in this process: token ids in, token ids and log-probs out, no tokenizer, no server.
+    """Build vLLM's engine: token ids in, token ids and log-probs out, no tokenizer, no server.
 
     Sets the environment variables that vLLM reads on import where they are missing.
     Raises ConfigError for another version of vLLM than the one that was tried, and for an engine argument that it does not have.
@@ -236,7 +251,7 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
     if spec.device == "cpu":
         check_compiled_part()
     with own_threads(spec), temporary_files():
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=spec.separate_process)
 
 
 def check_compiled_part() -> None:
@@ -289,7 +304,9 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     else:
         arguments["gpu_memory_utilization"] = spec.gpu_memory_utilization
         arguments["enable_sleep_mode"] = spec.sleep_mode
-        if spec.updates_in_flight:
+        if not (spec.enforce_eager or spec.use_torch_compile):
+            arguments["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if spec.updates_in_flight and not spec.separate_process:
             # Its default: tokens are handed over a step late, so that all requests would have to end before an update.
             arguments["async_scheduling"] = False
         if spec.kv_cache_memory_bytes is not None:

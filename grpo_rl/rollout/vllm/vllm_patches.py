@@ -15,7 +15,7 @@ Tests look at what comes out: `tests/integration/rollout/`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -171,6 +171,26 @@ def pack_experts_again(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel = None
+
+
+_CLASSES = {0: torch.Tensor, 4: torch.storage.TypedStorage, 5: torch.uint8}
+"""What torch's `reduce_tensor` puts at these places of the handle of a buffer of bytes."""
+
+
+def plain_handle(handle: Sequence[Any]) -> list[Any]:
+    """Return a CUDA IPC handle of a buffer of bytes as numbers and bytes alone. Raises WeightTransferError for any other tensor's."""
+    if any(handle[place] is not value for place, value in _CLASSES.items()):
+        raise WeightTransferError(
+            f"torch describes a buffer by {[handle[place] for place in _CLASSES]}, not {[*_CLASSES.values()]}"
+        )
+    return [
+        None if place in _CLASSES else list(value) if isinstance(value, tuple) else value for place, value in enumerate(handle)
+    ]
+
+
+def whole_handle(plain: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the handle that `plain_handle` was made from."""
+    return tuple(_CLASSES.get(place, tuple(value) if isinstance(value, list) else value) for place, value in enumerate(plain))
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -23,7 +24,8 @@ from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferInitInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, able, pack_experts_again, store_waits
+from grpo_rl.processes.family import die_with
+from grpo_rl.rollout.vllm.vllm_patches import CounterSampler, able, pack_experts_again, store_waits, whole_handle
 from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, digest
 
 ENGINE_PREFIX = "grpo_rl_"
@@ -40,6 +42,10 @@ class RolloutWorkerExtension:
 
     weight_transfer_engine: Any
     model_runner: Any
+
+    def end_with(self, parent: int) -> None:
+        """Have the kernel end this process if `parent`, which started it, ends: vLLM's engine core would wait for ever."""
+        die_with(parent)
 
     def sample_by_counters(self) -> None:
         """Make the sampler of a worker on CPUs draw from seeds and positions instead of generators."""
@@ -92,9 +98,12 @@ class NoInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket whose bytes are in host memory."""
+    """One bucket whose bytes are in host memory: the fields of `WeightBucket`."""
 
-    bucket: WeightBucket
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    data: np.ndarray | bytes
 
 
 class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
@@ -122,13 +131,24 @@ class ObjectStoreEngine(WeightTransferEngine[NoInitInfo, BucketUpdateInfo]):
             torch.cuda.synchronize(self.device)
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        self.model.load_weights(update_info.bucket.tensors())  # type: ignore[operator]
+        shapes = tuple(tuple(shape) for shape in update_info.shapes)
+        data = np.frombuffer(update_info.data, dtype=np.uint8)
+        bucket = WeightBucket(tuple(update_info.names), tuple(update_info.dtype_names), shapes, data)
+        self.model.load_weights(bucket.tensors())  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Do nothing: no memory is held between updates."""
+
+
+class IpcEngine(IPCWeightTransferEngine):
+    """vLLM's own, for handles without classes (`plain_handle`), as messages between processes can hold them."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        handles = {uuid: whole_handle(handle) for uuid, handle in update_info["ipc_handles"].items()}
+        super().update_weights(update_info | {"ipc_handles": handles})
 
 
 @dataclass(kw_only=True)
@@ -152,7 +172,7 @@ class NcclEngine(NCCLWeightTransferEngine):
         able(self.model_update_group)
 
 
-for _name, _engine in (("object_store", ObjectStoreEngine), ("ipc", IPCWeightTransferEngine), ("nccl", NcclEngine)):
+for _name, _engine in (("object_store", ObjectStoreEngine), ("ipc", IpcEngine), ("nccl", NcclEngine)):
     WeightTransferEngineFactory.register_engine(f"{ENGINE_PREFIX}{_name}", _engine)
     _verified = type(f"Verified{_engine.__name__}", (_Verified, _engine), {})
     WeightTransferEngineFactory.register_engine(f"{ENGINE_PREFIX}{_name}{VERIFY_SUFFIX}", _verified)

@@ -85,6 +85,7 @@ def main(file: str) -> None:
         config = EngineArgs(**arguments).create_engine_config()
         found.append(
             {
+                "graphs": f"{config.compilation_config.mode.name} {config.compilation_config.cudagraph_mode.name}",
                 "graph_sizes": config.compilation_config.cudagraph_capture_sizes,
                 "sleeps": config.model_config.enable_sleep_mode,
                 "parallel": config.parallel_config.tensor_parallel_size,

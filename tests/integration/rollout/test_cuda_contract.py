@@ -30,6 +30,7 @@ OTHERS: dict[str, list[str]] = {
     "fp8": ["actor_rollout_ref.rollout.quantization=fp8"],
     "bytes of cache": ["actor_rollout_ref.rollout.kv_cache_memory_bytes=1073741824"],
     "eager": ["actor_rollout_ref.rollout.enforce_eager=true"],
+    "not compiled": ["actor_rollout_ref.rollout.use_torch_compile=false"],
     "engines apart": ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4"],
     "few at once": ["actor_rollout_ref.rollout.max_num_seqs=24"],
     "drained": ["trainer.schedule=async", "trainer.asynchronous.partial_rollout=false"],
@@ -108,6 +109,12 @@ def test_graphs_are_captured_up_to_what_is_sampled_at_once(taken: Any) -> None:
             assert max(sizes) <= max(512, 2 * spec.max_num_seqs), name
     assert max(taken["few at once", 1][1]["graph_sizes"]) <= 2 * 24
     assert taken["eager", 1][1]["eager"]
+    kinds = {name: taken[name, 1][1]["graphs"] for name in ("eager", "not compiled", "arithmetic/grpo")}
+    assert kinds == {
+        "eager": "NONE NONE",
+        "not compiled": "NONE FULL_DECODE_ONLY",
+        "arithmetic/grpo": "VLLM_COMPILE FULL_AND_PIECEWISE",
+    }
 
 
 def test_vllm_schedules_ahead_except_where_weights_come_under_unfinished_requests(taken: Any) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from grpo_rl import gpu_allocator
 from grpo_rl.rollout.senders import IpcSender
+from grpo_rl.rollout.vllm.vllm_patches import plain_handle, whole_handle
+from grpo_rl.rollout.weights import WeightTransferError
 
 TENSORS = {f"w{number}": torch.full((4,), float(number)) for number in range(4)}
 
@@ -76,3 +78,13 @@ def test_the_buffer_is_not_of_expandable_segments_and_exported_once_for_all_buck
     assert [bucket.names for bucket in buckets] == [("w0", "w1"), ("w2", "w3")]
     assert allocator == ["expandable_segments:False", "expandable_segments:True"]
     assert len(exported) == 1 and buckets[0].ipc_handles == buckets[1].ipc_handles
+
+
+def test_a_handle_travels_between_processes_as_plain_values() -> None:
+    msgspec = pytest.importorskip("msgspec", reason="comes with vLLM, which sends with it")
+    flat = torch.zeros(8, dtype=torch.uint8)
+    kinds = type(flat), flat.size(), flat.stride(), 0, type(flat._typed_storage()), flat.dtype
+    handle = (*kinds, 3, b"handle", 8, 0, False, b"counter", 64, b"event", True)
+    assert whole_handle(msgspec.msgpack.decode(msgspec.msgpack.encode(plain_handle(handle)))) == handle
+    with pytest.raises(WeightTransferError, match=r"float16.*not"):
+        plain_handle((*kinds[:5], torch.float16, *handle[6:]))
