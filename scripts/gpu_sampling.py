@@ -37,20 +37,21 @@ DEADLINE_S = 150.0
 
 def check_sampling(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Yield the rows of each way, as they come; a way that fails has a row, and the next one goes on."""
-    path, context = model_folder(sizes, folder), multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")
     ways = []
     for name, fields in (WAYS if device == "cuda" else CPU_WAYS).items():
         pipe, other = context.Pipe()
         # No daemon: an engine starts a process of its own.
-        process = context.Process(target=_serve, args=(other, name, fields, device, path, sizes))
+        process = context.Process(target=_serve, args=(other, name, fields, device, sizes))
         process.start()
         other.close()
         ways.append((name, process, pipe))
     try:
+        path = model_folder(sizes, folder)
         for name, process, pipe in ways:
             deadline, ended = time.monotonic() + DEADLINE_S, False
             try:
-                pipe.send("your turn")
+                pipe.send(path)
                 while not ended and pipe.poll(max(0.0, deadline - time.monotonic())):
                     row = pipe.recv()
                     ended = row is None
@@ -67,12 +68,12 @@ def check_sampling(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
             process.kill()
 
 
-def _serve(pipe: Any, name: str, fields: dict[str, Any], device: str, path: Path, sizes: Sizes) -> None:
+def _serve(pipe: Any, name: str, fields: dict[str, Any], device: str, sizes: Sizes) -> None:
     if importlib.util.find_spec("flashinfer") is None:
         # The sampler of vLLM 0.32 imports it unless it is told otherwise.
         os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     try:
-        for row in rows_of(pipe, name, fields, device, path, sizes):
+        for row in rows_of(pipe, name, fields, device, sizes):
             pipe.send(row)
     except Exception as error:
         traceback.print_exc()
@@ -80,14 +81,15 @@ def _serve(pipe: Any, name: str, fields: dict[str, Any], device: str, path: Path
     pipe.send(None)
 
 
-def rows_of(pipe: Any, name: str, fields: dict[str, Any], device: str, path: Path, sizes: Sizes) -> Iterator[Row]:
+def rows_of(pipe: Any, name: str, fields: dict[str, Any], device: str, sizes: Sizes) -> Iterator[Row]:
+    """Import vLLM, wait for the model's folder in the pipe, and yield the rows of one way."""
     from grpo_rl.rollout.engine import EngineSpec
     from grpo_rl.rollout.engine_environment import engine_environment, set_missing
 
     cuda = device == "cuda"
     counts = (256, 512, 1024) if cuda else (4, 8)
     spec = EngineSpec(
-        model_path=str(path),
+        model_path="",
         max_model_len=PROMPT_TOKENS + RESPONSE_TOKENS,
         device="cuda" if cuda else "cpu",
         dtype="bfloat16" if cuda else "float32",
@@ -105,7 +107,8 @@ def rows_of(pipe: Any, name: str, fields: dict[str, Any], device: str, path: Pat
 
     from grpo_rl.rollout.vllm.vllm_engine import VllmEngine
 
-    pipe.recv()
+    path = pipe.recv()
+    spec = replace(spec, model_path=str(path))
     free = free_memory(cuda)
     began = time.perf_counter()
     engine = VllmEngine(spec)
