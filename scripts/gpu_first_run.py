@@ -117,7 +117,7 @@ def check_bare_torch(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     yield Row(f"bare torch: update of 64 rollouts, {tokens:,} tokens", "measured", f"{bare:.3f} s")
     two = tuple(tuple(rows[start : start + 32]) for start in (0, 32))
     variants: dict[str, dict[str, Any]] = {
-        "as configured by default": {},
+        "with gradient checkpointing": {},
         "without gradient checkpointing, head in chunks of 16,384": {
             "model": {"enable_gradient_checkpointing": False, "lm_head_chunk_tokens": 16_384}
         },

@@ -66,7 +66,7 @@ data: val_max_samples                    | data.val_files
 data: gen_batch_size                     | algorithm.filter_groups.enable or data.responses=initial_policy
 data: gen_batch_size                     | algorithm.filter_groups.refill or data.responses=initial_policy
 {M}: lora_alpha target_modules exclude_modules lora_adapter_path; {R}: lora_sync | {M}.lora_rank above 0
-{M}: enable_activation_offload           | {M}.enable_gradient_checkpointing=true
+{M}: enable_activation_offload           | {M}.enable_gradient_checkpointing=true or null
 critic.model: enable_activation_offload  | critic.model.enable_gradient_checkpointing=true
 {A}: kl_loss_type kl_loss_options        | {A}.use_kl_loss=true
 {A}: kl_loss_type kl_loss_options        | {A}.kl_loss_coef above 0

@@ -404,7 +404,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         batches = max(1, round(updates / max(1, sizes.critic_epochs)))
         phases["critic's values"] = of(critic, passes.critic)
         phases["critic's update"] = learns(critic, passes.critic, updates, batches, checkpointing=again, on_host=on_host)
-    again, on_host = parts.model.enable_gradient_checkpointing, parts.actor.fsdp_config.offload_policy
+    again, on_host = parts.model.enable_gradient_checkpointing is not False, parts.actor.fsdp_config.offload_policy
     updates, batches = sizes.updates_per_step, sizes.mini_batches
     phases["update"] = learns(size, passes.update, updates, batches, checkpointing=again, on_host=on_host)
     return phases

@@ -13,6 +13,7 @@ from grpo_rl.config import effects
 from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.derived import Machine, collects, is_offline, plays_episodes, settled, trains_only_reward_model
+from grpo_rl.config.schema.fields import replaced
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.sources.locate import HUB_PREFIX, check_data_files, data_files, open_source
 from grpo_rl.data.tasks.registry import PREFIX as TASK_PREFIX
@@ -27,6 +28,7 @@ from grpo_rl.plan import algorithm, model_folder
 from grpo_rl.plan import machine as machines
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.memory import memory_by_role
+from grpo_rl.plan.proposal import chosen_by_memory
 from grpo_rl.plan.text import describe
 from grpo_rl.registry import load_function
 from grpo_rl.rewards.combined import factors_of
@@ -63,6 +65,8 @@ def make_plan(composed: Composed, machine: Machine | None = None, *, looks_at_da
             "again: a step has one update, whose experts are the old ones, or old log-probs are the engine's; leave it out"
         )
     size = model_folder.model_size(config.actor_rollout_ref.model.path)
+    if size is not None and (changes := chosen_by_memory(plan, size)):
+        plan = decide(replaced(given, changes), machine, num_train_rows=rows, resumes=plan.resumes)
     plan = replace(plan, model=size, memory=() if size is None else memory_by_role(plan, size))
     return replace(plan, text=describe(composed, plan))
 

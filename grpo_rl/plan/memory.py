@@ -291,7 +291,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         trained=min(tokens, int(groups * together * response)),
         width=_width(fsdp.dtype, plan.machine),
         trains=learns,
-        checkpointing=(scorer.train if scores else model).enable_gradient_checkpointing,
+        checkpointing=(scorer.train if scores else model).enable_gradient_checkpointing is not False,
         chunk=lm_head_chunk(parts.model.lm_head_chunk_tokens, size.vocab),
         logits=logits,
         has_head=name != "critic" and not scores,

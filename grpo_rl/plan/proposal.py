@@ -64,8 +64,21 @@ LONG_RUN = 50
 """Steps from which on a compilation of minutes is worth its time."""
 
 
-def propose_faster(plan: Plan, size: ModelSize) -> Proposal | None:
-    """Return keys that spend memory that is free on a shorter update of the actor; None if there are none, or nothing is free.
+ROOMY = 0.8
+"""The share of a GPU's memory up to which the plan spends it by itself."""
+
+
+def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
+    """Return values for what the configuration leaves to the plan: activations that are kept, chunks of the LM head, on GPUs."""
+    model = plan.config.actor_rollout_ref.model
+    faster = propose_faster(plan, size, ROOMY)
+    left = {name for name in ("enable_gradient_checkpointing", "lm_head_chunk_tokens") if getattr(model, name) is None}
+    changes = {} if faster is None else faster.changes
+    return {key: value for key, value in changes.items() if key.removeprefix(f"{M}.") in left}
+
+
+def propose_faster(plan: Plan, size: ModelSize, most: float = TIGHT) -> Proposal | None:
+    """Return keys that spend free memory on a shorter update of the actor, up to `most` of a GPU's; None if there are none.
 
     Activations that are kept are not computed again, logits of one large chunk neither, and compiled layers move less. On one H100
     with 494 M parameters the three together made an update 1.7 times as fast (docs/gpus.md).
@@ -76,7 +89,7 @@ def propose_faster(plan: Plan, size: ModelSize) -> Proposal | None:
     chunk = derived.lm_head_chunk(parts.model.lm_head_chunk_tokens, size.vocab)
     chunks: list[dict[str, Any]] = [{f"{M}.lm_head_chunk_tokens": tokens} for tokens in CHUNKS if tokens > chunk]
     kept: list[dict[str, Any]] = []
-    if parts.model.enable_gradient_checkpointing and not parts.model.enable_activation_offload:
+    if parts.model.enable_gradient_checkpointing is not False and not parts.model.enable_activation_offload:
         kept = [{f"{M}.enable_gradient_checkpointing": False}]
     compiled: dict[str, Any] = {}
     steps = plan.sizes.total_steps
@@ -85,7 +98,7 @@ def propose_faster(plan: Plan, size: ModelSize) -> Proposal | None:
     for keeps, large in itertools.product([*kept, {}], [*chunks, {}]):
         changes = keeps | large | compiled
         tried, fit = _tried(plan, size, changes, plan.machine)
-        if changes and fit.fits and fit.tightest.used <= TIGHT and not refuses(plan, changes, plan.machine):
+        if changes and fit.fits and fit.tightest.used <= most and not refuses(plan, changes, plan.machine):
             return Proposal(changes, dataclasses.replace(tried, model=size), fit)
     return None
 
@@ -162,7 +175,7 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
     parts = plan.config.actor_rollout_ref
     fsdp, model = parts.actor.fsdp_config, parts.model
     yield _smaller_passes(plan)
-    if not model.enable_gradient_checkpointing:
+    if model.enable_gradient_checkpointing is False:
         yield [(1.5, {f"{M}.enable_gradient_checkpointing": True})]
     if plan.role("reference") and not (parts.ref.fsdp_config.param_offload or parts.ref.fsdp_config.offload_policy):
         yield [(1, {f"{REF}.fsdp_config.param_offload": True})]
@@ -175,7 +188,8 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
     if parts.rollout.free_cache_engine is False and plan.colocated:
         yield [(1, {f"{R}.free_cache_engine": True})]
     if not model.enable_activation_offload:
-        checkpointing = {} if model.enable_gradient_checkpointing else {f"{M}.enable_gradient_checkpointing": True}
+        recomputed = model.enable_gradient_checkpointing is not False
+        checkpointing = {} if recomputed else {f"{M}.enable_gradient_checkpointing": True}
         yield [(4, {**checkpointing, f"{M}.enable_activation_offload": True})]
 
 

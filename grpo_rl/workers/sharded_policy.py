@@ -143,7 +143,7 @@ def build_sharded(
     attention.choose_kernel(model.flash_attention)
     read = read or functools.partial(language_model, spec)
     lm = read(not alone)
-    if spec.train and model.enable_gradient_checkpointing:
+    if spec.train and model.enable_gradient_checkpointing is not False:
         load.recompute_layers(lm, inputs_in_host_memory=model.enable_activation_offload)
     if spec.compiled:
         load.compile_layers(lm)

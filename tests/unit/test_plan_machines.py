@@ -164,10 +164,20 @@ def test_nothing_is_proposed_where_nothing_fits() -> None:
 
 SMALL = f"{M}.path=Qwen/Qwen2.5-0.5B", "machine=1xH100-80GB", f"{A}.use_kl_loss=false"
 LESS = f"{M}.enable_gradient_checkpointing"
+SLOW = f"{LESS}=true", f"{M}.lm_head_chunk_tokens=2048"
+
+
+def test_free_memory_is_spent_where_the_configuration_leaves_it_to_the_plan() -> None:
+    model = planned(*SMALL).config.actor_rollout_ref.model
+    assert model.enable_gradient_checkpointing is False and model.lm_head_chunk_tokens == 8192
+    small = planned(*SMALL, "machine=1xRTX4090-24GB").config.actor_rollout_ref.model
+    assert small.enable_gradient_checkpointing is None
+    asked = planned(*SMALL, *SLOW).config.actor_rollout_ref.model
+    assert asked.enable_gradient_checkpointing is True and asked.lm_head_chunk_tokens == 2048
 
 
 def test_free_memory_is_proposed_for_a_faster_update_that_fits() -> None:
-    plan = planned(*SMALL)
+    plan = planned(*SMALL, *SLOW)
     assert plan.model is not None
     found = propose_faster(plan, plan.model)
     assert found is not None and found.fit.fits and found.fit.tightest.used <= 0.9
@@ -195,7 +205,7 @@ def test_free_memory_is_proposed_for_a_faster_update_that_fits() -> None:
     ids=["no room", "inputs in host memory", "experts", "short"],
 )
 def test_a_faster_update_is_proposed_by_no_key_that_cannot_be(words, lacking) -> None:
-    plan = planned(*SMALL, *words)
+    plan = planned(*SMALL, *SLOW, *words)
     assert plan.model is not None and judged(plan).fits
     found = propose_faster(plan, plan.model)
     assert found is None or lacking not in found.changes

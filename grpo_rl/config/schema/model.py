@@ -23,8 +23,9 @@ class ModelConfig:
     """Run Python code that lies in the model folder."""
     override_config: dict[str, Any] = field(default_factory=dict)
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
-    enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: less memory, about 30 % more work."""
+    enable_gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass: less memory, about 30 % more work. null: true, but false on GPUs that have the
+    memory by the plan."""
     enable_activation_offload: bool = False
     """GPU: keep the inputs of layers that are recomputed in host memory until then; needs enable_gradient_checkpointing."""
     flash_attention: Literal["auto", "torch", "FA3", "FA4"] = "auto"
@@ -34,8 +35,8 @@ class ModelConfig:
     """Rounding of the inputs of the LM head's matrix products, whose sums and results are float32. auto: tf32 on GPUs, whose
     log-probs are 8 times closer to float64 than bfloat16's (docs/gpus.md), float32 on CPUs, where nothing else is faster."""
     lm_head_chunk_tokens: Tokens | None = None
-    """Trained tokens whose logits exist at the same time; more is faster, less takes less memory. null: 2048, and more where the
-    vocabulary is small, as many as have 64 MiB of logits."""
+    """Trained tokens whose logits exist at the same time; more is faster, less takes less memory. null: 2048, or as many as have
+    64 MiB of logits, and up to 16,384 on GPUs that have the memory by the plan."""
     lora_rank: AdapterRankOrOff = 0
     """Rank of LoRA adapters, which are trained in place of the model's own weights (docs/lora.md); 0 trains all weights."""
     lora_alpha: AdapterAlpha = 16

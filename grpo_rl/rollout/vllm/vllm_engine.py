@@ -80,10 +80,9 @@ class VllmEngine:
             prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=str(self.weight_version))
             params = self._sampling_params(request.sampling)
             own_id = self._llm.add_request(request.request_id, prompt, params)
-            if request.sampling.returns_support:
-                assert params.logprobs is not None
-                state: Any = self._llm.output_processor.request_states[own_id]
-                state.logprobs_processor = ReportedArrays(params.logprobs)
+            assert params.logprobs is not None
+            state: Any = self._llm.output_processor.request_states[own_id]
+            state.logprobs_processor = ReportedArrays(params.logprobs)
             self._unfinished[request.request_id] = request.sampling
 
     def step(self) -> list[Completion]:

@@ -52,6 +52,17 @@ def test_arrays_are_read_as_the_numbers_are_and_wider_rows_are_cut() -> None:
     assert kept.token_ids.tolist() == expected.token_ids and kept.start_indices.tolist() == expected.start_indices
 
 
+def test_rows_of_the_sampled_token_alone_are_kept_as_they_came() -> None:
+    processor = ReportedArrays(num_logprobs=0)
+    for token, value, others in ((7, -0.5, 0), (3, -1.5, 2), (9, 0.0, 0)):
+        # In the second step another request asked for two entries more.
+        ids, values = np.full((1, 1 + others), token), np.full((1, 1 + others), value, dtype=np.float32)
+        processor.update_from_output(SimpleNamespace(new_logprobs=SimpleNamespace(logprob_token_ids=ids, logprobs=values)))
+    processor.update_from_output(SimpleNamespace(new_logprobs=None))
+    assert processor.logprobs.token_ids.tolist() == [7, 3, 9]
+    assert sampled_logprobs(processor.logprobs).tolist() == [-0.5, -1.5, 0.0]
+
+
 def test_a_probability_that_was_not_reported_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(RuntimeError, match=r"0\.25 of the probability is unknown.*fp32_lm_head"):
         support_of(reported([(3, 0.0), (3, 0.0)], [(5, HALF), (5, HALF), (6, QUARTER)]))
