@@ -1,13 +1,33 @@
-"""Which installed packages are other versions than those that this one was tested with (`pyproject.toml`)."""
+"""What is installed beside this package: what a run lacks, and versions that were not tested (`pyproject.toml`)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
+
+EXTRAS = ("", "cpu", "gpu", "data")
+"""Extras whose packages a run imports; "" has what is always needed."""
+
+
+def lacks(*, vllm: bool, device: str) -> str | None:
+    """Return a sentence, with the command, if Ray or, if a run needs `vllm` here, vLLM is not installed; None if both are.
+
+    The core, which plans, checks and reports, has neither; `device` is that of the plan, cpu or cuda.
+    """
+    missing = [
+        name
+        for package, name in (("ray", "Ray"), ("vllm", "vLLM"))
+        if find_spec(package) is None and (vllm or package == "ray")
+    ]
+    if not missing:
+        return None
+    extra = "gpu" if device == "cuda" else "cpu"
+    return f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: python -m pip install 'grpo_rl[{extra}]'"
 
 
 def untested(package: str = "grpo_rl") -> Iterator[str]:
-    """Yield name, version and tested range of each dependency of `package` that is another one; nothing if it is not installed itself."""
+    """Yield name, version and tested range of each installed dependency of `package` that is another one."""
     from packaging.requirements import Requirement  # a dependency of transformers
 
     try:
@@ -15,7 +35,7 @@ def untested(package: str = "grpo_rl") -> Iterator[str]:
     except metadata.PackageNotFoundError:
         return
     for requirement in requirements:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": extra}) for extra in EXTRAS):
             continue
         try:
             version = metadata.version(requirement.name)

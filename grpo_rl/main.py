@@ -250,6 +250,8 @@ def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
 
+    if plan.lacks:
+        raise ConfigError(plan.lacks)
     trainer = composed.config.trainer
     started = time.perf_counter()
     console = Console()

@@ -2,8 +2,9 @@
 # Makes .venv with pinned versions, or brings it up to date; does nothing when it is.
 #
 #   scripts/setup.sh [EXTRA ...]     extras of pyproject.toml beside cpu/gpu, e.g. dev wandb
-#   scripts/setup.sh light           makes .venv-light, without Ray and vLLM: enough for the unit tests of algos, data,
-#                                    config, rewards and telemetry (scripts/test.sh light)
+#   scripts/setup.sh light           makes .venv-light, the core without Ray and vLLM (scripts/test.sh light)
+#   scripts/setup.sh oldest|newest   makes .venv-oldest or .venv-newest for CPUs, with the oldest or the newest versions that the
+#                                    ranges of pyproject.toml allow (scripts/test.sh compat)
 #
 #   GRPO_RL_DEVICE=cpu|cuda   which build of vLLM and torch; default: cuda where nvidia-smi finds a GPU
 #   PYTHON=python3.12         which Python; default: the first of 3.11, 3.12, 3.13 that is there
@@ -13,7 +14,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly UV_VERSION=0.13.8
 readonly TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-if [[ ${1:-} == light ]]; then readonly VENV=.venv-light; else readonly VENV=.venv; fi
+case ${1:-} in
+    light | oldest | newest) readonly VENV=.venv-$1 ;;
+    *) readonly VENV=.venv ;;
+esac
 readonly VENV_PYTHON=$VENV/bin/python
 readonly LOG=$VENV/setup.log
 
@@ -41,7 +45,7 @@ check_machine() {
     fi
     local python
     python=$(find_python)
-    if [[ $1 == cpu && $VENV == .venv ]] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
+    if [[ $1 == cpu && $VENV != .venv-light ]] && ! "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; then
         fail "the system library libnuma.so.1 is missing, which vLLM's CPU build needs:
     sudo apt-get install libnuma1        Debian, Ubuntu
     sudo dnf install numactl-libs        Fedora, RHEL
@@ -107,42 +111,31 @@ hand_pip_settings_to_uv() {
 
 install_cpu_torch() {
     local version from=()
-    version=$(sed -n 's/^ *"torch==\([0-9.]*\)".*/\1/p' pyproject.toml)
+    version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
     if [[ -z ${UV_FIND_LINKS:-} ]]; then from=(--index "$TORCH_CPU_INDEX"); fi
     # Alone, so that nothing else is taken from that index; its dependencies come with the next step.
     step "installing torch $version for CPU" \
         "$VENV/bin/uv" pip install --python "$VENV_PYTHON" --no-deps "${from[@]}" "torch==$version+cpu"
 }
 
+# install_all DEVICE EXTRA...
 install_all() {
-    local device=$1 build=gpu overrides=() extras
+    local device=$1 versions=(--constraint scripts/constraints.txt) extras
     shift
+    case $VENV in
+        .venv) extras=("${device/cuda/gpu}" "$@") ;;
+        .venv-light) extras=(dev) ;;
+        .venv-oldest) extras=(cpu dev) versions=(--resolution lowest-direct) ;;
+        .venv-newest) extras=(cpu dev) versions=(--upgrade) ;;
+    esac
     if [[ $device == cpu ]]; then
-        build=cpu
-        overrides=(--override scripts/cpu-overrides.txt)
+        versions+=(--override scripts/cpu-overrides.txt)
         install_cpu_torch
-        .venv/bin/uv pip uninstall --python "$VENV_PYTHON" torchvision torchaudio torchcodec &>/dev/null
+        "$VENV/bin/uv" pip uninstall --python "$VENV_PYTHON" torchvision torchaudio torchcodec &>/dev/null
     fi
-    extras=$(IFS=,; echo "$build${*:+,$*}")
-    step "installing grpo_rl[$extras]" \
-        .venv/bin/uv pip install --python "$VENV_PYTHON" "${overrides[@]}" --constraint scripts/constraints.txt -e ".[$extras]"
+    extras=$(IFS=,; echo "${extras[*]}")
+    step "installing grpo_rl[$extras]" "$VENV/bin/uv" pip install --python "$VENV_PYTHON" "${versions[@]}" -e ".[$extras]"
     step "compiling to bytecode" compile_bytecode
-}
-
-# The dependencies of pyproject.toml except Ray, and what the tests need. The package is found through a path file, so
-# that nothing asks for the missing one.
-install_light() {
-    install_cpu_torch
-    "$VENV_PYTHON" - >"$VENV/requirements.txt" <<'END'
-import tomllib
-
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
-print(*(line for line in wanted if not line.startswith(("ray==", "torch=="))), sep="\n")
-END
-    step "installing what the unit tests need" \
-        "$VENV/bin/uv" pip install --python "$VENV_PYTHON" --constraint scripts/constraints.txt -r "$VENV/requirements.txt"
-    "$VENV_PYTHON" -c 'import os, sysconfig; print(os.getcwd(), file=open(sysconfig.get_path("purelib") + "/grpo_rl.pth", "w"))'
 }
 
 # uv leaves this to the first import, which a run makes in ten processes at once, and which keeps nothing where
@@ -156,7 +149,7 @@ compile_bytecode() {
 
 main() {
     local device extra stamp missing=()
-    if [[ $VENV == .venv-light ]]; then device=cpu; else device=$(choose_device); fi
+    if [[ $VENV == .venv ]]; then device=$(choose_device); else device=cpu; fi
     mkdir -p "$VENV"
     # Two scripts started at once must not install into one environment at once. (.venv/.lock is uv's own.)
     exec 9>"$VENV/.setup-lock"
@@ -181,7 +174,7 @@ main() {
     "$VENV_PYTHON" -c '' 2>/dev/null || make_venv
     hand_pip_settings_to_uv
     step "installing uv $UV_VERSION" "$VENV_PYTHON" -m pip install --disable-pip-version-check "uv==$UV_VERSION"
-    if [[ $VENV == .venv-light ]]; then install_light; else install_all "$device" "$@"; fi
+    install_all "$device" "$@"
     for extra in base "$@"; do echo "$stamp" >"$VENV/.stamp-$extra"; done
     echo "Ready: $VENV ($device)"
 }

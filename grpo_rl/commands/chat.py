@@ -84,13 +84,16 @@ def main(argv: Sequence[str]) -> int:
         stack.callback(console.close)
         # After a failure it stays, as the logs that an error names lie in it.
         folder = Path(tempfile.mkdtemp(prefix="grpo-chat-"))
-        from grpo_rl.cluster.sampling import sampler, sampling_session, unscored
-
         model = model_folder(target, console, trusted=options.trust_run)
         # A person is there in place of rewards and environments.
         keys = settings_of_run(target.run, options.engine, words, trusted=options.trust_run, without=("reward.", EPISODES))
         keys |= _keys(options, ready_model(model, console), words)
-        plan = unscored(sampling_plan(keys, words, model, folder / "settings.yaml")[0])
+        plan, _ = sampling_plan(keys, words, model, folder / "settings.yaml")
+        if plan.lacks:
+            raise ConfigError(plan.lacks)
+        from grpo_rl.cluster.sampling import sampler, sampling_session, unscored
+
+        plan = unscored(plan)
         session = stack.enter_context(sampling_session(plan, RunDir(folder), console))
         started = stack.enter_context(sampler(session, plan))
         session.phase("gen")

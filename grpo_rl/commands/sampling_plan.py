@@ -178,6 +178,9 @@ def answer_missing(
     if not open_ones:
         console.info("all responses are there already")
         return
+    for _, plan, _ in open_ones:
+        if plan.lacks:
+            raise ConfigError(plan.lacks)
     # Loading engines and Ray takes seconds, which tables of responses that are there need not wait for.
     from grpo_rl.cluster.sampling import sampler, sampling_session
     from grpo_rl.telemetry.rollout_log import record_of

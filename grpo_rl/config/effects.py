@@ -58,7 +58,8 @@ HARMLESS = (
 """Keys that are set by habit, and change nothing that is learned where another key has switched them off in plain sight."""
 
 NEEDS = f"""
-data: seed                               | data.shuffle=true
+data: seed train_weights                 | data.shuffle=true
+data: train_weights                      | data.responses=policy or rows | what the initial policy sampled is one file
 data: retire_metric retire_score         | data.retire_above
 data: reward_fn_key                      | data.data_source=null | data.data_source gives it for all rows
 data: allow_change                       | trainer.resume_mode=auto or resume_path | with trainer.resume_mode=disable nothing is resumed

@@ -48,6 +48,11 @@ def conf() -> Path:
     return _of_package("conf")
 
 
+def examples() -> Path:
+    """Return the folder of examples, some of which have a registered name. Raises as `folder`."""
+    return _of_package("examples")
+
+
 def _of_package(name: str) -> Path:
     """Return a folder that is inside an installed package, and beside it in a checkout."""
     package = Path(grpo_rl.__file__).parent

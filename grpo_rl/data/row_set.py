@@ -197,6 +197,13 @@ class RowSet(ABC, Generic[Row]):
     def __len__(self) -> int:
         return self.report.num_rows if self._rows is None else len(self._rows)
 
+    def entry_sizes(self) -> list[int]:
+        """Return the number of rows of each entry of the files, in their order."""
+        ends = np.minimum(np.cumsum([len(part) for part in self._source.parts]), self.report.num_rows)
+        if self._rows is not None:
+            ends = np.searchsorted(self._rows, ends)
+        return np.diff(ends, prepend=0).tolist()
+
     def row(self, row: int) -> Row:
         """Return row `row`. Raises DataError for one that cannot be used."""
         index = row if self._rows is None else int(self._rows[row])

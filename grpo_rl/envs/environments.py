@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_rl.config.recipes import examples
 from grpo_rl.errors import ConfigError, did_you_mean
 from grpo_rl.registry import fits, load_function, out_of_bounds
 
-_GAMES, _TOOLS = "grpo_rl.envs.games", "grpo_rl.envs.tools"
+_TOOLS = "grpo_rl.envs.tools"
 ENVIRONMENTS: dict[str, str] = {
-    "word_game": f"{_GAMES}.word_game:WordGame",
-    "grid_world": f"{_GAMES}.grid_world:GridWorld",
-    "arithmetic": f"{_GAMES}.answers_in_turns:ArithmeticInTurns",
-    "gsm8k": f"{_GAMES}.answers_in_turns:Gsm8kInTurns",
+    "word_game": f"{examples()}/word_game.py:WordGame",
+    "grid_world": f"{examples()}/grid_world.py:GridWorld",
+    "arithmetic": f"{examples()}/answers_in_turns.py:ArithmeticInTurns",
+    "gsm8k": f"{examples()}/answers_in_turns.py:Gsm8kInTurns",
     "endpoint": "grpo_rl.envs.endpoint:ChatEndpoint",
 }
-"""The place, `module:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
+"""The place, `module:Class` or `file.py:Class`, of each environment by its name. A class is imported where it is used, and no sooner."""
 TOOLS: dict[str, str] = {
     "calculator": f"{_TOOLS}.number_tools:Calculator",
     "python": f"{_TOOLS}.python_interpreter:PythonInterpreter",

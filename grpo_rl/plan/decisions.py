@@ -17,6 +17,7 @@ from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config, DataConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.installed import lacks
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.plan.model_folder import ModelSize
 from grpo_rl.registry import needs_of
@@ -196,6 +197,15 @@ class Plan:
     def role(self, name: RoleName) -> RolePlan | None:
         """Return the role of this name, None where it does not start."""
         return next((role for role in self.roles if role.name == name), None)
+
+    @property
+    def samples_with_vllm(self) -> bool:
+        return self.role("rollout") is not None and self.config.actor_rollout_ref.rollout.name == "vllm"
+
+    @property
+    def lacks(self) -> str | None:
+        """What this machine lacks to run the plan, in a sentence; engines in a cluster are on machines that need not be this one."""
+        return lacks(vllm=self.samples_with_vllm and not self.machine.cluster, device=self.machine.device)
 
     def num_workers(self, name: RoleName) -> int:
         """Return the number of a role's processes; 0 where it does not start."""

@@ -39,6 +39,7 @@ from grpo_rl.plan.proposal import HEAD, MOST_MACHINES, Proposal, divisions, prop
 from grpo_rl.registry import coefficient_of, shown
 from grpo_rl.rewards.combined import describe_models, describe_roles
 from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.vllm.vllm_patches import gaps
 from grpo_rl.trainer.sampled.advantage import estimator_options
 
 WIDTH = 100
@@ -631,6 +632,10 @@ def _notes(composed: Composed, plan: Plan) -> Rows:
     notes += composed.notes
     if packages := ", ".join(untested()):
         notes.append(f"installed, and not tested with this program: {packages}")
+    if sentence := plan.lacks:
+        notes.append(f"this machine can plan the run and not start it: {sentence}")
+    if plan.samples_with_vllm:
+        notes += [f"the installed vLLM is not the newest that was tested: {gap}" for gap in gaps()]
     for name in missing_loggers(config):
         notes.append(f"trainer.logger: {name} is not installed on this machine; a run needs it: {INSTALL[name]}")
     reference = "its own ranks" if plan.role("reference") else "actor" if plan.base_reference else "nobody"

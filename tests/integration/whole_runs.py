@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from grpo_rl.cluster.session.liveness import KNOWS_TOKENS
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
 
@@ -58,6 +60,8 @@ def train(folder: Path, name: str, *words: str, exit_code: int = 0) -> Run:
     (folder / "my_reward.py").write_text(REWARD)
     command = [sys.executable, "-m", "grpo_rl.main", f"trainer.default_local_dir={folder / 'runs'}"]
     command += [f"trainer.experiment_name={name}", "trainer.logger=[console]", *words]
+    if tuple(map(int, version("ray").split(".")[:2])) < KNOWS_TOKENS:
+        command.append("ray_kwargs.ray_init.allow_insecure=true")
     environment = environment_of_user() | {"VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
     run = Run(folder / "runs" / name, done.stdout if exit_code == 0 else done.stdout + done.stderr)

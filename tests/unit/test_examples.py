@@ -24,6 +24,9 @@ OF_RUNS = ["read_a_run.py", "plot_runs.py"]
 RUNS = ["train_from_python.py", "rl_loop.py"]
 """The examples that train: tests/integration/test_scripts.py runs them."""
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
+GAMES = ["answers_in_turns.py", "countdown.py", "grid_world.py", "word_game.py"]
+"""The tasks and environments that have a registered name."""
+ALONE += GAMES
 
 
 def run(folder: Path, *command: str) -> str:
@@ -55,6 +58,10 @@ EXPECTED = {
     "own_loss.py": r"1\.000    -1\.000\n",
     "own_reward.py": r"'the sum is 55'    \{'score': 0\.5, 'acc': 1\.0",
     "own_task.py": r"(\d+)\+(\d+)= -> (\1|\2)\n",
+    "answers_in_turns.py": r"24 -> higher\n52 -> lower\n42 -> right\n",
+    "countdown.py": r"(\d+ ){2,3}\d+ -> \d+ by <answer>.*</answer>\n",
+    "grid_world.py": r"the shortest way: [nesw]( [nesw]){3,}\n",
+    "word_game.py": r"assistant [a-e]{3}\nuser [-+o]{3}\n",
 }
 
 

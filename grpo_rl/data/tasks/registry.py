@@ -5,24 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+from grpo_rl.config.recipes import examples
 from grpo_rl.data.sources.source import split_options
 from grpo_rl.data.tasks.arithmetic import arithmetic, rated_sums
-from grpo_rl.data.tasks.countdown import countdown
 from grpo_rl.data.tasks.instructions import instructions
 from grpo_rl.data.tasks.json_extraction import json_extraction
 from grpo_rl.data.tasks.made_rows import Row, typed_options
 from grpo_rl.envs.games.game import episodes
-from grpo_rl.envs.games.grid_world import grid_world
-from grpo_rl.envs.games.word_game import word_game
 from grpo_rl.errors import DataError
-from grpo_rl.registry import Registry, calling_user_function
+from grpo_rl.registry import Registry, calling_user_function, load_function
 
 PREFIX = "task:"
 """The beginning of a name in data.train_files that is no file."""
 
 TASKS: Registry[Callable[..., Sequence[Row]]] = Registry("task")
-for _task in (arithmetic, countdown, rated_sums, json_extraction, instructions, word_game, grid_world, episodes):
+for _task in (arithmetic, rated_sums, json_extraction, instructions, episodes):
     TASKS.register(_task.__name__)(_task)
+for _name in ("countdown", "word_game", "grid_world"):
+    TASKS.register(_name)(load_function(f"{examples() / _name}.py:{_name}", "task"))
 
 
 @functools.lru_cache(maxsize=8)  # the plan counts the rows that are then read

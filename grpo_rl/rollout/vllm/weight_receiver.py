@@ -47,9 +47,9 @@ class RolloutWorkerExtension:
         """Have the kernel end this process if `parent`, which started it, ends: vLLM's engine core would wait for ever."""
         die_with(parent)
 
-    def sample_by_counters(self) -> None:
-        """Make the sampler of a worker on CPUs draw from seeds and positions instead of generators."""
-        CounterSampler(self.model_runner).install()
+    def sample_by_counters(self) -> bool:
+        """Make the sampler of a worker on CPUs draw from seeds and positions. Returns whether it does."""
+        return CounterSampler(self.model_runner).install()
 
     def received_weight_digests(self) -> dict[str, str]:
         """Return the digest of every tensor as it arrived in the last update; empty when not verifying."""
@@ -164,8 +164,11 @@ class NcclEngine(NCCLWeightTransferEngine):
     init_info_cls = NcclInitInfo  # type: ignore[assignment]
 
     def init_transfer_engine(self, init_info: NcclInitInfo) -> None:  # type: ignore[override]
-        # vLLM's own call to leave the group before, `shutdown_weight_transfer_engine`, is refused during an update.
-        self.shutdown()
+        # vLLM's own call to leave the group before, `shutdown_weight_transfer_engine`, is refused during an update; before 0.32
+        # it only forgot the group.
+        if self.model_update_group is not None:
+            self.model_update_group.destroy()
+            self.model_update_group = None
         with store_waits(init_info.timeout_s):
             super().init_transfer_engine(init_info)
         assert self.model_update_group is not None

@@ -207,6 +207,8 @@ def resume_order(
     before = state.get("num_rows")
     if not changes and before is not None and before != len(data):
         changes = [f"{before} rows were used, now {len(data)} are"]
+    if not changes and (shares := sampler.state_dict().get("shares")) != state.get("shares"):
+        changes = [f"rows and data.train_weights of the entries were {state.get('shares')}, now {shares}"]
     if changes and not allow_change:
         raise CheckpointError(
             f"the training data have changed since the checkpoint: {'; '.join(changes)}. Its position in them means nothing "

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from grpo_rl.rollout.engine import EngineSpec, NcclRendezvous, RolloutEngine
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.rollout.senders import ObjectStoreSender
+from grpo_rl.rollout.vllm.vllm_patches import gaps
 from grpo_rl.rollout.weights import WeightTransferError, check_digests, pack_buckets
 from grpo_rl.types import Completion, Request, Sampling
 
@@ -251,6 +252,8 @@ def mixed_logprobs(
 def test_requests_live_through_an_update_and_each_token_is_of_the_weights_whose_version_it_carries(
     replica: Replica, keep_cache: bool
 ) -> None:
+    if replica.spec.name == "vllm" and gaps():
+        pytest.skip(f"this vLLM has no labels of versions: {gaps()[0]}")
     assert replica.engine.updates_in_flight
     old, before = deepcopy(replica.model), replica.engine.weight_version
     # More than run at once: some wait through the update. Two blocks of the long prompt may be shared with later requests.

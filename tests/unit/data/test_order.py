@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from grpo_rl.data.draw_order import RowOrder
@@ -25,6 +26,28 @@ def test_a_resumed_run_draws_the_same_rows_and_names_each_occurrence_once() -> N
     assert len(set(uids)) == len(uids)
     with pytest.raises(DataError, match="its order has changed: seed was 5, now 6"):
         RowOrder(50, 8, True, 6).load_state_dict(part.state_dict())
+
+
+def test_entries_have_the_shares_of_their_weights_and_go_on_where_they_were_after_a_resume() -> None:
+    sizes, weights = (10, 30, 60), (3.0, 1.0, 1.0)
+
+    def order() -> RowOrder:
+        return RowOrder(100, 20, True, 5, shares=list(zip(sizes, weights, strict=True)))
+
+    whole, part, resumed = (order() for _ in range(3))
+    expected = [whole.next_batch() for _ in range(15)]
+    for epoch in range(3):
+        drawn = [row for batch in expected[5 * epoch : 5 * epoch + 5] for row in rows(batch)]
+        # 60, 20 and 20 of 100: the first entry six times, a third of the second, a third of the last.
+        assert np.bincount(np.digitize(drawn, [10, 40])).tolist() == [60, 20, 20]
+        assert np.bincount(drawn)[:10].tolist() == [6] * 10
+    drawn = np.concatenate([rows(batch) for batch in expected])
+    assert np.bincount(drawn)[10:40].tolist() == [2] * 30 and np.bincount(drawn)[40:].tolist() == [1] * 60
+    uids = [uid for batch in expected for _, uid in batch]
+    assert len(set(uids)) == len(uids)
+    assert [part.next_batch() for _ in range(7)] == expected[:7]
+    resumed.load_state_dict(json.loads(json.dumps(part.state_dict())))
+    assert [resumed.next_batch() for _ in range(8)] == expected[7:]
 
 
 def test_rows_that_cannot_be_used_are_passed_over_and_a_failure_moves_nothing() -> None:

@@ -220,12 +220,25 @@ def test_bad_and_long_rows_that_are_met_late_are_passed_over_every_time(large: C
         assert len(data.bad_rows.found) == 1
 
 
+def test_weights_are_those_of_entries_and_count_their_usable_rows(tmp_path: Path) -> None:
+    files = [write(tmp_path / f"{name}.jsonl", rows) for name, rows in (("a", [row(1), "{\n", row(3)]), ("b", [row(4)] * 4))]
+    config = DataConfig(
+        train_files=[str(file) for file in files], train_weights=[1.0, 2.0], train_batch_size=6, on_bad_row="skip"
+    )
+    data = PromptDataset(config.train_files, config, TOKENIZER).checked()
+    assert data.entry_sizes() == [2, 4]
+    assert sorted(number for number, _ in make_row_order(Config(data=config), data).next_batch()) == [0, 1, 2, 3, 4, 5]
+    few = PromptDataset(config.train_files, config, TOKENIZER, max_samples=2).checked()
+    with pytest.raises(ConfigError, match=r"data\.train_weights: .*b\.jsonl has no rows to draw"):
+        make_row_order(Config(data=config), few)
+
+
 # ---- resuming ---------------------------------------------------------------------------------------------------
 
 
 def test_resuming_on_changed_data_is_refused_unless_allowed(tmp_path: Path) -> None:
     def selection(rows: list[Any], **options: Any) -> Selection:
-        data = load(write(tmp_path / "a.jsonl", rows), train_batch_size=2, shuffle=False, **options)
+        data = load(write(tmp_path / "a.jsonl", rows), **{"train_batch_size": 2, "shuffle": False} | options)
         return Selection(Config(data=data.config), data, {"auto": 1.0})
 
     first = selection([row(1), row(2), row(3), row(4)])
@@ -237,6 +250,8 @@ def test_resuming_on_changed_data_is_refused_unless_allowed(tmp_path: Path) -> N
         selection(changed).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"a\.jsonl: bytes was \d+, now \d+, rows was 4, now 3"):
         selection(changed[:3]).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"data\.train_weights of the entries were None, now \[\[4, 1\.0\]\]"):
+        selection([row(1), row(2), row(3), row(4)], shuffle=True, train_files=["a"], train_weights=[1.0]).load_state_dict(state)
     allowed = selection(changed[:3], allow_change=True)
     allowed.load_state_dict(state)
     assert allowed.sampler.next_batch() == [(0, "e1-r0"), (1, "e1-r1")]

@@ -1,12 +1,15 @@
 import pytest
 
+from grpo_rl.config.recipes import examples
 from grpo_rl.data.sources.locate import open_source
 from grpo_rl.data.tasks.arithmetic import Problem, arithmetic, split_of, without_carries
-from grpo_rl.data.tasks.countdown import countdown
-from grpo_rl.data.tasks.countdown import split_of as countdown_split
-from grpo_rl.data.tasks.registry import task_rows
+from grpo_rl.data.tasks.registry import TASKS, task_rows
 from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.registry import load_function
 from grpo_rl.rewards.math.math_values import typed_value
+
+countdown = TASKS.get("countdown")
+countdown_split = load_function(f"{examples()}/countdown.py:split_of")
 
 
 def contents(rows):

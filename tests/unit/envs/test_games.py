@@ -15,16 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_rl.config.recipes import examples
 from grpo_rl.data.tasks.arithmetic import arithmetic
 from grpo_rl.data.tasks.registry import task_rows
 from grpo_rl.envs.contract import Environment, Start, Turn
 from grpo_rl.envs.environments import ENVIRONMENTS, Named, made
-from grpo_rl.envs.games.answers_in_turns import ArithmeticInTurns
 from grpo_rl.envs.games.game import Game
-from grpo_rl.envs.games.grid_world import Grid, GridWorld, grid_world
-from grpo_rl.envs.games.word_game import WordGame, marks, word_game
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup
 from grpo_rl.errors import ConfigError
+from grpo_rl.registry import load_function
+
+ArithmeticInTurns = load_function(f"{examples()}/answers_in_turns.py:ArithmeticInTurns")
+Grid, GridWorld, grid_world = (
+    load_function(f"{examples()}/grid_world.py:{name}") for name in ("Grid", "GridWorld", "grid_world")
+)
+WordGame, marks, word_game = (load_function(f"{examples()}/word_game.py:{name}") for name in ("WordGame", "marks", "word_game"))
 
 
 @dataclass

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from grpo_rl.errors import ConfigError
 from grpo_rl.rollout.vllm import vllm_patches
 from grpo_rl.rollout.vllm.sampling_support import num_logprobs, sampled_logprobs, support_of
 from grpo_rl.rollout.vllm.vllm_patches import ReportedArrays
@@ -83,10 +84,28 @@ def test_vllm_draws_where_our_sampler_takes_its_place_and_by_seed_and_position_o
     assert digest_of("v1/worker/gpu/sample/gumbel.py", "murmur3_hash32") == "e4a19a342c0e6e39"
 
 
-def test_another_version_of_vllm_is_refused_with_the_list_of_what_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found in (vllm_patches.TRIED, f"{vllm_patches.TRIED}+cpu", None):
-        monkeypatch.setattr(vllm_patches, "_installed", lambda found=found: found)
-        vllm_patches.check_version()
-    monkeypatch.setattr(vllm_patches, "_installed", lambda: "0.33.1")
-    with pytest.raises(ConfigError, match=r"vLLM 0\.33\.1 is installed.*vllm_patches\.py lists them.*vllm==0\.32\.0"):
-        vllm_patches.check_version()
+def test_the_plan_names_what_another_vllm_lacks_and_the_newest_tested_one_lacks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(importlib.util.find_spec("vllm").origin).parent  # type: ignore[union-attr, arg-type]
+    assert vllm_patches.gaps() == []
+    for file, _ in vllm_patches._GAPS:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text((folder / file).read_text())
+    (tmp_path / "outputs.py").write_text("")
+    (tmp_path / "v1/sample/ops/topk_topp_sampler.py").unlink()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    sampler, labels = vllm_patches.gaps()
+    assert "do not follow from seeds" in sampler and "responses end before engines take new weights" in labels
+
+
+def test_a_sampler_of_another_form_stays_in_its_place() -> None:
+    sampler = SimpleNamespace(forward_cpu=len, forward=len, use_fp64_gumbel=False)
+    batch = SimpleNamespace(num_reqs=0, req_ids=[], num_tokens_no_spec=np.zeros(1), num_prompt_tokens=np.zeros(1))
+    runner = SimpleNamespace(sampler=SimpleNamespace(topk_topp_sampler=sampler), requests={}, input_batch=batch)
+    assert vllm_patches.CounterSampler(runner).install() and sampler.forward is not len
+    sampler.forward = max
+    assert not vllm_patches.CounterSampler(runner).install() and sampler.forward is max
+    sampler.forward = len
+    del batch.num_tokens_no_spec
+    assert not vllm_patches.CounterSampler(runner).install() and sampler.forward is len

@@ -131,3 +131,12 @@ class WordGame(Game):
         elif self._answers == "known":
             said += f" Known: {self._known}"
         return MoveResult(said, progress=progress, malformed=malformed)
+
+
+def main() -> None:
+    for message in word_game(num_rows=1, play="random", wording="short")[0]["messages"]:
+        print(message["role"], message["content"])
+
+
+if __name__ == "__main__":
+    main()

@@ -158,3 +158,12 @@ def _value(operation: str, left: Number, right: Number) -> Number | None:
 
 def _inside(part: Term, at_least: int) -> str:
     return part.text if part.binds >= at_least else f"({part.text})"
+
+
+def main() -> None:
+    for row in countdown(num_rows=3, template="short"):
+        print(row["prompt"][0]["content"], "by", row["extra_info"]["demonstration"])
+
+
+if __name__ == "__main__":
+    main()

@@ -203,3 +203,14 @@ class GridWorld(Game):
             return MoveResult(asked + said, malformed=True)
         way = self._grid.shortest(self.place) if self._partial else None
         return MoveResult(said, progress=0.0 if way is None else max(0.0, 1 - len(way) / self._longest))
+
+
+def main() -> None:
+    row = grid_world(num_rows=1, size=4)[0]
+    print(row["prompt"][0]["content"])
+    truth = row["reward_model"]["ground_truth"]
+    print("the shortest way:", " ".join(Grid(tuple(truth["lines"]), tuple(truth["start"])).shortest() or ()))
+
+
+if __name__ == "__main__":
+    main()

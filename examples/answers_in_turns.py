@@ -1,4 +1,4 @@
-"""Tasks with one answer as games: a wrong one comes back with what is wrong about it, and may be corrected."""
+"""The environments `arithmetic` and `gsm8k`: a wrong answer comes back with what is wrong about it, and may be corrected."""
 
 from __future__ import annotations
 
@@ -68,3 +68,14 @@ class Gsm8kInTurns(Game):
         return MoveResult(
             "That is not the right answer. Look for the mistake and answer again.", malformed="answer" not in found
         )
+
+
+def main() -> None:
+    game = ArithmeticInTurns(short=False)
+    game.begin(Start("row", "arithmetic", (), ground_truth="42"))
+    for answer in ("24", "52", "42"):
+        print(answer, "->", game.move(answer).text or "right")
+
+
+if __name__ == "__main__":
+    main()
