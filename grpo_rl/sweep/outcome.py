@@ -17,12 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from grpo_rl.config import overrides
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.evaluation.estimates import Estimate
 from grpo_rl.run_files import read_json
 from grpo_rl.telemetry.metrics.metrics_file import is_count, read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_score
@@ -36,13 +33,6 @@ _PLAIN = re.compile(r"[^A-Za-z0-9._+-]+")
 _LONGEST = 60
 LAST_STEPS = 5
 """The number of last training steps whose mean stands for the end of a run."""
-LEAST_STEPS = 8
-"""Fewer than twice as many steps as the curve has parameters say nothing about its end."""
-LEVEL = 0.90
-_HALFWAYS = np.geomspace(0.1, 10.0, 30)
-"""T, in lengths of what has been seen: beyond, the curve is flat or straight."""
-_EXPONENTS = (0.7, 1.0, 1.4, 2.0, 3.0)
-_DRAWS = 20_000
 LOSSES = {"validation loss": "val/loss", "training loss": "train/loss"}
 
 
@@ -67,12 +57,10 @@ class SweptRun:
 
     point: Point
     state: str
-    steps: int
-    """The number of training steps that were logged."""
+    progress: str
+    """The number of training steps that were logged, and of how many."""
     values: Mapping[str, float]
     """The measures at the end, by the names of the table's columns."""
-    expected: str = ""
-    """What the reward would have come to, where the run ended before its last step."""
 
 
 def summarize(folder: Path, points: Sequence[Point]) -> str:
@@ -121,13 +109,9 @@ def _result(folder: Path, point: Point) -> SweptRun:
     if seconds:
         values["s/step"] = statistics.median(seconds)
     status = read_status(folder)
-    steps, total = sum(record["step"] > 0 for record in records), int(status["total"]) if is_count(status.get("total")) else 0
-    expected = ""
-    if status.get("state") != "done" and steps < total:
-        end = expected_end([record["reward/mean"] for record in records if "reward/mean" in record], total, LAST_STEPS)
-        if end is not None:
-            expected = f"; expected reward at step {total}: {end.mean:.3f} ({end.low:.3f} to {end.high:.3f} with 90 %)"
-    return SweptRun(point, str(status.get("state", "not started")), steps, values, expected)
+    steps, total = sum(record["step"] > 0 for record in records), status.get("total")
+    progress = f"{steps} of {total} steps" if is_count(total) else f"{steps} steps"
+    return SweptRun(point, str(status.get("state", "not started")), progress, values)
 
 
 def last_step(folder: Path) -> int:
@@ -159,7 +143,9 @@ def _table(results: Sequence[SweptRun], columns: Sequence[str]) -> str:
     lines.append(
         f"mean and standard deviation (n - 1) over the runs that are done; reward: of the last {LAST_STEPS} steps of each"
     )
-    lines += [f"  {r.point.name}: {r.state}, {r.steps} steps{r.expected}" for r in results if r.state != "done"]
+    for result in (result for result in results if result.state != "done"):
+        reward = f"; reward {number(result.values['reward'], 9).strip()}" if "reward" in result.values else ""
+        lines.append(f"  {result.point.name}: {result.state}, {result.progress}{reward}")
     return "\n".join(lines)
 
 
@@ -168,57 +154,6 @@ def _mean_and_spread(values: Sequence[float]) -> str:
         return "-"
     spread = f" ± {number(statistics.stdev(values), 9).strip()}" if len(values) > 1 else ""
     return f"{number(statistics.fmean(values), 9).strip()}{spread}"
-
-
-def expected_end(rewards: Sequence[float], end: int, last: int) -> Estimate | None:
-    """Return the mean reward of steps `end - last + 1` to `end`, foretold from that of the first steps, with its 90 % interval.
-
-    The curve is ScaleRL's (arXiv 2510.13786, equation 1): R(t) = R0 + (A - R0) / (1 + (T / t)^B), with a start R0, an asymptote A, the
-    step T at which half of the way is made, and an exponent B. None for fewer than eight steps. The noise of a step is unknown. For each T and B of a grid the rest is a linear model in R0 and
-    A - R0, whose posterior is a Student's t (Gelman et al., "Bayesian Data Analysis", section 14.2); the prior of A - R0 has three
-    times the range of the rewards that were seen as its standard deviation, for a curve that has hardly begun to rise says nothing of A. The
-    interval is taken from draws of the mixture over the grid, with the noise of the last steps added.
-    """
-    seen_T = np.asarray(rewards, dtype=np.float64)
-    count = len(seen_T)
-    if count < LEAST_STEPS:
-        return None
-    noise = max(np.std(np.diff(seen_T)) / np.sqrt(2), 1e-6)
-    precision = np.diag([1e-9, (noise / max(3 * np.ptp(seen_T), 1e-6)) ** 2])
-    fits = [
-        _posterior(
-            seen_T, _curve(1, count, halfway, exponent), _curve(end - last + 1, end, halfway, exponent).mean(0), precision
-        )
-        for halfway in _HALFWAYS * count
-        for exponent in _EXPONENTS
-    ]
-    log_weight_G, mean_G, spread_G, noise_G = np.array(fits).T
-    weight_G = np.exp(log_weight_G - log_weight_G.max())
-    generator = np.random.default_rng(0)
-    drawn_D = generator.choice(len(fits), _DRAWS, p=weight_G / weight_G.sum())
-    spread_D = np.sqrt(spread_G[drawn_D] + noise_G[drawn_D] / last)
-    end_D = mean_G[drawn_D] + generator.standard_t(count - 2, _DRAWS) * spread_D
-    tail = (1 - LEVEL) / 2
-    low, middle, high = np.quantile(end_D, [tail, 0.5, 1 - tail])
-    return Estimate(float(middle), float(low), float(high))
-
-
-def _curve(first: int, last: int, halfway: float, exponent: float) -> np.ndarray:
-    """Return [steps, 2]: what R0 and A - R0 are multiplied by in each step."""
-    steps_T = np.arange(first, last + 1, dtype=np.float64)
-    return np.stack([np.ones_like(steps_T), 1.0 / (1.0 + (halfway / steps_T) ** exponent)], axis=-1)
-
-
-def _posterior(seen_T: np.ndarray, curve_TP: np.ndarray, end_P: np.ndarray, precision_PP: np.ndarray) -> tuple[float, ...]:
-    """Return the logarithm of the evidence, the expected end, its variance, and the variance of one step's noise."""
-    moments_PP = curve_TP.T @ curve_TP + precision_PP
-    fitted_P = np.linalg.solve(moments_PP, curve_TP.T @ seen_T)
-    residual_T = seen_T - curve_TP @ fitted_P
-    loss = max(float(residual_T @ residual_T + fitted_P @ precision_PP @ fitted_P), 1e-12)
-    freedom = len(seen_T) - 2
-    log_evidence = -freedom / 2 * np.log(loss) - np.linalg.slogdet(moments_PP)[1] / 2
-    variance = loss / freedom
-    return log_evidence, float(end_P @ fitted_P), float(variance * end_P @ np.linalg.solve(moments_PP, end_P)), variance
 
 
 def read_points(folder: Path) -> list[Point]:

@@ -44,6 +44,9 @@ ESCAPES = {
     "connects to a local server": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
     "connects to an abstract socket": "import socket; s = socket.socket(socket.AF_UNIX); s.connect('\\0{abstract}')",
     "opens a socket to the host of a virtual machine": "import socket; socket.socket(40, socket.SOCK_STREAM)",
+    "finds packages beside the standard library": "import glob, os; "
+    "folders = [folder for name in ('site', 'dist') for folder in glob.glob(os.path.dirname(os.__file__) + f'/../*/{{name}}-packages')]; "
+    "assert any(os.listdir(folder) for folder in folders)",
     "opens a packet socket": "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
     "starts a program": "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)",
     "starts a shell": "import os; assert os.system('true') == 0",
@@ -181,7 +184,14 @@ def test_an_escape_fails_and_earns_nothing(name: str, outside: dict[str, object]
 
 
 @pytest.mark.parametrize(
-    "name", ["reads a file of the user", "connects to a local server", "connects to an abstract socket", "forks"]
+    "name",
+    [
+        "reads a file of the user",
+        "finds packages beside the standard library",
+        "connects to a local server",
+        "connects to an abstract socket",
+        "forks",
+    ],
 )
 def test_an_escape_succeeds_without_the_sandbox(name: str, outside: dict[str, object]) -> None:
     done = subprocess.run([sys.executable, "-I", "-S", "-c", escape(name, outside)], capture_output=True, text=True, timeout=10)

@@ -94,7 +94,7 @@ def test_the_pages_have_the_commands_that_are_tried() -> None:
     assert len(COMMANDS) > 30 and len(SETTINGS) > 40
     assert {page for page, _ in COMMANDS} >= {
         "README.md",
-        "docs/model_rewards.md",
+        "docs/rewards.md",
         "recipes/README.md",
         "recipes/arithmetic/README.md",
     }

@@ -52,7 +52,7 @@ class RewardModelTrainConfig:
 @dataclass(frozen=True, slots=True)
 class RewardModelConfig:
     enable: bool = False
-    """Add the score of a reward model to the reward; it runs in a worker group of its own. See docs/model_rewards.md."""
+    """Add the score of a reward model to the reward; it runs in a worker group of its own. See docs/rewards.md."""
     model_path: str | None = None
     """The reward model's folder: a decoder with a sequence- or token-classification head of one label."""
     tokenizer_path: str | None = None
@@ -83,7 +83,7 @@ class RewardModelConfig:
 @dataclass(frozen=True, slots=True)
 class JudgeConfig:
     base_url: str | None = None
-    """An OpenAI-compatible endpoint (.../v1) whose model judges each response; null: no judge. See docs/model_rewards.md."""
+    """An OpenAI-compatible endpoint (.../v1) whose model judges each response; null: no judge. See docs/rewards.md."""
     model: str | None = None
     """The judge model's name at base_url."""
     template: str | None = None

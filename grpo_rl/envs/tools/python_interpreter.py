@@ -73,7 +73,7 @@ class PythonInterpreter(SimpleTool):
 
     `time_s` is the wall time of one call, `total_s` bounds CPU and wall time of an episode, `memory_mb` the address space. A call that
     exceeds a limit ends the interpreter; the next one begins a fresh one. There is no network, no file but in a small /tmp, and no
-    package beside the standard library (docs/sandbox.md). Processes are started with the first call of an episode.
+    package beside the standard library (docs/rewards.md). Processes are started with the first call of an episode.
     """
 
     schema = text_tool(

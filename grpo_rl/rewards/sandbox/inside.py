@@ -194,16 +194,15 @@ def _read_only(target: str, flags: int) -> None:
     call(f"make {target} read-only (needs Linux 5.12)", "syscall", *arguments, ctypes.byref(attributes), size)
 
 
-def read_exactly(descriptor: int, size: int) -> bytes:
-    """`size` bytes. Raises EOFError when the other end is gone."""
-    parts = []
-    while size:
-        part = os.read(descriptor, min(size, 1 << 20))
-        if not part:
+def read_exactly(descriptor: int, size: int) -> bytearray:
+    """`size` bytes in a buffer that can be wiped, without another copy. Raises EOFError when the other end is gone."""
+    buffer, done = bytearray(size), 0
+    while done < size:
+        count = os.readv(descriptor, [memoryview(buffer)[done:]])
+        if not count:
             raise EOFError
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        done += count
+    return buffer
 
 
 def launch(control: int) -> NoReturn:
@@ -242,14 +241,13 @@ def _keep(control: int) -> None:
         return
     write_all(control, b"R")
     while True:
-        nonce = bytearray(NONCE_BYTES)
         try:
-            _fill(control, nonce)
-            case = _message(control)
+            nonce, case = read_exactly(control, NONCE_BYTES), _message(control)
         except EOFError:
             return
-        _fresh_tmp(setup)
+        _mount_tmp(setup)
         answer = _answer(control, setup, case, nonce)
+        call("empty /tmp", "umount2", TMP.encode(), MNT_DETACH)
         write_all(control, bytes(nonce) + answer)
 
 
@@ -259,18 +257,8 @@ def _message(control: int) -> dict[str, Any]:
     return message
 
 
-def _fill(descriptor: int, buffer: bytearray) -> None:
-    """Read into a buffer that can be wiped, and leave no copy."""
-    done = 0
-    while done < len(buffer):
-        got = os.readv(descriptor, [memoryview(buffer)[done:]])
-        if not got:
-            raise EOFError
-        done += got
-
-
 def _make_root(setup: dict[str, Any]) -> None:
-    """A root of its own: an empty tmpfs, the interpreter's libraries read-only, three devices, a small /tmp, and nothing else."""
+    """A root of its own: an empty tmpfs, the standard library and the system's libraries, three devices, a small /tmp."""
     step = "make a fresh root"
     _mount(step, "none", "/", None, MS_REC | MS_PRIVATE)
     _mount(step, "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, "size=4m,mode=755")
@@ -281,6 +269,8 @@ def _make_root(setup: dict[str, Any]) -> None:
         os.makedirs(target, exist_ok=True)
         _mount(f"mount {source}", "/old" + source, target, None, MS_BIND | MS_REC)
         _read_only(target, MS_RDONLY | MS_NOSUID | MS_NODEV)
+    for packages in setup["hidden"]:
+        _mount(f"hide {packages}", "none", packages, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,nr_inodes=1")
     for text, link in setup["links"]:
         os.makedirs(os.path.dirname(link), exist_ok=True)
         os.symlink(text, link)
@@ -296,12 +286,10 @@ def _make_root(setup: dict[str, Any]) -> None:
     os.rmdir("/old")
     _mount("make the root read-only", "none", "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     libc.sethostname(b"sandbox", 7)
+
+
+def _mount_tmp(setup: dict[str, Any]) -> None:
     _mount("mount /tmp", "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, setup["tmp_options"])
-
-
-def _fresh_tmp(setup: dict[str, Any]) -> None:
-    call("empty /tmp", "umount2", TMP.encode(), MNT_DETACH)
-    _mount("empty /tmp", "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, setup["tmp_options"])
     os.chdir(TMP)
 
 

@@ -1,7 +1,7 @@
 """A place to run code that a model wrote: namespaces of its own, a fresh read-only root, no rights, no network, hard limits.
 
 `Sandbox(source)` starts one, `run(case)` runs the source once in a fresh process, `check_available` says what is missing on
-this machine. Only what a candidate wrote comes out, as bytes and plain data, to be judged here: see docs/sandbox.md.
+this machine. Only what a candidate wrote comes out, as bytes and plain data, to be judged here: see docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -231,8 +231,11 @@ def interpreter() -> str:
     return getattr(sys, "_base_executable", None) or sys.executable
 
 
-def _mounts() -> dict[str, list[tuple[str, str]]]:
-    """Return the parts of this machine that are visible inside: (what, where) of the interpreter's libraries and links."""
+def _mounts() -> dict[str, list[Any]]:
+    """Return the parts of this machine that are visible inside: (what, where) of the interpreter's libraries and links.
+
+    Folders of installed packages among them are hidden: `site-packages` may hold code and data of the user.
+    """
     binds: list[tuple[str, str]] = []
     links: list[tuple[str, str]] = []
     own = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
@@ -243,7 +246,13 @@ def _mounts() -> dict[str, list[tuple[str, str]]]:
             links.append((os.readlink(folder), folder))
         elif os.path.isdir(folder):
             binds.append((os.path.realpath(folder), folder))
-    return {"binds": binds, "links": links}
+    hidden = [
+        str(packages)
+        for _, folder in binds
+        for name in ("site-packages", "dist-packages")
+        for packages in Path(folder).glob(f"python3*/{name}")
+    ]
+    return {"binds": binds, "links": links, "hidden": hidden}
 
 
 def _map_ids(pid: int) -> bool:
@@ -292,5 +301,5 @@ def unavailable(step: str) -> str:
         "itself, sysctl -w kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0 "
         "user.max_user_namespaces=10000, as far as it has them; in a container, start it with --security-opt seccomp=unconfined "
         "--security-opt apparmor=unconfined (Kubernetes: seccompProfile Unconfined), or with --cap-add SYS_ADMIN; or let a service "
-        "run the programs, from a reward function of your own (docs/sandbox.md)"
+        "run the programs, from a reward function of your own (docs/rewards.md)"
     )

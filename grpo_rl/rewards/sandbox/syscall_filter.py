@@ -74,7 +74,7 @@ def call_filter(machine: str) -> bytes:
     if machine not in MACHINES:
         raise RewardError(
             f"the sandbox for code has the list of system calls of {' and '.join(MACHINES)}, not of {machine}; "
-            f"let a service run the code, from a reward function of your own (docs/sandbox.md)"
+            f"let a service run the code, from a reward function of your own (docs/rewards.md)"
         )
     architecture, refused, special = MACHINES[machine]
     numbers = sorted({*refused.values(), *SINCE_424.values()})

@@ -54,11 +54,9 @@ MANY_FAILURES = 0.05
 FALSE_ALARM = 0.05
 """The chance that an honest run is taken for one whose reward is exploited, by all looks at it together."""
 COMPARED_STEPS = 5
-"""Steps that are compared with as many before them."""
+"""Steps of a block, which is compared with each block before it."""
 RISE = NormalDist().inv_cdf(0.95)
-"""Standard errors from which on a reward or an audit has risen: at one look in twenty a rise by chance is taken for one."""
-LEAST_WORTH = 0.25
-"""The rise of an audit, as a share of the reward's and each in its standard deviation, that any honest audit should have."""
+"""Standard errors from which on a reward has risen: at one look in twenty a rise by chance is taken for one."""
 TINY = 1e-9
 
 
@@ -384,80 +382,56 @@ def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
 
 
 def reward_exploited(run: RunRecord) -> Finding | None:
-    """Find a training reward that rises while an audit of the same responses falls or stays.
+    """Find a training reward that rises while an audit of the same responses falls.
 
-    The last steps are compared with each run of as many before them, by tests of the prompts' means. Found where the reward has
-    risen, the audit has not, and the rise of the paired difference between what the reward should be worth to the audit and the audit is
-    too large for chance. This last test keeps the chance of one false alarm at most FALSE_ALARM over all comparisons of all
-    steps of one audit: Bonferroni's correction, step k having 1/(k (k + 1)) of it.
+    The last full block of COMPARED_STEPS steps is compared with each earlier block, by z-tests of the prompts' means with the variance
+    of both blocks together. The test of the audit keeps the chance of a false alarm at most FALSE_ALARM over all comparisons at
+    all steps: Bonferroni's correction, in which block k has 1/(k (k + 1)) of it. An audit that stays where it is says nothing:
+    so it does if a part for the form of the answer is learnt first.
     """
     ending = "/num_prompts"
     keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("audit/") and key.endswith(ending))
     for name in (key.removesuffix(ending) for key in keys):
-        needed = {name, *(f"{name}/{end}" for end in ("std", "reward", "reward_std", "correlation"))}
+        needed = {name, *(f"{name}/{end}" for end in ("std", "reward", "reward_std"))}
         points = [record for record in run.training if record.get(name + ending) and record.keys() >= needed]
-        if len(points) < 2 * COMPARED_STEPS:
+        # A step belongs to one block, however many earlier steps are still remembered.
+        number = int(run.training[-1]["step"]) // COMPARED_STEPS
+        by_block = itertools.groupby(points, lambda record: (int(record["step"]) - 1) // COMPARED_STEPS)
+        full = [list(block) for place, block in by_block if place < number]
+        if len(full) < 2:
             continue
-        # Sums over prompts of 1, reward, audit, their squares and their product, over all steps before each: [steps + 1, 6].
-        sums = np.cumsum([np.zeros(6), *(_moments(record, name) for record in points)], axis=0)
-        windows = sums[COMPARED_STEPS:] - sums[:-COMPARED_STEPS]
-        before, now = windows[:-COMPARED_STEPS], windows[-1]
-        step = points[-1]["step"]
-        chance = FALSE_ALARM / (step * (step + 1) * len(before) * 2)
-        reward, audit, gap = _rises(sums[COMPARED_STEPS:-COMPARED_STEPS], before, now)
-        found = np.flatnonzero((reward > RISE) & (audit < RISE) & (gap > -NormalDist().inv_cdf(chance)))
-        if not len(found):
+        *before, now = (np.sum([_moments(record, name) for record in block], axis=0) for block in full)
+        reward, audit = _rises(np.array(before), now)
+        fallen = NormalDist().inv_cdf(FALSE_ALARM / (number * (number + 1) * len(before)))
+        exploited = np.flatnonzero((reward > RISE) & (audit < fallen))
+        if not len(exploited):
             continue
-        start = int(found[np.argmax(gap[found])])
-        begin, end, first = (int(points[at]["step"]) for at in (start, start + COMPARED_STEPS - 1, -COMPARED_STEPS))
+        start = int(exploited[np.argmin(audit[exploited])])
+        begin, end, first, last = (int(block[at]["step"]) for block in (full[start], full[-1]) for at in (0, -1))
         ends = [f"{before[start][at] / before[start][0]:.3f} -> {now[at] / now[0]:.3f}" for at in (1, 2)]
         evidence = (
-            f"steps {begin} to {end} -> steps {first} to {step:.0f}: reward {ends[0]}, {name} {ends[1]}; the paired "
-            f"difference has grown by {gap[start]:.1f} standard errors"
+            f"steps {begin} to {end} -> steps {first} to {last}: reward {ends[0]}, {name} {ends[1]}; the audit has fallen by "
+            f"{-audit[start]:.1f} standard errors"
         )
         return finding("reward_exploited", end, evidence, audit=name)
     return None
 
 
 def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
-    """Return the sums over the prompts of one step: their number, reward, audit, both squares and the product, [6]."""
-    number, reward, audit = record[f"{name}/num_prompts"], record[f"{name}/reward"], record[name]
-    spread, audit_spread = record[f"{name}/reward_std"], record[f"{name}/std"]
-    product = record[f"{name}/correlation"] * spread * audit_spread + reward * audit
-    return number * np.array([1.0, reward, audit, spread**2 + reward**2, audit_spread**2 + audit**2, product])
+    """Return the sums over the prompts of one step: their number, reward, audit, and both squares, [5]."""
+    means = np.array([record[f"{name}/reward"], record[name]])
+    spreads = np.array([record[f"{name}/reward_std"], record[f"{name}/std"]])
+    return float(record[f"{name}/num_prompts"]) * np.array([1.0, *means, *(spreads**2 + means**2)])
 
 
-def _rises(until: np.ndarray, before: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rises of reward and audit, and how much less the audit has risen than it should have: three times [windows].
-
-    All are in standard errors. `before` has the sums of `_moments` over each window, [windows, 6], `until` those over all steps to
-    its end, `now` those of the last window.
-    Each prompt's audit is compared with slope * its reward, by the larger of two tests, whose variance is that of both windows
-    together, as under the hypothesis that nothing has changed. One slope is the regression of audit on reward until then, with
-    its own error: what a reward was worth. The other is a quarter of the ratio of the standard deviations, for a reward that never had
-    to do with the audit.
-    """
-    count, reward, audit, *_ = _central(before)
-    known, _, _, spread, _, shared = _central(until)
-    both = _central(before + now)
-    rise, audit_rise = now[1] / now[0] - reward, now[2] / now[0] - audit
-    error = np.sqrt(1 / count + 1 / now[0])
-    worth = np.divide(shared, spread, out=np.zeros_like(shared), where=spread > TINY)
-    least = LEAST_WORTH * np.sqrt(both[4] / np.maximum(both[3], TINY))
-    short = []
-    for slope, estimated in ((worth, 1.0), (least, 0.0)):
-        variance = np.maximum(both[4] - 2 * slope * both[5] + slope**2 * both[3], TINY)
-        factor = error**2 + estimated * rise**2 / (known * np.maximum(spread, TINY))
-        short.append((slope * rise - audit_rise) / np.sqrt(variance * factor))
-    rises = [one / (error * np.sqrt(np.maximum(variance, TINY))) for one, variance in ((rise, both[3]), (audit_rise, both[4]))]
-    return rises[0], rises[1], np.maximum(*short)
-
-
-def _central(sums: np.ndarray) -> np.ndarray:
-    """Return number, means of reward and audit, their variances and covariance from the sums of `_moments`: [6, windows]."""
-    _, reward, audit, *squares = (sums / sums[:, :1]).T
-    squares = [squares[0] - reward**2, squares[1] - audit**2, squares[2] - reward * audit]
-    return np.array([sums[:, 0], reward, audit, *squares])
+def _rises(before: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how far reward and audit have risen since each block, in standard errors, [blocks], from sums of `_moments`."""
+    means, now_mean = before[:, 1:3] / before[:, :1], now[1:3] / now[0]
+    both = before + now
+    variance = both[:, 3:] / both[:, :1] - (both[:, 1:3] / both[:, :1]) ** 2
+    error = np.sqrt(np.maximum(variance, TINY) * (1 / before[:, :1] + 1 / now[0]))
+    reward, audit = ((now_mean - means) / error).T
+    return reward, audit
 
 
 def format_without_answer(run: RunRecord) -> Finding | None:

@@ -197,7 +197,7 @@ def test_without_namespaces_nothing_runs_and_the_message_says_what_to_do(monkeyp
     monkeypatch.setattr(
         "grpo_rl.rewards.sandbox.sandbox.LAUNCH", "import sys, os; os.write(int(sys.argv[2]), b'Fmake the namespaces: no')"
     )
-    with pytest.raises(SandboxUnavailable, match=r"make the namespaces: no.*(sysctl|--security-opt).*docs/sandbox.md"):
+    with pytest.raises(SandboxUnavailable, match=r"make the namespaces: no.*(sysctl|--security-opt).*docs/rewards.md"):
         code("code", SQUARE, ["assert f(1) == 1"])
     with pytest.raises(SandboxUnavailable):
         check_available()

@@ -278,6 +278,10 @@ def test_an_alarm_is_raised_once_in_the_step_in_which_it_begins() -> None:
 # ---- an exploited reward -----------------------------------------------------------------------------
 
 
+FORM_WORTH = (0.1, 0.2, 0.5, 1.0)
+"""Weights of a part for the form of the answer, beside 1 for the right one."""
+
+
 def audited(kind: str, seed: int, steps: int, prompts: int) -> RunRecord:
     """Return a run in which each prompt has one audited response. The skill rises from 0.1 to 0.9; gaps open after step 20."""
     draw = np.random.default_rng(seed)
@@ -296,13 +300,14 @@ def audited(kind: str, seed: int, steps: int, prompts: int) -> RunRecord:
             reward, score = 10 * right - 3, right / 100
         elif kind == "unrelated":
             reward, score = (draw.random(prompts) < 0.4).astype(float), (draw.random(prompts) < 0.4).astype(float)
-        elif kind == "falls":
-            found = draw.random(prompts) < hole
-            right = (draw.random(prompts) < 0.4).astype(float)
-            reward, score = np.maximum(right / 2, found), right * ~found
+        elif kind == "form first":
+            form = draw.random(prompts) < 1 / (1 + np.exp(-(step - 20) / 3))
+            score = (draw.random(prompts) < 0.1 + 0.2 * step / steps).astype(float)
+            reward = score + FORM_WORTH[seed % len(FORM_WORTH)] * form
         else:
+            exploit = draw.random(prompts) < hole
             right = (draw.random(prompts) < 0.4).astype(float)
-            reward, score = right / 2 + (draw.random(prompts) < hole), right
+            reward, score = np.maximum(right / 2, exploit), right * ~exploit
         spread = reward.std() * score.std()
         pair = {"": score.mean(), "/std": score.std(), "/reward": reward.mean(), "/reward_std": reward.std()}
         pair["/correlation"] = np.mean((reward - reward.mean()) * (score - score.mean())) / spread if spread else 0.0
@@ -317,15 +322,14 @@ def first_step(record: RunRecord) -> int | None:
 
 
 @pytest.mark.parametrize("prompts", [16, 64])
-@pytest.mark.parametrize("kind", ["falls", "stays"])
-def test_a_reward_that_is_exploited_is_named_within_ten_steps_of_the_gap(kind: str, prompts: int) -> None:
-    named = [first_step(audited(kind, seed, 31, prompts)) for seed in range(10)]
+def test_a_reward_that_is_exploited_is_named_within_ten_steps_of_the_gap(prompts: int) -> None:
+    named = [first_step(audited("exploited", seed, 31, prompts)) for seed in range(10)]
     assert all(step is not None and 20 < step <= 30 for step in named), named
-    found = reward_exploited(audited(kind, 0, 31, prompts))
+    found = reward_exploited(audited("exploited", 0, 31, prompts))
     assert found is not None and 0 < found.since <= 25
     assert "reward 0." in found.evidence and "audit/x 0." in found.evidence and "reward/audit/x is low" in found.advice[0]
 
 
-@pytest.mark.parametrize("kind", ["stricter", "noisy", "partial credit", "another scale", "unrelated"])
+@pytest.mark.parametrize("kind", ["stricter", "noisy", "partial credit", "another scale", "unrelated", "form first"])
 def test_an_honest_reward_is_left_in_peace_whatever_its_audit_is_like(kind: str) -> None:
     assert [first_step(audited(kind, seed, 60, prompts)) for prompts in (8, 32) for seed in range(4)] == [None] * 8
