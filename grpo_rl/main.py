@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None, on_error: Callable[[BaseException], 
     if argv is None:
         make_lasting()
         launcher.launches = True
-    # Imports make a million objects that stay, and a collection looks at all of them again and again. `train` enables it.
+    # Imports make a million objects that stay, and a collection looks at all of them again and again.
+    # A run that has imported its libraries enables it (`RunSession.model_folder`).
     gc.disable()
     try:
         return exit_code_after(lambda: _run(words, on_error), on_error=on_error)

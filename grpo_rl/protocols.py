@@ -1,6 +1,7 @@
 """The interfaces between the training loop and the rest of the system: a few small Protocols.
 
-`cluster/roles/trained_roles.py` implements them over Ray worker groups; tests may implement them in-process.
+`cluster/roles/` implements them over Ray worker groups, `rewards/combined.py` the rewarder; tests may implement
+them in-process.
 Placement, retries, sleeping engines and deadlines live below these lines, never in the loop.
 """
 

@@ -77,7 +77,9 @@ class Settings:
         if place != key:
             self.notes.append(f"{key}={show(value)}: is {place} here{self.where}")
         above = next((name for name in leaves() if place.startswith(f"{name}.")), None)
-        if place in leaves() or free_mapping(place):
+        if (of_value := verl_answers.ANSWERS.get(f"{place}={value}")) is not None:
+            self.problems.append(f"{place}={show(value)}: a value of verl's that is not here{self.where}: {of_value.advice}")
+        elif place in leaves() or free_mapping(place):
             self.pairs.append((place, value))
             if free_mapping(f"{place}."):
                 _remember_secrets(place.rpartition(".")[2], value)

@@ -100,7 +100,7 @@ def schema_of(named: Named, tool: Any) -> dict[str, Any]:
 _SANDBOX = (
     "python, which runs code in a sandbox of this program, one interpreter per episode: config: {time_s: 5, memory_mb: 512}"
 )
-_OF_A_SERVER = "a tool of your own (path/to/file.py:Class, docs/agents.md) that asks the server, with the package mcp"
+_OF_A_SERVER = "a tool of your own that asks the server with the package mcp, as examples/mcp_tool.py:ServerTool does"
 CLASSES: dict[str, str] = {
     "Gsm8kTool": "check_answer; its config and schema may stay as they are",
     "SandboxFusionTool": _SANDBOX,

@@ -45,8 +45,7 @@ ESCAPES = {
     "connects to an abstract socket": "import socket; s = socket.socket(socket.AF_UNIX); s.connect('\\0{abstract}')",
     "opens a socket to the host of a virtual machine": "import socket; socket.socket(40, socket.SOCK_STREAM)",
     "finds packages beside the standard library": "import glob, os; "
-    "folders = [folder for name in ('site', 'dist') for folder in glob.glob(os.path.dirname(os.__file__) + f'/../*/{{name}}-packages')]; "
-    "assert any(os.listdir(folder) for folder in folders)",
+    "assert any(map(os.listdir, glob.glob(os.path.dirname(os.__file__) + '/../*/*-packages')))",
     "opens a packet socket": "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
     "starts a program": "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)",
     "starts a shell": "import os; assert os.system('true') == 0",

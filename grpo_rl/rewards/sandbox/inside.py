@@ -195,7 +195,7 @@ def _read_only(target: str, flags: int) -> None:
 
 
 def read_exactly(descriptor: int, size: int) -> bytearray:
-    """`size` bytes in a buffer that can be wiped, without another copy. Raises EOFError when the other end is gone."""
+    """`size` bytes in a buffer that can be wiped. Raises EOFError when the other end is gone."""
     buffer, done = bytearray(size), 0
     while done < size:
         count = os.readv(descriptor, [memoryview(buffer)[done:]])
@@ -258,7 +258,7 @@ def _message(control: int) -> dict[str, Any]:
 
 
 def _make_root(setup: dict[str, Any]) -> None:
-    """A root of its own: an empty tmpfs, the standard library and the system's libraries, three devices, a small /tmp."""
+    """A root of its own: an empty tmpfs, the interpreter's and the system's libraries, three devices, a /tmp."""
     step = "make a fresh root"
     _mount(step, "none", "/", None, MS_REC | MS_PRIVATE)
     _mount(step, "tmpfs", TMP, "tmpfs", MS_NOSUID | MS_NODEV, "size=4m,mode=755")
@@ -270,7 +270,7 @@ def _make_root(setup: dict[str, Any]) -> None:
         _mount(f"mount {source}", "/old" + source, target, None, MS_BIND | MS_REC)
         _read_only(target, MS_RDONLY | MS_NOSUID | MS_NODEV)
     for packages in setup["hidden"]:
-        _mount(f"hide {packages}", "none", packages, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k,nr_inodes=1")
+        _mount(f"hide {packages}", "none", packages, "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV, "size=4k")
     for text, link in setup["links"]:
         os.makedirs(os.path.dirname(link), exist_ok=True)
         os.symlink(text, link)

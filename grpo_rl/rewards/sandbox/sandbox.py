@@ -232,9 +232,9 @@ def interpreter() -> str:
 
 
 def _mounts() -> dict[str, list[Any]]:
-    """Return the parts of this machine that are visible inside: (what, where) of the interpreter's libraries and links.
+    """Return what is visible inside, (what, where) of libraries and links, and folders that are hidden there.
 
-    Folders of installed packages among them are hidden: `site-packages` may hold code and data of the user.
+    Installed packages are hidden: `site-packages` may hold code and data of the user.
     """
     binds: list[tuple[str, str]] = []
     links: list[tuple[str, str]] = []

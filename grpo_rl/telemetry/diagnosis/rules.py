@@ -384,10 +384,10 @@ def opinion_parts_from_rules(run: RunRecord) -> Finding | None:
 def reward_exploited(run: RunRecord) -> Finding | None:
     """Find a training reward that rises while an audit of the same responses falls.
 
-    The last full block of COMPARED_STEPS steps is compared with each earlier block, by z-tests of the prompts' means with the variance
-    of both blocks together. The test of the audit keeps the chance of a false alarm at most FALSE_ALARM over all comparisons at
-    all steps: Bonferroni's correction, in which block k has 1/(k (k + 1)) of it. An audit that stays where it is says nothing:
-    so it does if a part for the form of the answer is learnt first.
+    The last full block of COMPARED_STEPS steps is compared with each earlier block, by z-tests of the prompts'
+    means with the variance of both blocks together. The test of the audit keeps the chance of a false alarm at
+    most FALSE_ALARM over all comparisons at all steps: Bonferroni's correction, in which block k has 1/(k (k + 1))
+    of it. An audit that stays where it is says nothing: it does so if a part for the answer's form is learnt first.
     """
     ending = "/num_prompts"
     keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("audit/") and key.endswith(ending))
@@ -407,13 +407,13 @@ def reward_exploited(run: RunRecord) -> Finding | None:
         if not len(exploited):
             continue
         start = int(exploited[np.argmin(audit[exploited])])
-        begin, end, first, last = (int(block[at]["step"]) for block in (full[start], full[-1]) for at in (0, -1))
+        ranges = (f"{int(block[0]['step'])} to {int(block[-1]['step'])}" for block in (full[start], full[-1]))
         ends = [f"{before[start][at] / before[start][0]:.3f} -> {now[at] / now[0]:.3f}" for at in (1, 2)]
         evidence = (
-            f"steps {begin} to {end} -> steps {first} to {last}: reward {ends[0]}, {name} {ends[1]}; the audit has fallen by "
-            f"{-audit[start]:.1f} standard errors"
+            f"steps {' -> '.join(ranges)}: reward {ends[0]}, {name} {ends[1]}; "
+            f"the audit has fallen by {-audit[start]:.1f} standard errors"
         )
-        return finding("reward_exploited", end, evidence, audit=name)
+        return finding("reward_exploited", int(full[start][-1]["step"]), evidence, audit=name)
     return None
 
 
@@ -425,7 +425,7 @@ def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
 
 
 def _rises(before: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how far reward and audit have risen since each block, in standard errors, [blocks], from sums of `_moments`."""
+    """Return how far reward and audit have risen since each block, in standard errors, [blocks]; from sums of `_moments`."""
     means, now_mean = before[:, 1:3] / before[:, :1], now[1:3] / now[0]
     both = before + now
     variance = both[:, 3:] / both[:, :1] - (both[:, 1:3] / both[:, :1]) ** 2

@@ -116,6 +116,7 @@ _CONTRADICTIONS: list[Bad] = [
     ([f"{R}.nnodes=1", f"{R}.n_gpus_per_node=2", f"{R}.max_replicas=1"], f"{R}.max_replicas", "the run starts with 2"),
     ([f"{R}.max_replicas=2", "trainer.recover=off"], f"{R}.max_replicas", "needs trainer.recover=auto"),
     ([f"{A}.profiler.enable=true"], f"{A}.profiler.enable", "needs global_profiler.tool"),
+    (["global_profiler.tool=torch_memory"], "global_profiler.tool=torch_memory", "perf/memory"),
     (
         ["reward.custom_reward_function.path=x.py", "reward.functions=[gsm8k]"],
         "reward.custom_reward_function",

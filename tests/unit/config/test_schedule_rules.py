@@ -80,51 +80,51 @@ def test_what_the_schedule_fixes_is_fixed_once_and_changes_no_other_schedule() -
     assert settled(config_of({})) == config_of({})
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for responses of the policy as it is"),
-        ({f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages, so the reward would have no effect"),
-        (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "one optimizer step on each batch"),
-        (ROWS | VAL | {"trainer.val_only": True}, "trains on the answers in the data"),
-        (RFT | {"reward.functions": []}, "without a reward there is nothing to learn from"),
-        (RFT | {f"{A}.policy_loss.loss_mode": "vanilla"}, "initial_policy trains on fixed ones"),
-        (COLLECTED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst of a group; 2 or more"),
-        ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
-        (ITERATE | {"reward.functions": []}, "whose reward labels the reward model's pairs"),
-        (ITERATE | {"reward.judge.base_url": "http://a/v1", "reward.judge.model": "m"}, "reward model's score alone"),
-        (ITERATE | VAL | {"trainer.val_only": True}, "builtin:arithmetic has no head before"),
-        (ITERATE | {"trainer.critic_warmup": 3}, "trainer.critic_warmup=3: counts first steps"),
-        (ITERATE | {f"{R}.n": 1}, "the best and the worst of a group"),
-        (ITERATE | {"reward.reward_model.step_separator": "x"}, "trains the reward model on pairs of whole responses"),
-        (ITERATE | {"algorithm.adv_estimator": "gdpo"}, "reads the parts of the reward"),
-        (ITERATE | {"algorithm.adv_estimator": "grpo_process"}, "come from the reward model alone"),
-        ({f"{A}.policy_loss.loss_mode": "kto"}, "loss_mode=kto: learns labelled answers; data.responses=rows"),
-        (REPLAY | {f"{R}.top_p": 0.9}, "algorithm.replay.max_age=4: does not go with top_p, top_k and min_p"),
-        (REPLAY | {"algorithm.rollout_correction.bypass_mode": False}, "bypass_mode=false: with algorithm.replay.max_age=4"),
-        (
-            REPLAY | {f"{A}.policy_loss.loss_mode": "reinforce"},
-            "rollout_is=null: algorithm.replay trains tokens that older weights",
-        ),
-        (REPLAY | {"algorithm.replay.max_age": 0, "algorithm.replay.share": 0.5}, "needs algorithm.replay.max_age above 0"),
-        (
-            COLLECTED_PAIRS | {f"{A}.policy_loss.loss_mode": "kto"},
-            "loss_mode=kto: learns labelled answers; data.responses=rows",
-        ),
-        (PAIRS | {"data.truncation": "left"}, "compares whole answers"),
-        (PAIRS | {f"{A}.loss_agg_mode": "token-sum"}, "makes no mean over pairs"),
-        (PAIRS | {"data.max_length": 10_000, f"{A}.ppo_max_token_len_per_gpu": 16_384}, "shorter than a pair"),
-        (SAMPLED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst response"),
-        (SAMPLED_PAIRS | {f"{A}.clip_ratio": 0.3}, "clip_ratio"),
-        (SCORER | {"data.responses": "rows"}, "data.responses=rows: has no effect in this run: trainer.schedule=reward_model"),
-        (
-            SCORER | {"trainer.val_only": True},
-            "trainer.val_only=true: has no effect in this run: trainer.schedule=reward_model",
-        ),
-        (SCORER | {"reward.reward_model.model_path": None}, "reward.reward_model.model_path is not set"),
-        (RATED, "reward.reward_model.step_separator is not set"),
-    ],
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (ROWS | {f"{A}.policy_loss.loss_mode": "vanilla"}, "is made for responses of the policy as it is"),
+    ({f"{A}.policy_loss.loss_mode": "sft"}, "reads no advantages, so the reward would have no effect"),
+    (ROWS | {f"{A}.ppo_mini_batch_size": 3}, "one optimizer step on each batch"),
+    (ROWS | VAL | {"trainer.val_only": True}, "trains on the answers in the data"),
+    (RFT | {"reward.functions": []}, "without a reward there is nothing to learn from"),
+    (RFT | {f"{A}.policy_loss.loss_mode": "vanilla"}, "initial_policy trains on fixed ones"),
+    (COLLECTED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst of a group; 2 or more"),
+    ({"trainer.schedule": "iterate"}, "trains on the score of a reward model"),
+    (ITERATE | {"reward.functions": []}, "whose reward labels the reward model's pairs"),
+    (ITERATE | {"reward.judge.base_url": "http://a/v1", "reward.judge.model": "m"}, "reward model's score alone"),
+    (ITERATE | VAL | {"trainer.val_only": True}, "builtin:arithmetic has no head before"),
+    (ITERATE | {"trainer.critic_warmup": 3}, "trainer.critic_warmup=3: counts first steps"),
+    (ITERATE | {f"{R}.n": 1}, "the best and the worst of a group"),
+    (ITERATE | {"reward.reward_model.step_separator": "x"}, "trains the reward model on pairs of whole responses"),
+    (ITERATE | {"algorithm.adv_estimator": "gdpo"}, "reads the parts of the reward"),
+    (ITERATE | {"algorithm.adv_estimator": "grpo_process"}, "come from the reward model alone"),
+    ({f"{A}.policy_loss.loss_mode": "kto"}, "loss_mode=kto: learns labelled answers; data.responses=rows"),
+    (REPLAY | {f"{R}.top_p": 0.9}, "algorithm.replay.max_age=4: does not go with top_p, top_k and min_p"),
+    (REPLAY | {"algorithm.rollout_correction.bypass_mode": False}, "bypass_mode=false: with algorithm.replay.max_age=4"),
+    (
+        REPLAY | {f"{A}.policy_loss.loss_mode": "reinforce"},
+        "rollout_is=null: algorithm.replay trains tokens that older weights",
+    ),
+    (REPLAY | {"algorithm.replay.max_age": 0, "algorithm.replay.share": 0.5}, "needs algorithm.replay.max_age above 0"),
+    (
+        COLLECTED_PAIRS | {f"{A}.policy_loss.loss_mode": "kto"},
+        "loss_mode=kto: learns labelled answers; data.responses=rows",
+    ),
+    (PAIRS | {"data.truncation": "left"}, "compares whole answers"),
+    (PAIRS | {f"{A}.loss_agg_mode": "token-sum"}, "makes no mean over pairs"),
+    (PAIRS | {"data.max_length": 10_000, f"{A}.ppo_max_token_len_per_gpu": 16_384}, "shorter than a pair"),
+    (SAMPLED_PAIRS | {f"{R}.n": 1}, "compares the best and the worst response"),
+    (SAMPLED_PAIRS | {f"{A}.clip_ratio": 0.3}, "clip_ratio"),
+    (SCORER | {"data.responses": "rows"}, "data.responses=rows: has no effect in this run: trainer.schedule=reward_model"),
+    (
+        SCORER | {"trainer.val_only": True},
+        "trainer.val_only=true: has no effect in this run: trainer.schedule=reward_model",
+    ),
+    (SCORER | {"reward.reward_model.model_path": None}, "reward.reward_model.model_path is not set"),
+    (RATED, "reward.reward_model.step_separator is not set"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_what_does_not_go_with_the_schedule_is_refused(given: dict[str, Any], message: str) -> None:
     config = given_to_reward_model(given) if given.get("trainer.schedule") == "reward_model" else config_of(given)
     # What depends on a function is told by the plan, which looks it up.
