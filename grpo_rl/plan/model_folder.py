@@ -428,7 +428,7 @@ def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]
     elif family in _OWN_POSITIONS or text.get("alibi"):
         yield f"{path}: models of the family {family} cannot be packed here; Llama, Mistral, Qwen, Gemma 3 and Phi 3 can"
     elif experts > 1 and family not in FAMILIES:
-        yield f"{path}: of models with experts, {' and '.join(FAMILIES)} can be trained; this one is {family} (docs/moe.md)"
+        yield f"{path}: of models with experts, {' and '.join(FAMILIES)} can be trained; this one is {family} (docs/models.md)"
     for name in SCALED_LOGITS:
         if text.get(name) not in (None, 1, 1.0):
             yield f"{path}: models with {name} cannot be trained here, and this one has {name}={text[name]}"

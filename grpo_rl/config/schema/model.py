@@ -38,7 +38,7 @@ class ModelConfig:
     """Trained tokens whose logits exist at the same time; more is faster, less takes less memory. null: 2048, or as many as have
     64 MiB of logits, and up to 16,384 on GPUs that have the memory by the plan."""
     lora_rank: AdapterRankOrOff = 0
-    """Rank of LoRA adapters, which are trained in place of the model's own weights (docs/lora.md); 0 trains all weights."""
+    """Rank of LoRA adapters, which are trained in place of the model's own weights (docs/models.md); 0 trains all weights."""
     lora_alpha: AdapterAlpha = 16
     """LoRA: lora_alpha / lora_rank is the factor of what an adapter adds."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
@@ -127,7 +127,7 @@ class PolicyLossConfig:
 class RouterReplayConfig:
     mode: Literal["disabled", "R2"] = "disabled"
     """Models with experts. R2: in an update tokens take the experts that they took in the pass for old log-probs, whatever
-    the router prefers by then. R3 (those of the engine) is not here: see docs/moe.md."""
+    the router prefers by then. R3 (those of the engine) is not here: see docs/models.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class ActorConfig:
     """Options of an estimator of your own."""
     router_aux_loss_coef: Coefficient = 0.0
     """Models with experts: weight of the loss that keeps the experts evenly used, over the trained tokens of the whole
-    mini-batch (docs/moe.md). Above 0 an optimizer step makes one more forward pass, unless router_replay.mode=R2."""
+    mini-batch (docs/models.md). Above 0 an optimizer step makes one more forward pass, unless router_replay.mode=R2."""
     router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)

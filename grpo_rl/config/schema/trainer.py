@@ -114,7 +114,7 @@ class TrainerConfig:
     """Print the plan and stop."""
     machine: str | None = None
     """The machine that a dry run plans for, instead of this one: 8xH100-80GB, several as 4x8xH100-80GB; `machine=` for short. It sets
-    n_gpus_per_node, and several set nnodes, unless they are given. Devices: docs/machines.md."""
+    n_gpus_per_node, and several set nnodes, unless they are given. Devices: docs/gpus.md."""
     machine_host_gib: Gib | None = None
     """Host memory of each such machine; null: what is usual beside these GPUs."""
     mean_response_length: Length | None = None
@@ -156,7 +156,7 @@ class TrainerConfig:
 @dataclass(frozen=True, slots=True)
 class GlobalProfilerConfig:
     tool: Literal["torch"] | None = None
-    """torch: a trace of every call that runs a model, for chrome://tracing or Perfetto (docs/profiling.md)."""
+    """torch: a trace of every call that runs a model, for chrome://tracing or Perfetto (docs/performance.md)."""
     steps: list[Count] | None = None
     """The training steps that are profiled, e.g. [2,3], by the roles whose profiler.enable is true; null: none."""
     save_path: str = "profile"
