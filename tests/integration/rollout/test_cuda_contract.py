@@ -105,9 +105,8 @@ def test_graphs_are_captured_up_to_what_is_sampled_at_once(taken: Any) -> None:
             assert not sizes, name
         else:
             assert sizes == sorted(set(sizes)) and min(sizes) == 1, name
-            # vLLM captures up to 512; beyond, a step runs without a graph.
-            assert max(sizes) <= max(512, 2 * spec.max_num_seqs), name
-    assert max(taken["few at once", 1][1]["graph_sizes"]) <= 2 * 24
+            assert max(sizes) == min(spec.max_num_seqs, 1024), name
+    assert max(taken["few at once", 1][1]["graph_sizes"]) == 24
     assert taken["eager", 1][1]["eager"]
     kinds = {name: taken[name, 1][1]["graphs"] for name in ("eager", "not compiled", "arithmetic/grpo")}
     assert kinds == {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from conftest import EOS, perturb, response_logits, sampled
@@ -410,3 +413,20 @@ def test_sleeping_on_cpu_keeps_the_weights(replica: Replica) -> None:
     replica.engine.wake_up("kv_cache")
     requests = requests_for("awake", 2)
     assert_logprobs_match(replica, requests, replica.run(requests))
+
+
+def test_a_separate_process_ends_with_the_process_that_started_it(tiny_qwen3: Callable[[bool], Path]) -> None:
+    pytest.importorskip("vllm")
+    program = (
+        "import sys, time; from grpo_rl.rollout.engine import EngineSpec; from grpo_rl.rollout.engines import ENGINES\n"
+        "engine = ENGINES.get('vllm')(EngineSpec(sys.argv[1], 64, max_num_seqs=4, separate_process=True))\n"
+        "print('ready', flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", program, str(tiny_qwen3(False))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and any(line == "ready\n" for line in parent.stdout)
+        children = psutil.Process(parent.pid).children(recursive=True)
+        assert children
+        parent.kill()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive

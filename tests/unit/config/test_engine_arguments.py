@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def test_what_the_program_gives_vllm_cannot_be_passed() -> None:
     from grpo_rl.rollout.vllm.vllm_engine import engine_arguments
 
     spec = EngineSpec.from_config(config_of({}), "cuda", model_path="nowhere")
-    assert not {*engine_arguments(spec), "kv_cache_memory_bytes"} & set(VLLM_ALLOWED)
+    # The sizes of graphs are a default, which a user may replace.
+    assert {*engine_arguments(spec), "kv_cache_memory_bytes"} & set(VLLM_ALLOWED) == {"cudagraph_capture_sizes"}
+    named = dataclasses.replace(spec, engine_kwargs={"max_cudagraph_capture_size": 64})
+    assert "cudagraph_capture_sizes" not in engine_arguments(named)
 
 
 @pytest.mark.parametrize("argument", sorted(VLLM_OWNED))
