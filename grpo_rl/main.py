@@ -328,12 +328,12 @@ def _train_from(course: Course, stack: ExitStack) -> None:
 def prepare(course: Course) -> None:
     """Load libraries while Ray starts, and collect the rows that are trained on, if they are sampled first."""
     from grpo_rl.config.relative_paths import function_files
-    from grpo_rl.source_code import digest, sources, user_sources
+    from grpo_rl.source_code import digest, model_digests, sources
+    from grpo_rl.telemetry.finished import contents_of
 
-    plan, session = course.plan, course.session
-    functions = function_files(course.composed.resolved)
-    course.code = digest(sources(functions))
-    session.status.update(code=course.code, functions=digest(user_sources(functions)))
+    plan, session, settings = course.plan, course.session, course.composed.resolved
+    course.code = digest(sources(function_files(settings)) | model_digests(settings))
+    session.status.update(code=course.code, **contents_of(settings))
 
     # Ray takes seconds to start, in processes of its own; these imports take seconds as well, beside it.
     with session.console.progress("starting Ray, and loading libraries"):
@@ -510,15 +510,16 @@ def export(course: Course, training: RunLoop) -> None:
     Raises CheckpointError; then what was trained is in a checkpoint, which the error names, if the disk has room for one.
     """
     run_dir, console, roles = course.session.run_dir, course.session.console, training.roles
-    if not (course.composed.config.trainer.export_at_end and course.plan.trains):
+    trainer = course.composed.config.trainer
+    if not (trainer.export_at_end and course.plan.trains):
         return
     try:
         if roles.actor is not None:
             with console.progress("exporting the policy"):
-                roles.actor.export(run_dir.model)
+                roles.actor.export(run_dir.model, trainer.export_dtype)
         if roles.reward_model is not None:
             with console.progress("exporting the reward model"):
-                roles.reward_model.export(run_dir.reward_model)
+                roles.reward_model.export(run_dir.reward_model, trainer.export_dtype)
     except CheckpointError as error:
         try:
             training.keep()

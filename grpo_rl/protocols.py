@@ -58,8 +58,8 @@ class Actor(Trained, Protocol):
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token."""
 
-    def export(self, folder: Path) -> None:
-        """Write the policy as an ordinary Hugging Face model folder."""
+    def export(self, folder: Path, dtype: str = "float32") -> None:
+        """Write the policy as an ordinary Hugging Face model folder, its weights in this number type."""
 
 
 class Reference(Protocol):
@@ -107,7 +107,7 @@ class TrainedRewardModel(Trained, Protocol):
     def scores(self, batch: Batch) -> Tensor:
         """Return the present score of each rollout of pairs, or that at each trained token of rated steps."""
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, dtype: str = "float32") -> None:
         """Write the model as a Hugging Face folder that reward.reward_model.model_path loads."""
 
 

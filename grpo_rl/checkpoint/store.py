@@ -51,6 +51,8 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int | None = None, warn: Callable[[str], None] = lambda _: None) -> None:
         self.folder = folder
         self.keep = keep
+        self.best: tuple[int, ...] = ()
+        """The steps of the best validation and of the best one before it: the first that is there is kept beside the newest ones."""
         self.warn = warn
         """A function called with each thing that was left alone, and the reason."""
 
@@ -105,10 +107,12 @@ class CheckpointStore:
         return replaced
 
     def clear(self, newest: int, replaced: Path | None) -> None:
-        """Remove all but the newest `keep`, of which that of step `newest` is one; `warn` names what cannot be removed."""
+        """Remove all but the best and the newest `keep`, of which `newest` is one; `warn` names what cannot be removed."""
         unwanted = [] if replaced is None else [replaced]
         if self.keep is not None:
-            others = [self.folder / f"step_{step}" for step in self.steps() if step != newest]
+            steps = self.steps()
+            best = next((step for step in self.best if step in steps), None)
+            others = [self.folder / f"step_{step}" for step in steps if step not in (newest, best)]
             unwanted += others[: max(0, len(others) - self.keep + 1)]
         for folder in unwanted:
             if not self._is_ours(folder):

@@ -90,13 +90,13 @@ def read_inputs(
     folder = warm_start.unstarted_folder(config.actor_rollout_ref.model.path)
     scorer = warm_start.unstarted_folder(config.reward.reward_model.model_path or "")
     with console.progress("reading the model's settings and its tokenizer"):
-        tokenizer = _tokenizer(config, folder)
+        tokenizer, vocab_size = _tokenizer(config, folder)
     episodes = EpisodeSetup.of(config) if plan.plays_episodes else None
     if episodes is not None:
         for note in episodes.check(tokenizer):
             console.warn(note)
     shown = plan if episodes is None else plan.with_data(episodes.data)
-    train, val, rows = _data(shown, tokenizer, console, run_dir.path, collected, part)
+    train, val, rows = _data(shown, tokenizer, vocab_size, console, run_dir.path, collected, part)
     models = ModelRewards(plan, scorer, tokenizer, decoder(tokenizer))
     reward = audit = None
     data_sources = {source for part in (train, val) if part is not None for source in part.data_sources}
@@ -112,15 +112,17 @@ def read_inputs(
     return Inputs(plan, tokenizer, train, val, rows, reward, audit, models, episodes)
 
 
-def _tokenizer(config: Config, folder: str) -> Any:
+def _tokenizer(config: Config, folder: str) -> tuple[Any, int]:
+    """Return the tokenizer, and the entries of the model's embedding."""
     model = config.actor_rollout_ref.model
     # The model's config first: a folder that cannot be used is refused before anything is read or started.
-    load_config(folder, trust_remote_code=model.trust_remote_code, override=model.override_config)
-    return load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
+    settings = load_config(folder, trust_remote_code=model.trust_remote_code, override=model.override_config)
+    tokenizer = load_tokenizer(model.tokenizer_path or folder, trust_remote_code=model.trust_remote_code)
+    return tokenizer, int(settings.get_text_config().vocab_size)
 
 
 def _data(
-    plan: Plan, tokenizer: Any, console: Console, folder: Path, collected: Path | None, validation: str
+    plan: Plan, tokenizer: Any, vocab_size: int, console: Console, folder: Path, collected: Path | None, validation: str
 ) -> tuple[PromptDataset | None, PromptDataset | None, TrainingRows | None]:
     """Return prompts to train on, prompts of the validation, and rows; what is not named, or not used, is None.
 
@@ -132,7 +134,8 @@ def _data(
     def read(kind: Callable[..., T], part: str, name: str, files: Sequence[str], of: Any, most: int | None = None) -> T:
         """Read one set. Every validation uses all of its rows, so none can wait for its turn: they are checked as a whole."""
         bad_rows = BadRows(data.on_bad_row, folder / f"bad_rows_{name}.jsonl", console.warn)
-        opened = kind(files, of, tokenizer, max_samples=data.val_max_samples if most is None else most, bad_rows=bad_rows)
+        limit = data.val_max_samples if most is None else most
+        opened = kind(files, of, tokenizer, max_samples=limit, bad_rows=bad_rows, vocab_size=vocab_size)
         found = opened.checked(most is None, lambda text: bar.advance(0, note=text))
         notes.append(f"{part}: {found.report}")
         bar.advance(note="; ".join(notes))

@@ -24,7 +24,7 @@ from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.fields import changed, flat, nested
 from grpo_rl.errors import ConfigError
-from grpo_rl.source_code import user_sources
+from grpo_rl.source_code import user_sources, weights_digest
 from grpo_rl.telemetry.rundir import RunDir, RunLock, find_run, run_config
 
 if TYPE_CHECKING:
@@ -252,8 +252,6 @@ def data_settings(data: DataConfig, names: Sequence[str] | None = None) -> dict[
 
 def _contents(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return digests of what settings name: files of functions and what these import, other files, folders of models."""
-    from grpo_rl.evaluation.response_file import weights_digest
-
     paths = {name for value in settings.values() for name in _texts(value) if len(name) < 4096 and os.path.exists(name)}
     digests = user_sources({*function_files(settings), *paths})
     digests |= {name: weights_digest(Path(name)) for name in paths if os.path.isfile(os.path.join(name, "config.json"))}

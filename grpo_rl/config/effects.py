@@ -75,8 +75,10 @@ critic.model: enable_activation_offload  | critic.model.enable_gradient_checkpoi
 {A}: data_loader_seed                    | {A}.shuffle=true
 {A}.optim: min_lr_ratio                  | {A}.optim.lr_scheduler_type=linear or cosine
 {A}.optim: lr_warmup_steps_ratio         | {A}.optim.lr_warmup_steps=-1
-{A}: checkpoint.*; trainer: on_save_error | trainer.save_freq above 0
-trainer: max_actor_ckpt_to_keep          | trainer.save_freq above 0 or trainer.save_at_end=true
+{A}: checkpoint.*; trainer: on_save_error | trainer.save_freq above 0 or trainer.keep_best=true
+trainer: max_actor_ckpt_to_keep          | trainer.save_freq above 0 or trainer.save_at_end=true or trainer.keep_best=true
+trainer: keep_best                       | trainer.test_freq above 0 | only validations while training are compared
+trainer: export_dtype                    | trainer.export_at_end=true
 trainer: save_at_end                     | trainer.save_freq=-1
 {A}: profiler.all_ranks profiler.ranks   | {A}.profiler.enable=true
 {A}: profiler.ranks                      | {A}.profiler.all_ranks=false

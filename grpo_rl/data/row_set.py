@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -148,11 +148,13 @@ class RowSet(ABC, Generic[Row]):
         *,
         max_samples: int = -1,
         bad_rows: BadRows | None = None,
+        vocab_size: int | None = None,
     ) -> None:
-        """Open the sources; of their rows the first `max_samples` (-1: all). `longest` is the most tokens that a row may have."""
+        """Open the sources; of their rows the first `max_samples` (-1: all). `longest` is the most tokens that a row may have,
+        `vocab_size` the entries of the model's embedding (None: not known)."""
         if not files:
             raise DataError("no data files are given")
-        self.config, self.longest = config, longest
+        self.config, self.longest, self.vocab_size = config, longest, vocab_size
         # First: a template that cannot be used is refused before any file is opened.
         self.renderer = Renderer(config, tokenizer)
         self.bad_rows = BadRows(config.on_bad_row) if bad_rows is None else bad_rows
@@ -277,6 +279,12 @@ class RowSet(ABC, Generic[Row]):
         """Keep a row that was read, cut where it is too long and may be cut. Raises BadRow, and TooLongRow for a long one."""
         if isinstance(found, BadRow):
             raise found
+        if self.vocab_size is not None and (token := largest_token(found)) >= self.vocab_size:
+            text = self.renderer.tokenizer.convert_ids_to_tokens(token)
+            raise BadRow(
+                f"{self._source.where(index)}: has the token {text!r}, number {token}, and the model's embedding has "
+                f"{self.vocab_size}; expected text without it, or the tokenizer that belongs to the model"
+            )
         length = self._length(found)
         self.report.longest = max(self.report.longest, length)
         if length > self.longest:
@@ -292,6 +300,12 @@ class RowSet(ABC, Generic[Row]):
         if len(self._kept) > self.kept_rows:
             self._kept.popitem(last=False)
         return found
+
+
+def largest_token(row: Any) -> int:
+    """Return the largest token id in the arrays of a row whose names end in `ids`, -1 without any."""
+    arrays = [getattr(row, field.name) for field in fields(row) if field.name.endswith("ids")]
+    return max((int(ids.max()) for ids in arrays if len(ids)), default=-1)
 
 
 # ---- rows that are trained as they stand -----------------------------------------------------------------

@@ -11,7 +11,6 @@ sampled again: a second start goes on.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import defaultdict
@@ -21,15 +20,14 @@ from typing import Any
 
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.run_files import append_lines, opened, read_json, read_lines, write_whole
+from grpo_rl.run_files import append_lines, read_json, read_lines, write_whole
+from grpo_rl.source_code import weights_digest
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 
 Record = dict[str, Any]
 SETTINGS, MODEL, RESPONSES, COMPLETE = "settings.json", "model.json", "responses.jsonl", "complete.json"
 _NUMBERS = ("row", "sample", "prompt_length", "response_length")
 """Fields that a line has as whole numbers; one without them is sampled again."""
-_BLOCK = 65_536
-_BLOCKS = 32
 
 
 def settle(folder: Path, settings: Mapping[str, Any]) -> None:
@@ -103,24 +101,6 @@ def identity_of(model: str) -> dict[str, Any]:
         return {"embedded model": model, "digest": get_builtin(model).content_hash()}
     folder = Path(model)
     return {"digest": weights_digest(folder)} if folder.is_dir() else {"name on the hub": model}
-
-
-def weights_digest(folder: Path) -> str:
-    """Return a digest of a model folder: of its config, and of the sizes and of 32 blocks of each file of weights.
-
-    Reading all of a large model takes minutes. One optimizer step changes nearly every number, so blocks that are spread over
-    a file show it; a copy of a folder has the same digest.
-    """
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("tokenizer*.json")]):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        step = max(_BLOCK, size // _BLOCKS)
-        with opened(path) as file:
-            for start in range(0, size, step):
-                file.seek(start)
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 
 from grpo_rl.config import derived
 from grpo_rl.config.derived import MicroBatchRule
+from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import DataError
 from grpo_rl.plan.decisions import Plan
@@ -34,6 +35,7 @@ from grpo_rl.plan.machine import CORES, DEVICES, Device, named
 from grpo_rl.plan.memory import GIB, adapter_params, fit_of, size_of_role
 from grpo_rl.plan.model_folder import ModelSize
 from grpo_rl.run_files import read_json
+from grpo_rl.source_code import digest, user_sources
 from grpo_rl.telemetry.metrics.grades import PREDICTED, measured
 from grpo_rl.types import Metrics
 
@@ -521,9 +523,11 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
 
 
 def _machine(plan: Plan) -> str:
-    machine = plan.machine
+    """Return what an entry of the file holds for: the devices, the engine, and the user's functions, by a digest of their files."""
+    machine, functions = plan.machine, user_sources(function_files(dataclasses.asdict(plan.config)))
     devices = f"{plan.world_size} of {machine.num_gpus} GPUs" if machine.device == "cuda" else f"{machine.num_cpus} cores"
-    return f"{devices}, {plan.engine.name if plan.engine is not None else 'no engine'}"
+    engine = plan.engine.name if plan.engine is not None else "no engine"
+    return f"{devices}, {engine}" + (f", functions {digest(functions)}" if functions else "")
 
 
 def _read(runs: Path) -> dict[str, Any]:

@@ -48,11 +48,14 @@ def of_plan(plan: Plan, runs: Path) -> Iterator[str]:
     if rows and rows < FEW_ROWS and (passes := steps * batch / rows) > MANY_PASSES:
         text = f"{rows:,} rows, {batch:,} in a batch, {steps:,} steps: each row comes {passes:.3g} times"
         yield _line("rows", f"{text}. So few rows are learnt by heart: give more, or fewer steps, and validate on others")
-    if trainer.save_freq < 1 and not trainer.save_at_end:
+    if trainer.save_freq < 1 and not trainer.save_at_end and not trainer.keep_best:
         return
     number = -(-steps // trainer.save_freq) if trainer.save_freq > 0 else 1
+    if trainer.keep_best:
+        number += -(-steps // trainer.test_freq) if trainer.max_actor_ckpt_to_keep is None else 1
     if trainer.max_actor_ckpt_to_keep is not None:
-        number = min(number, trainer.max_actor_ckpt_to_keep + 1)  # an old one goes when the new one is there
+        # An old one goes when the new one is there.
+        number = min(number, trainer.max_actor_ckpt_to_keep + 1 + trainer.keep_best)
     needed = number * checkpoint_bytes(plan)
     there = next(path for path in (runs, *runs.parents) if path.exists())
     if needed > (free := shutil.disk_usage(there).free):

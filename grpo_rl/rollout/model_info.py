@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -53,12 +54,25 @@ def stop_token_ids(spec: EngineSpec) -> tuple[int, ...]:
 def response_decoder(spec: EngineSpec) -> Callable[[np.ndarray], str]:
     """Return the function from response tokens to the text that a reward function sees: special tokens are left out.
 
-    Without a tokenizer every text is empty.
+    Without a tokenizer every text is empty. A model's embedding may have more entries than its tokenizer has tokens: one of those
+    is shown by its number, as `<token 151700>`.
     """
     tokenizer = _tokenizer(spec)
     if tokenizer is None:
         return lambda token_ids: ""
-    return lambda token_ids: str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=True))
+    num_tokens = len(tokenizer)
+
+    def decode(token_ids: np.ndarray) -> str:
+        text = ""
+        for is_token, group in itertools.groupby(token_ids.tolist(), key=num_tokens.__gt__):
+            ids = list(group)
+            if is_token:
+                text += tokenizer.decode(ids, skip_special_tokens=True)
+            else:
+                text += "".join(f"<token {number}>" for number in ids)
+        return text
+
+    return decode
 
 
 def kv_bytes_per_token(config: PretrainedConfig, dtype: str) -> int:

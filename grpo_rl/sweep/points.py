@@ -39,7 +39,7 @@ from grpo_rl.sweep.outcome import (
     score_until,
     summarize,
 )
-from grpo_rl.telemetry.finished import functions_changed
+from grpo_rl.telemetry.finished import contents_changed
 from grpo_rl.telemetry.rundir import dated_name, refuse_taken
 from grpo_rl.telemetry.status import read_status
 
@@ -277,9 +277,9 @@ def _is_done(sweep: Sweep, point: Point) -> bool:
     file, composed = folder / "config.yaml", sweep.composed[point.name]
     if not (file.is_file() and file.read_text(encoding="utf-8") == composed.yaml()):
         return False
-    if functions_changed(folder, composed.resolved):
+    if contents_changed(folder, composed.resolved):
         raise ConfigError(
-            f"{folder}: is done, and the files of its functions have changed since, so that it cannot be compared with the runs "
+            f"{folder}: is done, and the files of its functions or models have changed since, so that it cannot be compared with the runs "
             "to come; give the sweep another trainer.experiment_name"
         )
     return True

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.errors import ConfigError
-from grpo_rl.source_code import digest, user_sources
+from grpo_rl.source_code import digest, model_digests, user_sources
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import step_files
 from grpo_rl.telemetry.rundir import RunDir
@@ -24,10 +24,15 @@ def steps_done(run: Path) -> int:
     return int(status.get("step") or 0) if status.get("state") == "done" else 0
 
 
-def functions_changed(run: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether the files of the user's functions that `config` names have changed since the last start of the run."""
-    digest_now = digest(user_sources(function_files(config)))
-    return bool(read_status(run).get("functions", digest_now) != digest_now)
+def contents_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return digests of what a configuration names by a path: the files of the user's functions, and the folders of models."""
+    return {"functions": digest(user_sources(function_files(config))), "models": digest(model_digests(config))}
+
+
+def contents_changed(run: Path, config: Mapping[str, Any]) -> bool:
+    """Return whether functions or models that `config` names have changed since the last start of the run."""
+    status = read_status(run)
+    return any(status.get(name, of) != of for name, of in contents_of(config).items())
 
 
 def nothing_left(run: Path, total: int, config: Mapping[str, Any], *, exports: bool) -> str | None:
@@ -36,12 +41,16 @@ def nothing_left(run: Path, total: int, config: Mapping[str, Any], *, exports: b
     models = [folder for folder in (run_dir.model, run_dir.reward_model) if (folder / "config.json").is_file()]
     if step < total or (exports and not models):
         return None
-    changed = functions_changed(run, config)
+    changed = contents_changed(run, config)
     return (
         f"step {step} of {total} is done in {run}: nothing is left to train{''.join(f'; {folder}' for folder in models)}\n"
         "  longer: trainer.total_training_steps; a new run: another trainer.experiment_name, or trainer.resume_mode=disable, "
         "which moves what is there to earlier/"
-        + ("\n  the files of your functions have changed since: the run was trained with what they were" if changed else "")
+        + (
+            "\n  the files of your functions or models have changed since: the run was trained with what they were"
+            if changed
+            else ""
+        )
     )
 
 

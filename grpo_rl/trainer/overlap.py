@@ -96,7 +96,7 @@ class OverlappingSchedule(SyncSchedule):
         self._unjudged: list[Group] = []
         """Those whose responses have ended, and of which nobody has looked yet whether they can be trained."""
         self._judging: tuple[list[Group], Future[list[Rollout]]] | None = None
-        self._useless: list[Group] = []
+        self._untrained: list[Group] = []
         """The groups without a signal that were found for the batch that is taken next."""
         self._num_draws = self._num_surplus = self._num_failed = 0
         self._by_uid: dict[str, Group] = {}
@@ -122,7 +122,7 @@ class OverlappingSchedule(SyncSchedule):
         wanted, num_before = min(most, steps_left * self.batch_size), len(self.groups)
         try:
             while len(self.groups) < wanted and not self.selection.exhausted:
-                if self.refills and len(self._useless) > self.max_draws * self.draw_size - self.batch_size:
+                if self.refills and len(self._untrained) > self.max_draws * self.draw_size - self.batch_size:
                     raise self._too_few()
                 drawn = self.selection.prompts()
                 self.num_batches, self._num_draws = self.num_batches + 1, self._num_draws + 1
@@ -138,8 +138,8 @@ class OverlappingSchedule(SyncSchedule):
         self._ask([group for group in self.groups[: None if is_refilled else max(0, most)] if group.asked_at is None])
 
     def _too_few(self, more: str = "") -> DataError:
-        num_ready, num_useless = len(self.ready), len(self._useless)
-        return DataError(self.selection.too_few(num_ready, num_ready + num_useless, self._num_draws) + more)
+        num_ready, num_untrained = len(self.ready), len(self._untrained)
+        return DataError(self.selection.too_few(num_ready, num_ready + num_untrained, self._num_draws) + more)
 
     def _ask(self, new: list[Group]) -> None:
         size = self.n + self.greedy
@@ -240,7 +240,7 @@ class OverlappingSchedule(SyncSchedule):
         self.ready |= dict.fromkeys(group for group in groups if group.prompt.uid in useful)
         useless = [group for group in groups if group.prompt.uid not in useful]
         self._remove(useless)
-        self._useless += useless
+        self._untrained += useless
 
     # ---- a batch -----------------------------------------------------------------------------------------------
 
@@ -259,6 +259,8 @@ class OverlappingSchedule(SyncSchedule):
         if self.refills and self.in_batches:
             surplus = [group for group in self.groups if group.asked_at is not None]
             self._num_surplus = len(surplus)
+            # What was scored shows how good the policy is, as in a batch of the synchronous schedule.
+            self._untrained += [group for group in surplus if group in self.ready]
             self._remove(surplus)
         return batch
 
@@ -277,9 +279,9 @@ class OverlappingSchedule(SyncSchedule):
         if not self.refills:
             rollouts = self.scored([rollout for group in groups for rollout in group.ordered()], timer)
             return self.selection.of_batch({group.prompt.uid: group.row for group in groups}, rollouts)
-        selected = self.selection.refilled(_rollouts(groups), _rollouts([*groups, *self._useless]), self._num_draws)
+        selected = self.selection.refilled(_rollouts(groups), _rollouts([*groups, *self._untrained]), self._num_draws)
         selected.metrics["filter_groups/surplus_groups"] = float(self._num_surplus)
-        self._useless, self._num_draws, self._num_surplus = [], 0, 0
+        self._untrained, self._num_draws, self._num_surplus = [], 0, 0
         return selected
 
     def train_beside(self, selected: Selected, timer: Timer) -> Metrics:

@@ -17,6 +17,7 @@ from grpo_rl.faults import fault_point, tell
 from grpo_rl.telemetry.diagnosis.diagnose import ALARM, Alarms, as_warning
 from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
+from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.rollout_log import write_rollouts
 from grpo_rl.trainer.saving import Saving
 from grpo_rl.trainer.schedule import Context, Schedule, Step, is_due
@@ -53,6 +54,8 @@ class RunLoop:
         """The state at the beginning of the step that is going on."""
         self._in_step = False
         """Whether a step is going on."""
+        self._best: tuple[int, float] | None = None
+        """The step with the best validation while training, and its score."""
         self._unlogged: Metrics | None = None
         """Metrics of a step that is trained, and not validated, saved and logged yet."""
 
@@ -127,6 +130,9 @@ class RunLoop:
         if self.step > 0 and (self.config.trainer.save_freq > 0 or self.config.trainer.save_at_end):
             self.progress.phase("save")
             self._save_end()
+        saved = self.store.steps()
+        if best := [step for step in self.store.best if step in saved][:1]:
+            self.output.console.info(f"the best validation that is saved: {self.store.folder}/step_{best[0]}")
 
     def _whole_step(self) -> Iterator[Step]:
         """Yield one step, whose work the caller does, and do what is due after it."""
@@ -192,7 +198,7 @@ class RunLoop:
         if self.context.validates and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
             metrics |= self.schedule.evaluate()
         saves = trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq))
-        if saves and not self.saving.is_saved(self.step):
+        if (saves | self._is_best(metrics)) and not self.saving.is_saved(self.step):
             metrics |= self._save()
         if not last:
             self.saving.begin_own(self.step, self.state_dict)
@@ -204,6 +210,17 @@ class RunLoop:
         self._log(metrics | self.roles.recoveries())
         self._unlogged = None
         self.output.stop.step_ends(metrics.get("timing_s/save"))
+
+    def _is_best(self, metrics: Metrics) -> bool:
+        """Return whether the validation among the metrics is the best so far, and is to be kept (`trainer.keep_best`)."""
+        score = validation_score(metrics)
+        if score is None and "val/loss" in metrics:
+            score = -metrics["val/loss"]
+        if not self.config.trainer.keep_best or score is None or (self._best is not None and score <= self._best[1]):
+            return False
+        self._best = self.step, score
+        self.store.best = self.step, *self.store.best[:1]
+        return True
 
     def _log(self, metrics: Metrics) -> None:
         if metrics:
@@ -313,7 +330,9 @@ class RunLoop:
         self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")
         before = checkpoint.state.get("code", self.context.code)
         if before != self.context.code:
-            self.output.console.warn(f"the code is another than that of the checkpoint: {before} -> {self.context.code}")
+            self.output.console.warn(
+                f"the code, or a model that the configuration names, is another than that of the checkpoint: {before} -> {self.context.code}"
+            )
         for aside in self.store.set_aside_after(self.step):
             self.output.console.info(f"a checkpoint of a later step is now {aside}")
         if self.step >= self.total_steps and not self.config.trainer.val_only:
@@ -336,6 +355,7 @@ class RunLoop:
             "code": self.context.code,
             "nonfinite": self._nonfinite_in_a_row,
             "unlogged": self._unlogged,
+            "best": self._best,
         }
         of_schedule = self.schedule.state_dict()
         assert not own.keys() & of_schedule.keys(), "a schedule's state has no key of the run's"
@@ -353,3 +373,6 @@ class RunLoop:
         self.context.step = int(state["step"])
         self._nonfinite_in_a_row = int(state["nonfinite"])
         self._unlogged = state.get("unlogged")
+        if best := state.get("best"):
+            self._best = int(best[0]), float(best[1])
+            self.store.best = (self._best[0],)

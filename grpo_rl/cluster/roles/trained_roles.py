@@ -25,6 +25,7 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
+from grpo_rl.checkpoint.exporting import cast
 from grpo_rl.checkpoint.files import Files, make_folder, merge, whole_folder
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.columns import RemoteColumn, values
@@ -308,14 +309,16 @@ class TrainedRole(SavedRole):
         self._dispatched = None
         return metrics
 
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face folder, complete or not at all. Raises CheckpointError."""
+    def export(self, folder: Path, dtype: str = "float32") -> None:
+        """Write a Hugging Face folder with weights of this type, complete or not at all. Raises CheckpointError."""
         with whole_folder(folder, self.worker_group.call("export_bytes")[0]) as fresh:
             self.worker_group.call("export", str(fresh))
             if not (fresh / "config.json").is_file():
                 raise OSError("rank 0 wrote it on another machine: trainer.default_local_dir must be on a disk that all share")
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(fresh)
+            if dtype != "float32":
+                cast(fresh, dtype)
 
 
 class ActorRole(TrainedRole):

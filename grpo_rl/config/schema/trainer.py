@@ -100,8 +100,12 @@ class TrainerConfig:
     """A checkpoint folder (.../checkpoints/step_N)."""
     max_actor_ckpt_to_keep: Count | None = None
     """Keep only the newest so many checkpoints; null: all."""
+    keep_best: bool = False
+    """Save each step whose validation is the best so far, and keep that checkpoint beside the newest ones."""
     export_at_end: bool = True
     """Write the trained policy to <run>/model, a Hugging Face folder."""
+    export_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The number type of the weights in that folder."""
     save_rollouts: bool = True
     """Write every rollout to <run>/rollouts/step_N.jsonl."""
     log_token_groups: CountOrZero = 2

@@ -138,3 +138,14 @@ def test_reading_any_bytes_gives_rows_or_a_data_error(
             assert str(error).startswith(f"{path}, line ")
         else:
             json.dumps([row.prompt, row.ground_truth, row.extra_info], allow_nan=False).encode("utf-8")
+
+
+def test_a_token_beyond_the_models_embedding_is_named_with_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(line() + line(prompt="1+z="))
+    token = TOKENIZER.convert_tokens_to_ids("z")
+    data = PromptDataset([str(path)], DataConfig(), TOKENIZER, vocab_size=token)
+    with pytest.raises(DataError, match=rf"a.jsonl, line 2: has the token 'z', number {token}, and .* embedding has {token};"):
+        data.checked()
+    whole = PromptDataset([str(path)], DataConfig(), TOKENIZER, vocab_size=token + 1).checked()
+    assert len(whole) == 2

@@ -92,3 +92,13 @@ def test_a_file_that_is_none_is_not_read(tmp_path: Path) -> None:
     for text in ("", "[]", '{"a": 1}', '{"a": {"seconds": {"gen": "x"}, "length": 1}}'):
         (tmp_path / cost.FILE).write_text(text)
         assert cost.predict(planned(), tmp_path) == {}
+
+
+def test_a_reward_file_that_was_changed_is_measured_anew(tmp_path: Path) -> None:
+    reward = tmp_path / "rw.py"
+    reward.write_text("def score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n")
+    words = [f"reward.functions=[{reward}:score]"]
+    cost.learn(planned(*words), tmp_path, MEASURED)
+    assert cost.predict(planned(*words), tmp_path) and cost.predict(planned(), tmp_path) == {}
+    reward.write_text(reward.read_text() + "# slower\n")
+    assert cost.predict(planned(*words), tmp_path) == {}

@@ -11,7 +11,7 @@ import pytest
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.errors import ConfigError
 from grpo_rl.source_code import digest, user_sources
-from grpo_rl.telemetry.finished import functions_changed, nothing_left, refuse_rewind, set_aside_after
+from grpo_rl.telemetry.finished import contents_changed, contents_of, nothing_left, refuse_rewind, set_aside_after
 from grpo_rl.telemetry.rundir import RunDir
 
 
@@ -51,11 +51,23 @@ def test_a_function_that_was_changed_since_is_named_with_its_helpers(run_dir: Ru
     config = {"reward": {"functions": [f"{reward}:extract"]}}
     functions = digest(user_sources(function_files(config)))
     run_dir.status_file.write_text(json.dumps({"state": "done", "step": 30, "functions": functions}))
-    assert not functions_changed(run_dir.path, config)
+    assert not contents_changed(run_dir.path, config)
     helper.write_text("score = 2\n")
-    assert functions_changed(run_dir.path, config)
+    assert contents_changed(run_dir.path, config)
     said = nothing_left(run_dir.path, 30, config, exports=True)
-    assert said is not None and "the files of your functions have changed since" in said
+    assert said is not None and "the files of your functions or models have changed since" in said
+
+
+def test_a_teachers_folder_that_was_changed_since_is_another_one(run_dir: RunDir, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text("{}")
+    (teacher / "model.safetensors").write_bytes(b"1" * 100)
+    config = {"distillation": {"teacher_models": {"a": {"model_path": str(teacher)}}}}
+    run_dir.status_file.write_text(json.dumps({"state": "done", "step": 30} | contents_of(config)))
+    assert not contents_changed(run_dir.path, config)
+    (teacher / "model.safetensors").write_bytes(b"1" * 99 + b"2")
+    assert contents_changed(run_dir.path, config)
 
 
 def test_a_finished_run_does_not_go_back_to_an_earlier_checkpoint_by_itself(run_dir: RunDir) -> None:

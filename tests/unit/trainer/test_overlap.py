@@ -274,11 +274,17 @@ def test_refilling_trains_every_group_with_a_signal_within_the_bound_however_lon
     assert any(version > 0 for _, version in pool.asked) and actor.threads == {"training"}
 
 
-def test_refilling_a_batch_apart_takes_the_first_groups_that_were_drawn(make):
+def test_refilling_a_batch_apart_takes_the_first_groups_that_were_drawn(make, monkeypatch):
     pool = PartlySolved(long_tailed(0), slots=6)
     run, _ = make(refilling("one_step_off", test_freq=2), 6, rows=120, policy=Actor(pool, ticks=1000), pool=pool)
+    selection, scored = run.schedule.selection, set()
+    judged = selection.judged
+    monkeypatch.setattr(selection, "judged", lambda rows, rollouts: scored.update(rows) or judged(rows, rollouts))
     run.fit()
     rows = rows_of(run)
+    # Each group that was scored counts in one step, whether it is trained or not; those of a step that never came in none.
+    counted = sum(BATCH / row["filter_groups/kept_fraction"] for row in rows)
+    assert counted == pytest.approx(len(scored) - len(run.schedule.ready) - len(run.schedule._untrained))
     assert [row["staleness/min"] for row in rows] == [0, 1, 1, 1, 1, 1] == [row["staleness/max"] for row in rows]
     drawn = [uid for uid, _ in pool.asked if has_signal(uid) and not uid.startswith("val")]
     for groups in trained_groups(run).values():

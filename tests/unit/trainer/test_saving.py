@@ -75,6 +75,25 @@ def test_a_run_without_checkpoints_keeps_one_for_itself_at_most_so_often(make, m
     assert verify(own.folder / "step_4").state["step"] == 4
 
 
+def test_the_best_validation_is_saved_and_kept_and_one_that_fails_costs_the_best_before_nothing(make, monkeypatch):
+    config = make_config(keep_best=True, test_freq=1, max_actor_ckpt_to_keep=1, save_at_end=True, on_save_error="continue")
+    trainer, policy = make(config, total_steps=6)
+    scores = {0: 0.9, 1: 0.1, 2: 0.5, 3: 0.2, 4: 0.5, 5: 0.7, 6: 0.3}
+    monkeypatch.setattr(trainer.schedule, "evaluate", lambda: {"val/a/mean@1": scores[trainer.step]})
+    save = policy.save
+
+    def failing(folder, in_background):
+        if trainer.step == 5:
+            raise OSError(28, "No space left on device")
+        save(folder, in_background)
+
+    monkeypatch.setattr(policy, "save", failing)
+    trainer.fit()
+    assert trainer.store.steps() == [2, 6]
+    assert verify(trainer.store.folder / "step_2").state["best"] == [2, 0.5]
+    assert verify(trainer.store.folder / "step_6").state["best"] == [5, 0.7]
+
+
 def test_the_end_of_a_run_is_committed_and_a_disk_without_room_for_that_costs_a_warning(make, capsys):
     trainer, _ = make(make_config(save_at_end=True), total_steps=3, with_val=False)
     trainer.fit()
