@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import string
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -161,11 +162,33 @@ def get_builtin(name: str) -> Builtin:
 
 
 def cache_folder(name: str) -> Path:
-    """Return the folder of the warm-started model: $GRPO_RL_CACHE or ~/.cache/grpo_rl, then name and content hash."""
-    root = os.environ.get("GRPO_RL_CACHE")
-    base = Path(root).expanduser() if root else Path.home() / ".cache" / "grpo_rl"
+    """Return the folder of the warm-started model, below the cache: its name and content hash. Raises as `cache`."""
     builtin = get_builtin(name)
-    return base / "models" / f"{builtin.name}-{builtin.content_hash()}"
+    return cache() / "models" / f"{builtin.name}-{builtin.content_hash()}"
+
+
+def cache() -> Path:
+    """Return $GRPO_RL_CACHE, else ~/.cache/grpo_rl, else, if the home cannot be written, a folder among the temporary files.
+
+    Raises ConfigError if nothing can be written there.
+    """
+    root = os.environ.get("GRPO_RL_CACHE")
+    folder = Path(root).expanduser() if root else Path.home() / ".cache" / "grpo_rl"
+    if _is_usable(folder):
+        return folder
+    temporary = Path(tempfile.gettempdir()) / f"grpo_rl-{os.getuid()}"
+    if root or not _is_usable(temporary) or temporary.stat().st_uid != os.getuid():
+        raise ConfigError(f"{folder} cannot be written, and embedded models are made there; name a folder in GRPO_RL_CACHE")
+    return temporary
+
+
+def _is_usable(folder: Path) -> bool:
+    """Return whether a folder, which is made if it is missing, has models or can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return (folder / "models").is_dir() or os.access(folder, os.W_OK | os.X_OK)
 
 
 def build(name: str, folder: Path) -> Path:

@@ -1,10 +1,13 @@
 import hashlib
+import os
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_rl.errors import ConfigError
+from grpo_rl.models import builtin
 from grpo_rl.models.builtin import build, get_builtin
 
 
@@ -52,3 +55,18 @@ def test_building_again_gives_the_same_weights_and_leaves_the_callers_random_sta
 def test_an_unknown_embedded_model_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="no embedded model 'builtin:gsm8k'; there are builtin:arithmetic"):
         get_builtin("builtin:gsm8k")
+
+
+def test_embedded_models_are_made_among_temporary_files_where_the_home_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GRPO_RL_CACHE", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "file").touch()  # a home below a file can be made by nobody, root included
+    monkeypatch.setenv("HOME", str(tmp_path / "file" / "home"))
+    assert builtin.cache() == tmp_path / f"grpo_rl-{os.getuid()}"
+    monkeypatch.setenv("GRPO_RL_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(
+        ConfigError, match="cannot be written, and embedded models are made there; name a folder in GRPO_RL_CACHE"
+    ):
+        builtin.cache()
