@@ -328,7 +328,8 @@ def _train_from(course: Course, stack: ExitStack) -> None:
 def prepare(course: Course) -> None:
     """Load libraries while Ray starts, and collect the rows that are trained on, if they are sampled first."""
     from grpo_rl.config.relative_paths import function_files
-    from grpo_rl.source_code import digest, model_digests, sources
+    from grpo_rl.run_files import model_digests
+    from grpo_rl.source_code import digest, sources
     from grpo_rl.telemetry.finished import contents_of
 
     plan, session, settings = course.plan, course.session, course.composed.resolved

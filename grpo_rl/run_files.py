@@ -6,6 +6,7 @@ bounds. Whole numbers beyond 64 bits become floats, which every reader handles.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -166,3 +167,35 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
         return float(value)
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+# ---- digests of what a run reads -------------------------------------------------------------------------------------
+
+_BLOCK, _BLOCKS = 65_536, 32
+
+
+def weights_digest(folder: Path) -> str:
+    """Return a digest of a model folder: of its config, and of the sizes and of 32 blocks of each file of weights.
+
+    Reading all of a large model takes minutes. One optimizer step changes nearly every number, so blocks that are spread over
+    a file show it; a copy of a folder has the same digest.
+    """
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("tokenizer*.json")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        step = max(_BLOCK, size // _BLOCKS)
+        with opened(path.resolve()) as file:
+            for start in range(0, size, step):
+                file.seek(start)
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def model_digests(config: Any) -> dict[str, str]:
+    """Return the `weights_digest` of each model folder that stands as a value in a nested configuration, by its path."""
+    if isinstance(config, str):
+        path = Path(config).expanduser()
+        return {config: weights_digest(path)} if len(config) < 4096 and (path / "config.json").is_file() else {}
+    entries = config.values() if isinstance(config, Mapping) else config if isinstance(config, list | tuple) else ()
+    return {name: of for entry in entries for name, of in model_digests(entry).items()}

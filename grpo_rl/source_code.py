@@ -7,13 +7,9 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from grpo_rl.run_files import opened
 
 PACKAGE = Path(__file__).parent
 DIGITS = 16
-_BLOCK, _BLOCKS = 65_536, 32
 
 
 def sources(own_files: Iterable[str] = ()) -> dict[str, str]:
@@ -32,33 +28,6 @@ def user_sources(files: Iterable[str]) -> dict[str, str]:
             digests[name] = _sha256(path)
             waiting += map(str, _imported_beside(path))
     return digests
-
-
-def weights_digest(folder: Path) -> str:
-    """Return a digest of a model folder: of its config, and of the sizes and of 32 blocks of each file of weights.
-
-    Reading all of a large model takes minutes. One optimizer step changes nearly every number, so blocks that are spread over
-    a file show it; a copy of a folder has the same digest.
-    """
-    digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("config.json"), *folder.glob("tokenizer*.json")]):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        step = max(_BLOCK, size // _BLOCKS)
-        with opened(path.resolve()) as file:
-            for start in range(0, size, step):
-                file.seek(start)
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest()
-
-
-def model_digests(config: Any) -> dict[str, str]:
-    """Return the `weights_digest` of each model folder that stands as a value in a nested configuration, by its path."""
-    if isinstance(config, str):
-        path = Path(config).expanduser()
-        return {config: weights_digest(path)} if len(config) < 4096 and (path / "config.json").is_file() else {}
-    entries = config.values() if isinstance(config, Mapping) else config if isinstance(config, list | tuple) else ()
-    return {name: of for entry in entries for name, of in model_digests(entry).items()}
 
 
 def _imported_beside(path: Path) -> Iterator[Path]:

@@ -24,7 +24,8 @@ from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.config.schema.fields import changed, flat, nested
 from grpo_rl.errors import ConfigError
-from grpo_rl.source_code import user_sources, weights_digest
+from grpo_rl.run_files import weights_digest
+from grpo_rl.source_code import user_sources
 from grpo_rl.telemetry.rundir import RunDir, RunLock, find_run, run_config
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from typing import Any
 
 from grpo_rl.config.secrets import hide_known
 from grpo_rl.errors import ConfigError, DataError
-from grpo_rl.run_files import append_lines, read_json, read_lines, write_whole
-from grpo_rl.source_code import weights_digest
+from grpo_rl.run_files import append_lines, read_json, read_lines, weights_digest, write_whole
 from grpo_rl.telemetry.metrics.metrics_file import dump_line, jsonable
 
 Record = dict[str, Any]

@@ -9,7 +9,8 @@ from typing import Any
 
 from grpo_rl.config.relative_paths import function_files
 from grpo_rl.errors import ConfigError
-from grpo_rl.source_code import digest, model_digests, user_sources
+from grpo_rl.run_files import model_digests
+from grpo_rl.source_code import digest, user_sources
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import step_files
 from grpo_rl.telemetry.rundir import RunDir

@@ -25,7 +25,6 @@ from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
-from grpo_rl.checkpoint.exporting import cast
 from grpo_rl.checkpoint.files import Files, make_folder, merge, whole_folder
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.columns import RemoteColumn, values
@@ -318,6 +317,8 @@ class TrainedRole(SavedRole):
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(fresh)
             if dtype != "float32":
+                from grpo_rl.checkpoint.exporting import cast  # which loads torch's distributed tensors
+
                 cast(fresh, dtype)
 
 

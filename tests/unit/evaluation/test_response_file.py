@@ -10,7 +10,7 @@ import pytest
 
 from grpo_rl.errors import ConfigError
 from grpo_rl.evaluation.response_file import ResponseFile, identity_of, response_file, settle
-from grpo_rl.source_code import weights_digest
+from grpo_rl.run_files import weights_digest
 
 
 def lines(row: int, n: int = 2) -> list[dict]:
