@@ -131,7 +131,7 @@ def _read(path: Path, modified_ns: int, size: int) -> YamlFile:
         raise ValueError("it has aliases; write out what they stand for")
     if len(events) < 3 or not isinstance(events[2], yaml.MappingStartEvent):
         return YamlFile({}, {})
-    entries = yaml.load(text, Loader=_Loader)
+    entries = _Loader(text).get_single_data()
     header = {match[1]: match[2] for match in _HEADER.finditer(text[:512])}
     return YamlFile({str(key): value for key, value in entries.items()}, header)
 
