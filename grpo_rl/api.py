@@ -15,7 +15,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -84,7 +83,6 @@ def session(*words: str) -> Iterator[Session]:
     """
     from grpo_rl.main import begin, leaving_results, opened, prepare
     from grpo_rl.plan.make import make_plan
-    from grpo_rl.trainer.session import Session
 
     _, composed = _checked(words)
     if composed.config.trainer.schedule != "sync":
@@ -94,13 +92,12 @@ def session(*words: str) -> Iterator[Session]:
     if not _SESSION.acquire(blocking=False):
         raise ConfigError("a session is open in this process; leave its block first, or start a run by grpo_rl.train")
     try:
-        plan = replace(make_plan(composed), schedule=Session)
+        plan = make_plan(composed)
         with opened(composed, plan) as course, ExitStack() as stack:
             prepare(course)
             training = begin(course, stack)
-            assert isinstance(training.schedule, Session)
             with leaving_results(course, training), training.guarded():
-                yield training.schedule
+                yield training.session
                 training.leave()
     finally:
         _SESSION.release()

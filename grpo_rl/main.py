@@ -394,8 +394,9 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.metrics.timeline import Timeline
     from grpo_rl.telemetry.rollout_log import RolloutLog
+    from grpo_rl.trainer.parts import Output
     from grpo_rl.trainer.run import RunLoop
-    from grpo_rl.trainer.schedule import Context, Output
+    from grpo_rl.trainer.session import Session
 
     session, config = course.session, course.plan.config
     run_dir, console = session.run_dir, session.console
@@ -436,19 +437,19 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
     )
     stack.callback(rollouts.close)  # before the cluster ends, whose store has the tokens
 
-    context = Context(
+    verbs = Session(
         config,
         roles,
-        inputs.train_data,
-        inputs.val_data,
         Output(run_dir, console, sinks, rollouts, session.status, session.stop, timeline, course.page),
-        plan.sizes.total_steps or 0,
-        objective=plan.objective,
+        train_data=inputs.train_data,
+        val_data=inputs.val_data,
         rows=inputs.rows,
+        total_steps=plan.sizes.total_steps or 0,
+        objective=plan.objective,
         collected=course.collected,
         code=course.code,
     )
-    training = RunLoop(context, plan.schedule)
+    training = RunLoop(verbs, plan.schedule)
     if course.checkpoint is not None:
         training.resume(course.checkpoint)
     elif course.lost is not None:

@@ -173,6 +173,8 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
     from ray._private.internal_api import node_stats
 
     from grpo_rl.config.schema.tree import RayInitConfig
+    from grpo_rl.schedules import sync
+    from grpo_rl.trainer.run import single_step
 
     session.LEAST_STORE_BYTES = STORE_BYTES
     with ExitStack() as stack:
@@ -183,23 +185,23 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
         def store_bytes() -> int:
             return int(node_stats(*place, include_memory_info=False).store_stats.object_store_bytes_used)
 
-        schedule = make_schedule(options, folder, stack)
+        verbs = make_session(options, folder, stack)
         clocks: list[Clock] = []
         peaks: list[int] = []
         profile = cProfile.Profile()
         gc.freeze()  # as a run does once everything is imported
         for number in range(options.steps + 1):
             clock = Clock(store_bytes)
-            schedule.context.progress.on_phase = clock
+            verbs.progress.on_phase = clock
             gc.collect()
             before = reset_peak()
-            schedule.context.step += 1
             if options.profile and number:
                 profile.enable()
-            schedule.step()
+            single_step(verbs, sync.train)
             clock("")
             profile.disable()
-            schedule.trained, schedule.actor.version = (), 0
+            verbs.begin_step()
+            verbs.actor.version = 0
             if number:
                 clocks.append(clock)
                 peaks.append(peak() - before)
@@ -208,8 +210,8 @@ def bench(options: argparse.Namespace, folder: Path) -> None:
             pstats.Stats(profile).sort_stats("tottime").print_stats(options.profile)
 
 
-def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -> Any:
-    """Return the synchronous schedule over replicas and ranks that do no work."""
+def make_session(options: argparse.Namespace, folder: Path, stack: ExitStack) -> Any:
+    """Return a session over replicas and ranks that do no work."""
     from grpo_rl.algos.objective import Objective
     from grpo_rl.cluster.processes.placement import Pool
     from grpo_rl.cluster.processes.worker_group import WorkerGroup, wait_all
@@ -221,8 +223,8 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     from grpo_rl.config.derived import MicroBatchRule
     from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
-    from grpo_rl.trainer.schedule import Context, Roles
-    from grpo_rl.trainer.sync import SyncSchedule
+    from grpo_rl.trainer.parts import Roles
+    from grpo_rl.trainer.session import Session
 
     slots = Pool(1, 2, use_gpu=False, timeout_s=60.0).slots()
 
@@ -263,7 +265,7 @@ def make_schedule(options: argparse.Namespace, folder: Path, stack: ExitStack) -
     output: Any = SimpleNamespace(console=SimpleNamespace(warn=print), rollouts=log)  # nothing else is written
     rewarder = make_rewarder(options, folder, supervisor, stack)
     roles = Roles(actor=role, rollout=pool, rewarder=rewarder, reference=reference)
-    return SyncSchedule(Context(config, roles, train, None, output, options.steps + 1))
+    return Session(config, roles, output, train_data=train, total_steps=options.steps + 1)
 
 
 def make_rewarder(options: argparse.Namespace, folder: Path, supervisor: Any, stack: ExitStack) -> Any:

@@ -116,12 +116,14 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
     from grpo_rl.cluster.start_roles import Cluster, start_roles
     from grpo_rl.config.compose import compose
     from grpo_rl.plan.make import make_plan
+    from grpo_rl.schedules import offline
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
-    from grpo_rl.trainer.offline import OfflineSchedule
-    from grpo_rl.trainer.schedule import Context, Output
+    from grpo_rl.trainer.parts import Output
+    from grpo_rl.trainer.run import single_step
+    from grpo_rl.trainer.session import Session
 
     rows = make_rows(folder / f"{kind}.jsonl", BATCH * (steps + 2), ragged=kind == "ragged")
     composed = compose(
@@ -150,21 +152,20 @@ def bench(folder: Path, size: str, kind: str, steps: int) -> float:
         sinks = Sinks(run_dir, plan.config.trainer, composed.resolved)
         stack.callback(sinks.close)
         output = Output(run_dir, console, sinks, RolloutLog(run_dir))
-        context = Context(plan.config, roles, None, None, output, steps + 1, rows=inputs.rows, objective=plan.objective)
-        schedule = Watched(context, OfflineSchedule)
+        session = Session(plan.config, roles, output, rows=inputs.rows, total_steps=steps + 1, objective=plan.objective)
+        batches = watch(session)
         actor = next(pid for name, pid in cluster.pids().items() if "actor" in name)
         measured = []
         for step in range(steps + 1):
-            context.step += 1
             time.sleep(SETTLE_S)
             before = time.perf_counter(), core_seconds(os.getpid()) + core_seconds(actor), core_seconds(bare_pid)
-            metrics = schedule.step()
+            metrics = single_step(session, offline.train)
             seconds, own_cores = time.perf_counter() - before[0], core_seconds(os.getpid()) + core_seconds(actor) - before[1]
             time.sleep(SETTLE_S)
-            bare_seconds, cells = bare.submit(step_of_loop, schedule.rows).result()
+            bare_seconds, cells = bare.submit(step_of_loop, batches[-1]).result()
             bare_cores = core_seconds(bare_pid) - before[2]
             if step > 0:  # the first one warms everything up
-                tokens = sum(len(ids) for ids, _ in schedule.rows)
+                tokens = sum(len(ids) for ids, _ in batches[-1])
                 measured.append((seconds, bare_seconds, own_cores, bare_cores, metrics["timing_s/update_actor"], tokens, cells))
     return report(size, kind, measured)
 
@@ -175,32 +176,22 @@ def core_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class Watched:
-    """A schedule whose batches are kept for the bare loop."""
+def watch(session: Any) -> list[list[tuple[list[int], list[int]]]]:
+    """Return a list to which each batch that the session draws is added, for the bare loop: tokens and trained places of each row."""
+    batches: list[list[tuple[list[int], list[int]]]] = []
+    draw = session.next_rows
 
-    def __init__(self, context: Any, schedule: Any) -> None:
-        self.rows: list[tuple[list[int], list[int]]] = []
-        self.schedule = schedule(context)
-        draw = self.schedule.draw
+    def next_rows() -> Any:
+        batch = draw()
+        lengths_N = batch.sequence_lengths_N
+        starts, ids = (lengths_N.cumsum(0) - lengths_N).tolist(), batch.token_ids_S.split(lengths_N.tolist())
+        places = batch.positions().split(batch.trained_lengths_N.tolist())
+        rows = zip(ids, places, starts, strict=True)
+        batches.append([(row.tolist(), (place - start).tolist()) for row, place, start in rows])
+        return batch
 
-        def keep() -> Any:
-            batch = draw()
-            ends_N = batch.sequence_lengths_N.cumsum(0)
-            starts, ids = (
-                (ends_N - batch.sequence_lengths_N).tolist(),
-                batch.token_ids_S.split(batch.sequence_lengths_N.tolist()),
-            )
-            places = batch.positions().split(batch.trained_lengths_N.tolist())
-            self.rows = [
-                (row.tolist(), (place - start).tolist()) for row, place, start in zip(ids, places, starts, strict=True)
-            ]
-            return batch
-
-        self.schedule.draw = keep
-
-    def step(self) -> Any:
-        """Make one step of the schedule."""
-        return self.schedule.step()
+    session.next_rows = next_rows
+    return batches
 
 
 def report(size: str, kind: str, measured: Sequence[tuple[float, ...]]) -> float:

@@ -197,12 +197,14 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
     from grpo_rl.plan.decisions import decide
     from grpo_rl.rewards.compose import RewardFunction
     from grpo_rl.rewards.runtime.runner import RewardRunner
+    from grpo_rl.schedules import sync
     from grpo_rl.telemetry.metrics.sinks import Sinks
     from grpo_rl.telemetry.rollout_log import RolloutLog
     from grpo_rl.telemetry.rundir import RunDir
     from grpo_rl.telemetry.terminal.console import Console
-    from grpo_rl.trainer.schedule import Context, Output
-    from grpo_rl.trainer.sync import SyncSchedule
+    from grpo_rl.trainer.parts import Output
+    from grpo_rl.trainer.run import single_step
+    from grpo_rl.trainer.session import Session
 
     ragged, prompt_tokens, _ = CASES[case]
     model, data = folder / "model", make_data(folder, 16 * (steps + 2), prompt_tokens)
@@ -234,8 +236,8 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
         rollout = roles.rollout
         roles.rewarder = RewardRunner(RewardFunction.from_config(config.reward), config.reward)
         sinks = Sinks(run_dir, config.trainer, composed.resolved)
-        context = Context(config, roles, train, None, Output(run_dir, console, sinks, RolloutLog(run_dir)), steps)
-        schedule = SyncSchedule(context)
+        output = Output(run_dir, console, sinks, RolloutLog(run_dir))
+        session = Session(config, roles, output, train_data=train, total_steps=steps, objective=plan.objective)
         slot = cluster.pool("actor").slots()
         assert plan.engine is not None
         spec = replace(plan.engine, model_path=str(model))
@@ -251,8 +253,7 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
         rows, captured = [], capture(rollout)
         for step in range(steps + 1):
             started = time.perf_counter()
-            context.step += 1
-            metrics = schedule.step()
+            metrics = single_step(session, sync.train)
             metrics["whole"] = time.perf_counter() - started
             batch = [(r.prompt.token_ids, np.asarray(r.response_ids), 1.0 - 2.0 * (i % 2)) for i, r in enumerate(captured)]
             prompts = [prompt for prompt, _, _ in batch[::8]]

@@ -49,6 +49,7 @@ FLOORS = {
     "checkpoint": 1,
     "envs": 2,
     "trainer": 2,
+    "schedules": 2,
     "workers": 2,
     "evaluation": 2,
     "run_folder": 2,
@@ -79,6 +80,8 @@ NEIGHBOURS = {
     ("protocols", "checkpoint"),
     # A reward function is tried on rows that are read as a run reads them.
     ("rewards", "data"),
+    # A schedule is a loop over the verbs of a session.
+    ("schedules", "trainer"),
     # The dry run is the command that trains, with one word more.
     ("commands", "main"),
     # A game is one file: its rows and the environment that plays them.
@@ -386,7 +389,7 @@ def test_the_mathematics_a_replica_the_plan_and_the_controller_load_no_more_than
         "cluster.warm_start",
         "cluster.start_roles",
         "trainer.run",
-        "trainer.schedules",
+        "schedules.registered",
     )
     controller = "import transformers.utils.logging, " + ", ".join(f"grpo_rl.{module}" for module in started)
     # vllm and what follows it take seconds, and only workers need them; pyarrow is for runs that read its files.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # these import torch, which loads beside Ray
     from grpo_rl.cluster.recovery.supervisor import Recoveries
     from grpo_rl.cluster.start_roles import Cluster
     from grpo_rl.rewards.runtime.runner import RewardRunner
-    from grpo_rl.trainer.schedule import Roles
+    from grpo_rl.trainer.parts import Roles
 
 TAKEN_DOWN_S = 20.0
 """Seconds that a run which has ended may take to leave a cluster that is gone."""

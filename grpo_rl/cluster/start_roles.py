@@ -43,7 +43,7 @@ from grpo_rl.rollout.engine import EngineSpec
 from grpo_rl.rollout.engine_environment import engine_environment
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.schedule import Roles
+from grpo_rl.trainer.parts import Roles
 from grpo_rl.workers.specs import (
     ActorSpec,
     CriticSpec,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+
+import numpy as np
 
 from grpo_rl.config.derived import Machine
 from grpo_rl.config.schema.tree import (
@@ -18,12 +21,13 @@ from grpo_rl.config.schema.tree import (
     OptimConfig,
     PolicyLossConfig,
 )
-from grpo_rl.data.training_rows.conversations import task_demonstrations
+from grpo_rl.data.training_rows.conversations import Demonstration, supervised_batch, task_demonstrations
+from grpo_rl.errors import DivergedError
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.plan.decisions import decide
+from grpo_rl.protocols import Actor
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer import offline
 from grpo_rl.types import Metrics
 
 COMPLETE = "warm_start.json"
@@ -78,17 +82,31 @@ def _train(name: str, warm: Path, machine: Machine, log_dir: Path, console: Cons
         actor = make_actor(plan, worker_group, tokenizer)
         learnt = task_demonstrations(spec.task, tokenizer)
         with console.progress("warm start (supervised, once; kept for later runs)", spec.num_steps) as bar:
-
-            def on_step(_: int, metrics: Metrics) -> None:
+            for metrics in _fit(actor, learnt, spec):
                 bar.advance(note=f"loss {metrics['actor/pg_loss']:.3f}")
-
-            offline.fit(actor, learnt, num_steps=spec.num_steps, batch_size=spec.batch_size, seed=spec.seed, on_step=on_step)
         fresh = _beside(warm)
         actor.export(fresh)
         (fresh / COMPLETE).write_text("{}")
     finally:
         cluster.shutdown()
     _publish(fresh, warm)
+
+
+def _fit(actor: Actor, demonstrations: Sequence[Demonstration], spec: builtin.WarmStart) -> Iterator[Metrics]:
+    """Yield the metrics of each step on batches that are drawn in a new seeded order every epoch, without a run around them.
+
+    Rows left over at the end of an epoch open the next batch, which may be larger than the data.
+    """
+    rng = np.random.default_rng(spec.seed)
+    order: list[int] = []
+    for step in range(spec.num_steps):
+        while len(order) < spec.batch_size:
+            order += rng.permutation(len(demonstrations)).tolist()
+        rows, order = order[: spec.batch_size], order[spec.batch_size :]
+        metrics = actor.update(supervised_batch([demonstrations[row] for row in rows]))
+        if metrics.get("actor/nonfinite"):
+            raise DivergedError(f"supervised step {step + 1}: loss or gradient not finite; no weight was changed by it")
+        yield metrics
 
 
 def _config(spec: builtin.WarmStart, folder: str) -> Config:

@@ -104,8 +104,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _talk(config: Config, sampler: Sampler, options: argparse.Namespace, label: str) -> None:
     from grpo_rl.data.prompts import Renderer
-    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
-    from grpo_rl.trainer.validation import validation_sampling
+    from grpo_rl.trainer.parts import VALIDATION, training_sampling, validation_sampling
 
     values = config.actor_rollout_ref.rollout.val_kwargs
     sampling = validation_sampling(values, training_sampling(config, VALIDATION))

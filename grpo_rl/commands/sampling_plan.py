@@ -185,8 +185,7 @@ def answer_missing(
     # Loading engines and Ray takes seconds, which tables of responses that are there need not wait for.
     from grpo_rl.cluster.sampling import sampler, sampling_session
     from grpo_rl.telemetry.rollout_log import record_of
-    from grpo_rl.trainer.schedule import VALIDATION, training_sampling
-    from grpo_rl.trainer.validation import validation_sampling
+    from grpo_rl.trainer.parts import VALIDATION, training_sampling, validation_sampling
 
     with sampling_session(open_ones[0][1], run_dir, console) as session:
         for label, plan, file in open_ones:

@@ -22,8 +22,8 @@ from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.plan.model_folder import ModelSize
 from grpo_rl.registry import needs_of
 from grpo_rl.rollout.engine import EngineSpec
-from grpo_rl.trainer.schedule import Schedule
-from grpo_rl.trainer.schedules import schedule_of
+from grpo_rl.schedules.registered import roles_of, schedule_of
+from grpo_rl.trainer.session import Schedule
 
 RoleName = Literal["rollout", "actor", "reference", "teacher", "critic", "reward_model"]
 OldLogprobs = Literal["actor", "engine", "none"]
@@ -164,8 +164,8 @@ class Plan:
     pools: tuple[PoolPlan, ...]
     passes: Passes
     sizes: Sizes
-    schedule: type[Schedule]
-    """The class whose `step` is one training step; it names the roles that it can drive."""
+    schedule: Schedule
+    """The function that loops over the steps of a session; it names the roles that it can drive."""
     reward: RewardPlan
     engine: EngineSpec | None
     """One replica of the rollout engine, whose model_path is the configured one; None where none starts."""
@@ -303,7 +303,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
     objective = objective_of(config)
     needs = needs_of(ADVANTAGES.get(config.algorithm.adv_estimator))
     schedule = schedule_of(config)
-    driven = schedule.roles if derived.samples_answers(config) else schedule.roles - {"rollout", "rewarder"}
+    driven = roles_of(schedule) - (frozenset() if derived.samples_answers(config) else {"rollout", "rewarder"})
     if not derived.trains_reward_model(config):
         driven -= {"reward_model"}
     reference = _reference(config, objective) if "reference" in driven else None

@@ -34,8 +34,8 @@ from grpo_rl.registry import load_function
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import RewardFunction, audit_of
 from grpo_rl.rollout.engines import ENGINES
+from grpo_rl.schedules.registered import schedule_of
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.schedules import schedule_of
 
 READ_WHOLE = 16 * 2**20
 """Bytes up to which a data file is opened as the run opens it."""

@@ -19,9 +19,9 @@ from grpo_rl.telemetry.diagnosis.run_record import Finding
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.validation import validation_score
 from grpo_rl.telemetry.rollout_log import write_rollouts
+from grpo_rl.trainer.parts import Step, is_due
 from grpo_rl.trainer.saving import Saving
-from grpo_rl.trainer.schedule import Context, Schedule, Step, is_due
-from grpo_rl.trainer.session import Session
+from grpo_rl.trainer.session import Schedule, Session
 from grpo_rl.types import Metrics
 
 NOT_LOADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
@@ -33,27 +33,28 @@ RECENT_STEPS = 20
 class RunLoop:
     """One run of a schedule, from its first or a resumed step to its last one."""
 
-    def __init__(self, context: Context, schedule: type[Schedule]) -> None:
-        self.context, self.config, self.roles, self.output = context, context.config, context.roles, context.output
-        self.progress = context.progress
+    def __init__(self, session: Session, schedule: Schedule) -> None:
+        """Describe the run of a schedule, a function that loops over the session's steps."""
+        self.session, self.schedule = session, schedule
+        self.config, self.roles, self.output = session.config, session.roles, session.output
+        self.progress = session.progress
         self.progress.on_phase = self._phase
-        self.timeline = self.progress.timeline = context.output.timeline
-        context.steps = self.steps
-        self.schedule = schedule(context)
-        self.total_steps = context.total_steps
-        self.saving = Saving(context.config, context.roles, context.output)
+        self.timeline = self.progress.timeline = session.output.timeline
+        session.run_steps = self.steps
+        self.total_steps = session.total_steps
+        self.saving = Saving(self.config, self.roles, self.output)
         self.store = self.saving.store
         self._nonfinite_in_a_row = 0
         """The last steps, without a break, in which a role left out an update, as its loss or gradient was not finite."""
         self._seconds: list[float] = []
         """The seconds that each step took."""
-        self.alarms = Alarms(dataclasses.asdict(context.config))
+        self.alarms = Alarms(dataclasses.asdict(self.config))
         self._begun: Sequence[Finding] = ()
         """The alarms that began with the step that was logged last."""
         self._before: dict[str, Any] | None = None
         """The state at the beginning of the step that is going on."""
-        self._in_step = False
-        """Whether a step is going on."""
+        self._open: tuple[Step, float] | None = None
+        """The step that is going on, and when it began; also after the loop was left in the middle of it."""
         self._best: tuple[int, float] | None = None
         """The step with the best validation while training, and its score."""
         self._unlogged: Metrics | None = None
@@ -62,12 +63,12 @@ class RunLoop:
     @property
     def step(self) -> int:
         """The step that is going on, or was done last."""
-        return self.context.step
+        return self.session.step
 
     @property
     def is_trained(self) -> bool:
         """Return whether no step is left to train."""
-        return self.step >= self.total_steps or self.schedule.ended() is not None
+        return self.step >= self.total_steps or self.session.ended() is not None
 
     def fit(self) -> None:
         """Train to the last step, validating and saving on the way.
@@ -75,12 +76,8 @@ class RunLoop:
         Raises Preempted when a signal ended it, with everything that was trained saved.
         """
         with self.guarded():
-            if isinstance(self.schedule, Session) and self.schedule.loop is not None:
-                self.schedule.loop()
-                self.leave()
-                return
-            for step in self.steps():
-                step.log(self.schedule.step())
+            self.schedule(self.session)
+            self.leave()
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -91,11 +88,12 @@ class RunLoop:
         except Preempted as request:
             raise self._saved(request) from None
         except Exception as error:
-            if isinstance(error, DataError) and self._before is not None and self._in_step:
+            if isinstance(error, DataError) and self._before is not None and self._open is not None:
                 self._keep_finished()
             self.saving.rescue()
             raise
         finally:
+            self._open = None
             self.output.stop.finishing()
             self.timeline.write()
 
@@ -105,28 +103,30 @@ class RunLoop:
         Validation before the first step comes first, and the last state is committed at the end.
         """
         trainer = self.config.trainer
+        self._complete_left_step()
         if self._unlogged is not None:
             self._end_step()
-        metrics = dict(self.context.collected) if self.step == 0 else {}
+        metrics = dict(self.session.collected) if self.step == 0 else {}
         if trainer.val_only or (self.step == 0 and trainer.val_before_train):
-            metrics |= self.schedule.evaluate()
+            metrics |= self.session.evaluate()
         self._log(metrics)
         if trainer.val_only:
             return
         with self.output.console.progress("training", self.total_steps, keep=False) as bar:
             self.progress.bar = bar
             self.progress.done(self.step)
-            while self.step < self.total_steps and self.schedule.ended() is None:
+            while self.step < self.total_steps and self.session.ended() is None:
                 yield from self._whole_step()
                 self.progress.done()
                 self._answer_alarms()
                 bar.left(self._left_s())
             self.leave()
-        if (reason := self.schedule.ended()) is not None:
+        if (reason := self.session.ended()) is not None:
             self.output.console.warn(f"training ends at step {self.step} of {self.total_steps}: {reason}")
 
     def leave(self) -> None:
         """Commit the last state, as the configuration says."""
+        self._complete_left_step()
         if self.step > 0 and (self.config.trainer.save_freq > 0 or self.config.trainer.save_at_end):
             self.progress.phase("save")
             self._save_end()
@@ -139,32 +139,38 @@ class RunLoop:
         self._before = copy.deepcopy(self.state_dict())
         self.output.stop.step_begins()
         started = time.perf_counter()
-        self.context.step += 1
+        self.session.step += 1
         self.timeline.step = self.step
         tell(step=self.step)
         self.output.status.update(step=self.step, total=self.total_steps)
         fault_point("driver.step")
         if self.roles.instruments is not None:
             self.roles.instruments.begin(self.step)
-        step = Step(self.step)
-        self._in_step = True
-        try:
-            with self.timeline.span("step", "step"):
-                yield step
-        except GeneratorExit:
-            # The loop was left in the middle of this step, which counts if it has trained.
-            if step.metrics:
-                self._complete(step, started)
-            raise
-        self._complete(step, started)
+        step = Step(self.step, self.session.validates and is_due(self.step, self.config.trainer.test_freq))
+        self.session.begin_step()
+        self._open = step, started
+        with self.timeline.span("step", "step"):
+            yield step
+        self._complete()
 
-    def _complete(self, step: Step, started: float) -> None:
-        self._in_step = False
+    def _complete_left_step(self) -> None:
+        """Complete the step in which the loop was left if it has trained; otherwise go back to its beginning."""
+        if self._open is not None and (self.session.has_trained or self._open[0].metrics):
+            self._complete()
+        elif self._open is not None and self._before is not None:
+            self._open = None
+            self.load_state_dict(self._before)
+
+    def _complete(self) -> None:
+        assert self._open is not None
+        (step, started), self._open = self._open, None
+        self.session.end_step(step)
         metrics = step.metrics
         self._check_finite(metrics)
-        self.schedule.trained = ()
+        self.session.trained = []
         metrics["timing_s/step"] = time.perf_counter() - started
         self._unlogged = metrics
+        self.session.has_trained = False
         self._end_step()
 
     def _check_finite(self, metrics: Metrics) -> None:
@@ -178,9 +184,9 @@ class RunLoop:
             return
         self._nonfinite_in_a_row += 1
         log = ""
-        if self.schedule.trained:
+        if self.session.trained:
             path = self.output.run_dir.path / f"nonfinite_step_{self.step}.jsonl"
-            log = f"\n  log: {write_rollouts(path, self.schedule.trained)}"
+            log = f"\n  log: {write_rollouts(path, self.session.trained)}"
         skips = self.config.trainer.on_nonfinite == "skip"
         if self._nonfinite_in_a_row > (self.config.trainer.max_nonfinite_steps if skips else 0):
             raise DivergedError(
@@ -193,10 +199,10 @@ class RunLoop:
         """Do what is due after the training of a step: validate, save, log."""
         assert self._unlogged is not None
         trainer, metrics, started = self.config.trainer, self._unlogged, time.perf_counter()
-        last = self.step == self.total_steps or self.schedule.ended() is not None
+        last = self.step == self.total_steps or self.session.ended() is not None
         is_validated = "timing_s/testing" in metrics  # by the run that saved this step, and was killed before it logged it
-        if self.context.validates and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
-            metrics |= self.schedule.evaluate()
+        if self.session.validates and (last or is_due(self.step, trainer.test_freq)) and not is_validated:
+            metrics |= self.session.evaluate()
         saves = trainer.save_freq > 0 and (last or is_due(self.step, trainer.save_freq))
         if (saves | self._is_best(metrics)) and not self.saving.is_saved(self.step):
             metrics |= self._save()
@@ -261,7 +267,8 @@ class RunLoop:
         self.output.status.update(phase=name)
         self.output.stop.finishing()  # a commit is not to be interrupted
         self.saving.poll()
-        self.output.stop.phase(name)
+        if not self.session.has_trained:  # a step whose weights have changed is finished
+            self.output.stop.phase(name)
 
     # ---- saving and going on ------------------------------------------------------------------------------
 
@@ -328,10 +335,10 @@ class RunLoop:
             self._unlogged = None
         self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
         self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")
-        before = checkpoint.state.get("code", self.context.code)
-        if before != self.context.code:
+        before = checkpoint.state.get("code", self.session.code)
+        if before != self.session.code:
             self.output.console.warn(
-                f"the code, or a model that the configuration names, is another than that of the checkpoint: {before} -> {self.context.code}"
+                f"the code, or a model that the configuration names, is another than that of the checkpoint: {before} -> {self.session.code}"
             )
         for aside in self.store.set_aside_after(self.step):
             self.output.console.info(f"a checkpoint of a later step is now {aside}")
@@ -348,18 +355,16 @@ class RunLoop:
         self.output.status.update(step=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the roles' files: the run's own keys and the schedule's."""
-        own = {
+        """Return what a checkpoint holds beside the roles' files: the run's keys and the session's."""
+        state = {
             "step": self.step,
             "schedule": self.config.trainer.schedule,
-            "code": self.context.code,
+            "code": self.session.code,
             "nonfinite": self._nonfinite_in_a_row,
             "unlogged": self._unlogged,
             "best": self._best,
         }
-        of_schedule = self.schedule.state_dict()
-        assert not own.keys() & of_schedule.keys(), "a schedule's state has no key of the run's"
-        return own | of_schedule
+        return state | self.session.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this state. Raises CheckpointError for that of another schedule, or of other data."""
@@ -369,10 +374,21 @@ class RunLoop:
                 f"the checkpoint was saved with trainer.schedule={saved_by}, and this run has trainer.schedule={schedule}, "
                 "which cannot go on from it; give the schedule of before, or train a new run from its exported model"
             )
-        self.schedule.load_state_dict(state)
-        self.context.step = int(state["step"])
+        self.session.load_state_dict(state)
+        self.session.step = int(state["step"])
         self._nonfinite_in_a_row = int(state["nonfinite"])
         self._unlogged = state.get("unlogged")
         if best := state.get("best"):
             self._best = int(best[0]), float(best[1])
             self.store.best = (self._best[0],)
+
+
+def single_step(session: Session, schedule: Schedule) -> Metrics:
+    """Do one step of a schedule that remembers nothing between steps, without a run around it, and return its metrics."""
+    session.step += 1
+    session.begin_step()
+    step = Step(session.step)
+    session.run_steps = lambda: iter([step])
+    schedule(session)
+    session.end_step(step)
+    return step.metrics

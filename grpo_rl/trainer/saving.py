@@ -14,7 +14,7 @@ from grpo_rl.checkpoint.files import Files
 from grpo_rl.checkpoint.store import CheckpointStore, Draft
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import CheckpointError, GrpoRlError
-from grpo_rl.trainer.schedule import Output, Roles
+from grpo_rl.trainer.parts import Output, Roles
 from grpo_rl.types import Metrics
 
 _WAIT_S = 1.0

@@ -1,76 +1,192 @@
-"""A session: the verbs of which a training loop of a user's own is made."""
+"""A session: the roles of a run as verbs, of which every schedule is made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
+import numpy as np
+import torch
+
+from grpo_rl.algos.objective import Objective
+from grpo_rl.background import in_background
+from grpo_rl.config.derived import is_iterated
+from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.collate import collate
-from grpo_rl.data.training_rows.pairs import pairs_of_groups, with_sides
-from grpo_rl.trainer.metrics import batch_metrics, pair_metrics, rollout_metrics
-from grpo_rl.trainer.progress import Timer
-from grpo_rl.trainer.sampled.selection import Selected
-from grpo_rl.trainer.schedule import Context, Step, training_sampling
-from grpo_rl.trainer.sync import SyncSchedule
+from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.row_set import TrainingRows
+from grpo_rl.data.training_rows.pairs import Pair, pair_batch, pairs_of_groups, with_sides
+from grpo_rl.errors import WeightVersionError
+from grpo_rl.protocols import Actor, MovingReference, Rewarder, RolloutPool
+from grpo_rl.rewards.combined import by_rule
+from grpo_rl.rewards.validation_metrics import validation_metrics
+from grpo_rl.trainer.in_flight import Choose, InFlight
+from grpo_rl.trainer.metrics import (
+    batch_metrics,
+    logged_advantages,
+    pair_metrics,
+    rollout_metrics,
+    staleness_metrics,
+    throughput,
+)
+from grpo_rl.trainer.parts import VALIDATION, Output, Roles, Step, training_sampling, validation_sampling
+from grpo_rl.trainer.progress import StepProgress, Timer, advancing
+from grpo_rl.trainer.replay import GroupReplay, PairReplay
+from grpo_rl.trainer.rows import Rows, with_kl
+from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
+from grpo_rl.trainer.sampled.selection import Selected, Selection
+from grpo_rl.trainer.sampled.trained import TrainedTokens, penalize_overlong, scored
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
 
 
-class Session(SyncSchedule):
-    """The roles of a run as verbs, for a loop over `steps()`. `trainer.schedule=sync` is
+class Session:
+    """The roles of a run as verbs, for a loop over `steps()`; `grpo_rl/schedules/` has the loops that are shipped.
 
-        for step in s.steps():
-            s.sync_weights()
-            rollouts = s.score(s.sample(s.next_prompts()))
-            if trained := s.select(rollouts):
-                batch = s.values(s.logprobs(s.batch(trained)))
-                step.log(s.update(s.advantages(batch)))
-
-    Every verb notes its seconds and its metrics for the step that is going on, under the names that `sync` has. Between two steps
-    the run validates, saves, logs, and answers signals.
+    Every verb notes its seconds and its metrics for the step that is going on. Between two steps the run validates, saves,
+    logs, and answers signals.
     """
 
-    loop: ClassVar[Callable[[Session], None] | None] = None
-    """The user's function; None in a session that a script or a notebook drives."""
+    def __init__(
+        self,
+        config: Config,
+        roles: Roles,
+        output: Output,
+        *,
+        train_data: PromptDataset | None = None,
+        val_data: PromptDataset | None = None,
+        rows: TrainingRows | None = None,
+        total_steps: int = 0,
+        objective: Objective | None = None,
+        collected: Metrics | None = None,
+        code: str = "",
+    ) -> None:
+        """Describe a session before its first step.
 
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
+        `rows` are trained as they stand. `collected` are metrics of the responses that were sampled before training, which are
+        logged with those before the first step. `code` is the digest of the sources that the run was started with.
+        """
+        self.config, self.roles, self.output = config, roles, output
+        self.train_data, self.val_data, self.total_steps = train_data, val_data, total_steps
+        self.objective = objective or Objective()
+        """The function that the actor's updates minimise, as the plan has it."""
+        self.collected, self.code = collected or {}, code
+        self.step = 0
+        """The number of the step that is going on, or that was done last; 0 before the first one."""
+        self.progress = StepProgress()
         self.state: dict[str, Any] = {}
         """What the loop needs to go on after a resume; a part of every checkpoint, as JSON."""
-        self._row_of: dict[str, int] = {}
-        self._begin_step()
+        self.run_steps: Callable[[], Iterator[Step]] = lambda: iter(())
+        """The steps of the run that drives this session; the run sets it."""
+        self._reason_to_end: str | None = None
+        self.compares = self.objective.needs_pairs
+        """True if the loss compares the best and the worst response of each group; no advantages are estimated then."""
+        self.rows = None if rows is None else Rows(config, rows, roles, self.objective, output.console)
+        self.replay: GroupReplay | None = None
+        self.pair_replay: PairReplay | None = None
+        algorithm, iterate = config.algorithm, config.trainer.iterate
+        if algorithm.replay.max_age and train_data is not None:
+            num_responses = config.actor_rollout_ref.rollout.n
+            self.replay = GroupReplay(algorithm.replay, config.data.train_batch_size, num_responses)
+            roles.replays.append(self.replay)
+        if is_iterated(config) and roles.reward_model is not None:
+            self.pair_replay = PairReplay(iterate.replay_pairs, iterate.replay_share, config.trainer.seed)
+            roles.replays.append(self.pair_replay)
+        factors = {} if roles.rewarder is None else roles.rewarder.factors
+        of_turns = config.actor_rollout_ref.rollout.multi_turn.enable
+        self.advantage = Advantage(algorithm, factors, of_turns=of_turns)
+        self.trained_tokens = TrainedTokens(algorithm)
+        self.samples_greedily = "baselines" in self.advantage.needs
+        """True if each prompt's responses are followed by its greedy one."""
+        self._selection = None if train_data is None else Selection(config, train_data, factors)
+        self._flight: InFlight | None = None
+        self.begin_step()
 
-    def _begin_step(self) -> None:
-        self._timer: Timer = self.context.progress.timer()
-        self._metrics: Metrics = {}
-        self._sampled: list[Rollout] = []
-        self._trained: list[Rollout] = []
-        self._batch: Batch | None = None
-        self._num_draws = 0
+    # ---- the steps -----------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
         """Yield the steps to come, from the first or from a checkpoint on; what is due after a step happens before the next one.
 
         Raises Preempted after a signal, with the state saved.
         """
-        for step in self.context.steps():
-            self._begin_step()
-            try:
-                yield step
-            finally:
-                if step.metrics or self._sampled:
-                    self._end_step(step)
+        return self.run_steps()
 
-    def _end_step(self, step: Step) -> None:
+    def end(self, reason: str) -> None:
+        """Make the step that is going on the last one of the run, which says why: it is validated and saved as the last one is."""
+        self._reason_to_end = reason
+
+    def begin_step(self) -> None:
+        """Forget the notes of the last step; the run calls it."""
+        self._timer: Timer = self.progress.timer()
+        self._metrics: Metrics = {}
+        self.sampled: list[Rollout] = []
+        """All rollouts that were scored in this step."""
+        self.trained: list[Rollout] = []
+        """The rollouts that this step trains on, which are kept for a look if its update is not finite."""
+        self.has_trained = False
+        """True once weights have changed in this step."""
+        self._row_of: dict[str, int] = {}
+        self._batch: Batch | None = None
+        self._rows_batch: Batch | None = None
+        self._refilled: Selected | None = None
+        if self._flight is not None:
+            self._flight.has_taken = False
+
+    def end_step(self, step: Step) -> None:
+        """Write down what was sampled, and add the notes of the verbs to the metrics of the step; the run calls it."""
         metrics = self._metrics
-        if self._sampled:
-            metrics = rollout_metrics(self._sampled) | metrics | {"trainer/epoch": float(self.selection.epoch)}
-            metrics |= self._keep_rollouts(Selected(self._trained, self._sampled, {}), self._batch)
+        if self.sampled:
+            metrics = rollout_metrics(self.sampled) | metrics | {"trainer/epoch": float(self.selection.epoch)}
+            metrics |= self._keep_rollouts()
         if self._batch is not None:
             metrics |= batch_metrics(self._batch, self._timer)
-        self.trained = self._trained
+        if self._rows_batch is not None and self.rows is not None:
+            metrics |= {"trainer/epoch": float(self.rows.order.epoch)} | throughput(self._rows_batch, self._timer)
         step.metrics = metrics | step.metrics | self._timer.metrics()
 
-    # ---- sampling ----------------------------------------------------------------------------------------
+    def _keep_rollouts(self) -> Metrics:
+        """Write all that was sampled, with its audit and the advantages of what was trained. Returns the metrics of the audit."""
+        audit, metrics, rollouts = self.roles.audit, dict[str, float](), self.sampled
+        if audit is not None:
+            metrics = audit.wait(self.output.console.warn)
+            rollouts = audit.logged(rollouts)
+        if self.config.trainer.save_rollouts:
+            advantages = logged_advantages(rollouts, self.trained, self._batch)
+            self.output.rollouts.write("rollouts", self.step, rollouts, advantages)
+        return metrics
+
+    # ---- the roles, which are there if the schedule needs them -----------------------------------------------------
+
+    @property
+    def actor(self) -> Actor:
+        """The policy that is trained."""
+        return _required(self.roles.actor, "actor")
+
+    @property
+    def rollout(self) -> RolloutPool:
+        """The engines that sample."""
+        return _required(self.roles.rollout, "rollout")
+
+    @property
+    def rewarder(self) -> Rewarder:
+        """What scores rollouts."""
+        return _required(self.roles.rewarder, "rewarder")
+
+    @property
+    def selection(self) -> Selection:
+        """The order of the prompts, and the choice of groups."""
+        return _required(self._selection, "training data")
+
+    @property
+    def version(self) -> int:
+        """The version of the actor's weights: the number of batches that they were trained on."""
+        return self.actor.version
+
+    @property
+    def engine_version(self) -> int:
+        """The version of the engines' weights."""
+        return self.rollout.version
+
+    # ---- sampling --------------------------------------------------------------------------------------------------
 
     def next_prompts(self) -> list[Prompt]:
         """Return the next `data.train_batch_size` prompts. Raises DataError for a row that cannot be used."""
@@ -83,54 +199,151 @@ class Session(SyncSchedule):
 
         With an estimator that needs a greedy baseline, each prompt's responses are followed by its greedy one.
         """
-        count = self.config.actor_rollout_ref.rollout.n if n is None else n
-        greedy = "baselines" in self.advantage.needs
-        self._num_draws += 1
+        n = self.config.actor_rollout_ref.rollout.n if n is None else n
+        sampling, greedy = sampling or training_sampling(self.config, self.step), self.samples_greedily
         with self._timer("gen"):
-            on_finish = self.context.progress.counting(self.rewarder.submit, len(prompts) * (count + greedy))
-            sampling = sampling or training_sampling(self.config, self.context.step)
-            return self.rollout.generate(prompts, count, sampling, on_finish, greedy=greedy)
+            on_finish = self.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
+            return self.rollout.generate(prompts, n, sampling, on_finish, greedy=greedy)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts with `reward`, `reward_parts` and `steps`, or with `failure`; greedy ones become baselines of the others."""
-        rewarded = self.scored(rollouts, self._timer)
-        self._sampled += rewarded
-        if self.context.roles.audit is not None:
-            self.context.roles.audit.submit(rewarded)
+        if self._refilled is not None:  # `completed` has scored them
+            sampled, rewarded = self._refilled.sampled, list(rollouts)
+        else:
+            with self._timer("reward"):
+                sampled = rewarded = self.rewarded(rollouts)
+            self.selection.note(self._row_of, rewarded)
+        self.sampled += sampled
+        if self.roles.audit is not None:
+            self.roles.audit.submit(sampled)
         return rewarded
 
-    def select(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    def rewarded(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Return what `score` does without noting anything: for any thread."""
+        rewarded = scored(self.rewarder, rollouts, self.output.console.warn)
+        overlong, max_length = self.config.reward.overlong_buffer, self.config.data.max_response_length
+        return with_baselines(penalize_overlong(rewarded, overlong, max_length))
+
+    def select(self, rollouts: Sequence[Rollout], max_staleness: int | None = None) -> list[Rollout]:
         """Return the rollouts to train: those with a reward, of the groups that `algorithm.filter_groups` keeps.
 
         With `filter_groups.refill` further prompts are sampled until `data.train_batch_size` groups have a signal; raises
-        DataError after `max_num_gen_batches`. With a loss that compares pairs, the best and the worst of each group.
+        DataError after `max_num_gen_batches`. With a loss that compares pairs, the best and the worst of each group. With
+        `algorithm.replay` earlier groups in place of those without a signal.
+
+        Raises WeightVersionError for a token of weights more than `max_staleness` versions older than the actor's, unless
+        that is None.
         """
-        replay = self.replay
-        spared = 0 if replay is None else len(replay.of_step(self.context.step))
-        draw_more = self._more_rollouts if self.selection.refills else None
-        selected = self.selection.of_batch(self._row_of, list(rollouts), draw_more, spared)
+        selected = self._refilled
+        if selected is None:
+            num_spared = 0 if self.replay is None else len(self.replay.of_step(self.step))
+            selected = self.selection.choose(list(rollouts), self._more_rollouts, num_spared)
         self._metrics |= selected.metrics
         trained = selected.trained
+        if max_staleness is not None:
+            staleness = staleness_metrics(trained, self.version)
+            if (oldest := staleness.get("staleness/max", 0.0)) > max_staleness:
+                raise WeightVersionError(
+                    f"a token was sampled with weights {oldest:g} versions older than those it trains; at most {max_staleness} are allowed"
+                )
+            self._metrics |= staleness
         if self.compares:
             pairs = pairs_of_groups(trained)
-            self._metrics |= pair_metrics(pairs, len({rollout.prompt.uid for rollout in self._sampled}))
+            self._metrics |= pair_metrics(pairs, len({rollout.prompt.uid for rollout in self.sampled}))
             trained = [rollout for pair in pairs for rollout in pair]
-        elif replay is not None:
-            trained, replayed = replay.fill(trained, self.context.step)
+        elif self.replay is not None:
+            trained, replayed = self.replay.fill(trained, self.step)
             self._metrics |= replayed
         return trained
 
     def _more_rollouts(self) -> list[Rollout]:
         return self.score(self.sample(self.next_prompts()))
 
-    # ---- from rollouts to new weights --------------------------------------------------------------------
+    # ---- sampling beside training ----------------------------------------------------------------------------------
+
+    @property
+    def flight(self) -> InFlight:
+        """The groups that were drawn and not trained."""
+        if self._flight is None:
+            self._flight = InFlight(self)
+        return self._flight
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of groups that were asked for and not handed over."""
+        return sum(group.asked_at >= 0 for group in self.flight.groups)
+
+    def submit(self, num_groups: int, *, in_order: bool = True) -> None:
+        """Draw prompts and ask for their responses until `num_groups` groups are in flight, or as many as the steps left train.
+
+        With `filter_groups.refill` a group without a signal gives its place to a further prompt. `in_order`: a batch takes the
+        first groups that were drawn, so that all of a draw is asked for at once. Raises DataError as `next_prompts` and `select`.
+        """
+        self.flight.room, self.flight.in_order = num_groups, in_order
+        self.flight.top_up()
+
+    def completed(self, choose: Choose | None = None) -> list[Rollout]:
+        """Wait for a batch of the groups in flight, and return their responses in the order in which their prompts were drawn.
+
+        None: the first groups that were drawn. Otherwise `choose(ready, asked, size)` returns `size` of the ready groups, or
+        None to wait for more; it is asked again whenever a group has ended.
+        """
+        with self._timer("wait_for_rollouts"):
+            groups = self.flight.take(choose)
+        self._row_of |= {group.prompt.uid: group.row for group in groups}
+        if self.selection.refills:
+            self._refilled = self.flight.refilled(groups)
+            return self._refilled.trained
+        return [rollout for group in groups for rollout in group.ordered()]
+
+    def finish_sampling(self) -> None:
+        """Wait until all responses in flight have ended."""
+        self.flight.finish()
+
+    def train_beside_sampling(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Return what `train` does, done in a thread, while what is in flight is sampled.
+
+        That thread alone uses the actor, the reference and the critic then, and nothing else: the main thread keeps the pool
+        going, hands what ends to the rewards, and answers signals. A replica that comes back meanwhile gets its weights
+        afterwards (`RolloutPool.keep_weights`): the ranks would hand out new ones under the old version, or meet in different
+        collectives.
+        """
+        # A signal must not leave the main thread while the weights change: it is answered when the step is done.
+        self.output.stop.finishing()
+        with self.rollout.keep_weights():
+            return self.flight.sample_beside(in_background("training", lambda: self.train(rollouts)))
+
+    # ---- from rollouts to new weights ------------------------------------------------------------------------------
+
+    def train(self, rollouts: Sequence[Rollout]) -> Metrics:
+        """Return the metrics of an update on these rollouts, none without rollouts.
+
+        It is `batch`, `logprobs`, `values`, `advantages` and `update`, one after the other.
+        """
+        if not rollouts:
+            return {}
+        return self.update(self.advantages(self.values(self.logprobs(self.batch(rollouts)))))
 
     def batch(self, rollouts: Sequence[Rollout]) -> Batch:
         """Return the rollouts as columns over flat axes (`grpo_rl.types.Batch`). Raises ValueError without any."""
         if not rollouts:
             raise ValueError("there are no rollouts to train: go on with the next step if select() returns none")
-        self._trained = list(rollouts)
+        self.trained = list(rollouts)
         return with_sides(collate(rollouts)) if self.compares else collate(rollouts, self.advantage.parts)
+
+    def next_rows(self) -> Batch:
+        """Return the next `data.train_batch_size` rows as a batch, with the columns that the loss compares with.
+
+        Raises DataError for a row that cannot be used.
+        """
+        rows = _required(self.rows, "rows")
+        with self._timer("data"):
+            batch = rows.draw()
+        if self.objective.needs_kl:
+            with self._timer("kl"):
+                batch = with_kl(batch, self.actor)
+        self._rows_batch = batch
+        return batch
 
     def logprobs(self, batch: Batch, of: Literal["old", "reference", "teacher"] | None = None) -> Batch:
         """Return the batch with log-probs of its trained tokens, in nats: `old_logprobs_T`, `ref_logprobs_T`, `teacher_logprobs_T`.
@@ -138,34 +351,51 @@ class Session(SyncSchedule):
         None: those that the configuration needs. Raises ValueError for a role that it does not have.
         """
         if of is None:
-            batch = self.logprobs(batch, "old")
-            batch = batch if self.reference is None else self.logprobs(batch, "reference")
-            return batch if self.teacher is None else self.logprobs(batch, "teacher")
+            names: list[Literal["old", "reference", "teacher"]] = [] if self.rows is not None else ["old"]
+            names += ["reference"] if self.roles.reference is not None else []
+            names += ["teacher"] if self.roles.teacher is not None else []
+            for name in names:
+                batch = self.logprobs(batch, name)
+            return batch
         if of == "old":
             with self._timer("old_logprobs"):
                 return self.actor.old_logprobs(batch)
-        if of == "reference" and self.reference is not None:
+        if of == "reference" and self.roles.reference is not None:
             with self._timer("ref"):
-                return self.reference.logprobs(batch)
-        if of == "teacher" and self.teacher is not None:
+                return self.roles.reference.logprobs(batch)
+        if of == "teacher" and self.roles.teacher is not None:
             with self._timer("teacher"):
-                batch, metrics = self.teacher.logprobs(batch, self._trained)
+                batch, metrics = self.roles.teacher.logprobs(batch, self.trained)
             self._metrics |= metrics
             return batch
         raise ValueError(f"logprobs(of={of!r}): this run has no such role; nothing in its configuration needs one")
 
     def values(self, batch: Batch) -> Batch:
         """Return the batch with the critic's `values_T`; as it is without a critic."""
-        if self.critic is None:
+        if self.roles.critic is None:
             return batch
         with self._timer("values"):
-            return self.critic.values(batch)
+            return self.roles.critic.values(batch)
 
     def advantages(self, batch: Batch) -> Batch:
-        """Return the batch with advantages by `algorithm.adv_estimator`, without the tokens that are not to be trained."""
+        """Return the batch with advantages by `algorithm.adv_estimator`, without the tokens that are not to be trained.
+
+        Pairs are trained whole and have none. Raises DivergedError for log-probs that are not finite.
+        """
         with self._timer("adv"):
-            self._batch, trained, metrics = self._weighed(batch)
-        self._metrics |= metrics
+            distillation = self.objective.distillation
+            if self.compares:
+                check_finite(batch)
+                self._batch = batch
+                return batch
+            if distillation is not None and not distillation.task:
+                batch = batch.replace(advantages_N=torch.zeros(batch.num_rollouts))  # the ranks make all of them
+            else:
+                batch, metrics = self.advantage(batch)
+                self._metrics |= metrics
+            self._batch = batch
+            trained, metrics = self.trained_tokens(batch)
+            self._metrics |= metrics
         return trained
 
     def update(self, batch: Batch) -> Metrics:
@@ -173,14 +403,16 @@ class Session(SyncSchedule):
 
         The actor's are left out in the first `trainer.critic_warmup` steps. Raises ValueError for a batch without advantages.
         """
-        if self._batch is None:
+        if self._batch is None and self._rows_batch is None:
             raise ValueError("update() needs a batch that advantages() has returned in this step")
         metrics: Metrics = {}
-        if self.critic is not None:
+        if self.roles.critic is not None:
             with self._timer("update_critic"):
-                metrics |= self.critic.update(batch)
-        if self.context.step > self.config.trainer.critic_warmup:
+                self.has_trained = True
+                metrics |= self.roles.critic.update(batch)
+        if self.step > self.config.trainer.critic_warmup:
             with self._timer("update_actor"):
+                self.has_trained = True
                 metrics |= self.actor.update(batch)
         return metrics
 
@@ -189,14 +421,115 @@ class Session(SyncSchedule):
         with self._timer("sync_weights"):
             self.rollout.sync_weights(self.actor)
 
-    # ---- the contract of a schedule ----------------------------------------------------------------------
+    def refresh_reference(self) -> None:
+        """Make the reference the present policy, if there is one that moves."""
+        if isinstance(self.roles.reference, MovingReference):
+            with self._timer("refresh_reference"):
+                self.roles.reference.become(self.actor)
 
-    def step(self) -> Metrics:
-        raise AssertionError("a session is driven by a loop over steps()")
+    def update_reward_model(self, batch: Batch) -> Metrics:
+        """Take one optimizer step of the reward model on a batch of pairs or of rated steps, and return its metrics."""
+        with self._timer("update_reward_model"):
+            self.has_trained = True
+            return _required(self.roles.reward_model, "reward_model").update(batch)
+
+    def train_reward_model(self, pairs: Sequence[tuple[Rollout, Rollout]], iteration: int) -> Metrics:
+        """Take one step of the reward model on pairs (better, worse) of rollouts and on replayed ones of earlier iterations.
+
+        Without pairs there is no step. Returns its metrics, and how many pairs are new and replayed.
+        """
+        history = _required(self.pair_replay, "reward_model")
+        replayed = history.draw(len(pairs), iteration, self.step)
+        metrics = {"reward_model/new_pairs": float(len(pairs)), "reward_model/replayed_pairs": float(len(replayed))}
+        if pairs:
+            rows = [
+                Pair(best.prompt.token_ids, np.asarray(best.response_ids), np.asarray(worst.response_ids))
+                for best, worst in (*pairs, *replayed)
+            ]
+            metrics |= self.update_reward_model(pair_batch(rows))
+            history.add(pairs, iteration)
+        self.trained = [rollout for pair in pairs for rollout in pair]
+        return metrics
+
+    # ---- how good the weights are --------------------------------------------------------------------------------
+
+    def evaluate(self) -> Metrics:
+        """Return metrics of the present weights on the validation rows and prompts; empty without any.
+
+        Prompts are sampled as `val_kwargs` says, and their responses go to `val/step_N.jsonl`. In iterated training, whose reward
+        is the reward model's score, the reward of the rules is measured.
+        """
+        metrics, timer = dict[str, float](), self.progress.timer()
+        if self.rows is not None and self.rows.val_data is not None:
+            with timer("testing"):
+                metrics |= self.rows.measure()
+        if self.val_data is not None:
+            values = self.config.actor_rollout_ref.rollout.val_kwargs
+            prompts = [self.val_data.prompt(row, f"val-{row}") for row in range(len(self.val_data))]
+            num_responses, console = len(prompts) * values.n, self.output.console
+            with timer("testing"), console.progress("validating", num_responses, keep=False) as bar:
+                # Without an actor nothing is trained, and the engines have the weights that they were started with.
+                if self.roles.actor is not None:
+                    self.rollout.sync_weights(self.roles.actor)
+                sampling = validation_sampling(values, training_sampling(self.config, VALIDATION))
+                rollouts = self.rollout.generate(prompts, values.n, sampling, advancing(bar, self.rewarder.submit))
+                rollouts = by_rule(scored(self.rewarder, rollouts, console.warn))
+            self.output.rollouts.write("val", self.step, rollouts)
+            metrics |= validation_metrics(rollouts, values.n)
+        return metrics | timer.metrics()
+
+    @property
+    def validates(self) -> bool:
+        """True if there is anything to validate on."""
+        return self.val_data is not None or (self.rows is not None and self.rows.val_data is not None)
+
+    # ---- what the run asks -----------------------------------------------------------------------------------------
+
+    def ended(self) -> str | None:
+        """Return why no further step can be done, and what to do about it; None while there is one."""
+        if self.config.trainer.val_only:
+            return "trainer.val_only=true validates and trains nothing"
+        if self._reason_to_end is not None:
+            return self._reason_to_end
+        if self._selection is None or not self._selection.exhausted or (self._flight is not None and self._flight.has_batch):
+            return None
+        return (
+            "fewer prompts than a batch are left, the others passed often enough to retire; give harder data, or raise "
+            "data.retire_above"
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"loop": self.state}
+        """Return what decides the steps to come, besides the weights; it becomes a part of the checkpoint's JSON."""
+        state: dict[str, Any] = {"loop": self.state}
+        if self.rows is not None:
+            return state | {"sampler": self.rows.state_dict(), "num_rows": len(self.rows.train_data)}
+        if self._selection is None:
+            return state
+        state |= {"sampler": self.selection.state_dict(), "advantage": self.advantage.state_dict()}
+        state["num_rows"] = len(self.selection.data)
+        return state if self._flight is None else state | {"groups": self._flight.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.state = state.get("loop", {})
+        """Go on from this state. Raises CheckpointError if that makes no sense, as with other training data."""
+        if self.config.trainer.val_only:  # it is that of the schedule which trained
+            return
+        self.state = state.get("loop", {name: state[name] for name in ("iterate",) if name in state})
+        if self.rows is not None:
+            self.rows.load_state_dict(state["sampler"])
+        elif self._selection is not None:
+            same_data = self.selection.load_state_dict(state["sampler"])
+            self.advantage.load_state_dict(state["advantage"])
+            if "groups" in state or self._flight is not None:
+                none: dict[str, Any] = {"num_batches": 0, "waiting": []}
+                self.flight.load_state_dict(state.get("groups", none), same_data=same_data)
+
+
+def _required(part: Any, name: str) -> Any:
+    """Return the part of a run that a verb needs. Raises ValueError if it was not started."""
+    if part is None:
+        raise ValueError(f"this verb needs {name}, which this run has not; its schedule did not name it, or nothing needs it")
+    return part
+
+
+Schedule = Callable[[Session], None]
+"""A loop over the steps of a session."""

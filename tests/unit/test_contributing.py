@@ -32,7 +32,7 @@ def test_the_plan_of_the_command_has_the_formulas_with_their_options(files: Path
     text = " ".join(plan.render().split())
     assert "A = max(-0.5, min(R - mean(R of group), 0.5))" in text
     assert "pg = -A 0.5 tanh((r - 1) / 0.5)" in text
-    assert plan.sizes.total_steps == 3 and plan.schedule.__name__ == "Patient"
+    assert plan.sizes.total_steps == 3 and plan.schedule.__name__ == "patient"
 
 
 def test_the_task_makes_each_row_from_its_index_alone(files: Path) -> None:

@@ -72,10 +72,9 @@ def test_the_same_configuration_and_machine_make_the_same_plan_which_can_be_sent
 def test_only_the_roles_that_the_schedule_drives_start(tmp_path: Path) -> None:
     file = tmp_path / "offline.py"
     file.write_text(
-        "from grpo_rl.trainer.sync import SyncSchedule\n\n\n"
-        "class Offline(SyncSchedule):\n    roles = frozenset({'actor', 'reference'})\n"
+        "from grpo_rl.registry import needs\n\n\n@needs('actor', 'reference')\ndef train(session):\n    list(session.steps())\n"
     )
-    plan = plan_of(f"trainer.schedule={file}:Offline", machine=EIGHT_GPUS)
+    plan = plan_of(f"trainer.schedule={file}:train", machine=EIGHT_GPUS)
     assert started(plan) == ["actor", "reference"] and plan.engine is None
     assert not plan.reward.rules and [need.role for need in plan.memory] == ["actor", "reference"]
     assert not any(line.startswith("  rollout") for line in plan.render().splitlines())

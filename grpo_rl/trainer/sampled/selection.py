@@ -17,9 +17,6 @@ from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.trainer.sampled.trained import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
 
-Sample = Callable[[list[Prompt]], list[Rollout]]
-"""Scored rollouts of prompts."""
-
 
 @dataclass(frozen=True, slots=True)
 class Selected:
@@ -34,7 +31,7 @@ class Selected:
 
 
 class Selection:
-    """Draws prompts for one step after the other.
+    """Draws prompts for one step after the other, and chooses the groups that are trained.
 
     With `algorithm.filter_groups` groups without signal are replaced by those of further prompts, or left out (dynamic
     sampling: DAPO, arXiv 2503.14476, section 3.2; zero-variance filter: ScaleRL, arXiv 2510.13786, section 3). With
@@ -42,96 +39,73 @@ class Selection:
     """
 
     def __init__(self, config: Config, data: PromptDataset, factors: Mapping[str, float]) -> None:
-        self.data = data
-        self.factors = factors
-        self.groups = config.algorithm.filter_groups
-        self.refills = self.groups.enable and self.groups.refill
+        self.data, self.factors = data, factors
+        self.filters = config.algorithm.filter_groups
+        self.refills = self.filters.enable and self.filters.refill
         self.num_wanted = config.data.train_batch_size
         self.settings = config.data
         self.retired: set[int] = set()
         """The rows of prompts that are learnt: their latest pass rate reached the bound. They stay retired."""
         self.sampler = make_row_order(config, data, self.retired.__contains__)
 
-    def next(self, sample: Sample, spared: int = 0) -> Selected:
-        """Return the rollouts of the next step; with refilling so many groups fewer as are `spared`.
-
-        Raises DataError when too few groups have a signal in `max_num_gen_batches` batches of prompts, and for a row that
-        cannot be used; the next step then begins with the same row.
-        """
-        with self.sampler.rewinding():
-            return self._completed(self.draw(sample), lambda: self.draw(sample), spared)
-
-    def _completed(self, sampled: list[Rollout], more: Callable[[], list[Rollout]] | None, spared: int) -> Selected:
-        """Return what is trained of these scored rollouts of one batch, and with refilling of those that `more` returns."""
-        if more is None or not self.refills:
-            return self._of_batch(sampled)
-        groups_with_signal, num_batches, num_wanted = self._with_signal(sampled), 1, self.num_wanted - spared
-        while len(groups_with_signal) < num_wanted:
-            if num_batches == self.groups.max_num_gen_batches or self.exhausted:
-                retired = "; all other prompts are retired" if num_batches < self.groups.max_num_gen_batches else ""
-                raise DataError(self.too_few(len(groups_with_signal), len(by_uid(sampled)), num_batches) + retired)
-            rollouts = more()
-            sampled, groups_with_signal, num_batches = (
-                sampled + rollouts,
-                groups_with_signal + self._with_signal(rollouts),
-                num_batches + 1,
-            )
-        return self._selected(groups_with_signal, sampled, num_batches, num_wanted)
-
-    def draw(self, sample: Sample) -> list[Rollout]:
-        """Return all scored rollouts of the next batch of prompts, whatever their signal is; their pass rates are noted.
-
-        Raises DataError as `next`.
-        """
-        drawn = self.prompts()
-        rollouts = sample([prompt for _, prompt in drawn])
-        self._record({prompt.uid: row for row, prompt in drawn}, rollouts)
-        return rollouts
-
     def prompts(self) -> list[tuple[int, Prompt]]:
-        """Return the next batch of prompts, each with its row, for a schedule that samples ahead. Raises DataError as `next`."""
+        """Return the next batch of prompts, each with its row.
+
+        Raises DataError for a row that cannot be used; the next draw then begins with the same rows.
+        """
         with self.sampler.rewinding():
             return [(row, self.data.prompt(row, uid)) for row, uid in self.sampler.next_batch()]
 
-    def of_batch(
-        self,
-        rows: Mapping[str, int],
-        rollouts: list[Rollout],
-        more: Callable[[], list[Rollout]] | None = None,
-        spared: int = 0,
-    ) -> Selected:
-        """Return what is trained of the scored rollouts of one batch, of prompts of `rows` (by uid).
+    def note(self, rows: Mapping[str, int], rollouts: Sequence[Rollout]) -> None:
+        """Note how many responses to each prompt passed, if what is drawn next depends on it; `rows` are by uid."""
+        if self.settings.retire_above is None:
+            return
+        for uid, group in by_uid(with_reward(rollouts)).items():
+            values = [metric_of(rollout, self.settings.retire_metric, self.factors) for rollout in group]
+            passed = sum(value >= self.settings.retire_score for value in values)
+            if uid in rows and passed >= self.settings.retire_above * len(values):
+                self.retired.add(rows[uid])
 
-        With refilling and `more`, which returns those of further prompts in `rows`, as many groups as a step trains.
+    def choose(self, sampled: list[Rollout], draw_more: Callable[[], list[Rollout]], spared: int = 0) -> Selected:
+        """Return what is trained of the scored rollouts of one batch of prompts.
+
+        With refilling, `draw_more` returns those of further batches, until as many groups have a signal as a step trains, without
+        those that are `spared`. Raises DataError if too few have one in `max_num_gen_batches` batches.
         """
-
-        def noted(rollouts: list[Rollout]) -> list[Rollout]:
-            self._record(rows, rollouts)
-            return rollouts
-
-        return self._completed(noted(rollouts), more and (lambda: noted(more())), spared)
-
-    def judged(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> set[str]:
-        """Note these scored rollouts of whole groups of prompts of `rows`, and return the uids of those that have a signal."""
-        self._record(rows, rollouts)
-        return {group[0].prompt.uid for group in self._with_signal(rollouts)}
+        if not self.filters.enable:
+            return Selected(with_reward(sampled), sampled, self._data_metrics())
+        groups, num_batches, num_wanted = self.with_signal(sampled), 1, self.num_wanted - spared * self.refills
+        while self.refills and len(groups) < num_wanted:
+            if num_batches == self.filters.max_num_gen_batches or self.exhausted:
+                retired = "; all other prompts are retired" if num_batches < self.filters.max_num_gen_batches else ""
+                raise DataError(self.too_few(len(groups), len(by_uid(sampled)), num_batches) + retired)
+            rollouts = draw_more()
+            sampled, groups, num_batches = sampled + rollouts, groups + self.with_signal(rollouts), num_batches + 1
+        return self._selected(groups, sampled, num_batches, num_wanted)
 
     def refilled(self, trained: list[Rollout], sampled: list[Rollout], num_batches: int) -> Selected:
-        """Return what is trained of groups that were `judged`, all with a signal, beside those `sampled` that have none."""
+        """Return what is trained of groups that all have a signal, beside those `sampled` that have none."""
         return self._selected(list(by_uid(with_reward(trained)).values()), sampled, num_batches, self.num_wanted)
 
-    def _of_batch(self, rollouts: list[Rollout]) -> Selected:
-        if not self.groups.enable:
-            return Selected(with_reward(rollouts), rollouts, self._data_metrics())
-        return self._selected(self._with_signal(rollouts), rollouts, 1, self.num_wanted)
+    def with_signal(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+        """Return the groups in which the metric differs, in their order.
 
-    def _selected(self, kept: list[list[Rollout]], sampled: list[Rollout], num_batches: int, num_wanted: int) -> Selected:
+        The metrics themselves are compared, not a standard deviation that rounding keeps from 0. Members whose reward failed
+        take no part; a group of one has no signal.
+        """
+        return [
+            group
+            for group in by_uid(with_reward(rollouts)).values()
+            if len({metric_of(rollout, self.filters.metric, self.factors) for rollout in group}) > 1
+        ]
+
+    def _selected(self, groups: list[list[Rollout]], sampled: list[Rollout], num_batches: int, num_wanted: int) -> Selected:
         """Return as many of the groups with a signal as a step trains."""
         metrics = {
             "filter_groups/num_gen_batches": float(num_batches),
-            "filter_groups/kept_fraction": len(kept) / len(by_uid(sampled)),
+            "filter_groups/kept_fraction": len(groups) / len(by_uid(sampled)),
         }
-        trained = [rollout for group in kept[:num_wanted] for rollout in group]
+        trained = [rollout for group in groups[:num_wanted] for rollout in group]
         return Selected(trained, sampled, metrics | self._data_metrics())
 
     @property
@@ -160,33 +134,11 @@ class Selection:
         self.retired |= set(() if self.settings.retire_above is None else state.get("retired", ()))
         return True
 
-    def _record(self, rows: Mapping[str, int], rollouts: list[Rollout]) -> None:
-        """Note how many responses to each prompt passed, where what is drawn next depends on it; `rows` are by uid."""
-        if self.settings.retire_above is None:
-            return
-        for uid, group in by_uid(with_reward(rollouts)).items():
-            values = [metric_of(rollout, self.settings.retire_metric, self.factors) for rollout in group]
-            passed = sum(value >= self.settings.retire_score for value in values)
-            if passed >= self.settings.retire_above * len(values):
-                self.retired.add(rows[uid])
-
-    def _with_signal(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-        """Return the groups in which the metric differs, in their order.
-
-        The metrics themselves are compared, not a standard deviation that rounding keeps from 0. Members whose reward failed
-        take no part; a group of one has no signal.
-        """
-        return [
-            group
-            for group in by_uid(with_reward(rollouts)).values()
-            if len({metric_of(rollout, self.groups.metric, self.factors) for rollout in group}) > 1
-        ]
-
     def too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
         return (
             f"only {num_kept} of {num_groups} groups had a signal in {num_batches} batches of prompts, and "
             f"data.train_batch_size={self.num_wanted} are wanted; in the others all responses have the same "
-            f"{self.groups.metric}. Raise algorithm.filter_groups.max_num_gen_batches or actor_rollout_ref.rollout.n, lower "
+            f"{self.filters.metric}. Raise algorithm.filter_groups.max_num_gen_batches or actor_rollout_ref.rollout.n, lower "
             "data.train_batch_size, set algorithm.filter_groups.refill=false, or train on prompts that are neither all "
             "solved nor all unsolved"
         )

@@ -18,13 +18,13 @@ from grpo_rl.config.schema.trainer import IterateConfig
 from grpo_rl.rewards.combined import RULE, CombinedRewarder
 from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult
 from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.schedules.iterate import agreement
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
-from grpo_rl.trainer.iterate import agreement
+from grpo_rl.trainer.parts import Roles
 from grpo_rl.trainer.replay import PairReplay
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
 
 

@@ -25,9 +25,9 @@ from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
-from grpo_rl.trainer.offline import ReferenceRows, with_kl
+from grpo_rl.trainer.parts import Roles
+from grpo_rl.trainer.rows import ReferenceRows, with_kl
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.schedule import Roles
 from grpo_rl.types import Batch, Metrics
 
 

@@ -17,11 +17,11 @@ from test_sync_trainer import make_config
 from grpo_rl.config.schema.trainer import AsynchronousConfig
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, FilterGroupsConfig
 from grpo_rl.errors import ClusterError, DataError, DivergedError, NoRewardError, Preempted, WeightVersionError
+from grpo_rl.schedules.asynchronous import choose
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
-from grpo_rl.trainer.overlap import choose
+from grpo_rl.trainer.parts import training_sampling
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.schedule import training_sampling
 from grpo_rl.types import Rollout
 
 BATCH, N = 2, 4
@@ -76,7 +76,7 @@ def test_async_trains_every_prompt_once_and_no_token_beyond_the_bound(make, max_
     assert any(row["staleness/stale_token_fraction"] > 0 for row in rows), "it samples while it trains"
     assert not pool.is_used_by_another_thread and actor.threads == {"training"}
     # No more is asked for than the last steps train.
-    assert len(pool.asked) == steps * BATCH and not len(run.schedule.groups)
+    assert len(pool.asked) == steps * BATCH and not len(run.session.flight.groups)
     # At most max_staleness + 1 batches are asked for before anything is trained.
     assert sum(version == 0 for _, version in pool.asked) == (max_staleness + 1) * BATCH
 
@@ -104,8 +104,8 @@ def test_a_validation_waits_for_the_batch_that_is_sampled_where_weights_must_not
         pool = Pool(lambda uid, sample: 9, slots=8)
         run, _ = make(config_of(schedule, test_freq=1, max_staleness=2), 4, rows=12, policy=Actor(pool, ticks=2), pool=pool)
         trained: list[Rollout] = []
-        train = run.schedule.train
-        run.schedule.train = lambda selected, timer, t=trained, f=train: t.extend(selected.trained) or f(selected, timer)
+        train = run.session.train
+        run.session.train = lambda rollouts, t=trained, f=train: t.extend(rollouts) or f(rollouts)
         run.fit()
         versions[schedule] = {len(rollout.versions) for rollout in trained}
     assert versions == {"one_step_off": {1}, "async": {1, 2}}
@@ -277,14 +277,14 @@ def test_refilling_trains_every_group_with_a_signal_within_the_bound_however_lon
 def test_refilling_a_batch_apart_takes_the_first_groups_that_were_drawn(make, monkeypatch):
     pool = PartlySolved(long_tailed(0), slots=6)
     run, _ = make(refilling("one_step_off", test_freq=2), 6, rows=120, policy=Actor(pool, ticks=1000), pool=pool)
-    selection, scored = run.schedule.selection, set()
-    judged = selection.judged
-    monkeypatch.setattr(selection, "judged", lambda rows, rollouts: scored.update(rows) or judged(rows, rollouts))
+    selection, scored = run.session.selection, set()
+    note = selection.note
+    monkeypatch.setattr(selection, "note", lambda rows, rollouts: scored.update(rows) or note(rows, rollouts))
     run.fit()
     rows = rows_of(run)
     # Each group that was scored counts in one step, whether it is trained or not; those of a step that never came in none.
     counted = sum(BATCH / row["filter_groups/kept_fraction"] for row in rows)
-    assert counted == pytest.approx(len(scored) - len(run.schedule.ready) - len(run.schedule._untrained))
+    assert counted == pytest.approx(len(scored) - len(run.session.flight.ready) - len(run.session.flight._untrained))
     assert [row["staleness/min"] for row in rows] == [0, 1, 1, 1, 1, 1] == [row["staleness/max"] for row in rows]
     drawn = [uid for uid, _ in pool.asked if has_signal(uid) and not uid.startswith("val")]
     for groups in trained_groups(run).values():
@@ -301,14 +301,14 @@ def test_refilling_ends_the_run_saved_where_too_few_groups_have_a_signal(make):
         )
         with pytest.raises(DataError, match=r"only \d of \d groups had a signal in \d batches .*max_num_gen_batches"):
             run.fit()
-        assert run.step == run.context.step == max([0, *steps_saved(run)])
+        assert run.step == max([0, *steps_saved(run)])
 
 
 def test_groups_whose_rewards_all_failed_are_replaced_and_a_whole_batch_of_them_ends_the_run(make):
     for num_failing in (1, 1000):
         pool = PartlySolved(long_tailed(2), slots=3)
         run, _ = make(refilling("async", max_staleness=1), 4, with_val=False, rows=60, policy=Actor(pool), pool=pool)
-        rewarded, failed = run.schedule.rewarded, []
+        rewarded, failed = run.session.rewarded, []
 
         def failing(rollouts, rewarded=rewarded, failed=failed, most=num_failing):  # type: ignore[no-untyped-def]
             if len(failed) >= most:
@@ -318,7 +318,7 @@ def test_groups_whose_rewards_all_failed_are_replaced_and_a_whole_batch_of_them_
                 rollout.failure = "reward_timeout"
             raise NoRewardError("no response has a reward")
 
-        run.schedule.rewarded = failing
+        run.session.rewarded = failing
         if num_failing == 1000:
             with pytest.raises(NoRewardError):
                 run.fit()

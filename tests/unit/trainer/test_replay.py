@@ -201,7 +201,7 @@ def test_a_run_with_replay_goes_on_bit_by_bit_and_trains_by_the_samplers_log_pro
     policy.is_solved = solved
     again.resume(run.store.folder / "step_3")
     again.fit()
-    assert len(policy.trained) == 5 and again.schedule.replay.kept
+    assert len(policy.trained) == 5 and again.session.replay.kept
     for ours, theirs in zip(batches[3:], policy.trained, strict=True):
         for name in ("token_ids_S", "rollout_logprobs_T", "advantages_N", "group_N"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))

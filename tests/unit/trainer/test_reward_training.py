@@ -10,7 +10,7 @@ import torch
 
 from grpo_rl.config.schema.tree import RewardModelTrainConfig
 from grpo_rl.data.training_rows.pairs import Pair, pair_batch
-from grpo_rl.trainer.reward_training import quality, scored_rows
+from grpo_rl.trainer.rows import quality, scored_rows
 from grpo_rl.types import Batch
 
 PAIRS = RewardModelTrainConfig(center_coef=0.1)

@@ -79,7 +79,7 @@ def test_the_best_validation_is_saved_and_kept_and_one_that_fails_costs_the_best
     config = make_config(keep_best=True, test_freq=1, max_actor_ckpt_to_keep=1, save_at_end=True, on_save_error="continue")
     trainer, policy = make(config, total_steps=6)
     scores = {0: 0.9, 1: 0.1, 2: 0.5, 3: 0.2, 4: 0.5, 5: 0.7, 6: 0.3}
-    monkeypatch.setattr(trainer.schedule, "evaluate", lambda: {"val/a/mean@1": scores[trainer.step]})
+    monkeypatch.setattr(trainer.session, "evaluate", lambda: {"val/a/mean@1": scores[trainer.step]})
     save = policy.save
 
     def failing(folder, in_background):

@@ -8,50 +8,32 @@ from typing import Any
 import pytest
 from test_sync_trainer import Policy, dataset, make_config, run_of
 
-from grpo_rl.checkpoint.manifest import verify
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.errors import EXIT_CODES, CheckpointError, ConfigError, FunctionError, StoppedByAlarm, details, headline
 from grpo_rl.main import main
 from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.schedules.registered import schedule_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.trainer.parts import Roles
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.schedule import Roles
-from grpo_rl.trainer.schedules import schedule_of
 
 OWN = '''
 """Trains without sampling, in two phases: what a supervised or an iterated schedule looks like."""
 
-from grpo_rl.trainer.progress import Timer
+from grpo_rl.registry import needs
 
 
-class Phases:
-    roles = frozenset({"actor"})
-    trained = ()
-
-    def __init__(self, context):
-        self.context, self.actor = context, context.roles.actor
-        self.phase, self.seen = "first", []
-
-    def step(self):
-        timer = Timer(self.context.progress.phase)
-        with timer("update_actor"):
-            self.seen.append(f"{self.phase} {self.context.step}")
-        if self.context.step == 2:
-            self.phase = "second"
-        return {"own/loss": 1.0 / self.context.step} | timer.metrics()
-
-    def evaluate(self):
-        return {"own/quality": float(len(self.seen))}
-
-    def ended(self):
-        return "all phases are done" if self.context.step == 5 else None
-
-    def state_dict(self):
-        return {"phase": self.phase, "seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.phase, self.seen = state["phase"], list(state["seen"])
+@needs("actor")
+def train(session):
+    for step in session.steps():
+        phase = session.state.get("phase", "first")
+        session.state["seen"] = [*session.state.get("seen", []), f"{phase} {step.number}"]
+        step.log({"mine/loss": 1.0 / step.number})
+        if step.number == 2:
+            session.state["phase"] = "second"
+        if step.number == 5:
+            session.end("all phases are done")
 '''
 
 
@@ -59,27 +41,29 @@ class Phases:
 def own(tmp_path: Path) -> str:
     """The value of trainer.schedule for a schedule in a user's file."""
     (tmp_path / "own_schedule.py").write_text(OWN)
-    return f"{tmp_path / 'own_schedule.py'}:Phases"
+    return f"{tmp_path / 'own_schedule.py'}:train"
 
 
 def own_run(config: Config, folder: Path, total_steps: int, **roles: Any) -> RunLoop:
     """A run with nothing but these roles, and no training data; a folder's second run follows the first."""
     run_dir = RunDir.create(folder, "run")
     run_dir.release()
-    return run_of(config, run_dir, Roles(**roles), total_steps, val=dataset("task:arithmetic?num_rows=3"))
+    return run_of(config, run_dir, Roles(**roles), total_steps)
 
 
-def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_training_data(own: str, tmp_path: Path) -> None:
-    config = make_config(schedule=own, save_freq=2, test_freq=2, val_before_train=False)
+def test_a_schedule_in_a_users_file_needs_neither_rollouts_nor_rewards_nor_training_data(
+    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(schedule=own, save_freq=2)
     policy = Policy()
     run = own_run(config, tmp_path, total_steps=9, actor=policy)
     run.fit()
-    assert run.schedule.seen == ["first 1", "first 2", "second 3", "second 4", "second 5"]  # type: ignore[attr-defined]
+    assert run.session.state["seen"] == ["first 1", "first 2", "second 3", "second 4", "second 5"]
     assert policy.calls == ["save", "save", "save"] and run.store.steps() == [2, 4, 5]
     rows = read_metrics(run.output.run_dir.metrics_file)
-    assert [row["own/loss"] for row in rows] == [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
-    assert [row["step"] for row in rows if "own/quality" in row] == [2, 4, 5]
+    assert [row["mine/loss"] for row in rows] == [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]
     assert [row["step"] for row in rows if "timing_s/save" in row] == [2, 4, 5]
+    assert "training ends at step 5 of 9: all phases are done" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, make: Any, tmp_path: Path) -> None:
@@ -87,7 +71,7 @@ def test_a_checkpoint_of_another_schedule_is_refused_with_both_names(own: str, m
     trainer.fit()
     other = own_run(make_config(schedule=own), tmp_path / "other", total_steps=3, actor=Policy())
     with pytest.raises(
-        CheckpointError, match=r"trainer.schedule=sync, and this run has trainer.schedule=.*own_schedule.py:Phases"
+        CheckpointError, match=r"trainer.schedule=sync, and this run has trainer.schedule=.*own_schedule.py:train"
     ):
         other.resume(trainer.store.folder / "step_1")
 
@@ -100,46 +84,35 @@ def test_an_unknown_schedule_is_refused_with_the_nearest_before_anything_starts(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("class Own:\n    roles = frozenset({'actor'})\n", "has no step, evaluate, ended, state_dict, load_state_dict"),
-        (OWN.replace('{"actor"}', '{"actor", "tutor"}').replace("class Phases", "class Own"), "names the roles tutor"),
+        ("class train:\n    def __init__(self, context):\n        pass\n", "is a class, and a schedule is a function"),
+        ("def train():\n    pass\n", r"takes \(\), and is called as \(session\)"),
+        (OWN.replace('@needs("actor")', '@needs("actor", "tutor")'), "names the roles tutor"),
     ],
 )
-def test_a_class_that_is_no_schedule_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_what_is_no_schedule_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
-        schedule_of(make_config(schedule=f"{tmp_path / 'own.py'}:Own"))
+        schedule_of(make_config(schedule=f"{tmp_path / 'own.py'}:train"))
 
 
-@pytest.mark.parametrize(
-    ("method", "line", "interface"),
-    [
-        ("__init__", 'self.phase, self.seen = "first", []', r"Schedule\(context: Context\)"),
-        ("step", "timer = Timer(self.context.progress.phase)", r"step\(\) -> Metrics"),
-        ("evaluate", 'return {"own/quality": float(len(self.seen))}', r"evaluate\(\) -> Metrics"),
-        ("ended", 'return "all phases', r"ended\(\) -> str | None"),
-        ("state_dict", 'return {"phase": self.phase', r"state_dict\(\) -> dict"),
-        ("load_state_dict", "self.phase, self.seen = state", r"load_state_dict\(state: dict"),
-    ],
-)
-def test_a_failure_of_a_users_schedule_names_its_method_file_line_and_interface(
-    own: str, tmp_path: Path, method: str, line: str, interface: str
-) -> None:
-    config = make_config(schedule=own, save_freq=1, test_freq=1, val_before_train=False)
-    own_run(config, tmp_path, total_steps=1, actor=Policy()).fit()
-    folder = max(tmp_path.rglob("step_1"))
-    (tmp_path / "broken.py").write_text(OWN.replace(line, f"self.no_such_thing; {line}").replace("class Phases", "class Own"))
-    config = make_config(schedule=f"{tmp_path / 'broken.py'}:Own", save_freq=1, test_freq=1, val_before_train=False)
-    expected = rf"schedule .*broken.py:Own, {method} failed: AttributeError(?s:.*)in .*broken.py, line \d+, in {method}: "
-    with pytest.raises(FunctionError, match=rf"{expected}(?s:.*)it is called as {interface}"):
-        run = own_run(config, tmp_path / "broken", total_steps=2, actor=Policy())
-        if method == "load_state_dict":
-            run.load_state_dict(verify(folder).state | {"schedule": config.trainer.schedule})
+def test_a_failure_of_a_users_schedule_names_its_file_line_and_interface_and_no_step_is_logged(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(
+        OWN.replace("        if step.number == 2", "        session.fly()\n        if step.number == 2")
+    )
+    run = own_run(make_config(schedule=f"{tmp_path / 'broken.py'}:train"), tmp_path, total_steps=2, actor=Policy())
+    expected = r"schedule .*broken.py:train failed: AttributeError(?s:.*)in .*broken.py, line 13, in train: session.fly\(\)"
+    with pytest.raises(FunctionError, match=rf"{expected}(?s:.*)it is called as train\(session: ") as raised:
         run.fit()
+    del raised
+    assert not read_metrics(run.output.run_dir.metrics_file)
 
 
 def test_validation_alone_takes_the_engines_own_weights_and_saves_nothing(rewarder: RewardRunner, tmp_path: Path) -> None:
     policy = Policy()
-    run = own_run(make_config(val_only=True, save_freq=1), tmp_path, total_steps=0, rollout=policy, rewarder=rewarder)
+    run_dir = RunDir.create(tmp_path, "run")
+    run_dir.release()
+    val, roles = dataset("task:arithmetic?num_rows=3"), Roles(rollout=policy, rewarder=rewarder)
+    run = run_of(make_config(val_only=True, save_freq=1), run_dir, roles, total_steps=0, val=val)
     run.fit()
     assert policy.calls == ["generate 3x1"] and run.store.steps() == []
     [row] = read_metrics(run.output.run_dir.metrics_file)
@@ -147,22 +120,21 @@ def test_validation_alone_takes_the_engines_own_weights_and_saves_nothing(reward
 
 
 SICKENING = '''
+"""From step 5 on no token is trained, and in step 7 the update is not finite."""
 
-class Sickening(Phases):
-    """From step 5 on no token is trained, and in step 7 the update is not finite."""
+from grpo_rl.registry import needs
 
-    def step(self):
-        step = self.context.step
-        return {"rollout/trained_token_fraction": float(step < 5), "actor/nonfinite": float(step == 7)}
 
-    def ended(self):
-        return None
+@needs("actor")
+def train(session):
+    for step in session.steps():
+        step.log({"rollout/trained_token_fraction": float(step.number < 5), "actor/nonfinite": float(step.number == 7)})
 '''
 
 
 def sickening(tmp_path: Path, **trainer: Any) -> RunLoop:
-    (tmp_path / "sickening.py").write_text(OWN + SICKENING)
-    config = make_config(schedule=f"{tmp_path / 'sickening.py'}:Sickening", val_before_train=False, **trainer)
+    (tmp_path / "sickening.py").write_text(SICKENING)
+    config = make_config(schedule=f"{tmp_path / 'sickening.py'}:train", **trainer)
     return own_run(config, tmp_path, total_steps=9, actor=Policy())
 
 

@@ -18,7 +18,7 @@ from grpo_rl.config.schema.tree import (
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.errors import DataError
 from grpo_rl.models.builtin import build_tokenizer
-from grpo_rl.trainer.sampled.selection import Selection, metric_of
+from grpo_rl.trainer.sampled.selection import Selected, Selection, metric_of
 from grpo_rl.trainer.sampled.trained import penalize_overlong
 from grpo_rl.types import Prompt, Rollout
 
@@ -55,25 +55,37 @@ def answers(scores: Mapping[int, Sequence[float | None]]) -> Callable[[list[Prom
     return sample
 
 
+def step(selection: Selection, sample: Callable[[list[Prompt]], list[Rollout]]) -> Selected:
+    """The rollouts of the next step."""
+
+    def draw() -> list[Rollout]:
+        drawn = selection.prompts()
+        rollouts = sample([prompt for _, prompt in drawn])
+        selection.note({prompt.uid: row for row, prompt in drawn}, rollouts)
+        return rollouts
+
+    return selection.choose(draw(), draw)
+
+
 def uids(rollouts: Sequence[Rollout]) -> list[str]:
     return list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))
 
 
 def test_rollouts_whose_reward_failed_are_sampled_and_not_trained(data):
-    selected = Selection(config_of(), data, FACTORS).next(answers({0: [1.0, None, 0.0], 1: [None, None, None]}))
+    selected = step(Selection(config_of(), data, FACTORS), answers({0: [1.0, None, 0.0], 1: [None, None, None]}))
     assert [rollout.reward for rollout in selected.trained] == [1.0, 0.0]
     assert [rollout.reward for rollout in selected.sampled] == [1.0, None, 0.0, None, None, None]
 
 
 def test_the_pass_rate_of_a_prompt_is_that_of_the_rewards_it_got(data):
     selection = Selection(config_of(retire_above=1.0), data, FACTORS)
-    selection.next(answers({0: [1.0, None], 1: [None, None]}))
+    step(selection, answers({0: [1.0, None], 1: [None, None]}))
     assert selection.retired == {0}
 
 
 def test_groups_without_signal_are_replaced_by_those_of_further_prompts(data):
     sample = answers({0: SOLVED, 1: MIXED, 2: FAILED, 3: SOLVED, 4: MIXED, 5: MIXED})
-    selected = Selection(config_of({}), data, FACTORS).next(sample)
+    selected = step(Selection(config_of({}), data, FACTORS), sample)
     # Row 5 is one group too many, and the last that came.
     assert uids(selected.trained) == ["e0-r1", "e0-r4"]
     assert [rollout.reward for rollout in selected.trained] == MIXED + MIXED
@@ -90,14 +102,14 @@ def test_too_few_groups_with_signal_end_the_run_with_the_numbers_and_the_keys(da
         return answers({0: MIXED, 1: SOLVED, 2: FAILED, 3: FAILED})(prompts)
 
     with pytest.raises(DataError, match=r"only 1 of 4 groups had a signal in 2 batches .*max_num_gen_batches"):
-        selection.next(sample)
+        step(selection, sample)
     assert sampled == [2, 2]
 
 
 def test_without_refilling_only_the_groups_with_signal_are_trained(data):
     selection = Selection(config_of({"refill": False}), data, FACTORS)
     sample = answers({0: SOLVED, 1: MIXED, 2: FAILED, 3: SOLVED})
-    first, second = selection.next(sample), selection.next(sample)
+    first, second = step(selection, sample), step(selection, sample)
     assert uids(first.trained) == ["e0-r1"] and len(first.sampled) == 4
     assert first.metrics == {"filter_groups/num_gen_batches": 1.0, "filter_groups/kept_fraction": 0.5}
     assert second.trained == [] and second.metrics["filter_groups/kept_fraction"] == 0.0
@@ -113,8 +125,8 @@ def test_a_penalty_for_length_is_no_signal_in_the_score_but_one_in_the_reward(da
     assert [metric_of(rollout, "score", FACTORS) for rollout in rollouts] == [0.1, 0.1]
     assert [metric_of(rollout, "overlong", FACTORS) for rollout in rollouts] == pytest.approx([-4 / 7, -6 / 7])
     assert [metric_of(rollout, "seq_reward", FACTORS) for rollout in rollouts] == pytest.approx([0.1 - 4 / 7, 0.1 - 6 / 7])
-    assert not Selection(config_of({"refill": False}), data, FACTORS).next(lambda _: rollouts).trained
-    assert Selection(config_of({"refill": False, "metric": "seq_reward"}), data, FACTORS).next(lambda _: rollouts).trained
+    assert not step(Selection(config_of({"refill": False}), data, FACTORS), lambda _: rollouts).trained
+    assert step(Selection(config_of({"refill": False, "metric": "seq_reward"}), data, FACTORS), lambda _: rollouts).trained
 
 
 # ---- prompts that are learnt ------------------------------------------------------------------------------
@@ -123,7 +135,7 @@ def test_a_penalty_for_length_is_no_signal_in_the_score_but_one_in_the_reward(da
 def test_learnt_prompts_are_not_drawn_in_later_epochs(data):
     selection = Selection(config_of(retire_above=0.5), data, FACTORS)
     sample = answers({0: MIXED, 1: FAILED, 2: FAILED, 3: SOLVED, 4: FAILED, 5: FAILED})
-    seen = [selection.next(sample) for _ in range(5)]
+    seen = [step(selection, sample) for _ in range(5)]
     assert [uids(selected.trained) for selected in seen] == [
         ["e0-r0", "e0-r1"],
         ["e0-r2", "e0-r3"],
@@ -138,10 +150,10 @@ def test_learnt_prompts_are_not_drawn_in_later_epochs(data):
 def test_fewer_prompts_than_a_batch_are_the_end_of_the_data(data):
     selection = Selection(config_of(retire_above=0.9), data, FACTORS)
     sample = answers({0: SOLVED, 1: SOLVED, 2: SOLVED, 3: SOLVED, 4: SOLVED, 5: FAILED})
-    ends = [selection.next(sample) and selection.exhausted for _ in range(3)]
+    ends = [step(selection, sample) and selection.exhausted for _ in range(3)]
     assert ends == [False, False, True]
     with pytest.raises(DataError, match="fewer than 2 of 6 training rows are left"):
-        selection.next(sample)
+        step(selection, sample)
 
 
 @pytest.mark.parametrize("steps_before", range(5))
@@ -150,9 +162,9 @@ def test_a_restored_selection_draws_what_the_original_does(data, steps_before):
     sample = answers({0: MIXED, 1: MIXED, 2: FAILED, 3: MIXED, 4: SOLVED, 5: MIXED})
     original, restored = (Selection(config, data, FACTORS) for _ in range(2))
     for _ in range(steps_before):
-        original.next(sample)
+        step(original, sample)
     restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
     for _ in range(6):
-        ours, theirs = original.next(sample), restored.next(sample)
+        ours, theirs = step(original, sample), step(restored, sample)
         assert uids(ours.sampled) == uids(theirs.sampled)
         assert uids(ours.trained) == uids(theirs.trained) and ours.metrics == theirs.metrics

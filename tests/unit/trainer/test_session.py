@@ -78,9 +78,9 @@ def test_a_loop_goes_on_from_a_checkpoint_with_its_own_state(make: Make, tmp_pat
     trainer.fit()
     resumed, again = make(config, total_steps=5, with_val=False)
     resumed.resume(trainer.store.folder / "step_2")
-    assert resumed.schedule.state == {"seen": [1, 2]}
+    assert resumed.session.state == {"seen": [1, 2]}
     resumed.fit()
-    assert again.prompts == policy.prompts[2:] and resumed.schedule.state == {"seen": [1, 2, 3, 4, 5]}
+    assert again.prompts == policy.prompts[2:] and resumed.session.state == {"seen": [1, 2, 3, 4, 5]}
 
 
 def test_a_loop_that_is_left_early_keeps_the_step_that_it_had_trained(make: Make, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_verb_in_the_wrong_place_says_what_it_needs_and_names_the_users_line(
 
 def test_a_row_that_cannot_be_used_ends_a_loop_and_what_was_trained_is_saved(make: Make, tmp_path: Path) -> None:
     trainer, policy = make(with_loop(make_config(save_freq=10), tmp_path), total_steps=3, with_val=False)
-    sampler = trainer.schedule.selection.sampler
+    sampler = trainer.session.selection.sampler
     draw, count = sampler.next_batch, [0]
 
     def next_batch() -> Any:

@@ -24,14 +24,15 @@ from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.plan.algorithm import objective_of
 from grpo_rl.rewards.audit import Audit, auditing
 from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.schedules.registered import schedule_of
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.metrics.sinks import Sinks
 from grpo_rl.telemetry.rollout_log import RolloutLog, read_rollouts
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
+from grpo_rl.trainer.parts import Output, Roles
 from grpo_rl.trainer.run import RunLoop
-from grpo_rl.trainer.schedule import Context, Output, Roles
-from grpo_rl.trainer.schedules import schedule_of
+from grpo_rl.trainer.session import Session
 from grpo_rl.types import GREEDY, Batch, Counts, Metrics, Prompt, Rollout, Sampling
 from grpo_rl.workers.trained_rank import step_optimizer
 
@@ -165,9 +166,10 @@ def dataset(name: str) -> PromptDataset:
 def run_of(
     config: Config, run_dir: RunDir, roles: Roles, total_steps: int, train: Any = None, val: Any = None, **more: Any
 ) -> RunLoop:
-    """Return a run in this folder; `more` are other fields of its context."""
+    """Return a run in this folder; `more` are other arguments of its session."""
     output = Output(run_dir, Console(), Sinks(run_dir, config.trainer, {}), RolloutLog(run_dir))
-    return RunLoop(Context(config, roles, train, val, output, total_steps, **more), schedule_of(config))
+    session = Session(config, roles, output, train_data=train, val_data=val, total_steps=total_steps, **more)
+    return RunLoop(session, schedule_of(config))
 
 
 @pytest.fixture
@@ -219,7 +221,7 @@ def test_an_audit_is_logged_and_changes_nothing_that_is_trained(make, tmp_path):
             trainer, policy = make(make_config(), total_steps=3, with_val=False)
             if audited:
                 config = RewardConfig(audit=["exact_match"], audit_share=0.5)
-                trainer.context.roles.audit = Audit(config, auditing(config, ["arithmetic"]), stack)
+                trainer.roles.audit = Audit(config, auditing(config, ["arithmetic"]), stack)
             trainer.fit()
         trained = [(batch.token_ids_S.tolist(), batch.token_advantages().tolist()) for batch in policy.trained]
         digests.append(hashlib.sha256(repr((trained, policy.calls, policy.prompts)).encode()).hexdigest())
@@ -242,7 +244,7 @@ def test_remax_samples_a_greedy_response_to_each_prompt_and_trains_on_the_others
     assert policy.calls == [*VALIDATION, "sync", "generate 2x4 and greedy", "old", "update", *VALIDATION]
     _, row = read_metrics(trainer.output.run_dir.metrics_file)
     assert row["reward/mean"] == 0.5 and row["reward/greedy_baseline_mean"] == 0.5
-    prompt_tokens = sum(len(trainer.context.train_data.prompt(row, "").token_ids) for row in range(2))
+    prompt_tokens = sum(len(trainer.session.train_data.prompt(row, "").token_ids) for row in range(2))
     assert row["perf/total_num_tokens"] == 4 * prompt_tokens + 8 * len((2, 3))
     records = read_rollouts(trainer.output.run_dir.rollouts / "step_1.jsonl")
     assert [record["sample"] for record in records] == [0, 1, 2, 3] * 2
@@ -320,7 +322,7 @@ def test_a_resumed_run_goes_on_with_the_prompts_and_the_controller_that_it_stopp
 
 def test_a_row_that_cannot_be_used_ends_the_run_and_what_was_trained_before_is_saved(make):
     trainer, policy = make(make_config(save_freq=10), total_steps=3, with_val=False)
-    sampler = trainer.schedule.selection.sampler
+    sampler = trainer.session.selection.sampler
     draw, positions = sampler.next_batch, []
 
     def next_batch():

@@ -1,162 +1,88 @@
-"""Training on rows as they stand: the policy learns answers, or to prefer some to others, and nothing is sampled to train on."""
+"""Rows that are trained as they stand: their order, the losses and scores of those of validation, the reference's log-probs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.losses.contract import LossInput
+from grpo_rl.algos.losses.preference import Pairs
+from grpo_rl.algos.losses.reward_scores import bradley_terry, step_classification
 from grpo_rl.algos.objective import Objective
+from grpo_rl.algos.scoring_quality import auc, calibration, pair_accuracy, pair_calibration
 from grpo_rl.algos.segments import Segments
 from grpo_rl.columns import values
+from grpo_rl.config.schema.tree import Config, RewardModelTrainConfig
 from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.row_set import TrainingRows, TrainingSet
-from grpo_rl.data.training_rows.conversations import Demonstration, supervised_batch
-from grpo_rl.errors import DivergedError
 from grpo_rl.faults import fault_point
-from grpo_rl.protocols import Actor
-from grpo_rl.trainer.metrics import throughput
-from grpo_rl.trainer.progress import Timer
+from grpo_rl.protocols import Actor, TrainedRewardModel
+from grpo_rl.trainer.parts import Roles
 from grpo_rl.trainer.sampled.advantage import check_finite
 from grpo_rl.trainer.sampled.selection import resume_order
-from grpo_rl.trainer.schedule import Context, required
-from grpo_rl.trainer.validation import Validation
-from grpo_rl.types import Batch, Counts, Metrics, Rollout
+from grpo_rl.types import Batch, Counts, Metrics
 
 if TYPE_CHECKING:
     # The plan looks up the schedule, and need not wait for what draws.
     from grpo_rl.telemetry.terminal.console import Console
 
 
-class RowSchedule:
-    """The part of a schedule that trains on rows as they stand which is alike for all models: which rows come next, and the end."""
+class Rows:
+    """The rows of a run that trains on them as they stand: which come next, and how well the model knows those of validation."""
 
-    reference: ReferenceRows | None = None
-    """The reference's log-probs of the rows, where the objective compares with them."""
-
-    def __init__(self, context: Context) -> None:
-        self.context, self.config = context, context.config
-        rows = required(context.rows, "rows")
+    def __init__(self, config: Config, rows: TrainingRows, roles: Roles, objective: Objective, console: Console) -> None:
+        """Compute the reference's log-probs if the objective compares with them: the actor must not have been trained yet."""
+        self.config, self.roles, self.objective = config, roles, objective
         self.train_data, self.val_data = rows.train, rows.val
-        self.sampler = make_row_order(self.config, self.train_data)
-        self.trained: Sequence[Rollout] = ()
+        self.order = make_row_order(config, rows.train)
+        self.reference: ReferenceRows | None = None
+        if roles.actor is not None and objective.needs_ref:
+            self.reference = ReferenceRows(rows, roles.actor, config.data.train_batch_size, console)
 
     def draw(self) -> Batch:
         """Return the next batch of rows. Raises DataError for one that cannot be used; the next draw begins with it again."""
-        with self.sampler.rewinding():
-            rows = [row for row, _ in self.sampler.next_batch()]
+        with self.order.rewinding():
+            rows = [row for row, _ in self.order.next_batch()]
             batch = self.train_data.batch(rows)
             return batch if self.reference is None else self.reference.fill("train", rows, batch)
 
-    def step_metrics(self, batch: Batch, timer: Timer) -> Metrics:
-        """Return what is measured of each step, whatever the model is."""
-        return {"trainer/epoch": float(self.sampler.epoch)} | throughput(batch, timer) | timer.metrics()
-
-    def ended(self) -> str | None:
-        """Return None: there are always further rows."""
-        return None
+    def measure(self) -> Metrics:
+        """Return the metrics `val/...` of the present weights on the validation rows; empty without any."""
+        batch_size = self.config.data.train_batch_size
+        if self.val_data is None:
+            return {}
+        if self.roles.actor is not None:
+            measured = measure(self.roles.actor, self.val_data, self.objective, batch_size, self.reference)
+            return named_measures("val", measured, self.objective)
+        assert self.roles.reward_model is not None
+        scored = scored_rows(self.roles.reward_model, self.val_data, batch_size)
+        return quality(scored, self.config.reward.reward_model.train)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
-        order = self.sampler.state_dict() | {"data": self.train_data.fingerprint}
-        return {"sampler": order, "num_rows": len(self.train_data)}
+        return self.order.state_dict() | {"data": self.train_data.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from this state. Raises CheckpointError for other training data."""
-        resume_order(self.sampler, self.train_data, state["sampler"], allow_change=self.config.data.allow_change)
-
-
-class OfflineSchedule(RowSchedule):
-    """One optimizer step on each batch of rows, epoch after epoch, with whatever loss: the rows say what a batch is.
-
-    Validation measures the loss on other rows; where there are prompts to answer, engines and rewards run for these too.
-    """
-
-    roles: ClassVar[frozenset[str]] = frozenset({"actor", "rollout", "rewarder", "teacher"})
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.actor = required(context.roles.actor, "actor")
-        self.objective, self.answers = context.objective, Validation(context)
-        if self.objective.needs_ref:
-            rows, batch_size = required(context.rows, "rows"), self.config.data.train_batch_size
-            self.reference = ReferenceRows(rows, self.actor, batch_size, context.output.console)
-
-    def step(self) -> Metrics:
-        """Train on the next batch of rows."""
-        timer = self.context.progress.timer()
-        with timer("data"):
-            batch = self.draw()
-        if self.objective.needs_kl:
-            with timer("kl"):
-                batch = with_kl(batch, self.actor)
-        taught: Metrics = {}
-        if self.context.roles.teacher is not None:
-            with timer("teacher"):
-                batch, taught = self.context.roles.teacher.logprobs(batch)
-        with timer("update_actor"):
-            metrics = self.actor.update(batch) | taught
-        measured = named_measures(
-            "train", {name.removeprefix("actor/"): value for name, value in metrics.items()}, self.objective
-        )
-        return measured | {"train/num_tokens": float(batch.num_trained_tokens)} | metrics | self.step_metrics(batch, timer)
-
-    def evaluate(self) -> Metrics:
-        """Measure the loss on the validation rows, and answer the validation prompts."""
-        metrics: Metrics = {}
-        if self.val_data is not None:
-            timer = self.context.progress.timer()
-            with timer("testing"):
-                measured = measure(self.actor, self.val_data, self.objective, self.config.data.train_batch_size, self.reference)
-            metrics = named_measures("val", measured, self.objective) | timer.metrics()
-        answered = self.answers()
-        seconds = metrics.get("timing_s/testing", 0.0) + answered.get("timing_s/testing", 0.0)
-        return metrics | answered | ({"timing_s/testing": seconds} if metrics or answered else {})
-
-
-def fit(
-    actor: Actor,
-    demonstrations: Sequence[Demonstration],
-    *,
-    num_steps: int,
-    batch_size: int,
-    seed: int,
-    on_step: Callable[[int, Metrics], None],
-) -> None:
-    """Train for `num_steps` steps on batches drawn in a new seeded order every epoch, without a run around them.
-
-    So embedded models get their first ability. Rows left over at the end of an epoch open the next batch, which may be
-    larger than the data.
-    """
-    rng = np.random.default_rng(seed)
-    order: list[int] = []
-    for step in range(num_steps):
-        while len(order) < batch_size:
-            order += rng.permutation(len(demonstrations)).tolist()
-        chosen, order = order[:batch_size], order[batch_size:]
-        metrics = actor.update(supervised_batch([demonstrations[i] for i in chosen]))
-        if metrics.get("actor/nonfinite"):
-            raise DivergedError(f"supervised step {step + 1}: loss or gradient not finite; no weight was changed by it")
-        on_step(step, metrics)
+        resume_order(self.order, self.train_data, state, allow_change=self.config.data.allow_change)
 
 
 def named_measures(part: str, measured: Metrics, objective: Objective) -> Metrics:
     """Return the loss of rows, and what it means: a perplexity, or how the policy orders pairs, as metrics `part/...`."""
-    found = {f"{part}/loss": measured["pg_loss"]}
+    measures = {f"{part}/loss": measured["pg_loss"]}
     if objective.loss_mode == "sft":
-        found[f"{part}/perplexity"] = math.exp(min(measured["pg_loss"], 700.0))  # near the largest exponent of a float
+        measures[f"{part}/perplexity"] = math.exp(min(measured["pg_loss"], 700.0))  # near the largest exponent of a float
     for name in ("accuracy", "margin") if objective.needs_pairs else ():
         if f"reward_{name}" in measured:
-            found[f"{part}/{name}"] = measured[f"reward_{name}"]
-    return found
+            measures[f"{part}/{name}"] = measured[f"reward_{name}"]
+    return measures
 
 
 def measure(
@@ -213,6 +139,53 @@ def loss_input(batch: Batch, policy_logprobs_T: Tensor) -> LossInput:
         kl_N=batch.kl_N,
         group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N),
     )
+
+
+def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> dict[str, Tensor]:
+    """Return the present scores of all rows, read `batch_size` at a time: those of pairs, or those of rated steps with their labels."""
+    parts: list[dict[str, Tensor]] = []
+    for start in range(0, len(data), batch_size):
+        batch = data.batch(range(start, min(start + batch_size, len(data))))
+        scores = model.scores(batch)
+        if batch.labels_T is not None:
+            parts.append({"scores_K": scores, "labels_K": batch.labels_T})
+            continue
+        assert batch.chosen_N is not None
+        pairs = Pairs.of(batch.group_N, batch.chosen_N)
+        margin_P = torch.zeros(len(pairs.chosen_P)) if batch.margins_N is None else batch.margins_N[pairs.chosen_P]
+        parts.append({"chosen_P": scores[pairs.chosen_P], "rejected_P": scores[pairs.rejected_P], "margin_P": margin_P})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def quality(scored: Mapping[str, Tensor], settings: RewardModelTrainConfig) -> Metrics:
+    """Return the metrics `val/...` of these scores.
+
+    A pair is right where the chosen response has the larger score, `auc` compares every chosen response with every rejected
+    one, and the probability whose calibration is measured is sigmoid(|r_w - r_l|). A step is good where its label is above one half, its
+    probability is sigmoid(s), and neutral steps (label 0.5) count in the loss only.
+    """
+    if "scores_K" in scored:
+        scores_K, labels_K = scored["scores_K"], scored["labels_K"]
+        loss = step_classification(scores_K, labels_K)[0].mean()
+        decided_K = labels_K != 0.5
+        scores_K, good_K = scores_K[decided_K], labels_K[decided_K] > 0.5
+        accuracy = float(((scores_K > 0) == good_K).double().mean())
+        ranking, reliability = auc(scores_K, good_K), calibration(scores_K.double().sigmoid(), good_K)
+        more = {"val/good": float(good_K.double().mean())}
+    else:
+        chosen_P, rejected_P = scored["chosen_P"], scored["rejected_P"]
+        loss = bradley_terry(chosen_P, rejected_P, margin_P=scored["margin_P"], center_coef=settings.center_coef)[0].mean()
+        accuracy, reliability = pair_accuracy(chosen_P, rejected_P), pair_calibration(chosen_P, rejected_P)
+        sides = torch.arange(2).repeat_interleave(len(chosen_P)) == 0
+        ranking = auc(torch.cat([chosen_P, rejected_P]), sides)
+        more = {
+            "val/margin": float((chosen_P - rejected_P).double().mean()),
+            "val/score_mean": float(torch.cat([chosen_P, rejected_P]).double().mean()),
+        }
+    measured = {"val/loss": float(loss), "val/accuracy": accuracy, "val/auc": ranking}
+    measured |= {"val/calibration_error": reliability.error, "val/brier": reliability.brier} | more
+    # Before the first update of a new head all scores are equal, and no pair has a preferred side.
+    return {name: value for name, value in measured.items() if value == value}
 
 
 # ---- the reference's log-probs -------------------------------------------------------------------------------------

@@ -1,0 +1,84 @@
+"""`iterate`: in every iteration the reference becomes the policy, the reward model learns, then the policy learns from it.
+
+DeepSeekMath (arXiv 2402.03300), section 4.1.4 and Algorithm 1: the reference model is set to the policy at the beginning of an
+iteration, and the reward model is trained further on samples of the newest policy with a replay of historical data. Here the
+reward model's steps open the iteration instead of closing it, so that the last ones are not made for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from grpo_rl.algos.scoring_quality import pair_accuracy
+from grpo_rl.config.schema.trainer import IterateConfig
+from grpo_rl.data.training_rows.pairs import pairs_of_groups
+from grpo_rl.registry import needs
+from grpo_rl.rewards.combined import REWARD_MODEL, RULE, by_rule
+from grpo_rl.trainer.session import Session
+from grpo_rl.types import GREEDY, Metrics, Rollout
+
+
+@needs("actor", "rollout", "rewarder", "reference", "teacher", "critic", "reward_model")
+def train(s: Session) -> None:
+    """Do the steps of the reward model, then those of the policy: the ones of `sync`, on the model's score alone."""
+    settings = s.config.trainer.iterate
+    for step in s.steps():
+        iteration, trains_policy, number = position(s.state.get("iterate", [1, False, 0]), settings)
+        if number == 0 and not (trains_policy and settings.reward_model_steps):
+            s.refresh_reference()
+        s.sync_weights()
+        rollouts = s.score(s.sample(s.next_prompts()))
+        if trains_policy:
+            step.log(s.train(s.select(rollouts)))
+        else:
+            pairs = pairs_of_groups(by_rule(rollouts))
+            step.log(s.train_reward_model(pairs, iteration))
+        step.log(agreement(s.sampled))
+        step.log({"iterate/iteration": float(iteration), "iterate/policy_phase": float(trains_policy)})
+        s.state["iterate"] = following(iteration, trains_policy, number, settings)
+
+
+def position(state: Sequence[int], settings: IterateConfig) -> tuple[int, bool, int]:
+    """Return the iteration from 1, whether the step trains the policy, and its number in that phase from 0.
+
+    If the phases have another length than when `state` was saved, the number is at most that of the phase's last step.
+    """
+    iteration, trains_policy, number = state
+    trains_policy = bool(trains_policy) or settings.reward_model_steps == 0
+    steps = settings.steps_per_iteration if trains_policy else settings.reward_model_steps
+    return int(iteration), trains_policy, min(int(number), steps - 1)
+
+
+def following(iteration: int, trains_policy: bool, number: int, settings: IterateConfig) -> list[int | bool]:
+    """Return the position after this one, as JSON has it."""
+    number += 1
+    if not trains_policy and number == settings.reward_model_steps:
+        return [iteration, True, 0]
+    if trains_policy and number == settings.steps_per_iteration:
+        return [iteration + 1, settings.reward_model_steps == 0, 0]
+    return [iteration, trains_policy, number]
+
+
+def agreement(rollouts: Sequence[Rollout]) -> Metrics:
+    """Return `iterate/agreement`: of the pairs that the rules reward differently, the share that the model orders as they do.
+
+    Pairs are of one group, as a model of pairs leaves open a constant per prompt. Nothing if there is nothing to compare.
+    """
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for rollout in rollouts:
+        if rollout.failure is None and rollout.sample_index != GREEDY:
+            parts = rollout.reward_parts
+            groups.setdefault(rollout.prompt.uid, []).append((parts[RULE], parts[REWARD_MODEL]))
+    pairs = [
+        (better, worse)
+        for group in groups.values()
+        for high, better in group
+        for low, worse in group
+        if high > low
+    ]  # fmt: skip
+    if not pairs:
+        return {}
+    better_P, worse_P = torch.tensor(pairs, dtype=torch.float64).T
+    return {"iterate/agreement": pair_accuracy(better_P, worse_P)}

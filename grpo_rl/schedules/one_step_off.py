@@ -1,0 +1,23 @@
+"""`one_step_off`: the next batch is sampled while this one is trained."""
+
+from grpo_rl.trainer.session import Session
+
+
+def train(s: Session) -> None:
+    """Train every batch by the policy after the one that sampled it.
+
+    The staleness of every token is exactly 1, and 0 in the first batch of a start. What is sampled does not depend on
+    timing: a batch is sampled as a whole with the same weights.
+    """
+    batch_size = s.config.data.train_batch_size
+    for step in s.steps():
+        if not s.num_in_flight:  # nothing was sampled beside an earlier training
+            s.sync_weights()
+        s.submit(batch_size)
+        rollouts = s.completed()
+        s.sync_weights()
+        trained = s.select(s.score(rollouts), max_staleness=1)
+        s.submit(batch_size)
+        step.log(s.train_beside_sampling(trained))
+        if step.validates:  # new weights would come into the batch that is being sampled
+            s.finish_sampling()
