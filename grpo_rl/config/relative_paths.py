@@ -34,6 +34,7 @@ FUNCTIONS = (
     *("algorithm.adv_estimator", "algorithm.kl_penalty", f"{_A}.kl_loss_type", f"{_A}.loss_agg_mode"),
     *(f"{_A}.policy_loss.loss_mode", f"{_R}.name", f"{_R}.multi_turn.environment.name", f"{_R}.multi_turn.format"),
     *("data.custom_cls.path", "reward.functions", "reward.audit", "reward.batched", "reward.judge.parser"),
+    *("algorithm.filter_groups.metric", "trainer.schedule"),
 )
 """Keys whose values may name a function as `file.py:function`, with a factor where rewards are summed."""
 

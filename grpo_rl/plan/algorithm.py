@@ -38,7 +38,7 @@ from grpo_rl.models.load import load_tokenizer
 from grpo_rl.registry import check_options, needs_of, options_of
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.sampled.advantage import estimator_options
-from grpo_rl.trainer.sampled.selection import check_metric
+from grpo_rl.trainer.sampled.selection import FILTERS, check_metric
 
 ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
 """Options of losses that change the gradient where every ratio is 1, too; those of the others are bounds of the ratio."""
@@ -61,7 +61,9 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     if not derived.trains_pairs(config):
         yield "algorithm.rollout_correction.", lambda: _refuse(_of_correction(config))
     groups, data = config.algorithm.filter_groups, config.data
-    if groups.enable:
+    if groups.enable and ":" in groups.metric:
+        yield "algorithm.filter_groups.metric: ", lambda: FILTERS.check_call(groups.metric, "group")
+    elif groups.enable:
         yield "algorithm.filter_groups.metric", lambda: check_metric(groups.metric, config)
     if data.retire_above is not None:
         yield "data.retire_metric", lambda: check_metric(data.retire_metric, config)

@@ -97,3 +97,17 @@ def test_every_script_is_named_by_a_document_or_a_test() -> None:
     )
     unnamed = [file.name for file in (ROOT / "scripts").glob("*.*") if file.stem not in texts]
     assert not unnamed, f"nobody would find {unnamed}"
+
+
+def test_the_walkthrough_names_what_is_in_its_files_and_their_lines() -> None:
+    page = (ROOT / "docs/walkthrough.md").read_text()
+    table = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| [`")]
+    sources = [[(ROOT / "docs" / target).read_text() for target in re.findall(r"\]\((\S+?\.py)\)", cell)] for cell, _ in table]
+    assert len(table) == 6
+    for texts, (_, said) in zip(sources, table, strict=True):
+        counts = re.findall(r"^ (\d+)(?: and (\d+))? $", said)
+        for text, count in zip(texts, counts[0] if counts else (), strict=False):
+            assert abs(len(text.splitlines()) - int(count)) <= 0.1 * int(count) + 5, said
+    whole = "\n".join(text for texts in sources for text in texts)
+    names = re.findall(r"`(\w+(?:\.\w+)?)`", "".join(re.findall(r"^## .*$", page, flags=re.MULTILINE)))
+    assert names and [name for name in names if not re.search(rf"(def|class) {name.rpartition('.')[2]}\b", whole)] == []

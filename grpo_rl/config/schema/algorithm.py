@@ -46,7 +46,8 @@ class FilterGroupsConfig:
     enable: bool = False
     """Do not train groups whose responses all have the same metric, as these have no signal (DAPO, ScaleRL)."""
     metric: str = "score"
-    """score (the sum of the rewards), seq_reward (with the overlong penalty too), or a part of the reward by its name, such as auto or acc."""
+    """score (the sum of the rewards), seq_reward (with the overlong penalty too), a part of the reward by its name, such as auto or acc, or
+    your own choice `file.py:keep`, a function keep(group) -> bool of the list of a prompt's rollouts."""
     refill: bool = True
     """Sample further prompts until data.train_batch_size groups have a signal; false: train those that do."""
     max_num_gen_batches: Count = 10

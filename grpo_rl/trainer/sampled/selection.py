@@ -11,11 +11,15 @@ from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.draw_order import RowOrder, make_row_order
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.data.sources.source import differences
-from grpo_rl.errors import CheckpointError, ConfigError, DataError, RewardError
+from grpo_rl.errors import CheckpointError, ConfigError, DataError, FunctionError, RewardError
+from grpo_rl.registry import Registry
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import LIFTED
 from grpo_rl.trainer.sampled.trained import with_reward
 from grpo_rl.types import Metrics, Prompt, Rollout
+
+FILTERS: Registry[Callable[[list[Rollout]], bool]] = Registry("group filter", "keep(group: list[Rollout]) -> bool")
+"""Users' functions that say whether a group is trained, of its rollouts that have a reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Selection:
         self.data, self.factors = data, factors
         self.filters = config.algorithm.filter_groups
         self.refills = self.filters.enable and self.filters.refill
+        self.keep = FILTERS.get(self.filters.metric) if self.filters.enable and ":" in self.filters.metric else None
         self.num_wanted = config.data.train_batch_size
         self.settings = config.data
         self.retired: set[int] = set()
@@ -88,16 +93,20 @@ class Selection:
         return self._selected(list(by_uid(with_reward(trained)).values()), sampled, num_batches, self.num_wanted)
 
     def with_signal(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-        """Return the groups in which the metric differs, in their order.
+        """Return the groups in which the metric differs, or which the user's function keeps, in their order.
 
         The metrics themselves are compared, not a standard deviation that rounding keeps from 0. Members whose reward failed
         take no part; a group of one has no signal.
         """
-        return [
-            group
-            for group in by_uid(with_reward(rollouts)).values()
-            if len({metric_of(rollout, self.filters.metric, self.factors) for rollout in group}) > 1
-        ]
+        return [group for group in by_uid(with_reward(rollouts)).values() if self._has_signal(group)]
+
+    def _has_signal(self, group: list[Rollout]) -> bool:
+        if self.keep is None:
+            return len({metric_of(rollout, self.filters.metric, self.factors) for rollout in group}) > 1
+        kept = self.keep(group)
+        if kept is None:
+            raise FunctionError(f"group filter {self.filters.metric} returned None; it returns whether the group is trained")
+        return bool(kept)
 
     def _selected(self, groups: list[list[Rollout]], sampled: list[Rollout], num_batches: int, num_wanted: int) -> Selected:
         """Return as many of the groups with a signal as a step trains."""
@@ -135,10 +144,11 @@ class Selection:
         return True
 
     def too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
+        metric = self.filters.metric
+        others = f"all responses have the same {metric}" if self.keep is None else f"{metric} returned false"
         return (
             f"only {num_kept} of {num_groups} groups had a signal in {num_batches} batches of prompts, and "
-            f"data.train_batch_size={self.num_wanted} are wanted; in the others all responses have the same "
-            f"{self.filters.metric}. Raise algorithm.filter_groups.max_num_gen_batches or actor_rollout_ref.rollout.n, lower "
+            f"data.train_batch_size={self.num_wanted} are wanted; in the others {others}. Raise algorithm.filter_groups.max_num_gen_batches or actor_rollout_ref.rollout.n, lower "
             "data.train_batch_size, set algorithm.filter_groups.refill=false, or train on prompts that are neither all "
             "solved nor all unsolved"
         )

@@ -16,7 +16,7 @@ from grpo_rl.config.schema.tree import (
     OverlongBufferConfig,
 )
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.errors import DataError
+from grpo_rl.errors import DataError, FunctionError
 from grpo_rl.models.builtin import build_tokenizer
 from grpo_rl.trainer.sampled.selection import Selected, Selection, metric_of
 from grpo_rl.trainer.sampled.trained import penalize_overlong
@@ -127,6 +127,38 @@ def test_a_penalty_for_length_is_no_signal_in_the_score_but_one_in_the_reward(da
     assert [metric_of(rollout, "seq_reward", FACTORS) for rollout in rollouts] == pytest.approx([0.1 - 4 / 7, 0.1 - 6 / 7])
     assert not step(Selection(config_of({"refill": False}), data, FACTORS), lambda _: rollouts).trained
     assert step(Selection(config_of({"refill": False, "metric": "seq_reward"}), data, FACTORS), lambda _: rollouts).trained
+
+
+KEEP = """
+def keep(group):
+    rewards = [rollout.reward for rollout in group]
+    return 0.0 < sum(rewards) / len(rewards) <= 0.5
+
+
+def forgetful(group):
+    keep(group)
+
+
+def broken(group):
+    return group.reward
+"""
+
+
+def test_a_function_of_the_users_chooses_the_groups_and_refilling_asks_it_too(data, tmp_path):
+    (tmp_path / "my_filter.py").write_text(KEEP)
+    scores = answers({0: SOLVED, 1: [1.0, 0.0, 0.0], 2: [1.0, 1.0, 0.0], 3: FAILED, 4: [1.0, None, 0.0], 5: MIXED})
+    metric = f"{tmp_path / 'my_filter.py'}:keep"
+    selected = step(Selection(config_of({"metric": metric}), data, FACTORS), scores)
+    assert uids(selected.trained) == ["e0-r1", "e0-r4"] and selected.metrics["filter_groups/num_gen_batches"] == 3.0
+    left = step(Selection(config_of({"metric": metric, "refill": False}), data, FACTORS), scores)
+    assert uids(left.trained) == ["e0-r1"]
+    for name, message in (
+        ("forgetful", "returned None"),
+        ("broken", r"in .*my_filter.py, line \d+, in broken: return group.reward"),
+    ):
+        selection = Selection(config_of({"metric": f"{tmp_path / 'my_filter.py'}:{name}"}), data, FACTORS)
+        with pytest.raises(FunctionError, match=message):
+            step(selection, scores)
 
 
 # ---- prompts that are learnt ------------------------------------------------------------------------------
