@@ -221,13 +221,23 @@ def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, L
 
 
 def host_bytes(plan: Plan) -> int:
-    """Return what all processes of a run need together where this machine's processors compute; 0 for any other."""
+    """Return what all processes of a run need together where this machine's processors compute; 0 for any other.
+
+    Each rank keeps a copy of its state, from which a thread writes checkpoints while the training goes on (`checkpoint/tensors.py`).
+    """
     if plan.machine.device != "cpu" or plan.machine.cluster or plan.machine.name:
         return 0
     engine = VLLM_WORKER if plan.engine is not None and plan.engine.name == "vllm" else WORKER
     tensors = {need.role: need.num_bytes for need in plan.memory}
-    return BESIDE_WORKERS + sum(
-        role.num_workers * (tensors.get(role.name, 0) + (engine if role.name == "rollout" else WORKER)) for role in plan.roles
+    trainer = plan.config.trainer
+    copies = checkpoint_bytes(plan) * (trainer.save_freq > 0 or trainer.recover != "off")
+    return (
+        BESIDE_WORKERS
+        + copies
+        + sum(
+            role.num_workers * (tensors.get(role.name, 0) + (engine if role.name == "rollout" else WORKER))
+            for role in plan.roles
+        )
     )
 
 
@@ -348,7 +358,21 @@ def _engine(engine: EngineSpec, machine: Machine, size: ModelSize) -> RoleMemory
         parts = f"weights, in {engine.gpu_memory_utilization:.0%} of the GPU; cache {per_token / 1024:.3g} KiB per token"
         return RoleMemory("rollout", weights, CONTEXT + GRAPHS, parts)
     cache = int(min(engine.kv_cache_gib * GIB, engine.max_num_seqs * engine.max_model_len * per_token))
-    return RoleMemory("rollout", weights + cache, weights + cache, f"weights {gib(weights)} + cache {gib(cache)}")
+    working = _engine_tensors(engine, size, width)
+    parts = f"weights {gib(weights)} + cache {gib(cache)} + tensors of a pass {gib(working)}"
+    return RoleMemory("rollout", weights + cache + working, weights + cache, parts)
+
+
+def _engine_tensors(engine: EngineSpec, size: ModelSize, width: int) -> int:
+    """Return the bytes of an engine's widest tensors in a pass: those of a layer, and of all sequences that sample at once the logits.
+
+    Logits are float32, twice: as they are and as log-probs (vLLM 0.32, its sampler).
+    """
+    wide = max(
+        2 * size.intermediate // engine.tensor_parallel_size,
+        size.experts and 3 * size.expert_intermediate * size.experts_per_token,
+    )
+    return engine.max_num_batched_tokens * width * (wide + 2 * size.hidden) + 2 * 4 * engine.max_num_seqs * size.vocab
 
 
 def _tokens(config: Config, rule: MicroBatchRule) -> int:
@@ -487,18 +511,12 @@ def token_bytes(plan: Plan, size: ModelSize) -> int:
 
 
 def engine_need(plan: Plan, size: ModelSize) -> int:
-    """Return what an engine takes on each of its GPUs besides keys and values: weights, graphs, and the tensors of a pass.
-
-    Logits are float32, twice: as they are and as log-probs, of all sequences that sample at once (vLLM 0.32, its sampler).
-    """
+    """Return what an engine takes on each of its GPUs besides keys and values: weights, graphs, and the tensors of a pass."""
     engine = plan.engine
     assert engine is not None
-    parallel = engine.tensor_parallel_size
-    weights = size.num_params * plan.engine_width // parallel
-    wide = max(2 * size.intermediate // parallel, size.experts and 3 * size.expert_intermediate * size.experts_per_token)
-    layer = engine.max_num_batched_tokens * plan.engine_width * (wide + 2 * size.hidden)
-    logits = 2 * 4 * engine.max_num_seqs * size.vocab
-    return weights + layer + logits + ENGINE_WORK + (0 if engine.enforce_eager else GRAPHS)
+    weights = size.num_params * plan.engine_width // engine.tensor_parallel_size
+    working = _engine_tensors(engine, size, plan.engine_width)
+    return weights + working + ENGINE_WORK + (0 if engine.enforce_eager else GRAPHS)
 
 
 def checkpoint_bytes(plan: Plan) -> int:

@@ -138,6 +138,18 @@ def state(pid: int) -> str:
     return words.get(fields[0], "has ended") if fields else "has ended"
 
 
+def waits_for_cpu(pid: int) -> dict[str, float]:
+    """Return for each thread of a process of this machine the seconds in which it could have run and had no core.
+
+    A wait is counted when it ends (Linux, `/proc/PID/task/*/schedstat`).
+    """
+    waits = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # the thread has ended
+            waits[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return waits
+
+
 def _family(pid: int) -> set[int]:
     """The process if it is there, its descendants, and the members of its group where that is or was its own."""
     relations = _relations()

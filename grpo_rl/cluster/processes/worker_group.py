@@ -333,6 +333,11 @@ class Worker:
         host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost).options(**options)
         self.actor: Any = host.remote(name, str(self.log_file), own, secrets.known())
 
+    @property
+    def is_here(self) -> bool:
+        """True if its process runs on the controller's machine."""
+        return self.address == ray.util.get_node_ip_address()
+
     def call(self, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Start a call; `wait_all` waits for it."""
         self.asked = (method, time.monotonic())

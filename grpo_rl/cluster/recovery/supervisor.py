@@ -14,7 +14,7 @@ import ray
 from grpo_rl.cluster.processes.worker_group import Doing, Worker, WorkerGroup, cause_line, stack_of
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
-from grpo_rl.processes.family import state
+from grpo_rl.processes.family import state, waits_for_cpu
 from grpo_rl.telemetry.metrics.timeline import Timeline
 from grpo_rl.telemetry.status import Status
 from grpo_rl.types import Metrics
@@ -120,6 +120,18 @@ class _Watched:
     on_end: Callable[[Worker, str], None]
     ref: ray.ObjectRef
     last: float = field(default_factory=time.monotonic)
+    waits: dict[str, float] = field(default_factory=dict)
+    """`waits_for_cpu` of its threads at that time."""
+
+    def waited_s(self) -> float:
+        """Return for how long one of its threads had no core since the last sign of life: a worker is not late for lack of cores."""
+        return max((waited - self.waits.get(thread, 0.0) for thread, waited in self._waits().items()), default=0.0)
+
+    def answered(self) -> None:
+        self.last, self.waits = time.monotonic(), self._waits()
+
+    def _waits(self) -> dict[str, float]:
+        return waits_for_cpu(self.worker.pid) if self.worker.pid is not None and self.worker.is_here else {}
 
 
 class Supervisor(threading.Thread):
@@ -193,14 +205,17 @@ class Supervisor(threading.Thread):
             return
         except ray.exceptions.RayError:
             activity = None  # a worker that is not built yet, or whose report failed: its process lives
-        entry.last = time.monotonic()
+        entry.answered()
         self._judge(entry, activity)
         entry.ref = entry.worker.beat(self._heartbeat_s)
 
     def _judge(self, entry: _Watched, activity: tuple[str, float, float | None] | None) -> None:
         if entry.worker.excused:
-            entry.last = time.monotonic()
-        cause = verdict(time.monotonic() - entry.last, activity, self._heartbeat_s, self.start_timeout_s)
+            entry.answered()
+        silent_s = time.monotonic() - entry.last
+        if silent_s > MISSED_BEATS * self._heartbeat_s:
+            silent_s -= entry.waited_s()
+        cause = verdict(silent_s, activity, self._heartbeat_s, self.start_timeout_s)
         if cause is not None:
             self.before_kill(f"{entry.worker.name} is given up: {cause}")
             entry.worker.kill(cause)
@@ -293,8 +308,7 @@ class StuckReport(threading.Thread):
                     continue
             if doing is None:
                 method, since = worker.asked
-                here = worker.pid is not None and worker.address == ray.util.get_node_ip_address()
-                words = f", {state(worker.pid)}" if here and worker.pid is not None else ""
+                words = f", {state(worker.pid)}" if worker.pid is not None and worker.is_here else ""
                 last = f"; asked for {method} {time.monotonic() - since:.1f} s ago" if method else ""
                 yield f"  {worker.name} (pid {worker.pid}): no answer within {ANSWER_S:g} s{words}{last}"
             elif not doing:

@@ -59,6 +59,8 @@ def write_page(
             folder = files if len(runs) == 1 else files / str(number)
             found = run_data(run, folder, state, INLINE_BYTES, keep=keep, trusted=trusted)
             found["chunks"]["folder"] = folder.relative_to(out.parent).as_posix()
+            # For links to the run's files; the dot keeps the name of a folder from being read as the scheme of an address.
+            found["base"] = f"./{os.path.relpath(run.resolve(), out.resolve().parent)}"
             parts.append(found)
         is_live = any(part["status"].get("state") not in (*ENDED, None) for part in parts)
         version = round(time.time(), 3)

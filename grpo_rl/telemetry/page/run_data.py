@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_rl.config.convert import show
+from grpo_rl.config.overrides import SEEDS
 from grpo_rl.config.schema.fields import changed, flat, leaves
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import DataError
@@ -78,6 +79,7 @@ def run_data(
         "results": results(record.records, index, measured),
         "timeline": [one._asdict() for one in read_timeline(run / "timeline.jsonl", TIMELINE_STEPS)],
         "configuration": configuration(run, record.config),
+        "setting": setting(record.config),
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
         "written": [[name, path.relative_to(run).as_posix()] for name, path in RunDir(run).written() if name != "page"],
     }
@@ -258,6 +260,12 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         for what, name in (("repeat", f"{run.name}_again"), ("resume", run.name))
     }
     return {"different": different, "whole": _text(run / "config.yaml")} | commands
+
+
+def setting(config: Mapping[str, Any]) -> str:
+    """Return what differs from the defaults except for names and seeds: runs with equal texts are repetitions of each other."""
+    names = (_NAME, _FOLDER, *SEEDS)
+    return "\n".join(f"{key}={show(value)}" for key, (value, _) in changed(flat(config)).items() if key not in names)
 
 
 def _text(file: Path) -> str:

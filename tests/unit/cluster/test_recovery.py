@@ -18,7 +18,7 @@ from grpo_rl.cluster.roles.rollout_pool import Ledger
 from grpo_rl.cluster.session.launcher import is_tracker
 from grpo_rl.config.schema.tree import TrainerConfig
 from grpo_rl.errors import ClusterError
-from grpo_rl.processes.family import descendants, kill_tree, state
+from grpo_rl.processes.family import descendants, kill_tree, state, waits_for_cpu
 from grpo_rl.types import Request, Sampling
 
 
@@ -165,6 +165,28 @@ def test_what_happened_is_told_in_lines_and_counted_until_it_is_asked_for():
 )
 def test_a_worker_is_given_up_after_three_missed_beats_or_when_it_is_far_slower_than_ever(silent_s, activity, expected):
     assert verdict(silent_s, activity, heartbeat_s=1.0, first_s=60.0) == expected
+
+
+def test_a_process_without_a_core_is_told_from_one_that_is_stopped():
+    """Three processes that compute on one core wait for it in turns; a fourth one is stopped, and waits for nothing."""
+    core = min(os.sched_getaffinity(0))
+    program = f"import os; os.sched_setaffinity(0, {{{core}}}); print(flush=True)\nwhile True: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(4)]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.read(1)
+        *busy, stopped = [process.pid for process in processes]
+        os.kill(stopped, signal.SIGSTOP)
+        time.sleep(0.2)
+        first = {pid: sum(waits_for_cpu(pid).values()) for pid in (*busy, stopped)}
+        time.sleep(1.0)
+        waited_s = {pid: sum(waits_for_cpu(pid).values()) - first[pid] for pid in first}
+        assert sum(waited_s[pid] for pid in busy) > 0.3 and waited_s[stopped] == 0.0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert waits_for_cpu(stopped) == {}
 
 
 def test_a_stopped_process_and_a_child_in_a_session_of_its_own_are_ended():

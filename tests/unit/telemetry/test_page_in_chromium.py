@@ -82,7 +82,7 @@ def test_the_overview_says_what_was_trained_and_whether_it_worked(tab: Tab, page
     tab.open(address(page, tab="overview"))
     head, shown = text(tab, ".top"), text(tab)
     assert "a_run" in head and "done" in head and "12 of 12" in head and "step 4" in head
-    assert "max(-A r, -A clip(r, 0.8, 1.2))" in shown and "validation arithmetic/mean@1" in shown
+    assert shown.count("max(-A r, -A clip(r, 0.8, 1.2))") == 1 and "validation arithmetic/mean@1" in shown
     assert re.search(r"\n[\d.]+\n\[[\d.]+, [\d.]+\] step 12", shown), shown
     tab.wait("document.querySelectorAll('canvas').length > 0")
 
@@ -108,6 +108,47 @@ def test_curves_are_searched_smoothed_and_saved(tab: Tab, page: Path) -> None:
     tab.open(address(page, tab="curves", find="kl_loss", axis="tokens"))
     assert "tokens 1,200" in text(tab) or tab.evaluate("location.hash").count("axis=tokens") == 1
     assert tab.problems == []
+
+
+def test_files_are_links_that_lead_to_them(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, "javascript:run", num_steps=2)
+    for page in (write_page([run]), write_page([run], tmp_path / "elsewhere.html")):
+        tab.open(address(page, tab="overview"))
+        links = tab.evaluate("[...document.querySelectorAll('.files a')].map((link) => decodeURIComponent(link.href))")
+        assert f"file://{run}/metrics.jsonl" in links
+
+
+def test_one_curve_under_several_names_is_drawn_once(tab: Tab, tmp_path: Path) -> None:
+    run = make_run(tmp_path, num_steps=3)
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    renamed = [
+        record | {"reward/exact_match": record["reward/mean"]} if "reward/mean" in record else record for record in records
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in renamed))
+    page = write_page([run])
+    tab.open(address(page, tab="curves"), wait_for=CHART)
+    assert "the same curve: reward/exact_match = reward/mean" in text(tab).replace("\n", " ")
+    tab.open(address(page, tab="curves", find="exact_match"), wait_for=CHART)
+    assert tab.evaluate("document.querySelector('.card.small h3').textContent") == "reward/exact_match"
+
+
+def test_runs_that_differ_in_seeds_alone_are_drawn_as_a_mean_with_their_spread(tab: Tab, tmp_path: Path) -> None:
+    def constant(reward: int) -> Path:
+        return make_run(
+            tmp_path, f"seed_{reward}", f"seed={reward}", num_steps=2, text=lambda step, row, sample: str(2 * row + 1 - reward)
+        )
+
+    other = make_run(tmp_path, "other", "actor_rollout_ref.actor.optim.lr=1e-3", num_steps=2)
+    page = write_page([constant(0), constant(1), other], tmp_path / "sweep.html")
+    tab.open(address(page, tab="overview"))
+    # Rewards of 0 and of 1: the mean is 1/2, the standard deviation 1/sqrt(2).
+    assert re.search(r"mean of seed_0, seed_1.*0\.5 ± 0\.71", text(tab).replace("\n", " "))
+    tab.open(address(page, tab="curves", find="reward/mean"), wait_for=CHART)
+    legend = text(tab, ".card.small .legend")
+    assert "mean of seed_0, seed_1 0.5 [-0.207, 1.21]" in legend and "other" in legend
+    tab.evaluate("document.querySelector('input[type=checkbox]').click()")
+    tab.wait("document.querySelector('.card.small .legend')?.innerText.includes('seed_1')")
+    assert "mean of" not in text(tab, ".card.small .legend") and tab.problems == []
 
 
 def test_on_a_narrow_screen_every_tab_is_seen_and_health_stands_before_the_plan(tab: Tab, page: Path) -> None:

@@ -10,8 +10,9 @@ function curves(host) {
   let timer = null;
   const later = () => { clearTimeout(timer); timer = setTimeout(draw, 120); };
   const axis = select(Object.entries(AXES), chosen.axis || 'steps', (value) => { choose({ axis: value === 'steps' ? null : value }); draw(); }, 'horizontal axis');
+  const spread = repeated().length ? labelled('mean over seeds', el('input', { type: 'checkbox', checked: chosen.seeds !== 'each', onchange: (event) => { choose({ seeds: event.target.checked ? null : 'each' }); draw(); } })) : null;
   const all = el('button', { type: 'button', onclick: () => saveAll() }, 'all as CSV');
-  put(host, [el('div', { className: 'bar' }, search, labelled('over', axis), labelled('smoothing', amount, shownSmooth), all), RUNS.length > 1 ? runKeys() : null, grid]);
+  put(host, [el('div', { className: 'bar' }, search, labelled('over', axis), labelled('smoothing', amount, shownSmooth), spread, all), RUNS.length > 1 ? runKeys() : null, grid]);
   function draw() {
     forgetCharts();
     refill(grid);
@@ -50,16 +51,24 @@ function curveGroup(group, names, isSearched) {
   const box = el('details', { className: 'group', open: true }, el('summary', {}, group, el('small', {}, ` ${names.length}`)));
   const grid = el('div', { className: 'grid' });
   const still = isSearched ? [] : names.filter(isStill);
-  const moving = names.filter((one) => !still.includes(one));
-  for (const name of moving) {
+  const moving = names.filter((name) => !still.includes(name));
+  // A reward of one function has the same curve under several names.
+  const twins = isSearched ? [] : moving.filter((name, place) => moving.slice(0, place).some((other) => isSame(name, other)));
+  for (const name of moving.filter((name) => !twins.includes(name))) {
     const place = el('section', { className: 'card small' });
     grid.append(place);
     whenShown(place, () => curveCard(place, name));
   }
   if (group !== 'other' && !isSearched && names.length > 40) box.open = false;
   box.append(grid);
-  if (still.length) box.append(el('p', { className: 'still' }, el('small', {}, 'without a change: '), still.map((name) => el('button', { type: 'button', className: 'quiet', onclick: () => enlarge(name) }, `${name} = ${number(valueOf(name))}`))));
+  const listed = (what, members, text) => members.length && box.append(el('p', { className: 'still' }, el('small', {}, what), members.map((name) => el('button', { type: 'button', className: 'quiet', onclick: () => enlarge(name) }, text(name)))));
+  listed('without a change: ', still, (name) => `${name} = ${number(valueOf(name))}`);
+  listed('the same curve: ', twins, (name) => `${name} = ${moving.find((other) => isSame(name, other))}`);
   return box;
+}
+
+function isSame(name, other) {
+  return RUNS.every(({ metrics: { columns } }) => (columns[name] || []).length === (columns[other] || []).length && (columns[name] || []).every((value, at) => value === columns[other][at]));
 }
 
 function valueOf(name) {
@@ -76,7 +85,10 @@ function curveData(name) {
   const axis = chosen.axis || 'steps';
   const tables = [];
   const parts = [];
+  // Steps alone are the same in all runs of a setting; their tokens and seconds differ.
+  const means = axis === 'steps' && chosen.seeds !== 'each' ? repeated() : [];
   RUNS.forEach((one, place) => {
+    if (means.flat().includes(one)) return;
     const column = one.metrics.columns[name];
     if (!column) return;
     const kept = column.map((value, at) => [one.metrics[axis][at], value]).filter(([, value]) => value !== null);
@@ -85,6 +97,8 @@ function curveData(name) {
     tables.push(share ? [x, raw, smoothed(raw, share)] : [x, raw]);
     parts.push({ one, hue: HUES[place % HUES.length] });
   });
+  const bands = means.map((members) => meanCurve(name, members, share)).filter(({ x }) => x.length);
+  for (const { x, values, low, high } of bands) tables.push([x, values, low, high]);
   if (!tables.length) return null;
   const [x, ...columns] = tables.length === 1 ? tables[0] : uPlot.join(tables);
   const series = [];
@@ -92,7 +106,19 @@ function curveData(name) {
     if (share) series.push({ label: '', quiet: true, values: columns.shift(), colour: faded(hue, 0.25), width: 1 });
     series.push({ label: RUNS.length > 1 ? one.name : '', values: columns.shift(), colour: hue, points: x.length < 30 });
   });
+  for (const { label, hue } of bands) series.push({ label, colour: hue, values: columns.shift(), low: columns.shift(), high: columns.shift() });
   return { x, series, xLabel: AXES[axis] };
+}
+
+// Mean and standard deviation over the runs of a setting, at the steps that all of them have.
+function meanCurve(name, members, share) {
+  const byStep = members.map((one) => new Map((one.metrics.columns[name] || []).map((value, at) => [one.metrics.steps[at], value])));
+  const x = members[0].metrics.steps.filter((step) => byStep.every((values) => Number.isFinite(values.get(step))));
+  const points = x.map((step) => byStep.map((values) => values.get(step)));
+  const middle = smoothed(points.map(mean), share);
+  const spreads = smoothed(points.map(deviation), share);
+  const edge = (sign) => middle.map((value, at) => value + sign * spreads[at]);
+  return { x, values: middle, low: edge(-1), high: edge(1), label: ofSeeds(members), hue: HUES[RUNS.indexOf(members[0]) % HUES.length] };
 }
 
 function curveCard(place, name, height = 150) {

@@ -62,6 +62,22 @@ function mean(values) {
   return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
 }
 
+function deviation(values) {
+  const middle = mean(values);
+  return Math.sqrt(values.reduce((sum, value) => sum + (value - middle) ** 2, 0) / (values.length - 1));
+}
+
+// The groups of runs that differ in nothing but their seeds.
+function repeated() {
+  const bySetting = new Map();
+  for (const one of RUNS) bySetting.set(one.setting, [...(bySetting.get(one.setting) || []), one]);
+  return [...bySetting.values()].filter((members) => members.length > 1);
+}
+
+function ofSeeds(members) {
+  return `mean of ${members.map((one) => one.name).join(', ')}`;
+}
+
 // ---- what is chosen, in the address, so that it survives a reload and can be shared ----------------------------------
 
 const chosen = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));

@@ -55,7 +55,8 @@ function overview(host) {
   const one = run();
   const left = el('div', { className: 'column' }, resultsCard(one), rewardCard(one), lossCard(one), compareCard());
   if (!left.children.length) left.append(card('Before and after', el('p', { className: 'muted' }, 'Nothing was measured: the run ended before its first validation and its first step, or has not come so far.')));
-  if (one.plan) left.append(card('What was trained', el('pre', { className: 'plan' }, one.plan)));
+  // The objective has a card of its own.
+  if (one.plan) left.append(card('What was trained', el('pre', { className: 'plan' }, one.plan.replace(OBJECTIVE, ''))));
   const right = el('div', { className: 'column' }, healthCard(one), objectiveCard(one), filesCard(one));
   put(host, [el('div', { className: 'columns' }, left, right)]);
 }
@@ -148,14 +149,23 @@ function compareCard() {
   if (RUNS.length < 2) return null;
   const short = (name) => name.replace(/^training reward .*/, 'training reward, last steps');
   const names = [...new Set(RUNS.flatMap((one) => one.results.map((result) => short(result.name))))];
+  const resultOf = (one, name) => one.results.find((result) => short(result.name) === name);
   const rows = RUNS.map((one, place) => {
     const cells = names.map((name) => {
-      const result = one.results.find((each) => short(each.name) === name);
+      const result = resultOf(one, name);
       return el('td', {}, result ? [number(result.after.value, 3), Number.isFinite(result.after.low) ? el('small', {}, ` [${number(result.after.low, 2)}, ${number(result.after.high, 2)}]`) : null] : '–');
     });
     return el('tr', {}, el('th', { className: 'name' }, el('i', { className: 'dot', style: { background: HUES[place % HUES.length] } }), one.name), el('td', {}, stateOf(one)[0]), el('td', {}, number(one.num_steps)), cells);
   });
-  return card('The runs', el('div', { className: 'scroll' }, el('table', {}, el('tr', {}, ['run', 'state', 'steps', ...names].map((name) => el('th', {}, name))), rows)));
+  const means = repeated().map((members) => {
+    const cells = names.map((name) => {
+      const values = members.map((one) => resultOf(one, name)?.after.value ?? null);
+      return el('td', {}, values.includes(null) ? '–' : `${number(mean(values), 3)} ± ${number(deviation(values), 2)}`);
+    });
+    return el('tr', {}, el('th', { className: 'name' }, ofSeeds(members)), el('td', {}), el('td', {}), cells);
+  });
+  const note = means.length ? el('p', { className: 'muted' }, '±: the standard deviation over the runs.') : null;
+  return card('The runs', el('div', { className: 'scroll' }, el('table', {}, el('tr', {}, ['run', 'state', 'steps', ...names].map((name) => el('th', {}, name))), rows, means)), note);
 }
 
 function healthCard(one) {
@@ -181,14 +191,16 @@ function healthCard(one) {
   return box;
 }
 
-// The plan's section of that name: a line has a symbol and what it stands for.
+// The plan's section: a line has a symbol and what it stands for.
+const OBJECTIVE = /^objective\n((?: .*\n?)+)/m;
+
 function objectiveCard(one) {
-  const section = /^objective\n((?: .*\n?)+)/m.exec(one.plan || '');
+  const section = OBJECTIVE.exec(one.plan || '');
   if (!section) return null;
   const lines = section[1].trim().split(/\n {2}(?=\S)/).map((line) => /^(\S+)\s+([^]*)$/.exec(line)).filter(Boolean);
   return card('The objective', el('dl', { className: 'objective' }, lines.map(([, symbol, meaning]) => [el('dt', {}, symbol), el('dd', {}, meaning.replace(/\s+/g, ' '))])));
 }
 
 function filesCard(one) {
-  return card('Files', el('p', { className: 'muted' }, one.folder), el('ul', { className: 'files' }, one.written.map(([name, place]) => el('li', {}, el('span', {}, name), el('code', {}, place)))));
+  return card('Files', el('p', { className: 'muted' }, one.folder), el('ul', { className: 'files' }, one.written.map(([name, place]) => el('li', {}, el('span', {}, name), el('a', { href: encodeURI(`${one.base}/${place}`) }, place)))));
 }
