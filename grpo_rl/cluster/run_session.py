@@ -123,8 +123,7 @@ def run_session(plan: Plan, run_dir: RunDir, console: Console, page: PageBeside 
             starting = connecting(ray_init, num_cpus, run_dir.session_file, lost, log, alone=plan.computes_alone)
             yield RunSession(plan, run_dir, console, status, stop, stack.enter_context(starting))
         except BaseException as raised:
-            # What a signal's handler raises in the middle of Ray's C++ part comes out of it as a SystemError.
-            error = raised.__cause__ if isinstance(raised, SystemError) and isinstance(raised.__cause__, Preempted) else raised
+            error = behind_ray(raised)
             stop.finishing()
             if isinstance(error, GrpoRlError) and not isinstance(error, ConfigError):
                 error.where = error.where or status.where()
@@ -171,6 +170,17 @@ def ends_the_run(plan: Plan, status: Status, run_dir: RunDir, console: Console) 
         os._exit(error.exit_code)
 
     return end
+
+
+def behind_ray(raised: BaseException) -> BaseException:
+    """Return the Preempted that a signal's handler raised in the middle of Ray's C++ part; any other error as it is.
+
+    It comes out as the cause of a SystemError, and once more of that if another signal follows at once.
+    """
+    error: BaseException | None = raised
+    while isinstance(error, SystemError):
+        error = error.__cause__
+    return error if isinstance(error, Preempted) else raised
 
 
 def _with_memory(plan: Plan, advice: str) -> str:

@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from grpo_rl.cluster.run_session import behind_ray
 from grpo_rl.cluster.session import launcher
 from grpo_rl.cluster.session.launcher import Session
 from grpo_rl.cluster.session.ray_session import clean_earlier, watched
+from grpo_rl.errors import Preempted
 from grpo_rl.processes.family import state
 from grpo_rl.telemetry.status import read_status
 
@@ -134,6 +136,7 @@ def test_shared_memory_that_no_tracker_knows_goes_with_the_file_it_is_called_aft
 RUN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
+from grpo_rl.cluster.run_session import behind_ray
 from grpo_rl.cluster.session import launcher
 from grpo_rl.cluster.session.ray_session import watched
 from grpo_rl.errors import Preempted
@@ -263,3 +266,15 @@ def test_ray_that_was_imported_before_a_local_session_is_refused_and_not_without
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert "ClusterError: Ray was imported before the run's session began" in done.stderr
+
+
+def test_a_stop_in_the_middle_of_ray_is_a_stop_however_many_signals_came() -> None:
+    stop, broken = Preempted("by SIGTERM"), SystemError("wait returned a result with an exception set")
+    assert behind_ray(broken) is broken
+    for raised in (stop, caused(SystemError(), stop), caused(SystemError(), caused(SystemError(), stop))):
+        assert behind_ray(raised) is stop
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
