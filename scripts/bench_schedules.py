@@ -28,7 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench_step import SIZES, make_data, make_model  # noqa: E402
+from bench_step import SIZES, make_data, make_model, make_prompts  # noqa: E402
 
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics  # noqa: E402
 from grpo_rl.telemetry.metrics.timeline import Interval, read_timeline  # noqa: E402
@@ -114,7 +114,7 @@ def speed_words(out: Path, content: Content) -> list[str]:
     if not (folder / "reward.py").exists():
         folder.mkdir(parents=True, exist_ok=True)
         make_model(folder, content.model)
-        make_data(folder, NUM_PROMPTS, PROMPT_TOKENS)
+        make_data(folder, make_prompts(folder, NUM_PROMPTS, PROMPT_TOKENS))
     own = [
         f"actor_rollout_ref.model.path={folder}",
         f"data.train_files={folder / 'prompts.jsonl'}",

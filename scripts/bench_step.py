@@ -3,6 +3,7 @@
     .venv/bin/python scripts/bench_step.py                # 10 M parameters, 16 x 8 x 128 tokens, equal lengths and ragged
     .venv/bin/python scripts/bench_step.py --cases shared                        # prompts of 128 tokens instead of 8
     .venv/bin/python scripts/bench_step.py --steps 7 --cases equal --model 1m
+    .venv/bin/python scripts/bench_step.py --cases ragged --model FOLDER --prompts 8 --tokens 48    # any Hugging Face model
     .venv/bin/python scripts/bench_step.py --cases equal --trl trl/bin/python    # in turns with bench_trl.py
 
 (a) is the program: Ray, a vLLM worker, a reference worker, an FSDP2 actor, GRPO with its KL term. (b) is
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +60,10 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def make_model(folder: Path, size: str) -> Path:
-    """A random Qwen3 of that size. 64 of its 2048 tokens end a response: geometric lengths with mean 32."""
+    """A random Qwen3 of that size, 64 of whose 2048 tokens end a response: geometric lengths with mean 32. Or a link to a model's folder."""
+    if size not in SIZES:
+        folder.symlink_to(Path(size).expanduser().resolve(strict=True), target_is_directory=True)
+        return folder
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -82,20 +87,31 @@ def make_model(folder: Path, size: str) -> Path:
     return folder
 
 
-def make_data(folder: Path, num_prompts: int, prompt_tokens: int) -> Path:
-    """Prompts of so many tokens each."""
-    import json
+def make_prompts(model: Path, num_prompts: int, prompt_tokens: int) -> list[str]:
+    """Texts of so many tokens each, of words that are one token alone and behind others."""
     import random
 
-    rng = random.Random(0)
+    from transformers import AutoTokenizer
+
+    tokenizer, rng = AutoTokenizer.from_pretrained(model), random.Random(0)
+    texts = (str(tokenizer.decode([token])) for token in range(NUM_EOS, len(tokenizer)))
+    words = [text.strip() for text in texts if text.strip().isalnum() and text.isascii()]
+    words = [word for word in words if len(tokenizer(f"{words[0]} {word}").input_ids) == 2][:VOCABULARY]
+    return [" ".join([words[0], *rng.choices(words, k=prompt_tokens - 1)]) for _ in range(num_prompts)]
+
+
+def make_data(folder: Path, prompts: Sequence[str]) -> Path:
+    """A file with these prompts, and the file of a reward."""
+    import json
+
     path = folder / "prompts.jsonl"
     rows = [
         {
-            "prompt": " ".join(f"w{rng.randrange(NUM_EOS, VOCABULARY)}" for _ in range(prompt_tokens)),
+            "prompt": prompt,
             "data_source": "bench",
             "reward_model": {"ground_truth": ""},
         }
-        for _ in range(num_prompts)
+        for prompt in prompts
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward.py").write_text(
@@ -108,11 +124,12 @@ class BareEngine:
     """vLLM's own LLM class, with the program's settings."""
 
     def __init__(self, spec: Any, max_tokens: int, ignore_eos: bool) -> None:
+        from grpo_rl.rollout.model_info import stop_token_ids
         from grpo_rl.rollout.vllm.vllm_engine import build_llm_engine
 
         # The engine's settings are the program's; how it is driven is not.
         self.engine = build_llm_engine(spec)
-        self.max_tokens, self.ignore_eos = max_tokens, ignore_eos
+        self.max_tokens, self.ignore_eos, self.stop_ids = max_tokens, ignore_eos, list(stop_token_ids(spec))
         self.count = 0
 
     def generate(self, prompts: list[tuple[int, ...]], n: int) -> float:
@@ -126,7 +143,7 @@ class BareEngine:
                 params = SamplingParams(
                     max_tokens=self.max_tokens,
                     ignore_eos=self.ignore_eos,
-                    stop_token_ids=None if self.ignore_eos else list(range(NUM_EOS)),
+                    stop_token_ids=None if self.ignore_eos else self.stop_ids,
                     logprobs=0,
                     detokenize=False,
                 )
@@ -184,7 +201,7 @@ class BareLoop:
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
-def bench(folder: Path, case: str, *, steps: int) -> float:
+def bench(folder: Path, case: str, work: argparse.Namespace) -> float:
     """One run: program and bare parts in turns, and the table; returns the median seconds of the program's step."""
     from grpo_rl.cluster.session.ray_session import ray_session, set_environment
 
@@ -207,17 +224,21 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
     from grpo_rl.trainer.session import Session
 
     ragged, prompt_tokens, _ = CASES[case]
-    model, data = folder / "model", make_data(folder, 16 * (steps + 2), prompt_tokens)
+    steps, model = work.steps, folder / "model"
+    data = make_data(folder, make_prompts(model, work.prompts * (steps + 2), prompt_tokens))
     composed = compose(
         [
             *(
                 f"data.train_files={data}",
-                "data.train_batch_size=16",
+                f"data.train_batch_size={work.prompts}",
                 f"data.max_prompt_length={max(16, prompt_tokens)}",
-                "data.max_response_length=128",
+                f"data.max_response_length={work.tokens}",
             ),
             *(f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.model.enable_gradient_checkpointing=false"),
-            *("actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4352"),
+            *(
+                f"actor_rollout_ref.actor.ppo_mini_batch_size={work.prompts}",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4352",
+            ),
             *("actor_rollout_ref.rollout.n=8", f"actor_rollout_ref.rollout.ignore_eos={not ragged}"),
             *(f"reward.custom_reward_function.path={folder / 'reward.py'}", f"trainer.total_training_steps={steps}"),
             *(f"trainer.default_local_dir={folder / 'runs'}", "trainer.device=cpu"),
@@ -246,7 +267,7 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
         engine_spec = replace(spec, verify_checksum=False)
         cluster.build(
             [
-                (bare_engine, bare_engine.start_build(BareEngine, [(engine_spec, 128, not ragged)])),
+                (bare_engine, bare_engine.start_build(BareEngine, [(engine_spec, work.tokens, not ragged)])),
                 (bare_loop, bare_loop.start_build(BareLoop, [(str(model), 32)])),
             ]
         )
@@ -262,7 +283,7 @@ def bench(folder: Path, case: str, *, steps: int) -> float:
             if step > 0:  # the first one warms everything up
                 rows.append(metrics)
         sinks.close()
-        return report(rows, case)
+        return report(rows, case, work.tokens)
 
 
 def capture(rollout: Any) -> list[Any]:
@@ -278,7 +299,7 @@ def capture(rollout: Any) -> list[Any]:
     return captured
 
 
-def report(rows: list[dict[str, float]], case: str) -> float:
+def report(rows: list[dict[str, float]], case: str, tokens: int) -> float:
     """Print medians over the steps; return that of the whole step."""
 
     def median(key: str) -> float:
@@ -287,7 +308,7 @@ def report(rows: list[dict[str, float]], case: str) -> float:
     bare = statistics.median(row["bare_gen"] + row["bare_train"] for row in rows)
     ratio = statistics.median(row["whole"] / (row["bare_gen"] + row["bare_train"]) for row in rows)
     ragged, prompt_tokens, bar = CASES[case]
-    kind = "ragged lengths (geometric, mean 32 of at most 128)" if ragged else "equal lengths (128)"
+    kind = f"ragged lengths (of at most {tokens})" if ragged else f"equal lengths ({tokens})"
     kind += f", prompts of {prompt_tokens} tokens"
     print(f"\n{kind}: medians of {len(rows)} steps, seconds; {median('perf/total_num_tokens'):.0f} tokens a step")
     print(f"  whole step of the program          {median('whole'):8.3f}")
@@ -301,32 +322,39 @@ def report(rows: list[dict[str, float]], case: str) -> float:
     return median("whole")
 
 
-def bench_trl(folder: Path, case: str, python: str, model: str, *, steps: int, rounds: int) -> None:
+def bench_trl(folder: Path, case: str, work: argparse.Namespace) -> None:
     """The program and TRL's step in turns; TRL runs in an environment of its own."""
     import re
     import subprocess
 
     script = Path(__file__).with_name("bench_trl.py")
-    words = [python, str(script), "--model", model, "--steps", str(steps), *(["--ragged"] if CASES[case][0] else [])]
+    sizes = ("--steps", str(work.steps), "--prompts", str(work.prompts), "--tokens", str(work.tokens))
+    words = [work.trl, str(script), "--model", work.model, *sizes, *(["--ragged"] if CASES[case][0] else [])]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ratios = []
-    for _ in range(rounds):
-        own = bench(folder, case, steps=steps)
+    for _ in range(work.rounds):
+        seconds = bench(folder, case, work)
         printed = subprocess.run(words, capture_output=True, text=True, check=True, timeout=1800, env=environment).stdout
         print(printed)
-        found = re.search(r"whole step +([0-9.]+)", printed)
-        assert found, printed
-        ratios.append(float(found[1]) / own)
+        match = re.search(r"whole step +([0-9.]+)", printed)
+        assert match, printed
+        ratios.append(float(match[1]) / seconds)
     shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    bar = 2.5 if CASES[case][0] else 1.2 if model == "10m" else 1.0
-    print(f"TRL / program, {case}, {model}: {statistics.median(ratios):.2f} (rounds: {shown}; bar: >= {bar})")
+    bar = (
+        (2.5 if CASES[case][0] else 1.2 if work.model == "10m" else 1.0)
+        if work.model in SIZES
+        else (2.0 if CASES[case][0] else 1.15)
+    )
+    print(f"TRL / program, {case}, {work.model}: {statistics.median(ratios):.2f} (rounds: {shown}; bar: >= {bar})")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5, help="measured steps, after one for warming up")
     parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES), help="which lengths and prompts")
-    parser.add_argument("--model", choices=sorted(SIZES), default="10m", help="how many parameters")
+    parser.add_argument("--model", default="10m", help="10m or 1m, random models of so many parameters; or a model's folder")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, with 8 responses each")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a response at most")
     parser.add_argument("--trl", metavar="PYTHON", help="the Python of TRL's environment: run in turns with it")
     parser.add_argument("--rounds", type=int, default=2, help="turns of program and TRL")
     arguments = parser.parse_args()
@@ -334,10 +362,7 @@ def main() -> int:
         folder = Path(name)
         make_model(folder / "model", arguments.model)
         for case in arguments.cases:
-            if arguments.trl:
-                bench_trl(folder, case, arguments.trl, arguments.model, steps=arguments.steps, rounds=arguments.rounds)
-            else:
-                bench(folder, case, steps=arguments.steps)
+            (bench_trl if arguments.trl else bench)(folder, case, arguments)
     return 0
 
 

@@ -20,29 +20,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench_step import NUM_EOS, VOCABULARY, make_model
+from bench_step import SIZES, make_model, make_prompts
 
-NUM_PROMPTS, NUM_SAMPLES, MAX_TOKENS = 16, 8, 128
+NUM_SAMPLES = 8
 
 
-def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int, ragged: bool) -> None:
-    """Train for `steps` steps after one for warming up; print medians."""
-    import random
-
+def bench(model: Path, out: Path, work: argparse.Namespace) -> None:
+    """Train for so many steps after one for warming up; print medians."""
     try:
         from datasets import Dataset
-        from transformers import TrainerCallback
+        from transformers import GenerationConfig, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
     except ModuleNotFoundError as error:
         sys.exit(
             f"{error.name} is not in the environment of {sys.executable}: TRL needs one of its own, made as {__file__} says"
         )
 
-    rng = random.Random(0)
-    rows = [
-        {"prompt": " ".join(f"w{rng.randrange(NUM_EOS, VOCABULARY)}" for _ in range(8))}
-        for _ in range(NUM_PROMPTS * (steps + 2))
-    ]
+    steps, num_rollouts = work.steps, work.prompts * NUM_SAMPLES
+    rows = [{"prompt": prompt} for prompt in make_prompts(model, work.prompts * (steps + 2), 8)]
+    stop_ids = GenerationConfig.from_pretrained(model).eos_token_id
     step_seconds: list[float] = []
     sampling_seconds: list[float] = []
 
@@ -55,14 +51,14 @@ def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int, 
 
     config = GRPOConfig(
         output_dir=str(out),
-        per_device_train_batch_size=micro_batch,
-        gradient_accumulation_steps=NUM_PROMPTS * NUM_SAMPLES // micro_batch,
+        per_device_train_batch_size=work.micro_batch,
+        gradient_accumulation_steps=num_rollouts // work.micro_batch,
         num_generations=NUM_SAMPLES,
-        max_completion_length=MAX_TOKENS,
+        max_completion_length=work.tokens,
         # Ragged: any of the model's stop tokens ends a response. Else the lengths are forced; masking the end of a response
         # does not change the time.
-        generation_kwargs={"eos_token_id": list(range(NUM_EOS))} if ragged else {"min_new_tokens": MAX_TOKENS},
-        beta=beta,
+        generation_kwargs={"eos_token_id": stop_ids} if work.ragged else {"min_new_tokens": work.tokens},
+        beta=work.beta,
         learning_rate=1e-6,
         max_steps=steps + 1,
         save_strategy="no",
@@ -86,14 +82,14 @@ def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int, 
         result = generate(*arguments, **keywords)
         sampling_seconds.append(time.perf_counter() - started)
         tokens = int(result["completion_mask"].sum())
-        most = NUM_PROMPTS * NUM_SAMPLES * MAX_TOKENS
-        assert most // 8 < tokens < most // 2 if ragged else tokens == most, f"{tokens} tokens were sampled"
+        most = num_rollouts * work.tokens
+        assert 0 < tokens < most if work.ragged else tokens == most, f"{tokens} tokens were sampled"
         return result
 
     trainer._generate_and_score_completions = timed
     trainer.train()
     whole, sampling = statistics.median(step_seconds[1:]), statistics.median(sampling_seconds[1:])
-    print(f"TRL, {'ragged' if ragged else 'equal'} lengths, beta {beta:g}: medians of {steps} steps, seconds")
+    print(f"TRL, {'ragged' if work.ragged else 'equal'} lengths, beta {work.beta:g}: medians of {steps} steps, seconds")
     print(f"  whole step                         {whole:8.3f}")
     print(f"    sampling and reference           {sampling:8.3f}")
     print(f"    update                           {whole - sampling:8.3f}")
@@ -101,7 +97,9 @@ def bench(model: Path, out: Path, *, steps: int, beta: float, micro_batch: int, 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("10m", "1m"), default="10m", help="how many parameters")
+    parser.add_argument("--model", default="10m", help=f"{', '.join(SIZES)}, or a model's folder")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts of a step, with 8 responses each")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of a response at most")
     parser.add_argument("--steps", type=int, default=4, help="measured steps, after one for warming up")
     parser.add_argument("--beta", type=float, default=0.001, help="weight of the KL term; 0 runs without a reference")
     parser.add_argument("--micro-batch", type=int, default=32, help="rows of one forward and backward pass")
@@ -110,8 +108,7 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model", arguments.model)
-        options = {"beta": arguments.beta, "micro_batch": arguments.micro_batch, "ragged": arguments.ragged}
-        bench(model, Path(folder) / "out", steps=arguments.steps, **options)
+        bench(model, Path(folder) / "out", arguments)
     return 0
 
 
