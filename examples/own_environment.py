@@ -1,7 +1,7 @@
 """An environment of one's own: a safe whose three-digit code is found by how many digits are right. To play it, run this file.
 
 It answers a turn with an observation, and gives a reward when the episode is over. To train on it: `environment.name` is
-`examples/own_environment.py:Safe`, with rows of `task:episodes`; see docs/environments.md.
+`examples/own_environment.py:Safe`, with rows of `task:episodes`; see docs/agents.md.
 """
 
 from __future__ import annotations

@@ -414,8 +414,7 @@ def begin(course: Course, stack: ExitStack) -> RunLoop:
     plan = replace(inputs.plan, teachers=tuple(teachers))
     cluster, roles, rules = session.start(plan, inputs, stack, course.recoveries)
     if config.reward.audit and inputs.train_data is not None:
-        start = None if cluster.functions is None else partial(cluster.functions.scorer, "audit")
-        roles.audit = Audit(config.reward, inputs.audit, stack, start)
+        roles.audit = Audit(config.reward, inputs.audit, stack, None if cluster.functions is None else cluster.functions.scorer)
     roles.instruments = RunInstruments(plan, cluster.worker_groups, run_dir.path, console.info, expected(plan))
     if is_new and rules is not None:
         text, is_trouble = RewardTrial(some_rows(inputs.train_data or inputs.val_data), rules, inputs.tokenizer).verdict()

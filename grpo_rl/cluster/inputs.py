@@ -22,7 +22,8 @@ from grpo_rl.envs.setup import EpisodeSetup
 from grpo_rl.models.load import load_config, load_tokenizer
 from grpo_rl.plan.decisions import Plan
 from grpo_rl.rewards.audit import auditing
-from grpo_rl.rewards.compose import RewardFunction, audit_of
+from grpo_rl.rewards.compose import JUDGE, RewardFunction, audit_of
+from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.telemetry.rundir import RunDir
 from grpo_rl.telemetry.terminal.console import Console
 
@@ -63,11 +64,13 @@ class Inputs:
         config = plan.config.reward
         parts = (part for part in (self.train_data, self.val_data) if part is not None)
         sources = tuple(sorted({source for part in parts for source in part.data_sources}))
-        scorers = {}
+        scorers = dict[str, ScorerSpec | JudgeSpec]()
         if plan.reward.scores and self.reward is not None:
             scorers["reward"] = ScorerSpec(config, sources)
         if plan.reward.scores and self.audit is not None:
             scorers["audit"] = ScorerSpec(audit_of(config), sources)
+        if plan.reward.judge or (plan.reward.scores and JUDGE in config.audit and self.train_data is not None):
+            scorers[JUDGE] = JudgeSpec.of(config)
         environments = None
         if self.episodes is not None:
             environment = plan.config.actor_rollout_ref.rollout.multi_turn.environment

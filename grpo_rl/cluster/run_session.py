@@ -82,7 +82,8 @@ class RunSession:
         from grpo_rl.cluster.processes.placement import raylets
         from grpo_rl.cluster.recovery.supervisor import StuckReport
         from grpo_rl.cluster.start_roles import Cluster, start_roles
-        from grpo_rl.rewards.runtime.runner import RewardRunner
+        from grpo_rl.rewards.compose import JUDGE
+        from grpo_rl.rewards.runtime.runner import JudgeRunner, RewardRunner
 
         policy = self.model_folder(plan.config.actor_rollout_ref.model.path)
         scorer = self.model_folder(plan.config.reward.reward_model.model_path or "")
@@ -96,11 +97,14 @@ class RunSession:
         stuck = StuckReport(plan.config.trainer, self.status, cluster.all_groups, self.console.warn)
         stack.callback(stuck.close)
         cluster.supervisor.before_kill = stuck.report
-        rules = None
+        rules = judge = None
         if plan.reward.scores:
-            if inputs.reward is not None and cluster.functions is not None:
-                rules = RewardRunner(inputs.reward, plan.config.reward, partial(cluster.functions.scorer, "reward"))
-            roles.rewarder = inputs.models.beside(rules, scorers)
+            if cluster.functions is not None:
+                if inputs.reward is not None:
+                    rules = RewardRunner(inputs.reward, plan.config.reward, partial(cluster.functions.scorer, "reward"))
+                if plan.reward.judge:
+                    judge = JudgeRunner(plan.config.reward.judge, partial(cluster.functions.scorer, JUDGE))
+            roles.rewarder = inputs.models.beside(rules, scorers, judge)
             stack.callback(roles.rewarder.close)
         return cluster, roles, rules
 

@@ -33,6 +33,7 @@ from grpo_rl.plan.text import describe
 from grpo_rl.registry import load_function
 from grpo_rl.rewards.combined import factors_of
 from grpo_rl.rewards.compose import RewardFunction, audit_of
+from grpo_rl.rewards.models.judge_question import JudgeSpec
 from grpo_rl.rollout.engines import ENGINES
 from grpo_rl.schedules.registered import schedule_of
 from grpo_rl.telemetry.rundir import RunDir
@@ -109,9 +110,7 @@ def _functions(config: Config) -> Checks:
     if set(config.reward.audit) - {"judge"}:
         yield "", lambda: RewardFunction.from_config(audit_of(config.reward), key="audit")
     if config.reward.judge.base_url is not None:
-        from grpo_rl.rewards.models.judge import Judge  # the HTTP client, only where an endpoint is asked
-
-        yield "", lambda: Judge(config.reward.judge)
+        yield "", lambda: JudgeSpec.of(config.reward)
     if plays_episodes(config):
         yield "", lambda: EpisodeSetup.of(config)
     custom = config.data.custom_cls

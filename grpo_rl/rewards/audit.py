@@ -8,16 +8,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from grpo_rl.config.schema.tree import RewardConfig
 from grpo_rl.errors import RewardError
-from grpo_rl.rewards.combined import JUDGE, CombinedRewarder
+from grpo_rl.rewards.combined import JUDGE, CombinedRewarder, ModelReward
 from grpo_rl.rewards.compose import RewardFunction, audit_of
 from grpo_rl.rewards.contract import summary
+from grpo_rl.rewards.models.judge_question import JudgeSpec
+from grpo_rl.rewards.runtime.judge_process import JudgeProcess
 from grpo_rl.rewards.runtime.processes import Broken, Done
-from grpo_rl.rewards.runtime.runner import JobPool, RewardRunner
+from grpo_rl.rewards.runtime.runner import JobPool, JudgeRunner, RewardRunner
 from grpo_rl.types import GREEDY, Metrics, Rollout
 
 PREFIX = "audit/"
@@ -36,19 +39,21 @@ class Audit:
         config: RewardConfig,
         function: RewardFunction | None,
         stack: ExitStack,
-        start: Callable[[Done, Broken], JobPool] | None = None,
+        start: Callable[[str, Done, Broken], JobPool] | None = None,
     ) -> None:
-        """`function` has the functions of `reward.audit`, whose processes `start` makes as `RewardRunner` says; `stack` ends them."""
-        own = audit_of(config)
-        rules, models = None, []
+        """`function` has the functions of `reward.audit`; `stack` ends its processes.
+
+        `start` makes the processes of a service from its name; without it they are on this machine.
+        """
+        audit_config = audit_of(config)
+        rules, models = None, list[ModelReward]()
         if function is not None:
-            rules = RewardRunner(function, own, start)
+            rules = RewardRunner(function, audit_config, None if start is None else partial(start, "audit"))
             stack.callback(rules.close)
         if JUDGE in config.audit:
-            from grpo_rl.rewards.models.judge import Judge  # the HTTP client, only where an endpoint is asked
-
-            models.append(Judge(config.judge).start())
-        self._scorer = CombinedRewarder(rules, models, own)
+            here = partial(JudgeProcess, JudgeSpec.of(config))
+            models.append(JudgeRunner(config.judge, here if start is None else partial(start, JUDGE)))
+        self._scorer = CombinedRewarder(rules, models, audit_config)
         stack.callback(self._scorer.close)
         self._share = config.audit_share
         self._chosen: list[Rollout] = []

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 # Not the whole schema, whose classes would be a third of a reward process's start.
 from grpo_rl.config.schema.reward import CustomRewardConfig, RewardConfig
@@ -179,7 +179,8 @@ def sample_of(rollout: Rollout) -> Sample:
     if episode is not None:
         turns = {"num_turns": len(episode.turns), "messages": list(episode.messages), "ended": episode.ended}
         extra_info = extra_info | turns | {"turn_rewards": [turn.reward for turn in episode.turns]}
-    return Sample(prompt.data_source, str(rollout.text), prompt.ground_truth, extra_info)
+    text: Any = rollout.text  # a view is read where it is sent from
+    return Sample(prompt.data_source, text, prompt.ground_truth, extra_info)
 
 
 def place(name: str, rollout: Rollout) -> str:

@@ -29,6 +29,8 @@ from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.envs.runtime.episode_host import HostSetup
 from grpo_rl.errors import ClusterError, RewardError
 from grpo_rl.rewards.contract import RewardFailure, Sample
+from grpo_rl.rewards.models.judge_question import JudgeSpec
+from grpo_rl.rewards.runtime.judge_process import JudgeProcess, Share
 from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import RewardProcesses
 from grpo_rl.rewards.sandbox.sandbox import check_available
@@ -69,7 +71,7 @@ class EnvironmentSpec:
 class FunctionSpec:
     """What runs on every node. It travels in a call to the worker, whose arguments no part of Ray shows."""
 
-    scorers: Mapping[str, ScorerSpec]
+    scorers: Mapping[str, ScorerSpec | JudgeSpec]
     environments: EnvironmentSpec | None
     needs_sandbox: bool
     """True if programs that a model writes are run."""
@@ -81,10 +83,13 @@ class FunctionSpec:
 
     def sizes(self, cores: int) -> dict[str, int]:
         """Return the number of processes of each service on a node with so many cores for them."""
-        sizes = {name: processes_on(cores, scorer.config.num_workers) for name, scorer in self.scorers.items()}
-        return sizes | (
-            {} if self.environments is None else {ENVIRONMENT: processes_on(cores, self.environments.config.num_workers)}
-        )
+        sizes = {
+            name: processes_on(cores, scorer.config.num_workers) if isinstance(scorer, ScorerSpec) else 1
+            for name, scorer in self.scorers.items()
+        }
+        if self.environments is not None:
+            sizes[ENVIRONMENT] = processes_on(cores, self.environments.config.num_workers)
+        return sizes
 
 
 class Service(Protocol):
@@ -158,17 +163,24 @@ class FunctionHost:
 
 
 class Scorer:
-    """The reward processes of a node: takes jobs, tells their outcomes."""
+    """The reward processes of a node, or the one that asks the judge: takes jobs, tells their outcomes."""
 
-    def __init__(self, name: str, spec: ScorerSpec, logs: Sequence[Path], tell: Tell) -> None:
+    def __init__(self, name: str, spec: ScorerSpec | JudgeSpec, logs: Sequence[Path], tell: Tell) -> None:
         self._name, self._tell = name, tell
         self._numbers: dict[Job, int] = {}
-        self.processes = RewardProcesses(
-            spec.config, self._done, partial(tell, BROKEN), data_sources=spec.data_sources, logs=logs
-        )
+        self.processes: RewardProcesses | JudgeProcess
+        broken = partial(tell, BROKEN)
+        if isinstance(spec, JudgeSpec):
+            self.processes = JudgeProcess(spec, self._done, broken, logs[0])
+        else:
+            self.processes = RewardProcesses(spec.config, self._done, broken, data_sources=spec.data_sources, logs=logs)
 
-    def put(self, batch: Sequence[SentJob]) -> None:
-        """Have the jobs done."""
+    def put(self, batch: Sequence[SentJob] | Share) -> None:
+        """Have the jobs done, or ask the judge within this share from now on."""
+        if isinstance(batch, Share):
+            assert isinstance(self.processes, JudgeProcess)
+            self.processes.allow(batch)
+            return
         try:
             for block in {id(block): block for *_, samples in batch for block in _blocks(samples)}.values():
                 block.read()
@@ -266,13 +278,14 @@ class Environments(threading.Thread):
 def _take_over(spec: FunctionSpec) -> None:
     """Make this process's folder, module path and variables those of the command, as far as the node has not its own.
 
-    Variables with the name of a secret are the command's in any case.
+    Variables with the name of a secret, and the judge's key, are the command's in any case.
     """
     if not Path(spec.folder).is_dir():
         raise RewardError(f"node {socket.gethostname()} has no folder {spec.folder}, in which the command was started")
     os.chdir(spec.folder)
     sys.path += [entry for entry in spec.path if entry not in sys.path]
+    keys = {scorer.config.api_key_env for scorer in spec.scorers.values() if isinstance(scorer, JudgeSpec)}
     for name, value in spec.variables.items():
-        if not name.startswith("RAY_") and (is_secret_name(name) or name not in os.environ):
+        if not name.startswith("RAY_") and (is_secret_name(name) or name in keys or name not in os.environ):
             os.environ[name] = value
     remember_environment()

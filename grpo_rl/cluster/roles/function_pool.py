@@ -21,13 +21,16 @@ import ray
 
 from grpo_rl.cluster.processes.worker_group import StoredBlock, Worker, WorkerFailed, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
-from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, LOST, FunctionHost, FunctionSpec, SentJob, SentOutcome
+from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, LOST, FunctionHost, FunctionSpec, SentOutcome
 from grpo_rl.cluster.session.liveness import unanswered
 from grpo_rl.columns import View
+from grpo_rl.config.schema.reward import JudgeConfig
 from grpo_rl.envs.runtime.environment_pool import Event
 from grpo_rl.errors import ClusterError, GrpoRlError
 from grpo_rl.processes.child import KILL_S
 from grpo_rl.rewards.contract import RewardFailure, RewardResult
+from grpo_rl.rewards.models.judge_question import JudgeSpec
+from grpo_rl.rewards.runtime.judge_process import share_of
 from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import Broken, Done
 
@@ -87,7 +90,8 @@ class FunctionPool:
 
     def scorer(self, service: str, done: Done, broken: Broken) -> ScorerClient:
         """Return the reward processes of all nodes, as `RewardRunner` asks them."""
-        client = ScorerClient(partial(self._put, service), done, broken)
+        spec, put = self._spec.scorers[service], partial(self._put, service)
+        client = JudgeClient(spec.config, put, done, broken) if isinstance(spec, JudgeSpec) else ScorerClient(put, done, broken)
         self._enter(service, client)
         return client
 
@@ -185,7 +189,7 @@ class FunctionPool:
 class ScorerClient:
     """`rewards.runtime.runner.JobPool` over all nodes."""
 
-    def __init__(self, put: Callable[[Worker, list[SentJob]], None], done: Done, broken: Broken) -> None:
+    def __init__(self, put: Callable[[Worker, Any], None], done: Done, broken: Broken) -> None:
         self._put, self._done, self.broke = put, done, broken
         self._sizes: dict[Worker, int] = {}
         """The number of processes of each host."""
@@ -226,12 +230,14 @@ class ScorerClient:
         with self._lock:
             self._sizes[worker] = size
             self._sent.setdefault(worker, {})
+            self._changed()
             self._feed()
 
     def lost(self, worker: Worker, cause: str) -> None:
         """Give the jobs of a lost host to others."""
         with self._lock:
             self._waiting.extendleft(reversed(self._sent.pop(worker, {}).values()))
+            self._changed()
             self._feed()
 
     def heard(self, worker: Worker, said: Iterable[SentOutcome]) -> None:
@@ -251,13 +257,14 @@ class ScorerClient:
 
     def _feed(self) -> None:
         """Send what waits to hosts with room, those with the least first; each leaves their share to the others."""
-        for worker, sent in sorted(self._sent.items(), key=lambda entry: len(entry[1]) / self._sizes[entry[0]]):
+        hosts = [(worker, sent) for worker, sent in self._sent.items() if self._sizes[worker]]
+        for worker, sent in sorted(hosts, key=lambda entry: len(entry[1]) / self._sizes[entry[0]]):
             size, limit = self._sizes[worker], AHEAD * self._sizes[worker]
             if not self._waiting:
                 return
             if len(sent) >= size and len(sent) > limit // 2:  # it gets more when many can be sent at once
                 continue
-            share = -(-len(self._waiting) // len(self._sent))
+            share = -(-len(self._waiting) // len(hosts))
             jobs = [self._waiting.popleft() for _ in range(min(share, limit - len(sent)))]
             batch = []
             for job in jobs:
@@ -265,6 +272,24 @@ class ScorerClient:
                 sent[number] = job
                 batch.append((number, job.functions, job.batched, job.size, [_sent_sample(sample()) for sample in job.samples]))
             self._put(worker, batch)
+
+    def _changed(self) -> None:
+        """Note that a host has come or gone."""
+
+
+class JudgeClient(ScorerClient):
+    """The processes of all nodes that ask the judge: what the configuration allows is divided over the nodes that there are."""
+
+    def __init__(self, config: JudgeConfig, *arguments: Any) -> None:
+        self._config = config
+        super().__init__(*arguments)
+
+    def _changed(self) -> None:
+        """Tell every host its share; one without any is sent no job."""
+        for place, worker in enumerate(self._sent):
+            share = share_of(self._config, place, len(self._sent))
+            self._sizes[worker] = share.num_requests
+            self._put(worker, share)
 
 
 def _sent_sample(sample: Any) -> tuple[str, Any, Any, dict[str, Any]]:

@@ -170,31 +170,24 @@ def model_score(scorable: Scorable, scores: Sequence[float]) -> Outcome:
 
 
 class ModelRewards:
-    """The reward model, whose settings and tokenizer lie in `folder`, and the judge of a run, as far as the plan has them.
+    """The reward model, whose settings and tokenizer lie in `folder`, if the plan has it, beside rules and a judge.
 
-    Raises ConfigError for a model, a template or a parser that cannot be used.
+    Raises ConfigError for a model that cannot be used.
     """
 
     def __init__(self, plan: Plan, folder: str, tokenizer: Any, decode: Decode) -> None:
         self._plan, self._config = plan, plan.config.reward
         scores = plan.reward.scores and plan.role("reward_model") is not None
         self._model = _prepare(plan, folder, tokenizer, decode) if scores else None
-        self._judge = None
-        if plan.reward.judge:
-            # The HTTP client is loaded only where there is an endpoint to ask.
-            from grpo_rl.rewards.models.judge import Judge
 
-            self._judge = Judge(plan.config.reward.judge)
-            self._judge.refuse_absent()  # before workers start, and not when a whole batch asks
-
-    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None) -> CombinedRewarder:
+    def beside(self, rules: Rewarder | None, scorers: WorkerGroup | None, judge: ModelReward | None) -> CombinedRewarder:
         """Rules and models as the one reward of the run, and the reward of turns where there are several."""
         models: list[ModelReward] = []
         if self._model is not None:
             assert scorers is not None
             models.append(self._model(scorers))
-        if self._judge is not None:
-            models.append(self._judge.start())
+        if judge is not None:
+            models.append(judge)
         alone = self._plan.reward.model_alone
         if not self._plan.plays_episodes:
             return CombinedRewarder(rules, models, self._config, models_alone=alone)

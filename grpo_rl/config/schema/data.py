@@ -21,7 +21,7 @@ class CustomClsConfig:
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     train_files: list[str] = field(default_factory=list)
-    """Training data: files (parquet, json, jsonl, arrow), folders, `hf:owner/name?split=train`, `task:NAME?option=value` (docs/data.md, docs/tasks.md)."""
+    """Training data: files (parquet, json, jsonl, arrow), folders, `hf:owner/name?split=train`, `task:NAME?option=value` (docs/data.md, docs/agents.md)."""
     responses: Literal["policy", "rows", "initial_policy"] = "policy"
     """Source of the trained responses. policy: sampled by the policy as it is, for the prompts in train_files; rows: they stand in train_files, and the policy learns them, or to prefer some to others with a loss over pairs; initial_policy: sampled once, before training, and kept as algorithm.rejection says."""
     val_files: list[str] = field(default_factory=list)

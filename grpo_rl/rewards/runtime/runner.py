@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from grpo_rl.config.schema.tree import RewardConfig
+from grpo_rl.config.schema.reward import JudgeConfig, RewardConfig
 from grpo_rl.errors import GrpoRlError
 from grpo_rl.rewards.combined import fail, stop_where_due
-from grpo_rl.rewards.compose import RewardFunction, sample_of
+from grpo_rl.rewards.compose import JUDGE, RewardFunction, sample_of
 from grpo_rl.rewards.contract import Outcome, RewardFailure
+from grpo_rl.rewards.models.judge_question import judge_sample
 from grpo_rl.rewards.runtime.process import Job, spared
 from grpo_rl.rewards.runtime.processes import Broken, Done, RewardProcesses
 from grpo_rl.types import Rollout
@@ -33,27 +34,11 @@ class JobPool(Protocol):
         """End the processes, and give up what is pending."""
 
 
-class RewardRunner:
-    """Scores rollouts in reward processes as they are submitted; implements `protocols.Rewarder`.
+class JobRunner:
+    """Has jobs done for rollouts as they are submitted, one for each."""
 
-    A response that is not scored within `reward.timeout_s` costs its process, which is killed with all that it started
-    and replaced; so does one that kills it. What becomes of the rollout is set by `reward.on_failure`. No result
-    depends on which process answers first: functions that take lists are called in `wait`, with all its rollouts in
-    their order.
-    """
-
-    def __init__(
-        self,
-        function: RewardFunction,
-        config: RewardConfig,
-        start: Callable[[Done, Broken], JobPool] | None = None,
-        **options: Any,
-    ) -> None:
-        """`start` makes the processes from what they call; without it they are on this machine, made with `options`."""
-        self._function, self._config = function, config
-        self.factors = function.factors
-        self._singly = [component.name for component in function.components if not component.batched]
-        self._batched = [component.name for component in function.components if component.batched]
+    def __init__(self, start: Callable[[Done, Broken], JobPool]) -> None:
+        """`start` makes the processes from what they call."""
         self._jobs: dict[Key, tuple[Rollout, Job]] = {}
         self._changed = threading.Condition()
         self._closed = False
@@ -61,54 +46,38 @@ class RewardRunner:
         self.on_busy: Callable[[float], None] = lambda _: None
         """A function called when nothing is left to score, from any thread, with the seconds for which there was something."""
         self._num_pending, self._busy_since = 0, 0.0
-        if start is None:
-            self.processes: JobPool = RewardProcesses(config, self._tell, self._break, **options)
-        else:
-            self.processes = start(self._tell, self._break)
+        self.processes = start(self._tell, self._break)
         self.check_started = self.processes.check_started
+
+    def job_of(self, rollout: Rollout) -> Job:
+        """Return a new job for this rollout."""
+        raise NotImplementedError
 
     def submit(self, rollout: Rollout) -> None:
         """Start scoring; returns at once. The same rollout given again while it is pending is scored once."""
         if self._closed:
-            raise RuntimeError("the reward runner is closed")
+            raise RuntimeError("the runner is closed")
         pending = self._jobs.get(_key(rollout))
         if pending is None or not pending[0].same_response(rollout):
-            job = Job([partial(sample_of, rollout)], self._singly, size=len(rollout.text), done=not self._singly)
+            job = self.job_of(rollout)
             self._jobs[_key(rollout)] = rollout, job
             if not job.done:
                 self._put([job])
-
-    def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """The same rollouts, each with `reward`, `reward_parts` and, where they are read, `steps`, or with `failure`.
-
-        Submits those that were not. The reward of a failed one is chosen by `reward.on_failure`. Raises RewardError,
-        with counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones
-        have.
-        """
-        for rollout in rollouts:
-            self.submit(rollout)
-        jobs = [self._jobs[_key(rollout)][1] for rollout in rollouts]
-        samples = [partial(sample_of, rollout) for rollout in rollouts]
-        batched_jobs = [Job(samples, [name], batched=True) for name in self._batched] if rollouts else []
-        self._call(batched_jobs, beside=jobs)
-        further = [spared(job, self._call) for job in batched_jobs]
-        for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
-            self._settle(rollout, [*job.outcomes, *more])
-            self._jobs.pop(_key(rollout), None)
-        stop_where_due(rollouts, self._config)
-        return list(rollouts)
 
     def close(self) -> None:
         """End the processes; what is pending is given up."""
         self._closed = True
         self.processes.close()
 
-    def _settle(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
-        try:
-            rollout.reward, rollout.reward_parts, rollout.steps = self._function.assemble(rollout, outcomes)
-            rollout.failure = rollout.failure_cause = None
-        except RewardFailure as failure:
-            fail(rollout, failure.kind, failure.cause, self._config)
+    def _take(self, rollouts: Sequence[Rollout], beside: Sequence[Job] = ()) -> list[Job]:
+        """Return the jobs of these rollouts once they and new ones `beside` are done; submits those that were not."""
+        for rollout in rollouts:
+            self.submit(rollout)
+        jobs = [self._jobs[_key(rollout)][1] for rollout in rollouts]
+        self._call(beside, beside=jobs)
+        for rollout in rollouts:
+            self._jobs.pop(_key(rollout), None)
+        return jobs
 
     def _call(self, jobs: Sequence[Job], beside: Sequence[Job] = ()) -> None:
         """Have new jobs done, and wait for them and those `beside`."""
@@ -146,6 +115,75 @@ class RewardRunner:
             if not self._closed:
                 self._broken = why
             self._changed.notify_all()
+
+
+class RewardRunner(JobRunner):
+    """Scores rollouts in reward processes; implements `protocols.Rewarder`.
+
+    A response that is not scored within `reward.timeout_s` costs its process, which is killed with all that it started
+    and replaced; so does one that kills it. What becomes of the rollout is set by `reward.on_failure`. No result
+    depends on which process answers first: functions that take lists are called in `wait`, with all its rollouts in
+    their order.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        config: RewardConfig,
+        start: Callable[[Done, Broken], JobPool] | None = None,
+        **options: Any,
+    ) -> None:
+        """Without `start` the processes are on this machine, made with `options`."""
+        self._function, self._config = function, config
+        self.factors = function.factors
+        self._singly = [component.name for component in function.components if not component.batched]
+        self._batched = [component.name for component in function.components if component.batched]
+        super().__init__(start or partial(RewardProcesses, config, **options))
+
+    def job_of(self, rollout: Rollout) -> Job:
+        """Return the call of all functions of single responses."""
+        return Job([partial(sample_of, rollout)], self._singly, size=len(rollout.text), done=not self._singly)
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The same rollouts, each with `reward`, `reward_parts` and, where they are read, `steps`, or with `failure`.
+
+        Submits those that were not. The reward of a failed one is chosen by `reward.on_failure`. Raises RewardError,
+        with counts by kind and the first causes, when one failed and the run shall stop, and when all sampled ones
+        have.
+        """
+        samples = [partial(sample_of, rollout) for rollout in rollouts]
+        batched_jobs = [Job(samples, [name], batched=True) for name in self._batched] if rollouts else []
+        jobs = self._take(rollouts, batched_jobs)
+        further = [spared(job, self._call) for job in batched_jobs]
+        for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
+            self._settle(rollout, [*job.outcomes, *more])
+        stop_where_due(rollouts, self._config)
+        return list(rollouts)
+
+    def _settle(self, rollout: Rollout, outcomes: Sequence[Outcome]) -> None:
+        try:
+            rollout.reward, rollout.reward_parts, rollout.steps = self._function.assemble(rollout, outcomes)
+            rollout.failure = rollout.failure_cause = None
+        except RewardFailure as failure:
+            fail(rollout, failure.kind, failure.cause, self._config)
+
+
+class JudgeRunner(JobRunner):
+    """The judge's marks; implements `combined.ModelReward`. A judgement has `reward.judge.deadline_s`."""
+
+    name = JUDGE
+
+    def __init__(self, config: JudgeConfig, start: Callable[[Done, Broken], JobPool]) -> None:
+        self.weight = config.weight
+        super().__init__(start)
+
+    def job_of(self, rollout: Rollout) -> Job:
+        """Return the question about a rollout."""
+        return Job([partial(judge_sample, rollout)], [], size=len(rollout.text))
+
+    def wait(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        """Return the judgements. Submits rollouts that were not."""
+        return [job.outcomes[0] for job in self._take(rollouts)]
 
 
 def _key(rollout: Rollout) -> Key:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +17,15 @@ import pytest
 from machine_lacks import needs_sandbox
 
 from grpo_rl.cluster.roles.function_host import BROKEN, LOST, FunctionHost, FunctionSpec, ScorerSpec
-from grpo_rl.cluster.roles.function_pool import AHEAD, ScorerClient
+from grpo_rl.cluster.roles.function_pool import AHEAD, JudgeClient, ScorerClient
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, processes_on
-from grpo_rl.config.schema.tree import RewardConfig
+from grpo_rl.config.schema.tree import JudgeConfig, RewardConfig
 from grpo_rl.errors import RewardError
 from grpo_rl.plan.make import make_plan
-from grpo_rl.rewards.compose import RewardFunction
-from grpo_rl.rewards.runtime.runner import RewardRunner
+from grpo_rl.rewards.compose import JUDGE, RewardFunction
+from grpo_rl.rewards.models.judge_question import JudgeSpec
+from grpo_rl.rewards.runtime.runner import JudgeRunner, RewardRunner
 from grpo_rl.types import Prompt, Rollout
 
 OWN = """
@@ -34,8 +39,9 @@ def score(data_source, solution_str, ground_truth, extra_info):
 class Node:
     """A host, and the thread that hands on what it says."""
 
-    def __init__(self, spec: FunctionSpec, number: int) -> None:
+    def __init__(self, spec: FunctionSpec, number: int, service: str = "reward") -> None:
         self.host = FunctionHost(spec, 2, number, 2)
+        self.service = service
         self.calls: list[int] = []
         self.is_gone = False
         self.client: Any = None
@@ -64,19 +70,24 @@ def config(folder: Path) -> RewardConfig:
     return RewardConfig(functions=[f"{folder}/own.py:score"], num_workers=1)
 
 
-def runner_of(folder: Path, nodes: list[Node]) -> RewardRunner:
+def client_of(nodes: list[Node], kind: Callable[..., ScorerClient] = ScorerClient) -> Callable[..., ScorerClient]:
     def put(node: Any, batch: list[Any]) -> None:
         node.calls.append(len(batch))
-        node.host.put("reward", batch)
+        node.host.put(node.service, batch)
 
     def start(done: Any, broken: Any) -> ScorerClient:
-        client = ScorerClient(put, done, broken)
+        client = kind(put, done, broken)
         for node in nodes:
             node.client = client
+        for node in nodes:
             client.joined(node, 1)  # type: ignore[arg-type]
         return client
 
-    return RewardRunner(RewardFunction.from_config(config(folder)), config(folder), start)
+    return start
+
+
+def runner_of(folder: Path, nodes: list[Node]) -> RewardRunner:
+    return RewardRunner(RewardFunction.from_config(config(folder)), config(folder), client_of(nodes))
 
 
 def rollouts(number: int, seconds: float) -> list[Rollout]:
@@ -107,6 +118,75 @@ def test_what_a_lost_host_had_is_done_by_another_and_done_once(tmp_path: Path, n
     counted.update(one.prompt.uid for one in scored)
     assert [one.reward for one in scored] == list(range(60)) and set(counted.values()) == {1}
     runner.close()
+
+
+class Endpoint(ThreadingHTTPServer):
+    """A judge that takes a moment, and knows how many ask it at once."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.lock, self.at_once, self.most_at_once = threading.Lock(), 0, 0
+        super().__init__(("127.0.0.1", 0), Asked)
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+class Asked(BaseHTTPRequestHandler):
+    server: Endpoint
+
+    def do_GET(self) -> None:
+        self.answer(b"{}")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.at_once += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+        time.sleep(0.05)
+        with self.server.lock:
+            self.server.at_once -= 1
+        self.answer(json.dumps({"choices": [{"message": {"content": body["messages"][-1]["content"]}}]}).encode())
+
+    def answer(self, body: bytes) -> None:
+        self.send_response(200 if self.headers.get("Authorization") == "Bearer key of the command" else 401)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("most", [1, 5])
+def test_all_nodes_together_ask_a_judge_as_much_as_is_allowed_also_once_one_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setenv("MY_JUDGE", "key of the command")
+    endpoint = Endpoint()
+    url = f"http://127.0.0.1:{endpoint.server_address[1]}/v1"
+    judge = JudgeConfig(
+        base_url=url, model="m", template="score: {response}", max_concurrency=most, api_key_env="MY_JUDGE", retries=0
+    )
+    spec = JudgeSpec.of(RewardConfig(judge=judge))
+    functions = FunctionSpec({JUDGE: spec}, None, False, tmp_path, variables={"MY_JUDGE": "key of the command"})
+    monkeypatch.setenv("MY_JUDGE", "of the node")
+    hosts = [Node(functions, number, JUDGE) for number in range(2)]
+    runner = JudgeRunner(judge, client_of(hosts, partial(JudgeClient, judge)))
+    given = rollouts(40, 0.0)
+    for rollout in given:
+        runner.submit(rollout)
+    while endpoint.most_at_once < most:
+        time.sleep(0.01)
+    hosts[0].is_gone = True
+    hosts[0].client.lost(hosts[0], "gone")
+    hosts[0].host.close()
+    assert [outcome.score for outcome in runner.wait(given)] == list(range(40))  # type: ignore[union-attr]
+    assert endpoint.most_at_once == most
+    runner.close()
+    hosts[1].is_gone = True
+    hosts[1].host.close()
+    endpoint.shutdown()
+    endpoint.server_close()
 
 
 def test_the_number_of_processes_follows_the_cores_of_a_node() -> None:

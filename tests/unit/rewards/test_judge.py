@@ -8,17 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
-from grpo_rl.config.schema.tree import JudgeConfig
+from grpo_rl.config.schema.tree import JudgeConfig, RewardConfig
 from grpo_rl.errors import ConfigError, RewardError
 from grpo_rl.rewards.contract import Outcome, RewardResult
-from grpo_rl.rewards.models.judge import Judge, json_score, load_template, marked_score, parser_for, question
+from grpo_rl.rewards.models.judge_answers import json_score, marked_score, parser_for
+from grpo_rl.rewards.models.judge_question import JudgeSpec, judge_sample, load_template, question
+from grpo_rl.rewards.runtime.judge_process import JudgeProcess, share_of
+from grpo_rl.rewards.runtime.runner import JudgeRunner
 from grpo_rl.types import Prompt, Rollout
 
 Answer = tuple[int, bytes, dict[str, str]]
@@ -43,6 +47,7 @@ class Server:
     keys: list[str | None] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     release: threading.Event = field(default_factory=threading.Event)
+    state_of_models: int = 404
     at_once: int = 0
     most_at_once: int = 0
 
@@ -52,6 +57,11 @@ def server() -> Iterator[Server]:
     state = Server()
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(state.state_of_models)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with state.lock:
@@ -91,17 +101,21 @@ def server() -> Iterator[Server]:
 
 
 @pytest.fixture
-def judge(server: Server) -> Iterator[Callable[..., Judge]]:
-    made: list[Judge] = []
+def judge(server: Server) -> Iterator[Callable[..., JudgeRunner]]:
+    made: list[JudgeRunner] = []
 
-    def make(**settings: Any) -> Judge:
-        config = JudgeConfig(base_url=server.url, model="m", **({"backoff_s": 0.01, "timeout_s": 5.0} | settings))
-        made.append(Judge(config).start())
+    def make(**settings: Any) -> JudgeRunner:
+        spec = spec_of(**{"base_url": server.url, "backoff_s": 0.01, "timeout_s": 5.0} | settings)
+        made.append(JudgeRunner(spec.config, partial(JudgeProcess, spec)))
         return made[-1]
 
     yield make
-    for one in made:
-        one.close()
+    for runner in made:
+        runner.close()
+
+
+def spec_of(**settings: Any) -> JudgeSpec:
+    return JudgeSpec.of(RewardConfig(judge=JudgeConfig(**{"model": "m"} | settings)))
 
 
 def rollout(sample: int, text: str = "a", response_ids: tuple[int, ...] = (1,)) -> Rollout:
@@ -110,18 +124,18 @@ def rollout(sample: int, text: str = "a", response_ids: tuple[int, ...] = (1,)) 
     )
 
 
-def one(judge: Judge) -> Outcome:
+def one(judge: JudgeRunner) -> Outcome:
     (result,) = judge.wait([rollout(0)])
     return result
 
 
 def test_a_judge_that_is_not_there_or_refuses_the_key_is_known_before_the_start(server, judge, monkeypatch):
-    judge().refuse_absent()
+    judge().check_started()
     with pytest.raises(RewardError, match=r"reward.judge.base_url=http://127.0.0.1:9/v1: nobody answers there \(ConnectError"):
-        Judge(JudgeConfig(base_url="http://127.0.0.1:9/v1", model="m")).refuse_absent()
-    monkeypatch.setattr("httpx.get", lambda *_, **__: httpx.Response(401))
+        judge(base_url="http://127.0.0.1:9/v1").check_started()
+    server.state_of_models = 401
     with pytest.raises(RewardError, match=r"the key is refused \(401\)"):
-        judge().refuse_absent()
+        judge().check_started()
 
 
 def test_each_response_is_asked_about_once_and_scored_in_order(server, judge):
@@ -254,7 +268,7 @@ def test_the_key_is_sent_and_shown_nowhere_not_even_when_the_endpoint_repeats_it
 
 def test_a_key_that_is_not_in_the_environment_is_refused_before_anything_is_asked(server):
     with pytest.raises(ConfigError, match="NOT_THERE"):
-        Judge(JudgeConfig(base_url=server.url, model="m", api_key_env="NOT_THERE"))
+        spec_of(base_url=server.url, api_key_env="NOT_THERE")
 
 
 def test_an_answer_of_many_megabytes_is_not_read_to_its_end(server, judge):
@@ -263,7 +277,7 @@ def test_an_answer_of_many_megabytes_is_not_read_to_its_end(server, judge):
     assert failed.kind == "judge_error" and "4,000,000 bytes" in failed.cause
 
 
-def test_closing_gives_up_what_is_pending_and_ends_the_thread(server, judge):
+def test_closing_gives_up_what_is_pending_and_ends_the_process(server, judge):
     begun = threading.Event()
 
     def reply(number: int, body: dict[str, Any]) -> Answer:
@@ -275,10 +289,47 @@ def test_closing_gives_up_what_is_pending_and_ends_the_thread(server, judge):
     asked = judge()
     asked.submit(rollout(0))
     assert begun.wait(10)
+    pid = asked.processes._child.pid
     asked.close()
-    assert not asked._thread.is_alive()
+    assert not Path(f"/proc/{pid}").exists()
     with pytest.raises(RuntimeError, match="closed"):
         asked.submit(rollout(1))
+
+
+OWN_PARSER = """
+import os, time
+
+def read(text):
+    if "exit" in text:
+        os._exit(3)
+    if "hang" in text:
+        time.sleep(600)
+    return 2.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "cause"), [("exit", "judge_error", "code 3"), ("hang", "judge_timeout", "said nothing")]
+)
+def test_a_parser_that_ends_or_hangs_costs_only_the_answer_that_made_it(
+    server, judge, tmp_path, monkeypatch, word, kind, cause
+):
+    monkeypatch.setattr("grpo_rl.rewards.runtime.judge_process.PATIENCE_S", 0.5)
+    (tmp_path / "mine.py").write_text(OWN_PARSER)
+    server.reply = lambda number, body: completion(body["messages"][-1]["content"])
+    asked = judge(parser=f"{tmp_path / 'mine.py'}:read", template="{response}", max_concurrency=4, deadline_s=1.0)
+    outcomes = asked.wait([rollout(k, word if k == 2 else "fine") for k in range(6)])
+    assert [outcome for k, outcome in enumerate(outcomes) if k != 2] == [RewardResult(2.0)] * 5
+    assert outcomes[2].kind == kind and cause in outcomes[2].cause
+
+
+@pytest.mark.parametrize(("most", "num_hosts", "expected"), [(16, 3, [6, 5, 5]), (2, 3, [1, 1, 0]), (1, 1, [1])])
+def test_all_hosts_together_ask_what_one_may(most: int, num_hosts: int, expected: list[int]) -> None:
+    config = JudgeConfig(max_concurrency=most, requests_per_minute=30)
+    shares = [share_of(config, place, num_hosts) for place in range(num_hosts)]
+    assert [share.num_requests for share in shares] == expected
+    # Requests in a second, over those that ask: 30 in a minute.
+    assert sum(1 / share.interval_s for share in shares if share.num_requests) == pytest.approx(0.5)
 
 
 # ---- rubrics -----------------------------------------------------------------------------------------
@@ -345,7 +396,7 @@ def test_a_mark_that_is_missing_or_out_of_range_makes_the_judgement_invalid(serv
 )
 def test_a_rubric_that_cannot_be_used_is_refused_before_anything_is_asked(server, rubric, said):
     with pytest.raises(ConfigError, match=said):
-        Judge(JudgeConfig(base_url=server.url, model="m", rubric=rubric))
+        spec_of(base_url=server.url, rubric=rubric)
 
 
 def test_a_row_without_a_rubric_has_no_score(server, judge):
@@ -364,14 +415,14 @@ def answered(text="an answer", ground_truth="4", messages=({"role": "user", "con
 
 def test_a_template_is_filled_once_and_braces_of_a_response_stay_text():
     template = '{{"a": {other}}} {prompt}|{response}|{ground_truth}|{response}'
-    filled = question(template, answered("{ground_truth}{prompt}{}\\1"))
+    filled = question(template, judge_sample(answered("{ground_truth}{prompt}{}\\1")))
     assert filled == '{{"a": {other}}} 2+2?|{ground_truth}{prompt}{}\\1|4|{ground_truth}{prompt}{}\\1'
 
 
 def test_a_template_is_built_in_a_file_or_the_text_itself(tmp_path):
     (tmp_path / "ask.txt").write_text("rate {response}")
     assert load_template(str(tmp_path / "ask.txt")) == load_template("rate {response}") == "rate {response}"
-    assert "[answer to judge]\nx\n" in question(load_template(None), answered("x"))
+    assert "[answer to judge]\nx\n" in question(load_template(None), judge_sample(answered("x")))
     with pytest.raises(ConfigError, match="cannot be read"):
         load_template(str(tmp_path / "none.txt"))
 
@@ -469,7 +520,6 @@ def test_a_score_is_bounded_by_the_scale_of_the_built_in_question_and_by_float32
 def test_an_answer_that_was_cut_or_is_no_text_is_no_score(server, judge, choice, temperature, requests):
     server.reply = lambda number, body: (200, json.dumps({"choices": [choice]}).encode(), {})
     failed = one(judge(temperature=temperature, retries=2, max_tokens=7))
-    print(failed.cause)
     assert failed.kind == "judge_error" and "cannot be read" in failed.cause
     assert ("cut at reward.judge.max_tokens=7" in failed.cause) == ("finish_reason" in choice)
     assert len(server.bodies) == requests

@@ -1,0 +1,178 @@
+"""What a judge's answer is worth: parsers of scores and marks, and rubrics, whose criteria are marked one by one."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import yaml
+
+from grpo_rl.config.schema.reward import JudgeConfig
+from grpo_rl.errors import ConfigError
+from grpo_rl.registry import load_function
+
+Parser = Callable[[str], float]
+"""A function that returns an answer's score. It raises ValueError, with what is missing, for one without."""
+LONGEST_NUMBER = 40
+LONGEST_READ = 100_000
+"""Characters at the end of a judge's answer in which its score is looked for."""
+# Quantifiers that give nothing back keep these linear; a longer run of digits is no score.
+_NUMBER = re.compile(r"[-+]?+(?:[0-9]++\.?+[0-9]*+|\.[0-9]++)(?![eE]|,[0-9])")
+_SCORE = re.compile(r"score[ *_`\"']{0,40}+[:=][ *_`\"']{0,40}+", re.IGNORECASE)
+
+
+def parser_for(name: str) -> Parser:
+    """The parser that `reward.judge.parser` names. Raises ConfigError for a function that cannot be imported."""
+    kind, _, key = name.partition(":")
+    if kind == "json":
+        return lambda text: json_score(text, key)
+    if name != "score" and not key:
+        raise ConfigError(f"reward.judge.parser={name}: one of score, json:KEY, or path.py:function")
+    return marked_score if name == "score" else load_function(name, "reward.judge.parser")
+
+
+def marked_score(text: str) -> float:
+    """The number after the last `score:` (or `score =`, in any case, bold or not), of which `/10` may follow."""
+    text = text[-LONGEST_READ:]
+    for mark in reversed(list(_SCORE.finditer(text))):
+        if (number := _number(text, mark.end())) is not None:
+            return number
+    raise ValueError("it has no `score: x`")
+
+
+def json_score(text: str, key: str) -> float:
+    """The number under `key` in the last JSON object of the text that has it; the object may lie in a fence or between words."""
+    mark = next((value for _, _, value in _objects(text) if key in value), None)
+    if mark is None:
+        raise ValueError(f"it has no JSON object with {key!r}")
+    return _marked(mark[key], key)
+
+
+def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
+    """Return the numbers under all `keys` of the last JSON object of the text, or of an object inside of it.
+
+    One object has them all, and none stands behind it: JSON of the response's own, which the judge quotes, gives no mark.
+    Raises ValueError where the last object has not.
+    """
+    objects = list(_objects(text))
+    last_end = objects[0][1] if objects else 0
+    begins = [begin for begin, end, _ in objects if end >= last_end]
+    inside = [value for begin, _, value in objects if begin >= min(begins)]
+    for value in inside:
+        if all(key in value for key in keys):
+            return {key: _marked(value[key], key) for key in keys}
+    missing = [key for key in keys if not any(key in value for value in inside)]
+    raise ValueError(f"its last JSON object has no {', '.join(map(repr, missing or keys))}")
+
+
+def _objects(text: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield begin, end and value of the JSON objects of a text from the last one on, those inside of others first."""
+    # Integers of thousands of digits take long to read.
+    decoder = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= LONGEST_NUMBER else math.inf)
+    text = text[-LONGEST_READ:]
+    begin = len(text)
+    # An object begins at a brace; few are tried, so that a text of nothing but braces costs no more than others.
+    for _ in range(64):
+        begin = text.rfind("{", 0, max(0, begin))
+        if begin < 0:
+            return
+        try:
+            value, end = decoder.raw_decode(text, begin)
+        except (ValueError, RecursionError):
+            continue
+        yield begin, end, value
+
+
+def mark_of(name: str, names: Sequence[str], text: str) -> float:
+    return json_marks(text, names)[name]
+
+
+def _marked(value: Any, key: str) -> float:
+    number = _number(value.strip()) if isinstance(value, str) else value
+    if number is None or isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
+        raise ValueError(f"{key} is {str(value)[:80]!r}, not a number")
+    return float(number)
+
+
+def _number(text: str, start: int = 0) -> float | None:
+    """The number at this place; None for none, and for one that is no plain finite decimal."""
+    found = _NUMBER.match(text, start)
+    return None if found is None or len(found[0]) > LONGEST_NUMBER else float(found[0])
+
+
+# ---- rubrics: weighted criteria that are marked one by one, and the score that is made of the marks ------------
+
+MOST_CRITERIA = 100
+
+
+class Criterion(NamedTuple):
+    """One thing to look for in a response."""
+
+    name: str
+    text: str
+    weight: float = 1.0
+    """Its share of the weighted mean. A negative one is of a fault, which lowers the score."""
+
+
+def read_rubric(rubric: str, aggregation: str) -> tuple[Criterion, ...]:
+    """Return the criteria of a file, YAML or JSON, or of such a text. Raises ConfigError where it cannot be read, or has none."""
+    try:
+        text = rubric if "\n" in rubric else Path(rubric).expanduser().read_text(encoding="utf-8")
+        return criteria_of(yaml.safe_load(text), aggregation)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"reward.judge.rubric={rubric[:80]!r}: {error}") from error
+
+
+def criteria_of(given: Any, aggregation: str) -> tuple[Criterion, ...]:
+    """Return the criteria of a list: texts, or mappings as data sets of rubrics have them. Raises ValueError for what is none.
+
+    `criterion` (or `text`, `description`) is the text, `weight` (or `points`) its weight, 1 where there is none, and `name`
+    what the mark is logged as; `criterion_1` and so on without one.
+    """
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+    if not isinstance(given, list | tuple) or not 1 <= len(given) <= MOST_CRITERIA:
+        raise ValueError(f"a rubric is a list of 1 to {MOST_CRITERIA} criteria, and this is {str(given)[:80]!r}")
+    found = []
+    for number, entry in enumerate(given, 1):
+        entry = {"criterion": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"criterion {number} is neither a text nor a mapping with `criterion`")
+        text, weight = (next((entry[key] for key in keys if entry.get(key) is not None), None) for keys in _KEYS)
+        weight = 1.0 if weight is None else weight
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"criterion {number} has no text under `criterion`")
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight) or weight == 0:
+            raise ValueError(f"criterion {number} has the weight {weight!r}; give a number other than 0")
+        if weight < 0 and aggregation != "weighted":
+            raise ValueError(f"criterion {number} has a negative weight, which needs rubric_aggregation=weighted")
+        name = str(entry.get("name") or f"criterion_{number}").strip()
+        found.append(Criterion(name, " ".join(text.split()), float(weight)))
+    names = [one.name for one in found]
+    if twice := sorted({name for name in names if names.count(name) > 1 or "/" in name}):
+        raise ValueError(f"names of criteria are there once each, and without a slash: {', '.join(twice)}")
+    if all(one.weight < 0 for one in found):
+        raise ValueError("some criterion must have a weight above 0")
+    return tuple(found)
+
+
+_KEYS = (("criterion", "text", "description"), ("weight", "points"))
+
+
+def aggregated(criteria: Sequence[Criterion], marks: Mapping[str, float], config: JudgeConfig) -> float:
+    """Return the score of a response from the marks of its criteria.
+
+    Formulas: mean = sum_i m_i / n; weighted = sum_i w_i m_i / sum_{w_i > 0} w_i, as HealthBench has it (arXiv 2505.08775,
+    section 3), which faults (w < 0) may bring below 0; all = 1 where every m_i is at least `rubric_pass`, else 0.
+    """
+    if config.rubric_aggregation == "all":
+        return float(all(mark >= config.rubric_pass for mark in marks.values()))
+    if config.rubric_aggregation == "mean":
+        return fmean(marks.values())
+    return sum(one.weight * marks[one.name] for one in criteria) / sum(max(0.0, one.weight) for one in criteria)

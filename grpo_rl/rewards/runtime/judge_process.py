@@ -1,0 +1,204 @@
+"""The process of one machine that asks the judge: what it may ask at once, and another in the place of one that ended."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grpo_rl.config.schema.reward import JudgeConfig
+from grpo_rl.errors import RewardError
+from grpo_rl.processes.child import KILL_S, Child, OutputLog, encode
+from grpo_rl.rewards.contract import Outcome, RewardFailure, RewardResult, number_of
+from grpo_rl.rewards.models.judge_question import ERROR, INVALID, KINDS, TIMEOUT, JudgeSpec
+from grpo_rl.rewards.runtime.process import Job
+from grpo_rl.rewards.runtime.processes import Broken, Done
+
+LOOK_S = 1.0
+"""Seconds after which the process is looked at without a message from it."""
+PATIENCE_S = 5.0
+"""Seconds for which a process may be silent beyond the longest time of a request."""
+
+
+class Share(NamedTuple):
+    """What one host may ask of what `reward.judge` allows to all."""
+
+    num_requests: int
+    """Requests that may run at once."""
+    interval_s: float
+    """Seconds from the beginning of one to that of the next."""
+
+
+def share_of(config: JudgeConfig, place: int = 0, num_hosts: int = 1) -> Share:
+    """Return the share of one of so many hosts; if there are more hosts than requests, the last ones may ask nothing."""
+    interval_s = 0.0 if config.requests_per_minute is None else 60.0 / config.requests_per_minute
+    num_requests = (config.max_concurrency + num_hosts - 1 - place) // num_hosts
+    return Share(num_requests, interval_s * min(num_hosts, config.max_concurrency))
+
+
+class JudgeProcess:
+    """Asks the judge about jobs as they come; implements `runner.JobPool`, with `done` and `broken` as `RewardProcesses` has them.
+
+    A process that ends, or says nothing for longer than a request may take, is replaced. If it had several jobs, each of
+    them is asked about again with nothing beside it, so that one which breaks a parser costs the others nothing.
+    """
+
+    def __init__(self, spec: JudgeSpec, done: Done, broken: Broken, log: Path | None = None) -> None:
+        self._spec, self._done, self._give_up, self._log = spec, done, broken, log
+        self._share = share_of(spec.config)
+        self._lock, self._ready = threading.Lock(), threading.Event()
+        self._waiting: deque[Job] = deque()
+        self._suspects: deque[Job] = deque()
+        """Jobs of a process that has ended."""
+        self._asked: dict[int, Job] = {}
+        self._serials = itertools.count()
+        self._heard = time.monotonic()
+        self._child: Child | None = None
+        self._broken: RewardError | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name="judge", daemon=True)
+        self._thread.start()
+
+    def check_started(self) -> None:
+        """Return when the process is ready. Raises RewardError if it cannot start, or nobody answers at the address."""
+        while not self._ready.wait(LOOK_S):
+            pass
+        if self._broken is not None:
+            raise self._broken
+
+    def put(self, jobs: Sequence[Job]) -> None:
+        """Have these jobs done; returns at once."""
+        with self._lock:
+            self._waiting.extend(jobs)
+        self._feed()
+
+    def allow(self, share: Share) -> None:
+        """Ask within these limits from now on."""
+        with self._lock:
+            self._share = share
+            self._send({"share": share})
+        self._feed()
+
+    def close(self) -> None:
+        """Kill the process and end the thread; what is pending is given up."""
+        self._closed = True
+        if self._child is not None:
+            self._child.kill()
+        self._thread.join(KILL_S)
+
+    def _feed(self) -> None:
+        """Send as many jobs as may be asked about at once; a suspect goes alone."""
+        failed = []
+        with self._lock:
+            while self._child is not None and (self._suspects or self._waiting):
+                if len(self._asked) >= (1 if self._suspects else self._share.num_requests):
+                    break
+                job, number = (self._suspects or self._waiting).popleft(), next(self._serials)
+                sample = job.samples[0]()
+                try:
+                    fields = encode(sample._replace(solution_str=str(sample.solution_str)))
+                except (TypeError, ValueError) as error:
+                    cause = f"ground_truth or extra_info cannot be sent to the judge's process: {error}"
+                    job.outcomes = [RewardFailure(INVALID, cause)]
+                    failed.append(job)
+                    continue
+                if not self._asked:
+                    self._heard = time.monotonic()
+                self._asked[number] = job
+                self._send_body(b'{"number": %d, "sample": %b}' % (number, fields))
+        if failed:
+            self._done(failed)
+
+    def _send(self, message: Any) -> None:
+        self._send_body(encode(message))
+
+    def _send_body(self, body: bytes) -> None:
+        if self._child is not None:
+            try:
+                self._child.send(body, self._spec.config.timeout_s)
+            except OSError:  # the thread that hears it finds out how it ended
+                self._child.kill()
+
+    def _work(self) -> None:
+        log = OutputLog(self._log)
+        try:
+            while not self._closed:
+                child = self._started(log)
+                self._ready.set()
+                self._feed()
+                cause = self._hear(child)
+                child.kill()
+                if not self._closed:
+                    self._ended(cause)
+        except Exception as error:  # a thread's own exception would be lost
+            self._broken = error if isinstance(error, RewardError) else RewardError(f"the judge's process: {error}")
+            if not self._closed:
+                self._give_up(self._broken)
+        finally:
+            if self._child is not None:
+                self._child.kill()
+            self._ready.set()
+            log.close()
+
+    def _started(self, log: OutputLog) -> Child:
+        """A process that can be asked. Raises RewardError if it cannot start."""
+        limit = self._spec.memory_limit_gb
+        setup = asdict(self._spec) | {"memory_limit": None if limit is None else int(limit * 2**30)}
+        child = Child("grpo_rl.rewards.models.judge", setup, log)
+        if trouble := child.wait_until_ready():
+            raise RewardError(trouble)
+        with self._lock:
+            self._child = child
+            self._send({"share": self._share})
+        if self._closed:
+            child.kill()
+        return child
+
+    def _hear(self, child: Child) -> RewardFailure:
+        """Hand on answers until the process ends, or is silent for too long; return why."""
+        patience_s = self._spec.config.deadline_s + PATIENCE_S
+        while True:
+            try:
+                message = child.receive(LOOK_S)
+                self._heard = time.monotonic()
+                if not isinstance(message, dict):
+                    raise ValueError("the process answered something else")
+                with self._lock:
+                    job = self._asked.pop(message.get("number", -1), None)
+                if job is not None:
+                    job.outcomes = [_outcome_of(message)]
+                    self._feed()
+                    self._done([job])
+            except TimeoutError:
+                if self._asked and time.monotonic() > self._heard + patience_s + self._share.interval_s:
+                    return RewardFailure(TIMEOUT, f"the judge's process said nothing for {patience_s:.0f} s")
+            except (OSError, EOFError, ValueError) as error:
+                return RewardFailure(ERROR, child.how_it_ended(error))
+
+    def _ended(self, cause: RewardFailure) -> None:
+        """Put what a process had aside; a job that was alone in it has failed."""
+        with self._lock:
+            self._child = None
+            jobs, self._asked = list(self._asked.values()), {}
+            if len(jobs) > 1:
+                self._suspects.extend(jobs)
+                return
+        for job in jobs:
+            job.outcomes = [cause]
+        self._done(jobs)
+
+
+def _outcome_of(message: dict[str, Any]) -> Outcome:
+    """The result in a message, which a parser of a user's may have written."""
+    try:
+        if message.get("failure") in KINDS:
+            return RewardFailure(message["failure"], str(message.get("cause")))
+        values = {str(name): number_of(mark, str(name)) for name, mark in message["values"].items()}
+        return RewardResult(number_of(message["score"], "score"), values)
+    except (LookupError, AttributeError, RewardFailure):
+        return RewardFailure(ERROR, "the process answered something else")
