@@ -6,7 +6,6 @@ import difflib
 import os
 import sys
 from collections.abc import Iterable
-from typing import ClassVar
 
 LIBRARIES = (os.path.join(os.path.dirname(__file__), ""), os.path.join(os.path.dirname(os.__file__), ""), "<")
 """Beginnings of the paths of code that is no user's: this package, the standard library, code without a file."""
@@ -106,7 +105,7 @@ class Preempted(BaseException):
     Not an Exception, for it is raised wherever the main thread is: code that handles failures there must not catch it.
     """
 
-    exit_code: ClassVar[int] = 75
+    exit_code: int = 75
 
 
 class DivergedError(GrpoRlError):

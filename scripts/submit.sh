@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Submits a run to a Ray cluster: sends this folder along and starts the main command on the cluster.
 #
-#   scripts/submit.sh [--address URL] [--wait] [--seeds 1,2,3] key=value ...
+#   scripts/submit.sh [--address URL] [--wait] [--python PATH] [--seeds 1,2,3] key=value ...
 #
 #   --address URL   the cluster's job server, e.g. http://head-node:8265; default: $RAY_API_SERVER_ADDRESS,
 #                   $RAY_ADDRESS, or http://127.0.0.1:8265
 #   --wait          stay and show the output; default: print the job's name and return
+#   --python PATH   the Python that has Ray on the cluster's head; default: the one of this folder's environment, if the head
+#                   has it at the same path, and else its python3
 #   --seeds 1,2,3   a job for each seed (seed=N), named NAME/seed=N after trainer.experiment_name=NAME; the cluster runs as
 #                   many at once as it has room for. The table of all, when they are done:
 #                   python -m grpo_rl.sweep.outcome FOLDER/NAME. With --multirun among the words one job runs them in turns.
@@ -22,6 +24,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 address=${RAY_API_SERVER_ADDRESS:-${RAY_ADDRESS:-http://127.0.0.1:8265}}
 wait_flag=--no-wait
+python=
 seeds=()
 dry_run=
 slurm=
@@ -34,6 +37,10 @@ while [[ $# -gt 0 ]]; do
         --wait)
             wait_flag=
             shift
+            ;;
+        --python)
+            python=${2:?--python needs a path}
+            shift 2
             ;;
         --seeds)
             IFS=, read -r -a seeds <<<"${2:?--seeds needs a list, such as 1,2,3}"
@@ -75,12 +82,11 @@ fi
 
 # The file has values of GRPO_RL_SEND_ENV, so that it is this user's alone, and goes at the end; other users see command lines.
 # Written by Python, so that values with quotes or line breaks arrive as they are. It asks for the job server first: Ray answers
-# one that is not there with forty lines. The hook runs in the process that starts the job, in the head's environment, which the
-# job is to run in as well: its `python3` is the head's. Ray kills a job that it stops after three seconds, if not told otherwise;
-# a run ends by itself within trainer.grace_s.
+# one that is not there with forty lines. Ray puts the head's own PATH in the place of ${PATH}; it kills a job that it stops after
+# three seconds, if not told otherwise, and a run ends by itself within trainer.grace_s.
 secrets=$(umask 077 && mktemp)
 trap 'rm -f "$secrets"' EXIT
-ADDRESS=$address DRY_RUN=$dry_run "$(dirname "$ray")/python" - >"$secrets" <<'PYTHON'
+ADDRESS=$address DRY_RUN=$dry_run BIN=$(realpath -s "$(dirname "$ray")") "$(dirname "$ray")/python" - >"$secrets" <<'PYTHON'
 import http.client, json, os, sys, urllib.error, urllib.request
 
 address = os.environ["ADDRESS"]
@@ -101,16 +107,15 @@ names = os.environ.get("GRPO_RL_SEND_ENV", "WANDB_API_KEY MLFLOW_TRACKING_URI HF
 left_out = [".git", ".venv", ".*_cache", "**/__pycache__", "runs", "outputs", "multirun", "build", "dist", "tests"]
 print(json.dumps({
     "excludes": [f"/{name}" if "*" not in name else name for name in left_out],
-    # By this variable of Ray's; its key `worker_process_setup_hook` reaches the job's workers and not what starts the job.
     "env_vars": {name: os.environ[name] for name in names if name in os.environ}
-    | {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "grpo_rl.processes.family.lead_path", "RAY_JOB_STOP_WAIT_TIME_S": "90"},
+    | {"PATH": os.environ["BIN"] + ":${PATH}", "RAY_JOB_STOP_WAIT_TIME_S": "90"},
 }))
 PYTHON
 
 # submit WORD...: one job.
 submit() {
     local command=("$ray" job submit --address "$address" ${wait_flag:+"$wait_flag"}
-        --working-dir . --runtime-env "$secrets" -- python3 -m grpo_rl.main "$@")
+        --working-dir . --runtime-env "$secrets" -- "${python:-python3}" -m grpo_rl.main "$@")
     if [[ -n $dry_run ]]; then printf '%q ' "${command[@]}" && echo; else "${command[@]}"; fi
 }
 

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,16 +35,6 @@ def shielded() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def lead_path() -> None:
-    """Put the folder of this process's Python first on PATH: what is started from here as `python3` has the same environment.
-
-    `scripts/submit.sh` lets Ray's workers call it, of which one starts the job's command.
-    """
-    folder, path = os.path.dirname(sys.executable), os.environ.get("PATH", "")
-    if path.split(os.pathsep)[0] != folder:
-        os.environ["PATH"] = os.pathsep.join(filter(None, (folder, path)))
 
 
 def outlive_stop_signals() -> None:

@@ -133,14 +133,20 @@ def launched(work: Callable[[], int]) -> int:
 
 
 def _explained(code: int, controller: int, session: Session, num_oom_kills: int) -> int:
-    """Return the exit code of a controller that ended in good order. Raises ClusterError for any other, and writes it into status.json.
+    """Return the exit code of a controller that ended in good order. Raises ClusterError for any other.
 
-    `num_oom_kills` are those of this machine since the controller began.
+    status.json says how it ended. `num_oom_kills` are those of this machine since the controller began.
     """
-    from grpo_rl.errors import EXIT_CODES, ClusterError
+    from grpo_rl.errors import EXIT_CODES, ClusterError, Preempted
     from grpo_rl.telemetry.status import Status, read_status
 
+    run = (session.folder / RUN).resolve() if (session.folder / RUN).exists() else None
+    fields = {} if run is None else read_status(run)
     if code in EXIT_CODES:
+        if run is not None and fields.get("state") == "running":  # a second Ctrl-C ends the controller at once
+            stopped = Preempted("interrupted again: ended at once")
+            stopped.exit_code = code
+            Status(run / "status.json", fields).end(stopped)
         return code
     if code == 1:  # `_Exit` of Ray's library, in whichever thread finds the connection to the raylet broken
         error = ClusterError("the Ray cluster is lost: its raylet on the controller's machine has ended")
@@ -152,9 +158,7 @@ def _explained(code: int, controller: int, session: Session, num_oom_kills: int)
         error.exit_code = 128 - code
     else:
         error = ClusterError(f"the run's controller (process {controller}) ended with exit code {code}, without a word")
-    if (session.folder / RUN).exists():
-        run = (session.folder / RUN).resolve()
-        fields = read_status(run)
+    if run is not None:
         if fields.get("state") != "running":  # it was being taken down
             return int((fields.get("error") or {}).get("exit_code", 0))
         status = Status(run / "status.json", fields)

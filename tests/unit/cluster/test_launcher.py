@@ -154,6 +154,8 @@ def work():
         while not came:
             time.sleep(0.01)
         time.sleep(0.3)
+        if sys.argv[2] == "at once":  # as on a second Ctrl-C
+            os._exit(130)
         if sys.argv[2] == "dies":
             os._exit(1)
         error = Preempted(f"by {came}")
@@ -207,6 +209,15 @@ def test_a_signal_to_the_group_reaches_the_controller_once_and_its_exit_code_is_
     os.killpg(run.process.pid, number)
     assert run.ends() == (75, f"stopped: by [{number}]\n")
     assert read_status(run.run)["state"] == "preempted"
+
+
+def test_a_run_that_a_second_interrupt_ends_is_not_said_to_run(launched: Callable[..., Launched]) -> None:
+    run = launched("at once")
+    os.killpg(run.process.pid, signal.SIGINT)
+    assert run.ends() == (130, "")
+    status = read_status(run.run)
+    assert status["state"] == "preempted" and status["error"]["exit_code"] == 130
+    assert status["error"]["message"] == "interrupted again: ended at once"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

@@ -12,12 +12,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from ray._private.ray_constants import WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
 from grpo_rl.cluster.processes import placement as machines
 from grpo_rl.cluster.processes.placement import Found
 from grpo_rl.config.relative_paths import function_files
-from grpo_rl.processes.family import lead_path
 from grpo_rl.source_code import digest, sources
 from grpo_rl.workers.sharded_policy import interface_of
 
@@ -106,11 +104,8 @@ def test_a_submitted_job_runs_in_the_environment_of_the_heads_ray_and_shows_no_s
     assert mode == "600" and not file.exists()
     environment = json.loads(content)
     assert environment["env_vars"]["HF_TOKEN"] == "hf_of_nobody_else"
-    assert environment["env_vars"][WORKER_PROCESS_SETUP_HOOK_ENV_VAR] == f"{lead_path.__module__}.{lead_path.__name__}"
-    monkeypatch.setenv("PATH", "/usr/bin")
-    lead_path()
-    lead_path()
-    assert os.environ["PATH"] == f"{os.path.dirname(sys.executable)}:/usr/bin"
+    assert environment["env_vars"]["PATH"] == f"{tmp_path}/.venv/bin:${{PATH}}"
+    assert "-- /opt/python -m grpo_rl.main seed=1" in submit("--python", "/opt/python", "--dry-run")[0]
 
 
 def test_a_missing_module_is_one_line_with_its_remedy(tmp_path: Path) -> None:
