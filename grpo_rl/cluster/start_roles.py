@@ -168,18 +168,26 @@ class Cluster:
 
         It asks Ray for a core for each of its processes, up to those that devices of this run leave on the node.
         """
-        nodes = {node["NodeID"]: node for node in ray.nodes()}
-        slots, cores = [], []
-        for name in sorted(set().union(*(pool.nodes for pool in self.pools.values())), key=list(nodes).index):
-            devices = sum(pool.cpus_on(name) for pool in self.pools.values())
-            free = int(nodes[name]["Resources"].get("CPU", 0.0) - devices)
-            cores.append(free)
-            slots.append(NodeSlot(name, float(max(0, min(sum(spec.sizes(free).values()), free)))))
+        order = [node["NodeID"] for node in ray.nodes()]
+        names = sorted(set().union(*(pool.nodes for pool in self.pools.values())), key=order.index)
+        slots, cores = zip(*(self._function_slot(spec, name) for name in names), strict=True)
         worker_group = self.worker_group("functions", slots, 1)
         self.worker_groups.remove(worker_group)  # without it the run goes on
         self.functions = FunctionPool(worker_group, spec, cores, self.supervisor)
         self.on_shutdown.append(self.functions.close)
         return worker_group, self.functions.start_build()
+
+    def join_functions(self, spec: FunctionSpec, node: str) -> None:
+        """Start a function host on a node that has none yet."""
+        assert self.functions is not None
+        if all(worker.slot.node != node for worker in self.functions.worker_group.workers):
+            self.functions.join(*self._function_slot(spec, node))
+
+    def _function_slot(self, spec: FunctionSpec, node: str) -> tuple[NodeSlot, int]:
+        """Return the place of a function host and the cores that this run's devices leave to it there."""
+        resources = next(known["Resources"] for known in ray.nodes() if known["NodeID"] == node)
+        free = int(resources.get("CPU", 0.0) - sum(pool.cpus_on(node) for pool in self.pools.values()))
+        return NodeSlot(node, float(max(0, min(sum(spec.sizes(free).values()), free)))), free
 
     @property
     def all_groups(self) -> list[WorkerGroup]:
@@ -306,7 +314,8 @@ def start_roles(
 
     rollout: ReplicaPool | EpisodePool | None = None
     if engines is not None and engine_spec is not None:
-        rollout = pool = _make_pool(cluster, engines, actors, engine_spec)
+        on_place = (lambda node: None) if functions is None else partial(cluster.join_functions, functions)
+        rollout = pool = _make_pool(cluster, engines, actors, engine_spec, on_place)
         if episodes is not None and cluster.functions is not None:
             # It loads parts of transformers that a controller without episodes does without.
             from grpo_rl.rollout.model_info import stop_token_ids
@@ -356,7 +365,9 @@ def _built_from(name: RoleName, cluster: Cluster, actor: ActorSpec) -> tuple[str
     return "reward_model.TrainedRewardModelWorker", trained, {}
 
 
-def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec) -> ReplicaPool:
+def _make_pool(
+    cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | None, spec: EngineSpec, on_place: Callable[[str], None]
+) -> ReplicaPool:
     """Return the rollout role over its engines. Their weights come from the actors, if any."""
     plan, trainer = cluster.plan, cluster.config.trainer
     options = PoolOptions(
@@ -377,7 +388,7 @@ def _make_pool(cluster: Cluster, engines: WorkerGroup, actors: WorkerGroup | Non
     devices, (fewest, most), planned = spec.tensor_parallel_size, plan.replica_bounds, plan.role("rollout")
     can_replace, elastic = cluster.supervisor.recoveries.restarts, None
     if can_replace and planned is not None and fewest < most:
-        elastic = Elastic(fewest, most, cluster.pool(planned.pool), devices)
+        elastic = Elastic(fewest, most, cluster.pool(planned.pool), devices, on_place)
     vacated = cluster.vacated if plan.engines_share_gpus else None
     replicas = Replicas(engines, cluster.supervisor, build_engine if can_replace else None, vacated, elastic)
     if elastic is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -113,6 +114,26 @@ def test_texts_are_read_on_the_hosts_and_lists_are_scored_by_one(start: Callable
     assert hosts.described.endswith(": 1 reward process, 1 environment process")
     scored = hosts.runner.wait(rollouts(200))
     assert [one.reward for one in scored] == [k + 1000 + 200 for k in range(200)]
+
+
+def test_a_node_that_joins_later_scores_as_well(
+    start: Callable[..., Hosts], cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = start()
+    given = rollouts(120, seconds=0.05)
+    for rollout in given:
+        hosts.runner.submit(rollout)
+    threading.Thread(target=hosts.pool.join, args=(NodeSlot(cluster, 0.5), 2), daemon=True).start()
+    client = hosts.pool._clients["reward"]
+    until = time.monotonic() + START_S
+    while len(client._sizes) < 3 and time.monotonic() < until:  # type: ignore[attr-defined]
+        time.sleep(0.1)
+    asked = []
+    put = client._put  # type: ignore[attr-defined]
+    monkeypatch.setattr(client, "_put", lambda worker, batch: (asked.append(worker.name), put(worker, batch)))
+    assert [one.reward for one in hosts.runner.wait(given)] == [k + 1000 + 120 for k in range(120)]
+    assert [one.reward for one in hosts.runner.wait(rollouts(60))] == [k + 1000 + 60 for k in range(60)]
+    assert set(asked) == {"functions0", "functions1", "functions2"}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

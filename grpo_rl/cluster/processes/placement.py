@@ -117,9 +117,17 @@ class Pool:
         """The nodes of the pool as it was reserved, by Ray's ids."""
         return self._nodes(self.groups)
 
+    def nodes_of(self, slot: Slot) -> set[str]:
+        """Return the nodes of a slot, by Ray's ids."""
+        return self._nodes([slot.placement_group])
+
     def cpus_on(self, node: str) -> float:
         """Return the cores that were reserved on a node."""
-        places = [node_id for group in self.groups for node_id in placement_group_table(group)["bundles_to_node_id"].values()]
+        places = [
+            node_id
+            for group in [*self.groups, *self._further]
+            for node_id in placement_group_table(group)["bundles_to_node_id"].values()
+        ]
         return places.count(node) * self._bundle["CPU"]
 
     def _nodes(self, groups: Sequence[PlacementGroup]) -> set[str]:

@@ -34,6 +34,8 @@ class Elastic:
     pool: Pool
     devices: int
     """Devices of a replica."""
+    on_place: Callable[[str], None] = lambda node: None
+    """Called, in a thread of its own, with each node of Ray's that gets another replica."""
 
 
 @dataclass(slots=True)
@@ -276,6 +278,8 @@ class Replicas:
                 self.wanted -= 1
             self.supervisor.recoveries.warn(f"engines: {name} does not join: {error}")
             return
+        for joined in self.elastic.pool.nodes_of(slot):
+            _beside(f"functions for {name}", self.elastic.on_place, joined)
         self._start(self._first.another(name, slot), _Standing("starting", since, joins=True))
 
     def _end(self, worker: Worker) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import ray
 
+from grpo_rl.cluster.processes.placement import NodeSlot
 from grpo_rl.cluster.processes.worker_group import StoredBlock, Worker, WorkerFailed, WorkerGroup, wait_all
 from grpo_rl.cluster.recovery.supervisor import Supervisor
 from grpo_rl.cluster.roles.function_host import BROKEN, ENVIRONMENT, LOST, FunctionHost, FunctionSpec, SentOutcome
@@ -38,6 +39,8 @@ WAIT_S = 10.0
 """Seconds for which a host is asked what has happened, where nothing has."""
 AHEAD = 256
 """Responses that a host has at most for each of its reward processes: it gets more when half of them are done."""
+FIRST_JOINED = 1000
+"""The first number among the logs of a host that has joined, and its multiples for further ones."""
 GATHER_S = 0.003
 """Seconds for which jobs gather, to be sent in one call."""
 
@@ -63,7 +66,9 @@ class FunctionPool:
 
     def __init__(self, worker_group: WorkerGroup, spec: FunctionSpec, cores: Sequence[int], supervisor: Supervisor) -> None:
         """`cores` has those of each host's node that its processes may use."""
-        self.worker_group, self._spec, self._supervisor, self._cores = worker_group, spec, supervisor, cores
+        self.worker_group, self._spec, self._supervisor = worker_group, spec, supervisor
+        self._cores = {worker: (cores[k], k, len(cores)) for k, worker in enumerate(worker_group.workers)}
+        """What each host is built from besides what all have: cores, its number, and the hosts that numbers are shared with."""
         self._sizes: dict[Worker, dict[str, int]] = {}
         self._clients: dict[str, Client] = {}
         self._broken: GrpoRlError | None = None
@@ -71,22 +76,45 @@ class FunctionPool:
 
     def start_build(self) -> list[ray.ObjectRef]:
         """Start making the host in every process."""
-        return [self._build(worker, number) for number, worker in enumerate(self.worker_group.workers)]
+        return [self._build(worker) for worker in self.worker_group.workers]
 
-    def _build(self, worker: Worker, number: int) -> ray.ObjectRef:
-        return worker.actor.build.remote(FunctionHost, self._spec, self._cores[number], number, len(self._cores))
+    def _build(self, worker: Worker) -> ray.ObjectRef:
+        return worker.actor.build.remote(FunctionHost, self._spec, *self._cores[worker])
 
     def listen(self) -> str:
         """Begin to hear what happens on the hosts, which are built; return what runs where, and within which walls."""
         lines: dict[str, list[str]] = {}
-        for number, (worker, arguments) in enumerate(
-            zip(self.worker_group.workers, self.worker_group.call("describe"), strict=True)
-        ):
-            node, self._sizes[worker], walls = arguments
-            sizes = ", ".join(f"{count} {name} process{'es' * (count > 1)}" for name, count in self._sizes[worker].items())
-            lines.setdefault("; ".join(filter(None, (sizes, walls))), []).append(node)
-            threading.Thread(target=self._listen, args=(worker, number), name=worker.name, daemon=True).start()
+        for worker, (node, sizes, walls) in zip(self.worker_group.workers, self.worker_group.call("describe"), strict=True):
+            self._sizes[worker] = sizes
+            processes = ", ".join(f"{count} {name} process{'es' * (count > 1)}" for name, count in sizes.items())
+            lines.setdefault("; ".join(filter(None, (processes, walls))), []).append(node)
+            threading.Thread(target=self._listen, args=(worker,), name=worker.name, daemon=True).start()
         return "; ".join(f"on {', '.join(nodes)}: {what}" for what, nodes in lines.items())
+
+    def join(self, slot: NodeSlot, cores: int) -> None:
+        """Start a host on a node that has joined, and wait for it; if it cannot start there, the others go on, with a warning."""
+        with self._lock:
+            number = FIRST_JOINED * (1 + len(self._cores))
+            fresh = self.worker_group.workers[0].another(f"functions{len(self._cores)}", slot)
+            self._cores[fresh], self._sizes[fresh] = (cores, number, 1), self._spec.sizes(cores)
+            self.worker_group.workers.append(fresh)
+        try:
+            self._begin(fresh)
+        except GrpoRlError as error:
+            fresh.kill(str(error))
+            with self._lock:
+                self.worker_group.workers.remove(fresh)
+            self._supervisor.recoveries.warn(f"functions do not run on a node that has joined: {error}")
+        else:
+            self._listen(fresh)
+
+    def _begin(self, fresh: Worker) -> None:
+        """Build a further host and let it be asked. Raises GrpoRlError."""
+        self.worker_group.where(self._supervisor.start_timeout_s, [fresh])
+        wait_all([fresh], [self._build(fresh)], self._supervisor.start_timeout_s, f"start {fresh.name}")
+        self._supervisor.watch(fresh)
+        for service, client in self._clients.items():
+            client.joined(fresh, self._sizes[fresh][service])
 
     def scorer(self, service: str, done: Done, broken: Broken) -> ScorerClient:
         """Return the reward processes of all nodes, as `RewardRunner` asks them."""
@@ -120,7 +148,7 @@ class FunctionPool:
     def _put(self, service: str, worker: Worker, batch: Any) -> None:
         worker.call("put", service, batch)  # one that is lost is noticed by whoever listens to it
 
-    def _listen(self, worker: Worker, number: int) -> None:
+    def _listen(self, worker: Worker) -> None:
         """Hand on what a host says, and what another says in its place once it is lost."""
         patience_s = WAIT_S + self.worker_group.call_timeout_s
         try:
@@ -130,7 +158,7 @@ class FunctionPool:
                 except GrpoRlError as error:
                     if self._closed.is_set() or self._supervisor.closed:
                         return
-                    if (fresh := self._replaced(worker, number, error)) is None:
+                    if (fresh := self._replaced(worker, error)) is None:
                         return
                     worker, heard = fresh, []
                 for service, message in heard:
@@ -145,7 +173,7 @@ class FunctionPool:
         except Exception as error:  # a thread's own exception would be lost
             self._break(ClusterError(f"{worker.name}: {type(error).__name__}: {error}"))
 
-    def _replaced(self, worker: Worker, number: int, error: GrpoRlError) -> Worker | None:
+    def _replaced(self, worker: Worker, error: GrpoRlError) -> Worker | None:
         """Return a new host in the place of one that is lost; None if its node is gone and others go on. Raises ClusterError."""
         since, recoveries = time.monotonic(), self._supervisor.recoveries
         worker.kill(str(error))
@@ -165,18 +193,13 @@ class FunctionPool:
         recoveries.failed(worker.name, str(error), "another is started in its place")
         fresh = worker.another(worker.name, worker.slot)
         with self._lock:
+            self._cores[fresh], self._sizes[fresh] = self._cores.pop(worker), self._sizes.pop(worker)
             self.worker_group.workers.append(fresh)
         try:
-            self.worker_group.where(self._supervisor.start_timeout_s, [fresh])
-            wait_all([fresh], [self._build(fresh, number)], self._supervisor.start_timeout_s, f"start {fresh.name} again")
+            self._begin(fresh)
         except WorkerFailed:
-            self._sizes[fresh] = self._sizes.pop(worker)
             return fresh  # lost in its turn, which the next call to it shows
         recoveries.on_restart(fresh.name, fresh.pid)
-        self._supervisor.watch(fresh)
-        self._sizes[fresh] = self._sizes.pop(worker)
-        for service, client in self._clients.items():
-            client.joined(fresh, self._sizes[fresh][service])
         recoveries.recovered(fresh.name, "functions", time.monotonic() - since, "it scores and plays again")
         return fresh
 

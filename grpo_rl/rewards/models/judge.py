@@ -262,7 +262,7 @@ def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
 
     def handle(message: dict[str, Any]) -> None:
         if "share" in message:
-            asyncio.run_coroutine_threadsafe(judge.allow(*message["share"]), loop).result()
+            asyncio.run_coroutine_threadsafe(judge.allow(*message["share"]), loop)
         else:
             asyncio.run_coroutine_threadsafe(answer(message["number"], Sample(*message["sample"])), loop)
 
