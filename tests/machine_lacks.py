@@ -5,6 +5,9 @@ As a program it prints the reasons, one a line, and nothing on a machine that ha
 
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +40,26 @@ def _needs(name: str) -> pytest.MarkDecorator:
 
 
 needs_sandbox, needs_compiler = map(_needs, ("sandbox", "compiler"))
+
+
+@contextmanager
+def memory_group(num_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield what puts a process, by its id, into a control group in which the kernel ends it beyond so much memory. Skips without one."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((line.split(":", 2)[2] for line in lines if line.split(":")[1] == "memory"), "")
+    folder = Path(f"/sys/fs/cgroup/memory{own}/test-{os.getpid()}")
+    try:
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(num_bytes))
+    except OSError as error:
+        pytest.skip(f"no control group for memory: {error}")
+    try:
+        yield lambda pid: (folder / "cgroup.procs").write_text(str(pid)) and None
+    finally:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            (folder.parent / "cgroup.procs").write_text(pid)
+        folder.rmdir()
+
 
 if __name__ == "__main__":
     for name, why in LACKS.items():

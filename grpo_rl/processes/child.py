@@ -27,7 +27,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_rl.config.secrets import HiddenLines, redact, remember_environment
-from grpo_rl.processes.family import adopt_orphans, die_with, kill_tree, outlive_stop_signals, shielded, state
+from grpo_rl.processes.family import (
+    KILLED_FOR_MEMORY,
+    adopt_orphans,
+    die_with,
+    kill_tree,
+    oom_kills,
+    outlive_stop_signals,
+    shielded,
+    state,
+)
 
 START_S = 120.0
 """Longest start of a child: it imports the user's files."""
@@ -100,6 +109,7 @@ class Child:
         with theirs:
             words = [str(fds[0]), "0" if outlives_thread else str(os.getpid()), str(fds[1])]
             self._process = start(module, words, pass_fds=fds, environment=variables)
+        self._oom_kills = oom_kills()
         self.pid, self.name = self._process.pid, f"{module.split('.')[1].removesuffix('s')} process"
         self._last_message = time.monotonic()
         self._channel.setblocking(False)
@@ -205,6 +215,8 @@ class Child:
         if code is None:
             return str(error)
         self._copying.join(LAST_MOMENT_S)
+        if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
+            return KILLED_FOR_MEMORY
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"the process died of {signal.Signals(-code).name}"

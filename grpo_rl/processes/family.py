@@ -19,6 +19,7 @@ from pathlib import Path
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that terminals, users and batch systems send to stop a run, or to announce that its time is over."""
 
+KILLED_FOR_MEMORY = "the kernel ended the process, as memory ran out on its machine or in its container"
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -35,6 +36,15 @@ def shielded() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def oom_kills() -> int:
+    """Return how many processes the kernel has ended on this machine because memory ran out."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def outlive_stop_signals() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from machine_lacks import memory_group
 
 from grpo_rl.cluster.processes.placement import NodeSlot
 from grpo_rl.cluster.processes.worker_group import StoredBlock, WorkerGroup, wait_all
@@ -163,6 +164,19 @@ def test_a_lost_host_ends_the_run_with_its_cause_if_nothing_is_started_again(sta
         os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(ClusterError, match=r"functions\.take failed on functions\d: the process died"):
         hosts.runner.wait(rollouts(3))
+
+
+def test_a_host_that_the_kernel_ends_for_want_of_memory_has_that_as_its_cause(start: Callable[..., Hosts]) -> None:
+    hosts = start(recover="off")
+    with memory_group(64 * 2**20) as put:
+        for worker in hosts.pool.worker_group.workers:
+            put(worker.pid)
+        prompt = Prompt("p", (1,), "", "test", None, {})
+        large = [Rollout(prompt, k, [1], [0.0], "stop", ((1, 1),), text="x" * 50 * 2**20) for k in range(8)]
+        with pytest.raises(
+            ClusterError, match=r"functions\.take failed on functions\d: the kernel ended the process, as memory"
+        ):
+            hosts.runner.wait(large)
 
 
 def test_a_host_gets_no_more_than_it_has_room_for(start: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch) -> None:

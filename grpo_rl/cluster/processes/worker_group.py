@@ -41,7 +41,7 @@ from grpo_rl.errors import (
 )
 from grpo_rl.machine_memory import out_of_memory
 from grpo_rl.processes.child import doing as children_doing
-from grpo_rl.processes.family import descendants, is_running, kill_tree, started
+from grpo_rl.processes.family import KILLED_FOR_MEMORY, descendants, is_running, kill_tree, oom_kills, started
 from grpo_rl.rollout.engine_environment import own_folder
 from grpo_rl.workers.instruments import Instruments, PhaseMeasure, device_name
 
@@ -331,6 +331,7 @@ class Worker:
         options: dict[str, Any] = {"max_concurrency": threads, **slot.options}
         remote: Any = ray.remote  # Ray's types have no concurrency groups
         host = remote(concurrency_groups={BEATS: 1, LOOKS: 1, NEWS: 1})(WorkerHost).options(**options)
+        self._oom_kills = oom_kills()
         self.actor: Any = host.remote(name, str(self.log_file), own, secrets.known())
 
     @property
@@ -379,6 +380,9 @@ class Worker:
         if self.verdict is not None:
             return f"{self.verdict}\n  log: {self.log_file}\n{self.log_tail()}"
         reason = "the process died" if isinstance(error, ray.exceptions.RayActorError) else type(error).__name__
+        # A machine other than the controller's keeps its own count.
+        if reason == "the process died" and self.address == ray.util.get_node_ip_address() and oom_kills() > self._oom_kills:
+            return f"{KILLED_FOR_MEMORY}\n  log: {self.log_file}\n{self.log_tail()}"
         words = cause_line(str(error), at_end=isinstance(error, ray.exceptions.RayTaskError))
         return f"{reason} ({words})\n  log: {self.log_file}\n{self.log_tail()}"
 

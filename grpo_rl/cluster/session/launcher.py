@@ -91,6 +91,8 @@ def launched(work: Callable[[], int]) -> int:
     global current
     if not launches or "torch" in sys.modules or threading.active_count() > 1:
         return work()
+    from grpo_rl.processes.family import die_with, oom_kills
+
     session, launcher, oom_kills_before = Session.new(), os.getpid(), oom_kills()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -98,8 +100,6 @@ def launched(work: Callable[[], int]) -> int:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
     controller = os.fork()
     if controller == 0:
-        from grpo_rl.processes.family import die_with
-
         os.setsid()  # signals of the terminal and of the job's group reach the launcher alone, which passes them on
         die_with(launcher, signal.SIGTERM)
         current = session
@@ -166,15 +166,6 @@ def _explained(code: int, controller: int, session: Session, num_oom_kills: int)
         status.end(error)
         error.add_note(f"log: {run / 'logs' / 'console.log'}")
     raise error
-
-
-def oom_kills() -> int:
-    """Return how many processes the kernel has ended on this machine because memory ran out."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def processes(token: str) -> Iterator[int]:

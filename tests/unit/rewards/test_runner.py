@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from machine_lacks import needs_sandbox
+from machine_lacks import memory_group, needs_sandbox
 
 from grpo_rl.config.schema.tree import RewardConfig
-from grpo_rl.errors import RewardError
+from grpo_rl.errors import NoRewardError, RewardError
 from grpo_rl.processes.child import CHILDREN, LOG_LIMIT, OutputLog
 from grpo_rl.processes.family import STOP_SIGNALS
 from grpo_rl.rewards.compose import RewardFunction
@@ -249,6 +249,19 @@ def test_a_process_that_cannot_start_ends_the_run_with_the_cause(tmp_path, monke
 
 
 @needs_sandbox
+def test_a_process_that_the_kernel_ends_for_want_of_memory_has_that_as_its_cause(tmp_path: Path) -> None:
+    (tmp_path / "large.py").write_text("def score(**_):\n    return float(len(bytearray(400_000_000)))\n")
+    config = RewardConfig(functions=[f"{tmp_path}/large.py:score"], num_workers=1, memory_limit_gb=None)
+    runner = RewardRunner(RewardFunction.from_config(config), config)
+    runner.check_started()
+    given = rollout("a")
+    with memory_group(100 * 2**20) as put:
+        put(*runner.processes.pids.values())  # type: ignore[attr-defined]
+        with pytest.raises(NoRewardError, match=r"1 reward_error.*the kernel ended the process, as memory ran out"):
+            runner.wait([given])
+    runner.close()
+
+
 def test_programs_are_judged_in_their_sandbox_from_a_reward_process():
     config = RewardConfig(functions=["code"], timeout_s=60, num_workers=1)
     runner = RewardRunner(RewardFunction.from_config(config), config, data_sources=["code"])
