@@ -136,7 +136,6 @@ def test_shared_memory_that_no_tracker_knows_goes_with_the_file_it_is_called_aft
 RUN = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
-from grpo_rl.cluster.run_session import behind_ray
 from grpo_rl.cluster.session import launcher
 from grpo_rl.cluster.session.ray_session import watched
 from grpo_rl.errors import Preempted
@@ -144,6 +143,8 @@ from grpo_rl.main import exit_code_after
 from grpo_rl.telemetry.status import Status
 
 def work():
+    from grpo_rl.cluster.run_session import behind_ray  # with torch, which a launcher must not load
+
     run, came = Path(sys.argv[1]), []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: came.append(number))
