@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf.errors import OmegaConfBaseException
 
 import grpo_rl
 from grpo_rl.errors import ConfigError, did_you_mean
@@ -94,7 +93,7 @@ def read(path: Path, name: str) -> YamlFile:
         if status.st_size > _LARGEST_FILE:
             raise ConfigError(f"{name}: {path} has more than {_LARGEST_FILE:,} bytes, which no configuration has")
         file = _read(path, status.st_mtime_ns, status.st_size)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{name}: {path} cannot be read as YAML: {_place(error)}") from None
     if not file.entries:
         raise ConfigError(f"{name}: {path} holds no keys; it has to be a mapping such as trainer: {{save_freq: 10}}")

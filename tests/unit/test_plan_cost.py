@@ -89,7 +89,7 @@ def test_a_replica_that_always_has_work_has_no_tail_and_pays_for_what_it_reads_a
 
 
 def test_the_update_takes_a_third_of_the_peak_for_seven_billion_parameters_and_half_of_that_for_half_a_billion() -> None:
-    words = ["machine=8xH100-80GB", f"{A}.use_prefix_grouper=false"]
+    words = ["machine=8xH100-80GB", f"{A}.use_prefix_grouper=false", f"{M}.enable_gradient_checkpointing=true"]
     shares = []
     for name, params in (("7B", 7_615_616_512 - 152064 * 3584), ("0.5B", 494_032_768)):
         found = timed(*words, f"{M}.path=Qwen/Qwen2.5-{name}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -53,8 +52,6 @@ def _data(config: Config) -> Iterator[str]:
     if weights is not None and (own.path is not None or len(weights) != len(data.train_files)):
         entries = f"{len(data.train_files)} entries" if own.path is None else "one class, data.custom_cls, that reads them all"
         yield f"data.train_weights: has {len(weights)} weights, and data.train_files has {entries}; give one weight for each entry"
-    if weights is not None and not all(0 < weight < math.inf for weight in weights):
-        yield f"data.train_weights={weights}: each weight must be a number above 0"
     for key in ("train_files", "val_files", "val_prompt_files") if own.path is None else ():
         for file in getattr(data, key):
             if problem := _data_file(file, elsewhere=config.trainer.machine is not None):

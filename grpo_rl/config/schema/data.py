@@ -87,7 +87,7 @@ class DataConfig:
     """Draw the training rows of every epoch in a new seeded order."""
     seed: Seed = 1
     """Seed of the order of the training rows."""
-    train_weights: list[float] | None = None
+    train_weights: list[Positive] | None = None
     """Weights of the entries of train_files, in their order: an entry has its weight over the sum of all as its share of an epoch's rows, drawn again and again if need be. null: the share of its rows."""
     train_max_samples: CountOrOff = -1
     """Use only the first so many training rows; -1: all."""

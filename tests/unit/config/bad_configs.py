@@ -34,7 +34,7 @@ _VALUES: list[Bad] = [
     ([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.environment.name=no/such.py:G"], "no/such.py:G", "there is no file"),
     ([f"{R}.multi_turn.enable=true", f"{R}.multi_turn.tool_config_path=no.yaml"], "tool_config_path", "No such file"),
     (["data.train_weights=[1,2]"], "data.train_weights", "give one weight for each entry"),
-    (["data.train_weights=[0]"], "data.train_weights", "must be a number above 0"),
+    (["data.train_weights=[0]"], "data.train_weights", "out of range"),
     (["data.custom_cls.path=no/such.py", "data.custom_cls.name=Rows"], "data.custom_cls.path", "there is no file"),
     *_each("trainer.total_epochs", "has no value yet", "???"),
     *_each("trainer.experiment_name", "not text", "{a: 1}"),
