@@ -112,8 +112,8 @@ class CheckpointStore:
         if self.keep is not None:
             steps = self.steps()
             best = next((step for step in self.best if step in steps), None)
-            others = [self.folder / f"step_{step}" for step in steps if step not in (newest, best)]
-            unwanted += others[: max(0, len(others) - self.keep + 1)]
+            older = [self.folder / f"step_{step}" for step in steps if step not in (newest, best)]
+            unwanted += older[: max(0, len(older) - self.keep + 1)]
         for folder in unwanted:
             if not self._is_ours(folder):
                 self.warn(f"{folder} is kept: it is damaged, or holds files that this program has not written")

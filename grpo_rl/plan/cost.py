@@ -402,13 +402,13 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         phases["reference"] = of(size, passes.reference)
     if (critic := size_of_role(plan, size, "critic")) is not None:
         own, updates = plan.config.critic, sizes.critic_updates_per_step
-        again, on_host = own.model.enable_gradient_checkpointing, own.fsdp.offload_policy
+        recomputes, on_host = own.model.enable_gradient_checkpointing, own.fsdp.offload_policy
         batches = max(1, round(updates / max(1, sizes.critic_epochs)))
         phases["critic's values"] = of(critic, passes.critic)
-        phases["critic's update"] = learns(critic, passes.critic, updates, batches, checkpointing=again, on_host=on_host)
-    again, on_host = parts.model.enable_gradient_checkpointing is not False, parts.actor.fsdp_config.offload_policy
+        phases["critic's update"] = learns(critic, passes.critic, updates, batches, checkpointing=recomputes, on_host=on_host)
+    recomputes, on_host = parts.model.enable_gradient_checkpointing is not False, parts.actor.fsdp_config.offload_policy
     updates, batches = sizes.updates_per_step, sizes.mini_batches
-    phases["update"] = learns(size, passes.update, updates, batches, checkpointing=again, on_host=on_host)
+    phases["update"] = learns(size, passes.update, updates, batches, checkpointing=recomputes, on_host=on_host)
     return phases
 
 

@@ -72,16 +72,15 @@ def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
     """Return values for what the configuration leaves to the plan: activations that are kept, chunks of the LM head, on GPUs."""
     model = plan.config.actor_rollout_ref.model
     faster = propose_faster(plan, size, ROOMY)
-    left = {name for name in ("enable_gradient_checkpointing", "lm_head_chunk_tokens") if getattr(model, name) is None}
+    undecided = {name for name in ("enable_gradient_checkpointing", "lm_head_chunk_tokens") if getattr(model, name) is None}
     changes = {} if faster is None else faster.changes
-    return {key: value for key, value in changes.items() if key.removeprefix(f"{M}.") in left}
+    return {key: value for key, value in changes.items() if key.removeprefix(f"{M}.") in undecided}
 
 
 def propose_faster(plan: Plan, size: ModelSize, most: float = TIGHT) -> Proposal | None:
     """Return keys that spend free memory on a shorter update of the actor, up to `most` of a GPU's; None if there are none.
 
-    Activations that are kept are not computed again, logits of one large chunk neither, and compiled layers move less. On one H100
-    with 494 M parameters the three together made an update 1.7 times as fast (docs/gpus.md).
+    Activations that are kept are not computed again, logits of one large chunk neither, and compiled layers move less.
     """
     judged, parts = fit_of(plan, size), plan.config.actor_rollout_ref
     if judged is None or not judged.fits or not plan.trains or not plan.role("actor"):

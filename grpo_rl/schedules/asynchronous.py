@@ -25,9 +25,9 @@ def train(s: Session) -> None:
     batch_size, settings = s.config.data.train_batch_size, s.config.trainer.asynchronous
     bound, has_sent = settings.max_staleness, False
 
-    def in_time(ready: Sequence[Group], asked: Sequence[Group], size: int) -> list[Group] | None:
+    def in_time(ready: Sequence[Group], requested: Sequence[Group], size: int) -> list[Group] | None:
         deadlines = [group.asked_at + bound for group in ready]
-        places = choose(deadlines, (group.asked_at + bound for group in asked), s.version, size)
+        places = choose(deadlines, (group.asked_at + bound for group in requested), s.version, size)
         return None if places is None else [ready[place] for place in places]
 
     for step in s.steps():

@@ -99,10 +99,10 @@ class InFlight:
         """
         session, refills = self.session, self.selection.refills
         steps_left = session.total_steps - session.step + 1 - self.has_taken
-        wanted, num_groups = min(self.room, steps_left * self.batch_size), len(self.groups)
+        num_wanted, num_groups = min(self.room, steps_left * self.batch_size), len(self.groups)
         most_useless = self.selection.filters.max_num_gen_batches * gen_batch_size(session.config) - self.batch_size
         try:
-            while len(self.groups) < wanted and not self.selection.exhausted:
+            while len(self.groups) < num_wanted and not self.selection.exhausted:
                 if refills and len(self._untrained) > most_useless:
                     raise self._too_few()
                 drawn = self.selection.prompts()
@@ -110,7 +110,7 @@ class InFlight:
                 # Of one step all that is drawn has the same seed if it is refilled, as in `sync`.
                 number = session.step if refills else self.num_batches
                 self.groups += [Group(number, row, prompt) for row, prompt in drawn]
-            if refills and len(self.groups) < min(self.batch_size, wanted):
+            if refills and len(self.groups) < min(self.batch_size, num_wanted):
                 raise self._too_few("; all other prompts are retired")
         except DataError:
             if not self.has_taken:
@@ -145,12 +145,12 @@ class InFlight:
     def _note_load(self) -> None:
         """Record how long there were requests until now, or add up how long there were none."""
         timeline = self.session.output.timeline
-        now = timeline.now()
+        now_s = timeline.now()
         if self._since is not None and self._unfinished:
-            timeline.record("rollout", "gen", self._since, now)
+            timeline.record("rollout", "gen", self._since, now_s)
         elif self._since is not None:
-            self._idle_s += now - self._since
-        self._since = now
+            self._idle_s += now_s - self._since
+        self._since = now_s
 
     # ---- which groups can be trained -----------------------------------------------------------------------------
 
@@ -265,9 +265,9 @@ class InFlight:
         if choose is None:
             first = self.groups[: self.batch_size]
             return first if all(group in self.ready for group in first) else None
-        asked = [group for group in self.groups if group.asked_at >= 0]
-        size = min(self.batch_size, len(self.groups if self.selection.refills else asked))
-        chosen = choose(list(self.ready), asked, size)
+        requested = [group for group in self.groups if group.asked_at >= 0]
+        size = min(self.batch_size, len(self.groups if self.selection.refills else requested))
+        chosen = choose(list(self.ready), requested, size)
         return None if chosen is None else [group for group in self.groups if group in chosen]
 
     def refilled(self, groups: list[Group]) -> Selected:

@@ -171,19 +171,19 @@ def quality(scored: Mapping[str, Tensor], settings: RewardModelTrainConfig) -> M
         scores_K, good_K = scores_K[decided_K], labels_K[decided_K] > 0.5
         accuracy = float(((scores_K > 0) == good_K).double().mean())
         ranking, reliability = auc(scores_K, good_K), calibration(scores_K.double().sigmoid(), good_K)
-        more = {"val/good": float(good_K.double().mean())}
+        measures = {"val/good": float(good_K.double().mean())}
     else:
         chosen_P, rejected_P = scored["chosen_P"], scored["rejected_P"]
         loss = bradley_terry(chosen_P, rejected_P, margin_P=scored["margin_P"], center_coef=settings.center_coef)[0].mean()
         accuracy, reliability = pair_accuracy(chosen_P, rejected_P), pair_calibration(chosen_P, rejected_P)
         sides = torch.arange(2).repeat_interleave(len(chosen_P)) == 0
         ranking = auc(torch.cat([chosen_P, rejected_P]), sides)
-        more = {
+        measures = {
             "val/margin": float((chosen_P - rejected_P).double().mean()),
             "val/score_mean": float(torch.cat([chosen_P, rejected_P]).double().mean()),
         }
     measured = {"val/loss": float(loss), "val/accuracy": accuracy, "val/auc": ranking}
-    measured |= {"val/calibration_error": reliability.error, "val/brier": reliability.brier} | more
+    measured |= {"val/calibration_error": reliability.error, "val/brier": reliability.brier} | measures
     # Before the first update of a new head all scores are equal, and no pair has a preferred side.
     return {name: value for name, value in measured.items() if value == value}
 

@@ -335,10 +335,10 @@ class RunLoop:
             self._unlogged = None
         self.output.status.update(step=self.step, total=self.total_steps, last_commit=self.step)
         self.output.console.info(f"resumed from {checkpoint.folder} at step {self.step}")
-        before = checkpoint.state.get("code", self.session.code)
-        if before != self.session.code:
+        code_of_checkpoint = checkpoint.state.get("code", self.session.code)
+        if code_of_checkpoint != self.session.code:
             self.output.console.warn(
-                f"the code, or a model that the configuration names, is another than that of the checkpoint: {before} -> {self.session.code}"
+                f"the code, or a model that the configuration names, is another than that of the checkpoint: {code_of_checkpoint} -> {self.session.code}"
             )
         for aside in self.store.set_aside_after(self.step):
             self.output.console.info(f"a checkpoint of a later step is now {aside}")

@@ -102,8 +102,8 @@ def _marked(value: Any, key: str) -> float:
 
 def _number(text: str, start: int = 0) -> float | None:
     """The number at this place; None for none, and for one that is no plain finite decimal."""
-    found = _NUMBER.match(text, start)
-    return None if found is None or len(found[0]) > LONGEST_NUMBER else float(found[0])
+    match = _NUMBER.match(text, start)
+    return None if match is None or len(match[0]) > LONGEST_NUMBER else float(match[0])
 
 
 # ---- rubrics: weighted criteria that are marked one by one, and the score that is made of the marks ------------
@@ -139,7 +139,7 @@ def criteria_of(given: Any, aggregation: str) -> tuple[Criterion, ...]:
         given = given.tolist()
     if not isinstance(given, list | tuple) or not 1 <= len(given) <= MOST_CRITERIA:
         raise ValueError(f"a rubric is a list of 1 to {MOST_CRITERIA} criteria, and this is {str(given)[:80]!r}")
-    found = []
+    criteria = []
     for number, entry in enumerate(given, 1):
         entry = {"criterion": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, Mapping):
@@ -153,13 +153,13 @@ def criteria_of(given: Any, aggregation: str) -> tuple[Criterion, ...]:
         if weight < 0 and aggregation != "weighted":
             raise ValueError(f"criterion {number} has a negative weight, which needs rubric_aggregation=weighted")
         name = str(entry.get("name") or f"criterion_{number}").strip()
-        found.append(Criterion(name, " ".join(text.split()), float(weight)))
-    names = [one.name for one in found]
+        criteria.append(Criterion(name, " ".join(text.split()), float(weight)))
+    names = [criterion.name for criterion in criteria]
     if twice := sorted({name for name in names if names.count(name) > 1 or "/" in name}):
         raise ValueError(f"names of criteria are there once each, and without a slash: {', '.join(twice)}")
-    if all(one.weight < 0 for one in found):
+    if all(criterion.weight < 0 for criterion in criteria):
         raise ValueError("some criterion must have a weight above 0")
-    return tuple(found)
+    return tuple(criteria)
 
 
 _KEYS = (("criterion", "text", "description"), ("weight", "points"))
@@ -175,4 +175,6 @@ def aggregated(criteria: Sequence[Criterion], marks: Mapping[str, float], config
         return float(all(mark >= config.rubric_pass for mark in marks.values()))
     if config.rubric_aggregation == "mean":
         return fmean(marks.values())
-    return sum(one.weight * marks[one.name] for one in criteria) / sum(max(0.0, one.weight) for one in criteria)
+    return sum(criterion.weight * marks[criterion.name] for criterion in criteria) / sum(
+        max(0.0, criterion.weight) for criterion in criteria
+    )

@@ -155,8 +155,8 @@ class RewardRunner(JobRunner):
         batched_jobs = [Job(samples, [name], batched=True) for name in self._batched] if rollouts else []
         jobs = self._take(rollouts, batched_jobs)
         further = [spared(job, self._call) for job in batched_jobs]
-        for rollout, job, *more in zip(rollouts, jobs, *further, strict=True):
-            self._settle(rollout, [*job.outcomes, *more])
+        for rollout, job, *batched_outcomes in zip(rollouts, jobs, *further, strict=True):
+            self._settle(rollout, [*job.outcomes, *batched_outcomes])
         stop_where_due(rollouts, self._config)
         return list(rollouts)
 

@@ -400,15 +400,15 @@ def reward_exploited(run: RunRecord) -> Finding | None:
         full = [list(block) for place, block in by_block if place < number]
         if len(full) < 2:
             continue
-        *before, now = (np.sum([_moments(record, name) for record in block], axis=0) for block in full)
-        reward, audit = _rises(np.array(before), now)
-        fallen = NormalDist().inv_cdf(FALSE_ALARM / (number * (number + 1) * len(before)))
+        *earlier, latest = (np.sum([_moments(record, name) for record in block], axis=0) for block in full)
+        reward, audit = _rises(np.array(earlier), latest)
+        fallen = NormalDist().inv_cdf(FALSE_ALARM / (number * (number + 1) * len(earlier)))
         exploited = np.flatnonzero((reward > RISE) & (audit < fallen))
         if not len(exploited):
             continue
         start = int(exploited[np.argmin(audit[exploited])])
         ranges = (f"{int(block[0]['step'])} to {int(block[-1]['step'])}" for block in (full[start], full[-1]))
-        ends = [f"{before[start][at] / before[start][0]:.3f} -> {now[at] / now[0]:.3f}" for at in (1, 2)]
+        ends = [f"{earlier[start][at] / earlier[start][0]:.3f} -> {latest[at] / latest[0]:.3f}" for at in (1, 2)]
         evidence = (
             f"steps {' -> '.join(ranges)}: reward {ends[0]}, {name} {ends[1]}; "
             f"the audit has fallen by {-audit[start]:.1f} standard errors"
@@ -427,8 +427,8 @@ def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
 def _rises(before: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return how far reward and audit have risen since each block, in standard errors, [blocks]; from sums of `_moments`."""
     means, now_mean = before[:, 1:3] / before[:, :1], now[1:3] / now[0]
-    both = before + now
-    variance = both[:, 3:] / both[:, :1] - (both[:, 1:3] / both[:, :1]) ** 2
+    pooled = before + now
+    variance = pooled[:, 3:] / pooled[:, :1] - (pooled[:, 1:3] / pooled[:, :1]) ** 2
     error = np.sqrt(np.maximum(variance, TINY) * (1 / before[:, :1] + 1 / now[0]))
     reward, audit = ((now_mean - means) / error).T
     return reward, audit

@@ -103,10 +103,10 @@ class Selection:
     def _has_signal(self, group: list[Rollout]) -> bool:
         if self.keep is None:
             return len({metric_of(rollout, self.filters.metric, self.factors) for rollout in group}) > 1
-        kept = self.keep(group)
-        if kept is None:
+        is_kept = self.keep(group)
+        if is_kept is None:
             raise FunctionError(f"group filter {self.filters.metric} returned None; it returns whether the group is trained")
-        return bool(kept)
+        return bool(is_kept)
 
     def _selected(self, groups: list[list[Rollout]], sampled: list[Rollout], num_batches: int, num_wanted: int) -> Selected:
         """Return as many of the groups with a signal as a step trains."""
@@ -145,10 +145,10 @@ class Selection:
 
     def too_few(self, num_kept: int, num_groups: int, num_batches: int) -> str:
         metric = self.filters.metric
-        others = f"all responses have the same {metric}" if self.keep is None else f"{metric} returned false"
+        reason = f"all responses have the same {metric}" if self.keep is None else f"{metric} returned false"
         return (
             f"only {num_kept} of {num_groups} groups had a signal in {num_batches} batches of prompts, and "
-            f"data.train_batch_size={self.num_wanted} are wanted; in the others {others}. Raise algorithm.filter_groups.max_num_gen_batches or actor_rollout_ref.rollout.n, lower "
+            f"data.train_batch_size={self.num_wanted} are wanted; in the others {reason}. Raise algorithm.filter_groups.max_num_gen_batches or actor_rollout_ref.rollout.n, lower "
             "data.train_batch_size, set algorithm.filter_groups.refill=false, or train on prompts that are neither all "
             "solved nor all unsolved"
         )
