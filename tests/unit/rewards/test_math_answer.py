@@ -289,7 +289,9 @@ def test_an_answer_that_is_hard_for_algebra_is_worth_0_in_half_a_second_every_ti
         _compared.cache_clear()
         before = os.times()
         verdicts.append(math("math", rf"\boxed{{{answer}}}", gold))
-        assert sum(os.times()[:4]) - sum(before[:4]) < 0.6, "CPU seconds, the fork's 0.05 included"
+        after = os.times()
+        # Without the kernel's seconds: it copies the pages of a fork, and this process has many more than one that computes rewards.
+        assert after.user - before.user + after.children_user - before.children_user < 0.5
     assert verdicts[0] == verdicts[1] and verdicts[0]["score"] == 0
 
 
