@@ -184,13 +184,13 @@ class Renderer:
         end = int(self.tokenizer.eos_token_id)
         if not self.has_template:
             return end
-        said = _STAND_IN.format(0)
+        stand_in = _STAND_IN.format(0)
         try:
-            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+            messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
             text = self._apply(messages, {**self.options, "tokenize": False, "add_generation_prompt": False})
         except Exception:  # a template that does not like this conversation says so when it meets the rows
             return end
-        behind = self.words.ids(text.rpartition(said)[2])
+        behind = self.words.ids(text.rpartition(stand_in)[2])
         control = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         return next((number for number in behind if number in control), end)
 

@@ -77,8 +77,8 @@ def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
     return {key: value for key, value in changes.items() if key.removeprefix(f"{M}.") in undecided}
 
 
-def propose_faster(plan: Plan, size: ModelSize, most: float = TIGHT) -> Proposal | None:
-    """Return keys that spend free memory on a shorter update of the actor, up to `most` of a GPU's; None if there are none.
+def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposal | None:
+    """Return keys that spend free memory on a shorter update of the actor, up to `share` of a GPU's; None if there are none.
 
     Activations that are kept are not computed again, logits of one large chunk neither, and compiled layers move less.
     """
@@ -97,7 +97,7 @@ def propose_faster(plan: Plan, size: ModelSize, most: float = TIGHT) -> Proposal
     for keeps, large in itertools.product([*kept, {}], [*chunks, {}]):
         changes = keeps | large | compiled
         tried, fit = _tried(plan, size, changes, plan.machine)
-        if changes and fit.fits and fit.tightest.used <= most and not refuses(plan, changes, plan.machine):
+        if changes and fit.fits and fit.tightest.used <= share and not refuses(plan, changes, plan.machine):
             return Proposal(changes, dataclasses.replace(tried, model=size), fit)
     return None
 

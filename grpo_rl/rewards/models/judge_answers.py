@@ -129,18 +129,18 @@ def read_rubric(rubric: str, aggregation: str) -> tuple[Criterion, ...]:
         raise ConfigError(f"reward.judge.rubric={rubric[:80]!r}: {error}") from error
 
 
-def criteria_of(given: Any, aggregation: str) -> tuple[Criterion, ...]:
+def criteria_of(rubric: Any, aggregation: str) -> tuple[Criterion, ...]:
     """Return the criteria of a list: texts, or mappings as data sets of rubrics have them. Raises ValueError for what is none.
 
     `criterion` (or `text`, `description`) is the text, `weight` (or `points`) its weight, 1 where there is none, and `name`
     what the mark is logged as; `criterion_1` and so on without one.
     """
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    if not isinstance(given, list | tuple) or not 1 <= len(given) <= MOST_CRITERIA:
-        raise ValueError(f"a rubric is a list of 1 to {MOST_CRITERIA} criteria, and this is {str(given)[:80]!r}")
+    if hasattr(rubric, "tolist"):
+        rubric = rubric.tolist()
+    if not isinstance(rubric, list | tuple) or not 1 <= len(rubric) <= MOST_CRITERIA:
+        raise ValueError(f"a rubric is a list of 1 to {MOST_CRITERIA} criteria, and this is {str(rubric)[:80]!r}")
     criteria = []
-    for number, entry in enumerate(given, 1):
+    for number, entry in enumerate(rubric, 1):
         entry = {"criterion": entry} if isinstance(entry, str) else entry
         if not isinstance(entry, Mapping):
             raise ValueError(f"criterion {number} is neither a text nor a mapping with `criterion`")

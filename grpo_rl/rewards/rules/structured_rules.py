@@ -37,11 +37,11 @@ def json_fields(
     if not isinstance(gold, Mapping):
         raise ValueError(f"the ground truth {str(ground_truth)[:100]!r} is no JSON object")
     text = after_thought(solution_str, extra_info).strip()
-    is_bare, found = _object(text)
-    if found is None:
+    is_bare, fields_of_answer = _object(text)
+    if fields_of_answer is None:
         return {"score": 0.0, "acc": 0.0, "fields": 0.0, "alone": 0.0}
-    right = sum(key in found and _same(found[key], value) for key, value in gold.items())
-    fields = right / max(1, len(gold.keys() | found.keys()))
+    right = sum(key in fields_of_answer and _same(fields_of_answer[key], value) for key, value in gold.items())
+    fields = right / max(1, len(gold.keys() | fields_of_answer.keys()))
     score = fields * (1.0 - bare + bare * is_bare)
     return {"score": score, "acc": float(is_bare and fields == 1.0), "fields": fields, "alone": float(is_bare)}
 
