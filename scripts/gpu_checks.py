@@ -611,7 +611,7 @@ def _receive(pipe: Any) -> None:
             pipe.send(digests)
             digests = {}
             continue
-        flat, start = importer.rebuild(bucket.ipc_handles[uuid]), 0
+        flat, start = importer.rebuild(bucket.ipc_handles[uuid][0]), 0
         for name, kind, shape, size in zip(bucket.names, bucket.dtypes, bucket.shapes, bucket.sizes, strict=True):
             tensor = flat[start : start + size].view(getattr(torch, kind)).view(shape).clone()
             digests[name], start = digest(tensor), start + size

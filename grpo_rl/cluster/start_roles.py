@@ -136,7 +136,8 @@ class Cluster:
         """Start the processes of a role that the plan has, with nothing in them yet."""
         role = self.plan.role(name)
         assert role is not None, f"the plan has no {name}"
-        slots = self.pool(role.pool).slots(role.devices_per_worker)[: role.num_workers]
+        shared_by = self.config.actor_rollout_ref.rollout.engines_per_device if name == "rollout" else 1
+        slots = self.pool(role.pool).slots(role.devices_per_worker, shared_by)[: role.num_workers]
         return self.worker_group(name, slots, role.threads, environment, calls_at_once=role.calls_at_once)
 
     def worker_group(
@@ -468,7 +469,8 @@ def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) ->
     if engine is not None:
         alone = engine.adapter_scaling is not None
         dtype = None if alone else engine.dtype
-        sender = SenderSpec(engine.weight_backend, engine.bucket_bytes, dtype, engine.verify_checksum, alone)
+        readers = engine.engines_per_device
+        sender = SenderSpec(engine.weight_backend, engine.bucket_bytes, dtype, engine.verify_checksum, alone, readers)
     policy = PolicySpec(
         model=replace(config.actor_rollout_ref.model, path=model_path),
         temperature=config.actor_rollout_ref.rollout.temperature,

@@ -339,13 +339,15 @@ def _replica(plan: Plan, size: ModelSize, device: Device, lengths: Lengths, prom
     engine = plan.engine
     assert engine is not None
     parallel = engine.tensor_parallel_size
+    # Engines of one device take turns with its kernels, each with a process of its own for everything else.
+    share = parallel / engine.engines_per_device
     fit = fit_of(plan, size)
     fitting = max(1.0, fit.cache_tokens / (prompt + lengths.age)) if fit is not None else math.inf
     return Replica(
         size,
         plan.engine_width,
-        device.tflops * 1e12 * COMPUTING * parallel,
-        device.memory_gbs * 1e9 * DECODING * parallel,
+        device.tflops * 1e12 * COMPUTING * share,
+        device.memory_gbs * 1e9 * DECODING * share,
         DECODE_OVERHEAD_S,
         min(engine.max_num_seqs, fitting),
         prompt,

@@ -404,7 +404,8 @@ def _roles(
 
 def _num_replicas(config: Config, machine: Machine) -> int:
     rollout = config.actor_rollout_ref.rollout
-    return rollout.num_replicas or machine.world_size(config, "rollout") // rollout.tensor_model_parallel_size
+    places = machine.world_size(config, "rollout") // rollout.tensor_model_parallel_size
+    return rollout.num_replicas or places * rollout.engines_per_device
 
 
 def _rows(config: Config, objective: Objective) -> RowKind | None:

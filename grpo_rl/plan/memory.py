@@ -436,15 +436,16 @@ def gpu_phases(plan: Plan, size: ModelSize) -> list[Need]:
     held = resting_on_gpu(plan, roles)
     resting, asleep, free, phases = sum(held.values()), 0, 1.0, []
     if engine is not None and plan.colocated:
-        weights = size.num_params * plan.engine_width // engine.tensor_parallel_size
-        asleep = CONTEXT + GRAPHS if engine.sleep_mode else 0
+        engines = engine.engines_per_device
+        weights = engines * size.num_params * plan.engine_width // engine.tensor_parallel_size
+        asleep = engines * (CONTEXT + GRAPHS) if engine.sleep_mode else 0
         if engine.kv_cache_memory_bytes is None:
-            beside = 1 - engine.gpu_memory_utilization
+            beside = 1 - engines * engine.gpu_memory_utilization
             free = 1.0 if engine.sleep_mode else beside
             phases.append(Need("sampling", resting, gpu, beside))
         else:
             # A cache of a fixed size: nothing of the engine's is a share of the GPU.
-            awake = weights + engine.kv_cache_memory_bytes + CONTEXT + GRAPHS
+            awake = weights + engines * (engine.kv_cache_memory_bytes + CONTEXT + GRAPHS)
             asleep = asleep or awake
             phases.append(Need("sampling", resting + awake, gpu))
         bucket = 2 * engine.bucket_bytes + size.vocab * size.hidden * (4 + plan.engine_width)
@@ -496,7 +497,8 @@ def fit_of(plan: Plan, size: ModelSize | None) -> Fit | None:
     if plan.engine is not None:
         longest = plan.engine.max_model_len
         own = Need("engine, in its share", engine_need(plan, size), total, plan.engine.gpu_memory_utilization)
-        tokens = max(0, own.there - own.needed) // token_bytes(plan, size)
+        cache = plan.engine.kv_cache_memory_bytes or max(0, own.there - own.needed)
+        tokens = cache // token_bytes(plan, size)
         needs.append(replace(own, needed=own.needed + longest * token_bytes(plan, size)))
     if plan.machine.host_memory:
         needs.append(Need("host memory of a machine", host_need(plan, size), plan.machine.host_memory))

@@ -214,6 +214,8 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
     """Describe how many replicas there are, where they run, and how they get their weights."""
     parallel = engine.tensor_parallel_size
     per_replica = f" of {parallel} devices" if parallel > 1 else ""
+    if engine.engines_per_device > 1:
+        per_replica += f", {engine.engines_per_device} per device,"
     if plan.role("actor") is None:
         place, way = "", "weights from the model's folder"
     else:

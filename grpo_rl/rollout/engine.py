@@ -43,7 +43,10 @@ class EngineSpec:
     enforce_eager: bool = True
     use_torch_compile: bool = True
     """vLLM on GPUs, if not `enforce_eager`: compile the model; False: CUDA graphs of the model as it is."""
+    engines_per_device: int = 1
+    """Engines that share a device, this one among them."""
     gpu_memory_utilization: float = 0.5
+    """GPU: this engine's share of the device's memory."""
     kv_cache_memory_bytes: int | None = None
     """GPU: the size of the key-value cache on each device; None: what gpu_memory_utilization leaves."""
     kv_cache_gib: float = 1.0
@@ -98,7 +101,8 @@ class EngineSpec:
             max_num_batched_tokens=rollout.max_num_batched_tokens,
             enforce_eager=not on_gpu if rollout.enforce_eager is None else rollout.enforce_eager,
             use_torch_compile=rollout.use_torch_compile,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            engines_per_device=rollout.engines_per_device,
+            gpu_memory_utilization=rollout.gpu_memory_utilization / rollout.engines_per_device,
             kv_cache_memory_bytes=rollout.kv_cache_memory_bytes,
             kv_cache_gib=rollout.kv_cache_gib,
             enable_prefix_caching=rollout.enable_prefix_caching,

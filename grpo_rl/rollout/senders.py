@@ -85,13 +85,17 @@ class ObjectStoreSender(WeightSender):
             yield pack(group) if self.is_source else describe(group)
 
 
+@dataclass(eq=False)
 class IpcSender(WeightSender):
     """Buckets in device memory that the engine process on the same GPU opens.
 
-    Each rank copies each group into one buffer of its GPU and sends the handle; the engine copies it
+    Each rank copies each group into one buffer of its GPU and sends a handle for each engine there; the engine copies it
     out before it answers, so one buffer is enough for the whole model. All ranks send, because each
     engine process opens the buffer of its own GPU.
     """
+
+    readers: int = 1
+    """Engines on the GPU."""
 
     def buckets(self, named_full_tensors: Iterable[NamedTensor]) -> Iterator[WeightBucket]:
         # The engine's mapping of the last update's buffer is closed by now; take the memory back.
@@ -99,18 +103,18 @@ class IpcSender(WeightSender):
         device = torch.cuda.current_device()
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         flat = torch.empty(0, dtype=torch.uint8, device=device)
-        handle: tuple[object, ...] = ()
+        handles: tuple[object, ...] = ()
         for group in self.groups(named_full_tensors):
             bucket = describe(group)
             if bucket.nbytes > flat.nbytes:
                 # A tensor above bucket_bytes gets a buffer of its own size; smaller ones then share it.
                 with shareable_memory():
                     flat = torch.empty(max(bucket.nbytes, self.bucket_bytes), dtype=torch.uint8, device=device)
-                _, handle = torch.multiprocessing.reductions.reduce_tensor(flat)
+                handles = tuple(torch.multiprocessing.reductions.reduce_tensor(flat)[1] for _ in range(self.readers))
             write_flat(group, flat)
             # The other process reads without any ordering between the two streams.
             torch.cuda.current_stream().synchronize()
-            yield replace(bucket, ipc_handles={uuid: handle})
+            yield replace(bucket, ipc_handles={uuid: handles})
 
 
 @dataclass(eq=False)
@@ -179,7 +183,13 @@ def make_sender(
     verify: bool = False,
     rank: int = 0,
     timeout_s: float = 600.0,
+    readers: int = 1,
 ) -> WeightSender:
-    """Return the sender of one actor rank. `timeout_s`: longest wait for the engines to receive a broadcast."""
-    kinds: dict[WeightBackend, type[WeightSender]] = {"object_store": ObjectStoreSender, "ipc": IpcSender, "nccl": NcclSender}
+    """Return the sender of one actor rank.
+
+    `timeout_s`: longest wait for the engines to receive a broadcast. `readers`: engines on its GPU.
+    """
+    if backend == "ipc":
+        return IpcSender(bucket_bytes, dtype, verify, rank == 0, timeout_s, readers)
+    kinds: dict[WeightBackend, type[WeightSender]] = {"object_store": ObjectStoreSender, "nccl": NcclSender}
     return kinds[backend](bucket_bytes, dtype, verify, rank == 0, timeout_s)

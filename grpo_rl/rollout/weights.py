@@ -38,7 +38,12 @@ class WeightBucket:
     data: np.ndarray | None = None
     """All bytes as one flat uint8 array, which Ray passes between processes without copying."""
     ipc_handles: dict[str, tuple[Any, ...]] | None = None
-    """CUDA IPC handle of one flat device buffer, keyed by the UUID of the GPU it is on."""
+    """CUDA IPC handles of one flat device buffer, keyed by the UUID of the GPU it is on: one for each engine on that GPU."""
+
+    def of_reader(self, number: int) -> WeightBucket:
+        """Return the bucket with the handles of each GPU's engine of this number. An exported handle counts one reader (torch)."""
+        handles = {uuid: (readers[number],) for uuid, readers in (self.ipc_handles or {}).items()}
+        return replace(self, ipc_handles=handles)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -90,6 +90,8 @@ class SenderSpec:
     verify: bool = False
     adapters_alone: bool = False
     """Send A and B of every adapter, in float32, and not the merged weights."""
+    readers: int = 1
+    """Engines on each rank's GPU."""
 
 
 @dataclass(frozen=True, slots=True)

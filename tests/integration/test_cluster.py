@@ -181,3 +181,4 @@ def test_devices_that_the_cluster_does_not_have_are_refused_and_those_that_other
 def test_slots_of_several_devices_are_neighbours_and_a_rest_is_left_over(ray_pool):
     assert [slot.bundles for slot in ray_pool.slots()] == [(0,), (1,), (2,)]
     assert [slot.bundles for slot in ray_pool.slots(2)] == [(0, 1)]
+    assert [slot.bundles for slot in ray_pool.slots(1, processes_per_slot=2)] == [(0,), (1,), (2,), (0,), (1,), (2,)]

@@ -174,3 +174,13 @@ def test_lengths_come_from_a_runs_log(tmp_path: Path) -> None:
     ]
     with pytest.raises(DataError, match="no log of rollouts"):
         words_of_lengths(tmp_path / "none")
+
+
+def test_engines_that_share_a_gpu_sample_faster_only_if_their_python_sets_the_pace() -> None:
+    shared = [f"{R}.engines_per_device=2", f"{R}.kv_cache_memory_bytes={8 << 30}", f"{R}.n=64"]
+    small, large = ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-14B-Instruct")
+    gains = {}
+    for path in (small, large):
+        alone, both = (timed("machine=8xH100-80GB", f"{M}.path={path}", *words) for words in ([f"{R}.n=64"], shared))
+        gains[path] = alone.phases["sampling"] / both.phases["sampling"]
+    assert gains[small] > 1.3 > gains[large]

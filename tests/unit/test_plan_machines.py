@@ -286,3 +286,10 @@ def test_an_engine_that_keeps_its_memory_narrows_every_phase_and_a_cache_of_a_fi
     assert fixed["update"] == by_share["update"], "the engine sleeps"
     added = awake["update"].needed - fixed["update"].needed
     assert 10 * GIB + 7.6e9 * 2 < added < 10 * GIB + 7.7e9 * 2 and awake["update"].share == 1
+
+
+def test_engines_that_share_a_gpu_take_its_memory_together_and_its_kernels_in_turn() -> None:
+    size = f"{R}.kv_cache_memory_bytes={10 * GIB}"
+    alone, shared = phases_of(size), phases_of(size, f"{R}.engines_per_device=2")
+    added = shared["sampling"].needed - alone["sampling"].needed
+    assert 10 * GIB + 7.6e9 * 2 < added < 10 * GIB + 7.7e9 * 2 + 2 * GIB

@@ -98,8 +98,8 @@ class Pool:
         if check is not None:
             check(self.nodes)
 
-    def slots(self, devices_per_slot: int = 1) -> list[Slot]:
-        """The pool cut into slots of so many devices each; colocated roles ask for the same ones."""
+    def slots(self, devices_per_slot: int = 1, processes_per_slot: int = 1) -> list[Slot]:
+        """Return the pool cut into slots of so many devices each, each slot so often; colocated roles ask for the same ones."""
         slots = []
         for group, gpu_ids, nodes in zip(self.groups, self.gpu_ids, self.on_nodes, strict=True):
             if devices_per_slot > self.per_node:
@@ -110,7 +110,8 @@ class Pool:
             for bundles in cuts:
                 own = bundles[: self.per_node]
                 slots.append(Slot(group, tuple(bundles), tuple(gpu_ids[b] for b in own) if gpu_ids else ()))
-        return slots
+        # The processes that share a slot are far apart in the list: where fewer are asked for, each slot has its first one.
+        return slots * processes_per_slot
 
     @property
     def nodes(self) -> set[str]:

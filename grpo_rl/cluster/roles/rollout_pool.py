@@ -147,8 +147,13 @@ class Transfer:
             self._connect(engines)
         more, buckets = self._next()
         while more and engines:
-            bucket = merge_ranks(ray.get(buckets, timeout=self.call_timeout_s)) if self.backend == "ipc" else buckets[0]
-            loading = {engine: engine.call("load_bucket", bucket) for engine in engines}
+            if self.backend == "ipc":
+                bucket = merge_ranks(ray.get(buckets, timeout=self.call_timeout_s))
+                slots = [engine.slot for engine in engines]
+                parts = [bucket.of_reader(slots[:number].count(slot)) for number, slot in enumerate(slots)]
+            else:
+                parts = [buckets[0]] * len(engines)
+            loading = {engine: engine.call("load_bucket", part) for engine, part in zip(engines, parts, strict=True)}
             following = None if self.backend == "ipc" else self._next(loading if self.backend == "nccl" else {})
             if self.backend != "nccl":
                 settle(loading, self.call_timeout_s, "rollout.load_bucket", on_loss)

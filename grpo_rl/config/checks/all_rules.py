@@ -362,7 +362,15 @@ def _engines(config: Config, machine: Machine) -> Iterator[str]:
             f"{_R}.tensor_model_parallel_size={parallel}: must divide the devices of a node, {of}.n_gpus_per_node = {per_node}, or on "
             f"GPUs be all devices of several nodes, whose number divides that of the pool's nodes, {nodes}; possible: {possible}"
         )
-    most = nodes * per_node // parallel
+    if rollout.engines_per_device > 1:
+        asked = f"{_R}.engines_per_device={rollout.engines_per_device}"
+        if parallel > 1:
+            yield f"{asked}: an engine of several devices shares them with no other; {_R}.tensor_model_parallel_size=1"
+        if machine.device == "cuda" and rollout.kv_cache_memory_bytes is None:
+            yield f"{asked}: engines that start side by side cannot measure the GPU; set {_R}.kv_cache_memory_bytes for each"
+        if machine.device == "cuda" and not colocated and rollout.checkpoint_engine.backend != "object_store":
+            yield f"{asked}: NCCL has one process per GPU; {_R}.nnodes=0, or {_R}.checkpoint_engine.backend=object_store"
+    most = nodes * per_node * rollout.engines_per_device // parallel
     if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
         each = f"{parallel} device{'s' if parallel > 1 else ''}"
         yield f"{_R}.num_replicas={rollout.num_replicas}: with {each} for each there is room for {most}"

@@ -349,6 +349,9 @@ class RolloutConfig:
     """Compute type of the engine; auto: bfloat16 on GPU, float32 on CPU."""
     tensor_model_parallel_size: Devices = 1
     """Devices per engine replica."""
+    engines_per_device: Devices = 1
+    """Engines that share each device: on a GPU with a small model, the Python of one samples while another's kernels run.
+    On GPUs it needs kv_cache_memory_bytes, for engines that start side by side cannot measure what the GPU has left."""
     num_replicas: Devices | None = None
     """Engine replicas at the start; null: as many as the devices hold. Fewer leave the last devices of the pool without an engine."""
     min_replicas: Devices | None = None
@@ -363,7 +366,7 @@ class RolloutConfig:
     n_gpus_per_node: Devices | None = None
     """Devices per node of that pool; null: as trainer.n_gpus_per_node."""
     gpu_memory_utilization: MemoryShare = 0.5
-    """GPU: share of the device's memory for the engine."""
+    """GPU: share of the device's memory for its engines."""
     kv_cache_memory_bytes: CacheBytes | None = None
     """GPU: bytes of the engine's key-value cache on each device, as vLLM's argument of the name; null: what
     gpu_memory_utilization leaves beside weights and activations, which vLLM measures while it starts."""

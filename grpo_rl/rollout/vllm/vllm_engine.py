@@ -232,7 +232,7 @@ def update_info(bucket: WeightBucket, spec: EngineSpec) -> dict[str, Any]:
         # vLLM's messages between processes hold bytes, its calls of workers arrays.
         info["data"] = memoryview(bucket.data) if spec.separate_process else bucket.data  # type: ignore[arg-type]
     if spec.weight_backend == "ipc":
-        handles = {uuid: plain_handle(handle) for uuid, handle in (bucket.ipc_handles or {}).items()}
+        handles = {uuid: plain_handle(handle) for uuid, (handle,) in (bucket.ipc_handles or {}).items()}
         info |= {"ipc_handles": handles, "tensor_sizes": list(bucket.sizes)}
     return info
 

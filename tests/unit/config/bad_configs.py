@@ -114,6 +114,7 @@ _CONTRADICTIONS: list[Bad] = [
     ([f"{R}.num_replicas=3"], f"{R}.num_replicas", "there is room for 1"),
     ([f"{R}.min_replicas=2"], f"{R}.min_replicas", "the run starts with 1"),
     ([f"{R}.nnodes=1", f"{R}.n_gpus_per_node=2", f"{R}.max_replicas=1"], f"{R}.max_replicas", "the run starts with 2"),
+    ([f"{R}.engines_per_device=2", f"{R}.num_replicas=3"], f"{R}.num_replicas", "there is room for 2"),
     ([f"{R}.max_replicas=2", "trainer.recover=off"], f"{R}.max_replicas", "needs trainer.recover=auto"),
     ([f"{A}.profiler.enable=true"], f"{A}.profiler.enable", "needs global_profiler.tool"),
     (["global_profiler.tool=torch_memory"], "global_profiler.tool=torch_memory", "perf/memory"),

@@ -57,14 +57,15 @@ def test_torch_takes_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._C._accelerator_setAllocatorSettings(os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
-def test_the_buffer_is_not_of_expandable_segments_and_exported_once_for_all_buckets(
-    allocator: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("readers", [1, 2])
+def test_the_buffer_is_not_of_expandable_segments_and_exported_once_for_each_engine_on_the_gpu(
+    readers: int, allocator: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exported: list[int] = []
 
     def export(flat: torch.Tensor) -> tuple[None, tuple[Any, ...]]:
         exported.append(len(allocator))
-        return None, (flat.data_ptr(),)
+        return None, (0, len(exported) - 1)
 
     monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", export)
     for name, stand_in in (
@@ -74,10 +75,13 @@ def test_the_buffer_is_not_of_expandable_segments_and_exported_once_for_all_buck
         ("current_stream", lambda: SimpleNamespace(synchronize=lambda: None)),
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    buckets = list(IpcSender(bucket_bytes=32).buckets(TENSORS.items()))
+    buckets = list(IpcSender(bucket_bytes=32, readers=readers).buckets(TENSORS.items()))
     assert [bucket.names for bucket in buckets] == [("w0", "w1"), ("w2", "w3")]
     assert allocator == ["expandable_segments:False", "expandable_segments:True"]
-    assert len(exported) == 1 and buckets[0].ipc_handles == buckets[1].ipc_handles
+    assert len(exported) == readers and buckets[0].ipc_handles == buckets[1].ipc_handles
+    # Each engine on the GPU opens a handle of its own.
+    opened = [bucket.of_reader(number).ipc_handles for bucket in buckets[:1] for number in range(readers)]
+    assert opened == [{"GPU-1": ((0, number),)} for number in range(readers)]
 
 
 def test_a_handle_travels_between_processes_as_plain_values() -> None:
