@@ -147,12 +147,11 @@ class Transfer:
             self._connect(engines)
         more, buckets = self._next()
         while more and engines:
+            parts: list[Any] = [buckets[0]] * len(engines)
             if self.backend == "ipc":
                 bucket = merge_ranks(ray.get(buckets, timeout=self.call_timeout_s))
                 slots = [engine.slot for engine in engines]
                 parts = [bucket.of_reader(slots[:number].count(slot)) for number, slot in enumerate(slots)]
-            else:
-                parts = [buckets[0]] * len(engines)
             loading = {engine: engine.call("load_bucket", part) for engine, part in zip(engines, parts, strict=True)}
             following = None if self.backend == "ipc" else self._next(loading if self.backend == "nccl" else {})
             if self.backend != "nccl":
