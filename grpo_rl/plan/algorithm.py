@@ -193,7 +193,7 @@ def _fits(config: Config, choice: Choice, function: Any) -> Iterator[str]:
             yield f"critic.enable=false: {chosen} learns from a critic; leave it out"
         return
     if ":" in name:  # what a registered one needs is known before it is imported
-        unread = effects.of_keys(config, "critic: *; trainer: critic_warmup", f"{chosen} needs no critic")
+        unread = effects.refusals(config, "critic", f"{chosen} needs no critic")
         yield from (line for line in unread if not line.startswith("critic.enable=false"))
 
 

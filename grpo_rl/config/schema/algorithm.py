@@ -1,10 +1,10 @@
 """Options of advantages, corrections and what is selected, and of distillation: `algorithm.*`, `distillation.*`."""
 
-# ruff: noqa: F403, F405
+# ruff: noqa: F403, F405, RUF009
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import *
@@ -12,13 +12,13 @@ from grpo_rl.config.schema.kinds import *
 
 @dataclass(frozen=True, slots=True)
 class KlControlConfig:
-    type: Literal["fixed", "adaptive"] = "fixed"
+    type: Literal["fixed", "adaptive"] = field("fixed", needs="use_kl_in_reward=true")
     """Keep kl_coef, or steer it to target_kl (Ziegler et al. 2019, section 2.2)."""
     kl_coef: Coefficient = 0.001
     """Weight of the KL penalty in the reward, at the start."""
-    horizon: Count = 10000
+    horizon: Count = field(10000, needs="type=adaptive")
     """Rollouts over which the adaptive controller works."""
-    target_kl: Positive = 0.1
+    target_kl: Positive = field(0.1, needs="type=adaptive")
     """The KL that the adaptive controller steers to: the mean over responses of their tokens' mean."""
 
 
@@ -26,15 +26,15 @@ class KlControlConfig:
 class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the loss by the ratio of the trainer's old policy to the engine's: of each token, or of its whole response."""
-    rollout_is_threshold: RatioAboveOne | None = None
+    rollout_is_threshold: RatioAboveOne | None = field(None, needs="rollout_is")
     """Larger weights are cut to this; null: 2, or not cut where rollout_rs bounds the same ratio."""
-    rollout_is_batch_normalize: bool = False
+    rollout_is_batch_normalize: bool = field(False, needs="rollout_is")
     """Divide the weights by their mean."""
-    rollout_rs: list[RejectionMode] = field(default_factory=list)
+    rollout_rs: list[RejectionMode] = field(list)
     """Values compared with the bounds below; outside, the token (token_*) or the response (seq_*) is not trained."""
-    rollout_rs_threshold: list[Ratio] = field(default_factory=list)
+    rollout_rs_threshold: list[Ratio] = field(list)
     """Upper bound for each entry of rollout_rs: of a ratio for k1, of a divergence for k2 and k3."""
-    rollout_rs_threshold_lower: list[Ratio] = field(default_factory=list)
+    rollout_rs_threshold_lower: list[Ratio] = field(list)
     """Lower bound for each k1 entry of rollout_rs; empty: 1/upper."""
     bypass_mode: bool | None = None
     """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction; null: only where weights
@@ -50,7 +50,7 @@ class FilterGroupsConfig:
     your own choice `file.py:keep`, a function keep(group) -> bool of the list of a prompt's rollouts."""
     refill: bool = True
     """Sample further prompts until data.train_batch_size groups have a signal; false: train those that do."""
-    max_num_gen_batches: Count = 10
+    max_num_gen_batches: Count = field(10, needs="refill=true")
     """Most batches of data.gen_batch_size prompts for one step; if too few groups have a signal then, the run stops."""
 
 
@@ -58,9 +58,9 @@ class FilterGroupsConfig:
 class ReplayConfig:
     max_age: Staleness = 0
     """Steps for which groups with rare successes are trained again, in place of a step's groups without a signal, by the ratio to the policy that sampled them; 0: never."""
-    max_success: Fraction = 0.25
+    max_success: Fraction = field(0.25, needs="max_age above 0")
     """Largest share of a group's responses with its highest reward by which they are rare."""
-    share: MinorShare = 0.75
+    share: MinorShare = field(0.75, needs="max_age above 0")
     """Largest share of a step's groups that are replayed. With filter_groups.refill as many fewer prompts are sampled."""
 
 
@@ -76,31 +76,31 @@ class RejectionConfig:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig:
-    adv_estimator: str = "grpo"
+    adv_estimator: str = field("grpo", part="rewards")
     """Registered advantage estimator, or your own as file.py:function; docs/algorithms.md has all of them."""
-    norm_adv_by_std_in_grpo: bool = True
+    norm_adv_by_std_in_grpo: bool = field(True, part="rewards")
     """Divide by the group's standard deviation; false: adv_options.std=none (with grpo: Dr. GRPO's advantages)."""
-    gamma: Fraction | None = None
+    gamma: Fraction | None = field(None, part="rewards")
     """Discount of rewards from token to token, or from step to step, for estimators that discount; null: the estimator's own default, 1 for all of ours."""
-    lam: Fraction | None = None
+    lam: Fraction | None = field(None, part="rewards")
     """Decay of GAE, for estimators that have it; null: the estimator's own default, 1."""
-    adv_options: dict[str, Any] = field(default_factory=dict)
+    adv_options: dict[str, Any] = field(dict, part="rewards")
     """Further options of the estimator, e.g. {std: batch}; their defaults are in docs/algorithms.md."""
-    reward_parts: list[str] = field(default_factory=list)
+    reward_parts: list[str] = field(list, part="rewards")
     """Parts of the reward that adv_estimator=gdpo reads, by the keys of what a reward function returns; empty: each function's score."""
-    use_kl_in_reward: bool = False
+    use_kl_in_reward: bool = field(False, part="rewards")
     """Subtract the KL to the reference from the reward (instead of use_kl_loss)."""
-    kl_penalty: str = "kl"
+    kl_penalty: str = field("kl", part="rewards", needs="use_kl_in_reward=true")
     """Estimator of the KL penalty: kl or k1, abs, mse or k2, low_var_kl or k3, or your own as file.py:function."""
-    kl_penalty_options: dict[str, Any] = field(default_factory=dict)
+    kl_penalty_options: dict[str, Any] = field(dict, part="rewards", needs="use_kl_in_reward=true")
     """Options of an estimator of your own."""
-    kl_ctrl: KlControlConfig = field(default_factory=KlControlConfig)
-    rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
-    mask_truncated: bool = False
+    kl_ctrl: KlControlConfig = field(KlControlConfig, part="rewards")
+    rollout_correction: RolloutCorrectionConfig = field(RolloutCorrectionConfig, part="advantages")
+    mask_truncated: bool = field(False, part="advantages")
     """Do not train responses that were cut off at max_response_length; they still count in their group's mean."""
-    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
-    rejection: RejectionConfig = field(default_factory=RejectionConfig)
+    filter_groups: FilterGroupsConfig = field(FilterGroupsConfig, part="policy", needs="filter_groups.enable=true")
+    replay: ReplayConfig = field(ReplayConfig, part="policy")
+    rejection: RejectionConfig = field(RejectionConfig, needs="data.responses=initial_policy")
 
 
 # ---- distillation.* ------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class DistillationLossConfig:
     (forward_kl, reverse_kl, jsd, verl's forward_kl_topk), or your own as file.py:function; docs/teachers.md has all of them."""
     topk: TopK = 32
     """Divergences: the so many likeliest tokens of the teacher are compared, all others together as one; -1: the whole vocabulary."""
-    jsd_beta: Fraction = 0.5
+    jsd_beta: Fraction = field(0.5, needs="loss_mode=jsd")
     """jsd: share of the teacher in the mixture; 0 is forward_kl, 1 is reverse_kl."""
     use_task_rewards: bool = True
     """Train on the task beside the teacher: on rewards, or on the answers of rows; false: on the teacher alone."""
@@ -121,7 +121,7 @@ class DistillationLossConfig:
     """Weight of the teacher beside the task."""
     use_policy_gradient: bool = False
     """The distance is a negative advantage of each token, with loss_mode=k1; false: it is a loss of its own, with any other."""
-    discount: Fraction = 0.0
+    discount: Fraction = field(0.0, needs="use_policy_gradient=true")
     """use_policy_gradient: weight of a later token's distance in an earlier one's advantage, per token; 0: each token has its own."""
     loss_max_clamp: Positive | None = None
     """Distances are cut to +- this; null: not cut."""
@@ -131,17 +131,17 @@ class DistillationLossConfig:
 class DistillationConfig:
     enabled: bool = False
     """Learn from teachers, which are frozen models or the policy itself with another prompt (docs/teachers.md)."""
-    teacher_models: dict[str, Any] = field(default_factory=dict)
+    teacher_models: dict[str, Any] = field(dict)
     """The teachers by name, each with model_path (null: the policy itself), key (the data_source that it teaches; null: any),
     weight (share of the prompts, among teachers of the same key), context (text that only it reads), dtype, and ema_decay (of the policy
     itself: teach with a moving average of its weights)."""
     nnodes: NodesOrNone = 0
     """Nodes of the teachers' own pool; 0: they share the actor's devices."""
-    n_gpus_per_node: Devices | None = None
+    n_gpus_per_node: Devices | None = field(None, needs="nnodes above 0")
     """Ranks per node of that pool; null: as trainer.n_gpus_per_node."""
     param_offload: bool = False
     """GPU: keep the teachers' parameters in host memory while they are not asked."""
-    distillation_loss: DistillationLossConfig = field(default_factory=DistillationLossConfig)
+    distillation_loss: DistillationLossConfig = field(DistillationLossConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -46,6 +46,11 @@ class Leaf:
     key: str
     kind: Kind
     default: Any
+    part: str
+    """The part of a run that reads it (`kinds.field`); empty if no rule is about it."""
+    needs: tuple[tuple[str, str], ...]
+    """Each need of the key and of the sections around it, after the section in which it is written."""
+    harmless: bool
 
 
 def kind_of(annotation: Any) -> Kind:
@@ -78,19 +83,24 @@ def annotations_of(section: type) -> dict[str, Any]:
 @cache
 def leaves() -> dict[str, Leaf]:
     """Return every key of the schema by its full dotted name."""
-    return {leaf.key: leaf for leaf in _leaves(Config, Config(), "")}
+    return {leaf.key: leaf for leaf in _leaves(Config, Config(), "", "", (), False)}
 
 
-def _leaves(section: type, defaults: Any, prefix: str) -> list[Leaf]:
-    found: list[Leaf] = []
-    for name, annotation in annotations_of(section).items():
-        default = getattr(defaults, name)
+def _leaves(
+    section: type, defaults: Any, prefix: str, part: str, needs: tuple[tuple[str, str], ...], harmless: bool
+) -> Iterator[Leaf]:
+    """Yield the keys of a section, whose part, needs and harmlessness hold for those of its keys that say nothing else."""
+    annotations = annotations_of(section)
+    for entry in dataclasses.fields(section):
+        annotation, default, told = annotations[entry.name], getattr(defaults, entry.name), entry.metadata
+        key, own_part = prefix + entry.name, told.get("part") or part
+        all_needs = needs + tuple((prefix[:-1], need) for need in told.get("needs", ()))
+        is_harmless = harmless or told.get("harmless", False)
         if dataclasses.is_dataclass(annotation):
             assert isinstance(annotation, type)
-            found += _leaves(annotation, default, f"{prefix}{name}.")
+            yield from _leaves(annotation, default, f"{key}.", own_part, all_needs, is_harmless)
         else:
-            found.append(Leaf(prefix + name, kind_of(annotation), default))
-    return found
+            yield Leaf(key, kind_of(annotation), default, own_part, all_needs, is_harmless)
 
 
 @cache

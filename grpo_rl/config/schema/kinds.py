@@ -6,8 +6,28 @@ hold (`temperature=1e-320`) before anything starts; they lie far outside of what
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+ON_GPUS, ON_CPUS = "trainer.device=cuda | it is for GPUs", "trainer.device=cpu | it is for CPUs"
+
+
+def field(default: Any, *, part: str = "", needs: str | Sequence[str] = (), harmless: bool = False) -> Any:
+    """Declare a key, or a section, with what a run has to have to read it: `config/effects.py` refuses or notes it otherwise.
+
+    A `default` that can be called makes the value. `part` is the part of a run that reads the key, which other keys share. Each of
+    `needs` is `CONDITION`, or `CONDITION | REASON` if the condition alone does not say why. A condition is `KEY=VALUE`, `KEY above 0`,
+    or `KEY`, which is set and neither false nor 0; with ` or ` between several, of which a VALUE alone is another one of the key
+    before. A KEY is looked up in the section itself, then in those around it; in a reason it is written `{KEY}`. People set
+    `harmless` keys by habit, and these change speed, memory, processes or logs only.
+    """
+    needed = (needs,) if isinstance(needs, str) else tuple(needs)
+    metadata = {"part": part, "needs": needed, "harmless": harmless}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)

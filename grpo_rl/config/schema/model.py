@@ -1,13 +1,17 @@
 """Options of actor, reference, rollout, episodes and critic: `actor_rollout_ref.*`, `critic.*`."""
 
-# ruff: noqa: F403, F405
+# ruff: noqa: F403, F405, RUF009
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import *
+
+_NOT_OFFLOADED = "offload_policy=false | {offload_policy}=true keeps everything in host memory all the time"
+_SAMPLES = "do_sample=true | validation is greedy without {do_sample}=true"
+_IS_WARM = "temperature above 0 | validation is greedy at temperature 0"
 
 POLICY_KEY = "actor_rollout_ref.model.path"
 """The key that names the policy's folder."""
@@ -21,14 +25,14 @@ class ModelConfig:
     """Folder of the tokenizer, if not the model's."""
     trust_remote_code: bool = False
     """Run Python code that lies in the model folder."""
-    override_config: dict[str, Any] = field(default_factory=dict)
+    override_config: dict[str, Any] = field(dict)
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
     enable_gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, about 30 % more work. null: true, but false on GPUs that have the
     memory by the plan."""
-    enable_activation_offload: bool = False
+    enable_activation_offload: bool = field(False, needs=["enable_gradient_checkpointing=true or null", ON_GPUS], harmless=True)
     """GPU: keep the inputs of layers that are recomputed in host memory until then; needs enable_gradient_checkpointing."""
-    flash_attention: Literal["auto", "torch", "FA3", "FA4"] = "auto"
+    flash_attention: Literal["auto", "torch", "FA3", "FA4"] = field("auto", needs=ON_GPUS, harmless=True)
     """GPU: the kernel of attention in half precision. auto: flash-attn 2 where it is installed, else torch's own; torch: its own;
     FA3, FA4: the one of that name in torch's registry, whose package has to be installed."""
     lm_head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
@@ -39,13 +43,13 @@ class ModelConfig:
     64 MiB of logits, and up to 16,384 on GPUs that have the memory by the plan."""
     lora_rank: AdapterRankOrOff = 0
     """Rank of LoRA adapters, which are trained in place of the model's own weights (docs/models.md); 0 trains all weights."""
-    lora_alpha: AdapterAlpha = 16
+    lora_alpha: AdapterAlpha = field(16, needs="lora_rank above 0")
     """LoRA: lora_alpha / lora_rank is the factor of what an adapter adds."""
-    target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
+    target_modules: list[str] = field(lambda: ["all-linear"], needs="lora_rank above 0")
     """LoRA: the layers with an adapter, by the ends of their names, e.g. [q_proj,v_proj]; all-linear: all linear layers but the head."""
-    exclude_modules: list[str] = field(default_factory=list)
+    exclude_modules: list[str] = field(list, needs="lora_rank above 0")
     """LoRA: layers without an adapter that target_modules would include."""
-    lora_adapter_path: str | None = None
+    lora_adapter_path: str | None = field(None, needs="lora_rank above 0")
     """LoRA: a peft folder whose adapter the training goes on from, with the same rank, alpha and layers; null starts from the model."""
 
 
@@ -55,7 +59,7 @@ class OptimConfig:
     """muon: Muon for the matrices of the transformer blocks, AdamW for embeddings, head and vectors, with one learning rate for both."""
     lr: LearningRate = 1e-6
     """Peak learning rate."""
-    betas: list[Decay] = field(default_factory=lambda: [0.9, 0.999])
+    betas: list[Decay] = field(lambda: [0.9, 0.999])
     """AdamW's two decay rates; the first is Muon's momentum, which is usually 0.95."""
     eps: Epsilon = 1e-8
     """AdamW's epsilon."""
@@ -63,11 +67,11 @@ class OptimConfig:
     """Decoupled weight decay, applied to matrices and not to vectors (norms, biases)."""
     lr_warmup_steps: CountOrOff = -1
     """Optimizer steps of linear warm-up; -1: take lr_warmup_steps_ratio."""
-    lr_warmup_steps_ratio: Fraction = 0.0
+    lr_warmup_steps_ratio: Fraction = field(0.0, needs="lr_warmup_steps=-1")
     """Warm-up as a share of all optimizer steps."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """The course of the learning rate after the warm-up."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Fraction = field(0.0, needs="lr_scheduler_type=linear or cosine")
     """The end of the linear and the cosine course, as a share of lr."""
     clip_grad: GradientNorm = 1.0
     """Largest global gradient norm; larger gradients are scaled down."""
@@ -83,13 +87,13 @@ class HeadOptimConfig(OptimConfig):
 
 @dataclass(frozen=True, slots=True)
 class RefFsdpConfig:
-    param_offload: bool = False
+    param_offload: bool = field(False, needs=[ON_GPUS, _NOT_OFFLOADED], harmless=True)
     """GPU: keep parameters in host memory while the role has nothing to do."""
     dtype: Dtype = "auto"
     """Compute type of the layers; auto: bfloat16 on GPU, float32 on CPU. Master weights and LM head are float32."""
-    fsdp_size: CountOrOff = -1
+    fsdp_size: CountOrOff = field(-1, harmless=True)
     """Ranks that the model is sharded over; each group of so many has a replica of it. -1, or all ranks: one group. Must divide the ranks."""
-    offload_policy: bool = False
+    offload_policy: bool = field(False, needs=ON_GPUS, harmless=True)
     """GPU: parameters, and the optimizer, stay in host memory, where the optimizer steps; the GPU has the layers in use only. Takes the place of other offloads."""
     forward_prefetch: bool = False
     """Begin to gather a layer's parameters while the layer before it is computed, instead of when its kernels are queued."""
@@ -99,7 +103,7 @@ class RefFsdpConfig:
 
 @dataclass(frozen=True, slots=True)
 class FsdpConfig(RefFsdpConfig):
-    optimizer_offload: bool = False
+    optimizer_offload: bool = field(False, needs=[ON_GPUS, _NOT_OFFLOADED], harmless=True)
     """GPU: keep the optimizer state in host memory while the rollout engine runs."""
     reshard_after_forward: bool = True
     """Free the gathered layer after its forward pass (less memory, one more all-gather)."""
@@ -107,11 +111,11 @@ class FsdpConfig(RefFsdpConfig):
 
 @dataclass(frozen=True, slots=True)
 class ProfilerConfig:
-    enable: bool = False
+    enable: bool = field(False, needs="global_profiler.tool")
     """Use global_profiler.tool on this role."""
-    all_ranks: bool = False
+    all_ranks: bool = field(False, needs="enable=true")
     """Use it on all ranks of the role."""
-    ranks: list[Ranks] = field(default_factory=list)
+    ranks: list[Ranks] = field(list, needs=["enable=true", "all_ranks=false"])
     """Use it on these ranks of the role; without any and without all_ranks on rank 0."""
 
 
@@ -119,7 +123,7 @@ class ProfilerConfig:
 class PolicyLossConfig:
     loss_mode: str = "vanilla"
     """Registered policy loss, or your own as file.py:function; docs/algorithms.md has all of them and their options."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(dict)
     """Options of the loss, e.g. {tau_pos: 2.0}; docs/algorithms.md has them with their defaults."""
 
 
@@ -142,9 +146,7 @@ class AdaptiveEntropyConfig:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = field(
-        default_factory=lambda: ["model", "optimizer", "extra"]
-    )
+    save_contents: list[Literal["model", "optimizer", "extra", "hf_model"]] = field(lambda: ["model", "optimizer", "extra"])
     """The contents of a checkpoint. Resuming needs the first three; hf_model adds a Hugging Face folder."""
     async_save: bool = True
     """Write checkpoints while training goes on, from a copy in host memory (12 bytes per parameter, shared by the ranks); a checkpoint counts once it is whole. false: training waits for the disk."""
@@ -156,7 +158,7 @@ class ActorConfig:
     """Sharding of the trained model. Both names run FSDP2."""
     ppo_mini_batch_size: Prompts = 256
     """Prompts per optimizer step, over all ranks. train_batch_size must be a multiple of it."""
-    ppo_micro_batch_size_per_gpu: Rollouts | None = None
+    ppo_micro_batch_size_per_gpu: Rollouts | None = field(None, harmless=True)
     """Rollouts per forward/backward pass on one rank. Changes memory and speed, never the gradient."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by rollouts; null: yes, unless ppo_micro_batch_size_per_gpu is given."""
@@ -169,11 +171,11 @@ class ActorConfig:
     """Compute a prompt once for all its responses in a micro-batch, in every pass of actor, reference and critic. Changes
     memory and speed, never the gradient; the tokens of a shared prompt count once in ppo_max_token_len_per_gpu. null: yes,
     unless the model drops at random in training, which each response would have to do for itself."""
-    ppo_epochs: Count = 1
+    ppo_epochs: Count = field(1, part="policy")
     """Passes over the rollouts of one training step."""
-    shuffle: bool = False
+    shuffle: bool = field(False, part="policy")
     """Deal the prompts of a step to mini-batches in a new seeded order in every pass."""
-    data_loader_seed: Seed = 42
+    data_loader_seed: Seed = field(42, part="policy", needs="shuffle=true")
     """Seed of the order in which prompts are dealt to mini-batches."""
     clip_ratio: Ratio | None = None
     """Clip range of the probability ratio on both sides: [1 - clip_ratio, 1 + clip_ratio]; null: the loss's own default, 0.2 for all of ours."""
@@ -181,35 +183,35 @@ class ActorConfig:
     """Lower side of the clip range, if it differs from clip_ratio."""
     clip_ratio_high: Ratio | None = None
     """Upper side of the clip range, if it differs from clip_ratio (DAPO: 0.28)."""
-    clip_ratio_c: RatioAboveOne | None = None
+    clip_ratio_c: RatioAboveOne | None = field(None, harmless=True)
     """vanilla: dual clip, the bound of the loss for negative advantages, as a multiple of -advantage (Ye et al. 2020); null: 3."""
-    policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    policy_loss: PolicyLossConfig = field(PolicyLossConfig)
     loss_agg_mode: str = "token-mean"
     """The way in which token losses become one number; the denominators are those of the whole mini-batch."""
-    loss_agg_options: dict[str, Any] = field(default_factory=dict)
+    loss_agg_options: dict[str, Any] = field(dict)
     """Options of an average of your own."""
     loss_scale_factor: Positive | None = None
     """seq-mean-token-sum-norm: the constant that it divides by; null: data.max_response_length."""
     entropy_coeff: Factor = 0.0
     """Weight of the entropy bonus."""
-    adaptive_entropy: AdaptiveEntropyConfig = field(default_factory=AdaptiveEntropyConfig)
+    adaptive_entropy: AdaptiveEntropyConfig = field(AdaptiveEntropyConfig, needs="adaptive_entropy.enable=true")
     use_kl_loss: bool = True
     """Add KL(policy || reference) to the loss, as GRPO does. Starts the reference worker."""
-    kl_loss_coef: Coefficient = 0.001
+    kl_loss_coef: Coefficient = field(0.001, part="kl_loss")
     """Weight of the KL term in the loss (beta)."""
-    kl_loss_type: str = "low_var_kl"
+    kl_loss_type: str = field("low_var_kl", part="kl_loss", needs=["use_kl_loss=true", "kl_loss_coef above 0"])
     """Estimator of the KL term (kl or k1, abs, mse or k2, low_var_kl or k3), or your own as file.py:function. With a +
     it has the gradient of the KL, k3_unbiased off-policy too; `full` is the exact sum over the vocabulary."""
-    kl_loss_options: dict[str, Any] = field(default_factory=dict)
+    kl_loss_options: dict[str, Any] = field(dict, part="kl_loss", needs=["use_kl_loss=true", "kl_loss_coef above 0"])
     """Options of an estimator of your own."""
     router_aux_loss_coef: Coefficient = 0.0
     """Models with experts: weight of the loss that keeps the experts evenly used, over the trained tokens of the whole
     mini-batch (docs/models.md). Above 0 an optimizer step makes one more forward pass, unless router_replay.mode=R2."""
-    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    fsdp_config: FsdpConfig = field(default_factory=FsdpConfig)
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    router_replay: RouterReplayConfig = field(RouterReplayConfig)
+    optim: OptimConfig = field(OptimConfig)
+    fsdp_config: FsdpConfig = field(FsdpConfig)
+    profiler: ProfilerConfig = field(ProfilerConfig)
+    checkpoint: CheckpointConfig = field(CheckpointConfig, needs="trainer.save_freq above 0 or trainer.keep_best=true")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,21 +224,21 @@ class RefConfig:
     """Most tokens per forward pass; null: as actor.ppo_max_token_len_per_gpu."""
     ulysses_sequence_parallel_size: Devices | None = None
     """Ranks that compute each pass together; null: as the actor."""
-    fsdp_config: RefFsdpConfig = field(default_factory=RefFsdpConfig)
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    fsdp_config: RefFsdpConfig = field(RefFsdpConfig)
+    profiler: ProfilerConfig = field(ProfilerConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class ValSamplingConfig:
-    temperature: TemperatureOrGreedy = 0.0
+    temperature: TemperatureOrGreedy = field(0.0, needs=[_SAMPLES, _IS_WARM])
     """Temperature of sampling for validation; 0 is greedy."""
-    top_p: PositiveFraction = 1.0
+    top_p: PositiveFraction = field(1.0, needs=[_SAMPLES, _IS_WARM])
     """Sample from the smallest set of tokens with at least this probability."""
-    top_k: TopK = -1
+    top_k: TopK = field(-1, needs=[_SAMPLES, _IS_WARM])
     """Sample from the so many likeliest tokens; -1: all."""
     n: Responses = 1
     """Responses per validation prompt."""
-    do_sample: bool = False
+    do_sample: bool = field(False, needs=_IS_WARM)
     """Sample for validation; false is greedy, and then temperature must be 0 and n 1."""
 
 
@@ -266,7 +268,7 @@ class EnvironmentConfig:
     name: str | None = None
     """Registered environment, or your own as file.py:Class, which answers the policy's turns; null: tools alone. See
     docs/agents.md."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(dict, needs="name")
     """Options of the environment's constructor by name."""
     reward_weight: Factor = 1.0
     """Factor of the episode's own reward (that of its turns, from environment and tools) in the reward; 0 leaves it out."""
@@ -275,7 +277,7 @@ class EnvironmentConfig:
     there, at most 32."""
     step_timeout_s: Seconds = 60.0
     """Longest answer of an environment to one turn, tool calls included; then the episode ends as truncated by time."""
-    tool_timeout_s: Seconds = 30.0
+    tool_timeout_s: Seconds = field(30.0, needs="tools or tool_config_path")
     """Longest tool call; then the policy reads that the call took too long, and goes on."""
     memory_limit_gb: ProcessGib | None = 8.0
     """Address space of an environment process, in GiB; null: no limit."""
@@ -285,14 +287,14 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, slots=True)
 class TruncationConfig:
-    turns: TruncationRule = "keep"
+    turns: TruncationRule = field("keep", needs="max_assistant_turns or max_user_turns")
     """Episodes that end by the limit on turns: keep trains them like others, drop leaves them out of their groups, mask compares
     them and trains none of their tokens, punish takes truncation.penalty off their reward."""
     tokens: TruncationRule = "keep"
     """The same for episodes that end by data.max_response_length or the engine's max_model_len."""
     time: TruncationRule = "drop"
     """The same for episodes that end by a deadline."""
-    penalty: Coefficient = 1.0
+    penalty: Coefficient = field(1.0, needs="turns=punish or tokens=punish or time=punish")
     """The amount that punish takes off the reward."""
 
 
@@ -309,39 +311,39 @@ class MultiTurnConfig:
     interaction_config_path: str | None = None
     """A YAML file of one environment in verl's form, in place of environment.name: `interaction:`, a list of name, class_name,
     config."""
-    tools: dict[str, Any] = field(default_factory=dict)
+    tools: dict[str, Any] = field(dict)
     """Tools by registered name or file.py:Class, with their options: {calculator: {}}."""
-    format: str = "hermes"
+    format: str = field("hermes", needs="tools or tool_config_path")
     """The way the model writes tool calls: hermes (Qwen too), llama3_json, or your own parser as file.py:function."""
-    max_parallel_calls: Requests = 1
+    max_parallel_calls: Requests = field(1, needs="tools or tool_config_path")
     """Most tool calls of one turn that are run, side by side; further ones are left out."""
-    max_tool_response_length: Length = 256
+    max_tool_response_length: Length = field(256, needs="tools or tool_config_path")
     """Most characters of a tool's answer that the policy reads."""
-    tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    tool_response_truncate_side: Literal["left", "middle", "right"] = field("middle", needs="tools or tool_config_path")
     """The part that longer answers lose: the end (left keeps the beginning, as in verl), the middle, or the beginning."""
     episode_timeout_s: Seconds | None = None
     """Longest time of one episode, from its first turn; null: none."""
-    turn_discount: Fraction = 1.0
+    turn_discount: Fraction = field(1.0, needs="environment.reward_weight")
     """Discount of a turn's reward for each turn before it, in the reward of the episode."""
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    truncation: TruncationConfig = field(default_factory=TruncationConfig)
+    environment: EnvironmentConfig = field(EnvironmentConfig)
+    truncation: TruncationConfig = field(TruncationConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
     name: str = "vllm"
     """Engine: vllm, or hf (plain transformers: slower, with nothing to compile, for debugging and where vLLM is missing)."""
-    n: Responses = 8
+    n: Responses = field(8, part="samples")
     """Responses per prompt: the group of GRPO."""
-    temperature: Temperature = 1.0
+    temperature: Temperature = field(1.0, part="samples")
     """Temperature of sampling; the trainer's log-probs are taken at the same one."""
-    top_p: PositiveFraction = 1.0
+    top_p: PositiveFraction = field(1.0, part="samples")
     """Sample from the smallest set of tokens with this probability or more; the trainer's log-probs are of that set."""
-    top_k: TopK = -1
+    top_k: TopK = field(-1, part="samples")
     """Sample from the so many likeliest tokens; -1: all. As with top_p. vllm: bounds the sets of top_p and min_p."""
-    min_p: Fraction = 0.0
+    min_p: Fraction = field(0.0, part="samples")
     """Sample only tokens with at least this share of the likeliest one's probability. As with top_p."""
-    fp32_lm_head: bool = False
+    fp32_lm_head: bool = field(False, needs="name=vllm")
     """vllm: logits in float32 though `dtype` is less, as the trainer's always are."""
     seed: Seed = 0
     """Seed of sampling; each response has its own, derived from this, the step, the prompt and its number."""
@@ -354,34 +356,51 @@ class RolloutConfig:
     On GPUs it needs kv_cache_memory_bytes, for engines that start side by side cannot measure what the GPU has left."""
     num_replicas: Devices | None = None
     """Engine replicas at the start; null: as many as the devices hold. Fewer leave the last devices of the pool without an engine."""
-    min_replicas: Devices | None = None
+    min_replicas: Devices | None = field(None, needs=["trainer.recover=auto", "trainer.val_only=false"])
     """Fewest replicas to which `grpo-rl engines RUN --remove`, or a node that leaves, may bring a run; null: num_replicas."""
-    max_replicas: Devices | None = None
+    max_replicas: Devices | None = field(None, needs=["trainer.recover=auto", "trainer.val_only=false"])
     """Most replicas to which `grpo-rl engines RUN --add`, or a node that joins, may bring a run; null: num_replicas."""
-    quantization: Literal["fp8"] | None = None
+    quantization: Literal["fp8"] | None = field(
+        None, needs=["name=vllm", "trainer.device=cuda | it needs a GPU of compute capability 8.9 or newer"]
+    )
     """vllm on GPUs: quantize the engine's weights as they arrive, and activations as they are computed (fp8), while training
     goes on in dtype and float32. rollout/logprob_diff_mean has what it costs; algorithm.rollout_correction corrects for it."""
     nnodes: NodesOrNone = 0
     """Nodes of a pool of its own for rollout; 0: engines share the actor's devices and sleep while it trains."""
-    n_gpus_per_node: Devices | None = None
+    n_gpus_per_node: Devices | None = field(
+        None,
+        needs="nnodes above 0 | with {nnodes}=0 engines share the actor's devices; {nnodes} gives them their own",
+    )
     """Devices per node of that pool; null: as trainer.n_gpus_per_node."""
-    gpu_memory_utilization: MemoryShare = 0.5
+    gpu_memory_utilization: MemoryShare = field(0.5, needs=["name=vllm", ON_GPUS], harmless=True)
     """GPU: share of the device's memory for its engines."""
-    kv_cache_memory_bytes: CacheBytes | None = None
+    kv_cache_memory_bytes: CacheBytes | None = field(None, needs=["name=vllm", ON_GPUS], harmless=True)
     """GPU: bytes of the engine's key-value cache on each device, as vLLM's argument of the name; null: what
     gpu_memory_utilization leaves beside weights and activations, which vLLM measures while it starts."""
-    kv_cache_gib: Gib = 1.0
+    kv_cache_gib: Gib = field(1.0, needs=["name=vllm", ON_CPUS], harmless=True)
     """CPU: most memory for the engine's key-value cache, in GiB."""
-    lora_sync: Literal["merged", "adapter"] = "merged"
+    lora_sync: Literal["merged", "adapter"] = field("merged", needs="model.lora_rank above 0")
     """LoRA: what travels to the engines. merged: the whole weights with the adapters added; adapter: the adapters alone, a hundredth,
     which each engine adds to the weights in the model's files."""
-    free_cache_engine: bool = True
+    free_cache_engine: bool = field(
+        True,
+        needs=["name=vllm", ON_GPUS, "nnodes=0 | engines have devices of their own, and keep their memory"],
+        harmless=True,
+    )
     """GPU, colocated: the engine gives its memory back while the actor trains."""
-    enforce_eager: bool | None = None
+    enforce_eager: bool | None = field(None, needs="name=vllm", harmless=True)
     """No compilation and CUDA graphs; null: true on CPU, false on GPU."""
-    use_torch_compile: bool = True
+    use_torch_compile: bool = field(
+        True,
+        needs=["name=vllm", ON_GPUS, "enforce_eager=false or null | {enforce_eager}=true compiles nothing"],
+        harmless=True,
+    )
     """vllm on GPUs without enforce_eager: compile the model as well; false: CUDA graphs of the model as it is, and a quicker start."""
-    separate_process: bool = False
+    separate_process: bool = field(
+        False,
+        needs=["name=vllm", "tensor_model_parallel_size=1 | vLLM's workers have processes of their own"],
+        harmless=True,
+    )
     """vllm: its engine core (scheduling, sampling) runs in a child process, ahead of what reads the tokens."""
     max_num_seqs: Rollouts | None = None
     """Most responses that one replica samples at once; null: 1024 on GPUs, as vLLM on large ones, and 256 on CPUs."""
@@ -389,32 +408,32 @@ class RolloutConfig:
     """Most tokens in one forward pass of the engine."""
     max_model_len: Tokens | None = None
     """Longest prompt plus response; null: max_prompt_length + max_response_length."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = field(True, needs="name=vllm", harmless=True)
     """Compute a prompt once for all its responses."""
-    ignore_eos: bool = False
+    ignore_eos: bool = field(False, part="samples")
     """Go on to max_response_length whatever is sampled (for benchmarks)."""
-    cpu_threads: ThreadsOrAuto = 0
+    cpu_threads: ThreadsOrAuto = field(0, needs=ON_CPUS, harmless=True)
     """CPU: OpenMP threads of an engine; 0: chosen by the number of cores and replicas."""
-    log_prob_micro_batch_size_per_gpu: Rollouts | None = None
+    log_prob_micro_batch_size_per_gpu: Rollouts | None = field(None, part="policy", harmless=True)
     """Rollouts per forward pass when the actor recomputes old log-probs."""
-    log_prob_use_dynamic_bsz: bool | None = None
+    log_prob_use_dynamic_bsz: bool | None = field(None, part="policy", harmless=True)
     """Cut passes for old log-probs by tokens; null: as actor.use_dynamic_bsz, unless the size before is given."""
-    log_prob_max_token_len_per_gpu: Tokens | None = None
+    log_prob_max_token_len_per_gpu: Tokens | None = field(None, part="policy", harmless=True)
     """Most tokens per pass for old log-probs; null: as actor.ppo_max_token_len_per_gpu."""
-    val_kwargs: ValSamplingConfig = field(default_factory=ValSamplingConfig)
-    checkpoint_engine: WeightSyncConfig = field(default_factory=WeightSyncConfig)
-    hf: HfEngineConfig = field(default_factory=HfEngineConfig)
-    multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    val_kwargs: ValSamplingConfig = field(ValSamplingConfig, harmless=True)
+    checkpoint_engine: WeightSyncConfig = field(WeightSyncConfig, harmless=True)
+    hf: HfEngineConfig = field(HfEngineConfig, needs="name=hf")
+    multi_turn: MultiTurnConfig = field(MultiTurnConfig, needs="multi_turn.enable=true")
+    engine_kwargs: dict[str, Any] = field(dict, harmless=True)
     """Settings of speed and memory for the engine's constructor, by engine name: {vllm: {block_size: 32}}. What another key owns, and what loads code, is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorRolloutRefConfig:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    ref: RefConfig = field(default_factory=RefConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    model: ModelConfig = field(ModelConfig)
+    actor: ActorConfig = field(ActorConfig)
+    ref: RefConfig = field(RefConfig, part="policy", harmless=True)
+    rollout: RolloutConfig = field(RolloutConfig, part="sampling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +442,7 @@ class CriticModelConfig:
     """Folder of the causal LM whose body the critic starts from, with the actor's vocabulary; empty: the actor's model."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
-    enable_activation_offload: bool = False
+    enable_activation_offload: bool = field(False, needs=["enable_gradient_checkpointing=true", ON_GPUS], harmless=True)
     """GPU: as actor_rollout_ref.model.enable_activation_offload."""
 
 
@@ -431,15 +450,15 @@ class CriticModelConfig:
 class CriticConfig:
     enable: bool | None = None
     """True for a critic, false for none (refused where it contradicts the estimator); null: as adv_estimator needs."""
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    optim: HeadOptimConfig = field(default_factory=HeadOptimConfig)
-    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
-    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    model: CriticModelConfig = field(CriticModelConfig, harmless=True)
+    optim: HeadOptimConfig = field(HeadOptimConfig)
+    fsdp: FsdpConfig = field(FsdpConfig)
+    profiler: ProfilerConfig = field(ProfilerConfig)
     ppo_mini_batch_size: Prompts | None = None
     """Prompts per optimizer step, over all ranks; null: as actor_rollout_ref.actor.ppo_mini_batch_size."""
     ppo_epochs: Count | None = None
     """Passes over the rollouts of one training step; null: as actor_rollout_ref.actor.ppo_epochs."""
-    ppo_micro_batch_size_per_gpu: Rollouts | None = None
+    ppo_micro_batch_size_per_gpu: Rollouts | None = field(None, harmless=True)
     """Rollouts per forward/backward pass on one rank. Changes memory and speed, never the gradient."""
     use_dynamic_bsz: bool | None = None
     """Cut micro-batches by tokens; null: as the actor, unless one of the sizes here is given."""

@@ -1,23 +1,25 @@
 """Options of the rewards: `reward.*`."""
 
-# ruff: noqa: F403, F405
+# ruff: noqa: F403, F405, RUF009
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from grpo_rl.config.schema.kinds import *
 from grpo_rl.config.schema.model import HeadOptimConfig
+
+_HAS_FUNCTIONS = "functions or audit or custom_reward_function.path"
 
 
 @dataclass(frozen=True, slots=True)
 class CustomRewardConfig:
     path: str | None = None
     """A Python file with your own reward function; short for reward.functions=[path:name]."""
-    name: str = "compute_score"
+    name: str = field("compute_score", needs="path")
     """Its function: (data_source, solution_str, ground_truth, extra_info) -> float or {score: float, ...}."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = field(dict, needs="path")
     """Further keyword arguments for the function."""
 
 
@@ -40,12 +42,12 @@ class OverlongBufferConfig:
 class RewardModelTrainConfig:
     loss: Literal["bradley_terry", "steps"] = "bradley_terry"
     """The loss of a reward model that is trained. bradley_terry: pairs, -log sigmoid(r_chosen - r_rejected - margin); steps: rated steps, the cross-entropy of "this step is good" at each step's last token."""
-    center_coef: Coefficient = 0.0
+    center_coef: Coefficient = field(0.0, needs="loss=bradley_terry")
     """bradley_terry: weight of (r_chosen + r_rejected)², which pulls the mean of the scores to 0; 0.01 is usual."""
-    optim: HeadOptimConfig = field(default_factory=HeadOptimConfig)
+    optim: HeadOptimConfig = field(HeadOptimConfig)
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: less memory, about 30 % more work."""
-    optimizer_offload: bool = False
+    optimizer_offload: bool = field(False, needs=ON_GPUS, harmless=True)
     """GPU: keep the optimizer state in host memory between updates."""
 
 
@@ -69,15 +71,15 @@ class RewardModelConfig:
     """Most tokens in one forward pass of one rank, and in one rollout."""
     enable_resource_pool: bool = False
     """Give it devices of its own; false: it shares the actor's."""
-    nnodes: NodesOrNone = 0
+    nnodes: NodesOrNone = field(0, needs="enable_resource_pool=true")
     """Nodes of the reward model's own pool."""
-    n_gpus_per_node: Devices | None = None
+    n_gpus_per_node: Devices | None = field(None, needs="enable_resource_pool=true")
     """Ranks per node of the reward model's own pool; null: as trainer.n_gpus_per_node."""
     dtype: Dtype = "auto"
     """The number type the layers compute in; auto: bfloat16 on GPUs, float32 on CPUs. Scores are float32."""
-    param_offload: bool = False
+    param_offload: bool = field(False, needs=ON_GPUS, harmless=True)
     """Keep the reward model's weights on the host between scorings."""
-    train: RewardModelTrainConfig = field(default_factory=RewardModelTrainConfig)
+    train: RewardModelTrainConfig = field(RewardModelTrainConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +93,17 @@ class JudgeConfig:
     rubric; null: a built-in one that asks for 0 to 10, or for a mark of each criterion."""
     system: str | None = None
     """System message before the judge's prompt."""
-    parser: str = "score"
+    parser: str = field("score", needs="rubric=null | the marks of {rubric} are read from a JSON object")
     """The rule that turns the judge's answer into a number: score (the last `score: x`), json:KEY, or
     path.py:function(text) -> float."""
     rubric: str | None = None
     """Weighted criteria that are marked one by one: a file (.yaml, .json), its text, or `row` for the list in
     each row's extra_info.rubric; null: one score for the whole response."""
-    rubric_calls: Literal["together", "each"] = "together"
+    rubric_calls: Literal["together", "each"] = field("together", needs="rubric")
     """One request for all criteria of a response, or one for each."""
-    rubric_aggregation: Literal["mean", "weighted", "all"] = "weighted"
+    rubric_aggregation: Literal["mean", "weighted", "all"] = field("weighted", needs="rubric")
     """The score from the marks: their mean, their mean by weight, or 1 where all reach rubric_pass and else 0."""
-    rubric_pass: Factor = 0.5
+    rubric_pass: Factor = field(0.5, needs=["rubric", "rubric_aggregation=all"])
     """The least mark that passes with rubric_aggregation=all."""
     min_score: Factor | None = None
     """A lower score is invalid, or a lower mark; null: 0 with the built-in question and of a rubric, else any is valid."""
@@ -113,7 +115,7 @@ class JudgeConfig:
     """Longest answer of the judge, in tokens."""
     temperature: TemperatureOrGreedy = 0.0
     """Sampling temperature of the judge's answers; 0 is greedy."""
-    extra_body: dict[str, Any] = field(default_factory=dict)
+    extra_body: dict[str, Any] = field(dict)
     """Further fields of each request, e.g. {response_format: {type: json_object}}."""
     max_concurrency: Requests = 16
     """Requests at the same time."""
@@ -133,28 +135,32 @@ class JudgeConfig:
 
 @dataclass(frozen=True, slots=True)
 class RewardConfig:
-    functions: list[str] = field(default_factory=lambda: ["auto"])
+    functions: list[str] = field(lambda: ["auto"])
     """Rewards that are summed: registered names or path.py:function, each with a factor if wanted (`0.2*format`). `auto` takes the rule that belongs to the row's data_source. May be empty beside a reward model or a judge."""
-    custom_reward_function: CustomRewardConfig = field(default_factory=CustomRewardConfig)
-    overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
-    function_kwargs: dict[str, Any] = field(default_factory=dict)
+    custom_reward_function: CustomRewardConfig = field(CustomRewardConfig)
+    overlong_buffer: OverlongBufferConfig = field(
+        OverlongBufferConfig,
+        needs=["overlong_buffer.len", "overlong_buffer.enable=true | {overlong_buffer.enable}=false"],
+        harmless=True,
+    )
+    function_kwargs: dict[str, Any] = field(dict, needs=_HAS_FUNCTIONS)
     """Options of functions by their name: {my_function: {option: value}}."""
-    batched: list[str] = field(default_factory=list)
+    batched: list[str] = field(list, needs=_HAS_FUNCTIONS)
     """Functions that are called once with all responses of a step: (data_sources, solution_strs, ground_truths, extra_infos), lists, -> list."""
-    audit: list[str] = field(default_factory=list)
+    audit: list[str] = field(list, harmless=True)
     """Functions that score some of each step's responses and that nothing is trained on: names as in `functions`, without factors, and `judge` for reward.judge, which is no part of the reward then. See docs/rewards.md."""
-    audit_share: PositiveFraction = 0.25
+    audit_share: PositiveFraction = field(0.25, needs="audit", harmless=True)
     """The share of each step's responses that is audited, spread over its prompts."""
-    num_workers: Processes | None = None
+    num_workers: Processes | None = field(None, needs=_HAS_FUNCTIONS)
     """Processes on each node that compute rewards; null: half of the cores that the run's ranks and engines leave there, at most 32."""
-    timeout_s: Seconds = 10.0
+    timeout_s: Seconds = field(10.0, needs=_HAS_FUNCTIONS)
     """Longest time for one response through all functions, and for one call of a batched one; then its process is killed and replaced."""
-    memory_limit_gb: ProcessGib | None = 2.0
+    memory_limit_gb: ProcessGib | None = field(2.0, needs=_HAS_FUNCTIONS)
     """Address space of a reward process, in GiB; null: no limit, for functions that load large libraries."""
     on_failure: Literal["drop", "value", "stop"] = "drop"
     """The reaction to a failed reward (too slow, an error, no number): drop leaves the rollout out of its group,
     value gives failure_value, stop ends the run."""
-    failure_value: Factor | None = None
+    failure_value: Factor | None = field(None, needs="on_failure=value")
     """The reward of a failed one with on_failure=value."""
-    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    reward_model: RewardModelConfig = field(RewardModelConfig)
+    judge: JudgeConfig = field(JudgeConfig, needs="judge.base_url")

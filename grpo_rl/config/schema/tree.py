@@ -5,11 +5,11 @@ from these files; `compose.py` builds these frozen classes from what was compose
 rules between keys. A key that nothing reads does not exist. All classes and kinds are names of this module.
 """
 
-# ruff: noqa: F403, F405
+# ruff: noqa: F403, F405, RUF009
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from grpo_rl.config.schema.algorithm import *
 from grpo_rl.config.schema.data import *
@@ -23,12 +23,12 @@ from grpo_rl.config.schema.trainer import *
 class Config:
     """The whole configuration, checked; what every part of the program receives."""
 
-    data: DataConfig = field(default_factory=DataConfig)
-    actor_rollout_ref: ActorRolloutRefConfig = field(default_factory=ActorRolloutRefConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    distillation: DistillationConfig = field(default_factory=DistillationConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    global_profiler: GlobalProfilerConfig = field(default_factory=GlobalProfilerConfig)
-    ray_kwargs: RayConfig = field(default_factory=RayConfig)
+    data: DataConfig = field(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = field(ActorRolloutRefConfig)
+    critic: CriticConfig = field(CriticConfig, part="critic")
+    algorithm: AlgorithmConfig = field(AlgorithmConfig)
+    reward: RewardConfig = field(RewardConfig, part="sampling")
+    distillation: DistillationConfig = field(DistillationConfig, needs="distillation.enabled=true")
+    trainer: TrainerConfig = field(TrainerConfig)
+    global_profiler: GlobalProfilerConfig = field(GlobalProfilerConfig)
+    ray_kwargs: RayConfig = field(RayConfig)

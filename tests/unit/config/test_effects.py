@@ -115,23 +115,25 @@ def other_values(leaf: Leaf) -> Iterator[Any]:
     yield from fitting[:1]
 
 
-def test_the_rules_name_keys_that_exist() -> None:
-    rules = [rule for given, machine in CONTEXTS.values() for rule in effects.unread(config_of(given), machine)]
-    for keys in {effects.HARMLESS, *(keys for _, keys, _ in rules)}:
-        for group, names in (part.split(": ") for part in keys.split("; ")):
-            for key in (f"{group}.{name}" for name in names.split()):
-                assert key in leaves() or any(name.startswith(key[:-1]) for name in leaves() if key.endswith("*")), key
+def test_the_rules_name_keys_and_parts_that_exist() -> None:
+    parts = {leaf.part for leaf in leaves().values()}
+    for given, machine in CONTEXTS.values():
+        for _, names, _ in effects.rules_of(config_of(given), machine):
+            for name in names.split():
+                known = name in parts or name in leaves()
+                assert known or (name.endswith("*") and any(key.startswith(name[:-1]) for key in leaves())), name
 
 
 def test_what_a_key_needs_is_a_value_that_can_be_given() -> None:
-    for row in effects.NEEDS.strip().splitlines():
+    for section, need in {need for leaf in leaves().values() for need in leaf.needs}:
         key = ""
-        for condition in row.split("|")[1].strip().split(" or "):
+        for condition in effects.full_need(section, need)[0].split(" or "):
             key, _, wanted = condition.partition("=") if "." in condition else (key, "", condition)
             leaf = leaves()[key.removesuffix(" above 0")]
             value: Any = {"true": True, "false": False, "null": None}.get(wanted, wanted)
             given = [value] if leaf.kind.item is not None else value
-            assert not wanted or (leaf.kind.optional and value is None) or value_problem(leaf.key, given) is None, row
+            fits = (leaf.kind.optional and value is None) or value_problem(leaf.key, given) is None
+            assert not wanted or fits, (section, need)
 
 
 @pytest.mark.parametrize(
