@@ -37,8 +37,6 @@ WORDS = "/reset forgets the conversation, /quit ends"
 
 @dataclass
 class Conversation:
-    """The turns so far, and the prompt that they make."""
-
     renderer: Renderer
     longest: int
     """The most tokens of a prompt."""
@@ -46,7 +44,7 @@ class Conversation:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, text: str, uid: str) -> Prompt:
-        """Add a turn of the user, and return the prompt for the answer. Raises ConfigError where the whole is too long."""
+        """Add a turn of the user, and return the prompt for the answer. Raises ConfigError if the whole is too long."""
         import numpy as np
 
         from grpo_rl.types import Prompt
@@ -61,7 +59,6 @@ class Conversation:
         return Prompt(uid, np.asarray(ids), rendered, "chat")
 
     def answered(self, text: str) -> None:
-        """Add the model's answer."""
         self.turns.append({"role": "assistant", "content": text})
 
     def _rendered(self) -> tuple[str, list[int]]:

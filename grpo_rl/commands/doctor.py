@@ -17,7 +17,7 @@ from grpo_rl.telemetry.terminal.text import say
 def main(argv: Sequence[str]) -> int:
     """Print the diagnosis of a finished or a running run.
 
-    Returns 0, or with --strict 1 where something is wrong. Raises ConfigError where there is no run, DataError where it has no step.
+    Returns 0, or with --strict 1 if something is wrong. Raises ConfigError if there is no run, DataError if it has no step.
     """
     arguments = _parser().read(argv)
     diagnosis = diagnose(RunRecord.of_folder(find_run(arguments.run)))

@@ -102,7 +102,6 @@ def _metadata(config: Mapping[str, Any]) -> str:
 
 
 def _result(records: Sequence[Mapping[str, float]]) -> str:
-    """Return a table of validation and reward before and after."""
     rows = []
     for name, (first, before), (last, after) in results(records):
         shown = safe_text(name, limit=80).replace("|", "\\|")

@@ -62,8 +62,6 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a GGUF file says about itself."""
-
     path: Path
     architecture: str
     name: str
@@ -224,7 +222,6 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def words_of_lengths(run: Path) -> list[str]:
-    """Return the words that plan with the response lengths of a run's log. Raises DataError where it has none."""
+    """Return the words that plan with the response lengths of a run's log. Raises DataError if it has none."""
     from grpo_rl.telemetry.rollout_log import read_rollouts, step_files
 
     records = (record for _, path in step_files(run / "rollouts") for record in read_rollouts(path))

@@ -83,7 +83,7 @@ def add_engine_options(parser: Arguments) -> None:
 
 @contextmanager
 def responses_folder(folder: Path) -> Iterator[RunDir]:
-    """Keep a folder for responses and logs, made where it is not there, from other processes. Raises ConfigError where that cannot be."""
+    """Keep a folder for responses and logs, made where it is not there, from other processes. Raises ConfigError if that cannot be."""
     run_dir = RunDir(folder)
     with writing(f"--output {folder}"):
         run_dir.logs.mkdir(parents=True, exist_ok=True)

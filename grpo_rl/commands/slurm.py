@@ -111,8 +111,6 @@ def _machines(plan: Plan) -> tuple[int, int]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the job file."""
-
     def work() -> int:
         print(job_file(words, Path.cwd()), end="")
         return 0

@@ -31,19 +31,16 @@ _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model, and the run that it belongs to."""
-
     label: str
     """The name that tables show."""
     model: str
-    """A folder, `builtin:NAME` or a name on the hub; empty where a checkpoint has to be exported first."""
+    """A folder, `builtin:NAME` or a name on the hub; empty if a checkpoint has to be exported first."""
     run: Path | None = None
     step: int | None = None
     """The step of the checkpoint; None for the exported model of a run that has ended, and for a model without a run."""
 
     @property
     def export_folder(self) -> Path:
-        """The folder that the checkpoint is exported to."""
         assert self.run is not None and self.step is not None
         return self.run / "exports" / f"step_{self.step}"
 
@@ -111,7 +108,6 @@ def ready_model(path: str, console: Console) -> str:
 
 
 def _trained_from(run: Path) -> dict[str, Any]:
-    """Return the section `actor_rollout_ref.model` of the run."""
     found: dict[str, Any] = run_config(run).get("actor_rollout_ref", {}).get("model", {})
     if not isinstance(found.get("path"), str):
         raise DataError(f"{run / 'config.yaml'}: actor_rollout_ref.model.path is missing")
@@ -164,7 +160,6 @@ _OWN_TASK = re.compile(r"task:(?!\w+(\?|$))")
 
 
 def add_trust_option(parser: Arguments) -> None:
-    """Add the option that lets what the run's file names run."""
     parser.add_argument(FLAG, action="store_true", help="run what the run's file names: it is yours, or you have read it")
 
 
@@ -178,7 +173,7 @@ def refuse_settings(run: Path, settings: Mapping[str, Any]) -> None:
 
 
 def refuse_model(run: Path, model: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the model that a run began with brings code, or it or the checkpoints are links to elsewhere.
+    """Raise ConfigError if the model that a run began with brings code, or it or the checkpoints are links to elsewhere.
 
     `model` is the section `actor_rollout_ref.model` of the run. A tokenizer that is read is written into the export.
     """

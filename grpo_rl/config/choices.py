@@ -14,13 +14,11 @@ HIDDEN = ("base", "verl", "hydra")
 
 
 def groups(folders: Sequence[Path]) -> list[str]:
-    """Return the names of all groups."""
     names = {path.parent.name for folder in folders for path in folder.glob("*/*.yaml")}
     return sorted((names | {RECIPE}) - set(HIDDEN))
 
 
 def options(folders: Sequence[Path], group: str) -> list[str]:
-    """Return the choices of a group; none if there is no such group."""
     if group == RECIPE:
         return recipes.known_recipes()
     return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})

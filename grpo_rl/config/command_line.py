@@ -40,8 +40,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command line, read."""
-
     options: argparse.Namespace
     folders: Sequence[Path]
     """The folders of primary files and choices, the first one first."""
@@ -70,7 +68,6 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """The settings in Hydra's grammar."""
         return self.line.words
 
 

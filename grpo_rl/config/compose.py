@@ -45,14 +45,12 @@ _BEGIN = re.compile(r"(\\*)\$\{")
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A run's configuration and its sources."""
-
     config: Config
     resolved: dict[str, Any]
     """All keys with their values, to be saved and shown: what came from the environment stays `${oc.env:NAME}`, secrets are hidden."""
     recipe: str | None
     recipe_is_default: bool
-    """True where neither a recipe, a model nor data were named: the embedded model learns the embedded task."""
+    """True if neither a recipe, a model nor data were named: the embedded model learns the embedded task."""
     overrides: tuple[str, ...]
     """The words of the command line, secrets hidden."""
     notes: tuple[str, ...] = ()
@@ -202,7 +200,6 @@ def checked(
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the first line of an exception's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -229,7 +226,6 @@ def _implied(tree: dict[str, Any], given: Collection[str]) -> Iterator[str]:
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """Return a mapping as YAML text, in its own order."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(tree)))
 
 

@@ -33,7 +33,6 @@ def convert_or_explain(raw: Mapping[str, Any]) -> tuple[Config, list[str]]:
 
 
 def value_problem(key: str, value: Any) -> str | None:
-    """Return the line for a value that the key does not take, None for one that it does."""
     kind = leaves()[key].kind
     try:
         _value(kind, value)

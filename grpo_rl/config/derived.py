@@ -58,15 +58,15 @@ class Machine:
     device: Literal["cuda", "cpu"]
     """The device on which the models compute; trainer.device=auto is decided already."""
     cluster: bool = False
-    """True where the workers run in a Ray cluster that this machine need not be part of."""
+    """True if the workers run in a Ray cluster that this machine need not be part of."""
     gpu_memory: int = 0
-    """Bytes of one GPU, where they are all alike; 0 where it was not looked up."""
+    """Bytes of one GPU, where they are all alike; 0 if it was not looked up."""
     name: str = ""
     """The name of a machine that is not this one, such as 8xH100-80GB."""
     nodes: int = 1
     """Machines of that name."""
     host_memory: int = 0
-    """Bytes of host memory of each of them; 0 where it was not looked up."""
+    """Bytes of host memory of each of them; 0 if it was not looked up."""
 
     def devices(self, config: Config, role: Pool) -> tuple[int, int]:
         """Return the nodes of a role, and its devices on each: those of its own pool, or the actor's.
@@ -86,7 +86,6 @@ class Machine:
         return own.nnodes, own.n_gpus_per_node or per_node
 
     def world_size(self, config: Config, role: Pool = "actor") -> int:
-        """Return the number of devices of a role, which are its ranks, over all nodes."""
         return math.prod(self.devices(config, role))
 
 
@@ -97,7 +96,7 @@ class MicroBatchRule:
     max_tokens: int | None
     max_rollouts: int | None
     shares_prompts: bool = False
-    """True where responses to one prompt share its states in a pass, so that its tokens count once."""
+    """True if responses to one prompt share its states in a pass, so that its tokens count once."""
     sequence_ranks: int = 1
     """The ranks that compute each pass together, a slice of its tokens each; the other numbers are for all of them."""
 
@@ -128,7 +127,7 @@ def learns_from_teachers_alone(config: Config) -> bool:
 
 
 def teachers_of(config: Config) -> dict[str, TeacherConfig]:
-    """Return the teachers by name, none where distillation is not enabled. Raises ConfigError with all that is wrong with them."""
+    """Return the teachers by name, none if distillation is not enabled. Raises ConfigError with all that is wrong with them."""
     if not config.distillation.enabled:
         return {}
     key = "distillation.teacher_models"
@@ -252,7 +251,6 @@ def settled(config: Config) -> Config:
 
 
 def longest_sequence(config: Config) -> int:
-    """Return the most tokens that a sequence which is trained on may have."""
     data = config.data
     if is_offline(config) and data.max_length is not None:
         return data.max_length
@@ -308,7 +306,6 @@ def may_have_critic(config: Config) -> bool:
 
 
 def critic_has_own_model(config: Config) -> bool:
-    """Return whether the critic starts from another model than the actor."""
     return config.critic.model.path not in ("", config.actor_rollout_ref.model.path)
 
 
@@ -323,13 +320,11 @@ def nodes_per_engine(config: Config, machine: Machine) -> int:
 
 
 def updates_per_step(config: Config) -> int:
-    """Return the optimizer steps of one training step: mini-batches times passes over them."""
     actor = config.actor_rollout_ref.actor
     return config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
 
 
 def gen_batch_size(config: Config) -> int:
-    """Return the number of prompts that are sampled at a time."""
     return config.data.gen_batch_size or config.data.train_batch_size
 
 
@@ -352,7 +347,6 @@ def trains_reward_model(config: Config) -> bool:
 
 
 def trains_only_reward_model(config: Config) -> bool:
-    """Return whether the run trains a reward model and no policy."""
     return config.trainer.schedule == REWARD_MODEL
 
 
@@ -367,7 +361,6 @@ def scores_steps_by_model(config: Config) -> bool:
 
 
 def profilers_of(config: Config) -> dict[str, ProfilerConfig]:
-    """Return the profilers of all roles that have one, by their key."""
     parts = config.actor_rollout_ref
     return {
         "actor_rollout_ref.actor.profiler": parts.actor.profiler,

@@ -127,7 +127,6 @@ def full_need(section: str, need: str) -> tuple[str, str]:
 
 
 def _is_met(config: Config, needed: str) -> bool:
-    """Return whether one of the conditions of a need holds (`schema/kinds.py: field`)."""
     key = ""
     for condition in needed.split(" or "):
         wanted = condition

@@ -39,7 +39,6 @@ class Choice:
     """Keys of verl's that set options by themselves: these options, and verl's default."""
 
     def name(self, config: Config) -> str:
-        """Return the name of the chosen function."""
         return str(value_of(self._root(config), self.key))
 
     def given(self, config: Config) -> dict[str, tuple[str, Any]]:
@@ -59,7 +58,6 @@ def chosen_options(choice: Choice, section: ActorConfig | AlgorithmConfig, known
 
 
 def _settings(choice: Choice, section: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yield option, key and value of every setting that is not null."""
     for key, (options, _) in choice.fixed.items():
         value = value_of(section, key)
         if key == "norm_adv_by_std_in_grpo":

@@ -36,8 +36,6 @@ _GENERATED = ("base/", "hydra/")
 
 @dataclass(slots=True)
 class Reading:
-    """The files of one composition."""
-
     folders: Sequence[Path]
     """The folders of primary files and choices, the first one first: of --config-path, conf/, of --config-dir."""
     config_name: str = PRIMARY
@@ -48,7 +46,6 @@ class Reading:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with the files."""
         return [problem for settings in self.settings.values() for problem in settings.problems]
 
 

@@ -60,7 +60,6 @@ class Settings:
 
     @property
     def keys(self) -> set[str]:
-        """All keys that are set."""
         return {key for key, _ in self.pairs}
 
     def take(self, key: str, value: Any) -> None:

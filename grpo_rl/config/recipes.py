@@ -28,8 +28,6 @@ VERLS_DEFAULTS = ("ppo_trainer",)
 
 @dataclass(frozen=True, slots=True)
 class YamlFile:
-    """A file as it was read."""
-
     entries: Mapping[str, Any]
     header: dict[str, str]
     """The words after `# @` in its first lines, as Hydra has them: `{"package": "_global_"}`."""

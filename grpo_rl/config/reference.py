@@ -27,7 +27,6 @@ _HEADER = """\
 
 
 def base_files() -> dict[str, str]:
-    """Return the text of each file of conf/base by its name: one per group at the top, in the schema's order."""
     return {f"{name}.yaml": _file(name, section) for name, section in annotations_of(Config).items()}
 
 
@@ -51,7 +50,6 @@ def _lines(section: type, prefix: str, indent: str) -> Iterator[str]:
 
 
 def _entry(name: str, value: object) -> str:
-    """Return a key and its value as YAML on one line."""
     if isinstance(value, list | dict):
         return f"{name}: {yaml.safe_dump(value, default_flow_style=True, width=10_000).strip()}"
     return yaml.safe_dump({name: value}, width=10_000, allow_unicode=True).strip()

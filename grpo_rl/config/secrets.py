@@ -48,7 +48,6 @@ _LONGEST_LINE = 2**16
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a key or an environment variable of this name holds a secret, by its look."""
     return bool(_NAME.search(_CAMEL.sub("_", name).lower()))
 
 
@@ -124,7 +123,6 @@ class HidingStream:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Write each of the lines, redacted."""
         for line in lines:
             self.write(line)
 
@@ -139,7 +137,6 @@ class HiddenLines:
         self._pending = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the lines that are complete now."""
         lines, newline, rest = (self._pending + data).rpartition(b"\n")
         if len(rest) > _LONGEST_LINE:
             # A secret may have begun in the last bytes.

@@ -91,7 +91,6 @@ def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, resp
 
 
 def _logprobs(rollouts: Sequence[Rollout]) -> RemoteColumn:
-    """Return the engine's log-probs of the sampled tokens."""
     if all(rollout.episode is None for rollout in rollouts):
         pieces, per_rollout = [rollout.rollout_logprobs for rollout in rollouts], [1] * len(rollouts)
     else:

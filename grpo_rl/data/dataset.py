@@ -21,8 +21,6 @@ TOKENIZED_AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A row as far as it needs no name."""
-
     example: Example
     text: str
     token_ids: np.ndarray
@@ -30,8 +28,6 @@ class PromptRow:
 
 
 class PromptDataset(RowSet[PromptRow]):
-    """The prompts of one or several sources, by their row."""
-
     kept_rows = 4096
     too_long = "the prompt has {length} tokens, more than data.max_prompt_length={longest}"
     ways_out = (
@@ -41,7 +37,6 @@ class PromptDataset(RowSet[PromptRow]):
     read = staticmethod(example)
 
     def __init__(self, files: Sequence[str], config: DataConfig, tokenizer: Any, **options: Any) -> None:
-        """Open the sources with the options of a RowSet."""
         super().__init__(files, config, tokenizer, config.max_prompt_length, **options)
         self._data_sources: set[str] = set()
 
@@ -95,6 +90,4 @@ def bare_example(row: dict[str, Any], where: str, config: DataConfig) -> Example
 
 
 class BarePromptDataset(PromptDataset):
-    """Prompts for sampling without a reward."""
-
     read = staticmethod(bare_example)

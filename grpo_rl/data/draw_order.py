@@ -84,7 +84,6 @@ class RowOrder:
         return [(row, f"e{epoch}{f'.{number}' if number else ''}-r{row}") for number, row in occurrences]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and what the order depends on."""
         return {"epoch": self.epoch, "position": self.position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

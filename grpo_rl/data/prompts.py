@@ -56,7 +56,7 @@ class Renderer:
         self._left_out: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def reads(self, name: str) -> bool:
-        """Return whether the chat template uses a variable of this name; true where there is no template to look at."""
+        """Return whether the chat template uses a variable of this name; true if there is no template to look at."""
         text = self._template_text()
         return not text or re.search(rf"\b{re.escape(name)}\b", text) is not None
 
@@ -68,11 +68,10 @@ class Renderer:
 
     @property
     def has_template(self) -> bool:
-        """True where there is a chat template at all."""
         return self.options.get("chat_template") is not None or getattr(self.tokenizer, "chat_template", None) is not None
 
     def render(self, asked: Asked, where: str) -> str:
-        """The prompt as text. Raises BadRow for messages that the template refuses, DataError where there is no template."""
+        """The prompt as text. Raises BadRow for messages that the template refuses, DataError if there is no template."""
         if isinstance(asked, str):
             if self.system_prompt is not None:
                 raise BadRow(
@@ -124,7 +123,7 @@ class Renderer:
                     )
 
     def _tried(self, messages: list[Any], where: str, options: dict[str, Any]) -> frozenset[str]:
-        """Return which parts of a conversation the template leaves out: `2 content`, `3 tool_calls`, `tools`; none where it refuses all."""
+        """Return which parts of a conversation the template leaves out: `2 content`, `3 tool_calls`, `tools`; none if it refuses all."""
         stand_ins: dict[str, list[str]] = {}
 
         def stand_in(part: str) -> str:
@@ -153,7 +152,7 @@ class Renderer:
     def answer(self, asked: Asked, prompt: str, answer: str, where: str) -> str:
         """Return what follows the rendered `prompt` where the assistant gives this answer; a plain string's answer is itself.
 
-        Raises BadRow where the template does not make a conversation that begins with its own prompt.
+        Raises BadRow if the template does not make a conversation that begins with its own prompt.
         """
         if isinstance(asked, str):
             return str(self.words.marked(answer))
@@ -195,7 +194,7 @@ class Renderer:
         return next((number for number in behind if number in control), end)
 
     def sampled(self, ids: Any, text: str) -> list[int] | None:
-        """Return the token ids that were sampled as `text`; None where they are missing, or are another tokenizer's."""
+        """Return the token ids that were sampled as `text`; None if they are missing, or are another tokenizer's."""
         if not isinstance(ids, list) or not ids or not all(type(number) is int for number in ids):
             return None
         if not 0 <= min(ids) <= max(ids) < len(self.tokenizer):

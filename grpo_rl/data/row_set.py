@@ -38,7 +38,7 @@ Row = TypeVar("Row")
 
 
 class BadRows:
-    """The bad rows of one data set: all counted, each once, the first ones shown, and all written to `file` where one is given."""
+    """The bad rows of one data set: all counted, each once, the first ones shown, and all written to `file` if one is given."""
 
     def __init__(
         self, action: Literal["error", "skip"], file: Path | None = None, warn: Callable[[str], None] = lambda text: None
@@ -83,8 +83,6 @@ class BadRows:
 
 @dataclass(slots=True)
 class RowReport:
-    """The fate of the rows that were checked at the start."""
-
     num_rows: int
     """Rows in the files, after max_samples."""
     num_checked: int = 0
@@ -177,7 +175,6 @@ class RowSet(ABC, Generic[Row]):
         raise NotImplementedError
 
     def _length(self, row: Any) -> int:
-        """Return the tokens of the row's longest sequence."""
         return len(row.token_ids)
 
     def _cut(self, row: Row, where: str) -> Row | None:
@@ -200,7 +197,6 @@ class RowSet(ABC, Generic[Row]):
         return self.report.num_rows if self._rows is None else len(self._rows)
 
     def entry_sizes(self) -> list[int]:
-        """Return the number of rows of each entry of the files, in their order."""
         ends = np.minimum(np.cumsum([len(part) for part in self._source.parts]), self.report.num_rows)
         if self._rows is not None:
             ends = np.searchsorted(self._rows, ends)
@@ -216,7 +212,6 @@ class RowSet(ABC, Generic[Row]):
         return self._keep(index, found)
 
     def as_stored(self, row: int) -> dict[str, Any]:
-        """Return row `row` with all of its columns, as the source has it."""
         return self._source.row(row if self._rows is None else int(self._rows[row]))
 
     def usable(self, row: int) -> bool:
@@ -237,7 +232,7 @@ class RowSet(ABC, Generic[Row]):
             return False
 
     def checked(self, whole: bool = False, note: Callable[[str], None] | None = None) -> Self:
-        """Return these rows, after reading all of up to `data.check_rows` or where they are wanted `whole`; of more, a sample.
+        """Return these rows, after reading all of up to `data.check_rows` or if they are wanted `whole`; of more, a sample.
 
         All that is wrong is reported at once. Raises DataError for bad rows under data.on_bad_row=error, for rows that are too
         long and neither dropped nor cut, and where no row is left.
@@ -276,7 +271,7 @@ class RowSet(ABC, Generic[Row]):
         return self
 
     def _keep(self, index: int, found: Row | BadRow) -> Row:
-        """Keep a row that was read, cut where it is too long and may be cut. Raises BadRow, and TooLongRow for a long one."""
+        """Keep a row that was read, cut if it is too long and may be cut. Raises BadRow, and TooLongRow for a long one."""
         if isinstance(found, BadRow):
             raise found
         if self.vocab_size is not None and (token := largest_token(found)) >= self.vocab_size:
@@ -312,10 +307,7 @@ def largest_token(row: Any) -> int:
 
 
 class TrainingSet(RowSet[Row]):
-    """The rows of a training that samples nothing, of any kind."""
-
     def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
-        """Open the sources with the options of a RowSet."""
         super().__init__(files, config.data, tokenizer, longest_sequence(config), **options)
         self.run = config
 

@@ -29,8 +29,6 @@ class BadRow(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row before its prompt is rendered."""
-
     prompt: Asked
     data_source: str
     ground_truth: Any

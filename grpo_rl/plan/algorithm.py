@@ -70,14 +70,13 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def objective_of(config: Config) -> Objective:
-    """Return the objective of a run that is not refused."""
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     objective = Objective.from_config(config.actor_rollout_ref.actor, config.data.max_response_length, correction)
     return dataclasses.replace(objective, distillation=Distillation.from_config(config.distillation))
 
 
 def without_effect_on_policy(config: Config) -> list[str]:
-    """Return the keys that were set and do nothing where one update per batch makes every ratio 1.
+    """Return the keys that were set and do nothing if one update per batch makes every ratio 1.
 
     They are not refused, for people set clip bounds by habit, and the number of updates is changed more often than they are.
     """
@@ -130,7 +129,6 @@ def _bind(config: Config, choice: Choice) -> None:
 
 
 def _refuse(problems: Iterable[str]) -> None:
-    """Raise ConfigError where there is a problem."""
     if found := list(problems):
         raise ConfigError(found)
 
@@ -243,13 +241,11 @@ def _reads_old_logprobs(config: Config) -> bool:
 
 
 def _has_ratio(config: Config) -> bool:
-    """Return whether the loss depends on the log-probs of the policy that sampled."""
     actor = config.actor_rollout_ref.actor
     return trial.has_ratio(POLICY_LOSSES.get(actor.policy_loss.loss_mode), _options(config, LOSS))
 
 
 def _of_estimator(config: Config) -> Iterator[str]:
-    """Yield what an estimator asks for and the run does not have."""
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     try:
         wanted = needs_of(ADVANTAGES.get(name))
@@ -290,7 +286,6 @@ def _of_estimator(config: Config) -> Iterator[str]:
 
 
 def _of_teachers(config: Config) -> Iterator[str]:
-    """Yield where teachers and a loss contradict each other or the rest, and a teacher with other tokens."""
     teachers, taught = derived.teachers_of(config), Distillation.from_config(config.distillation)
     assert taught is not None
     key, loss, rows = "distillation.teacher_models", f"{LOSS.key}={LOSS.name(config)}", derived.is_offline(config)
@@ -317,7 +312,7 @@ def _of_teachers(config: Config) -> Iterator[str]:
 
 
 def first_other_token(config: Config, path: str) -> str | None:
-    """Return the first token in which the tokenizer of a folder is not the policy's; None where all are alike, or a folder is away."""
+    """Return the first token in which the tokenizer of a folder is not the policy's; None if all are alike, or a folder is away."""
     vocabularies = []
     for folder in (config.actor_rollout_ref.model.tokenizer_path or config.actor_rollout_ref.model.path, path):
         if folder.startswith(builtin.PREFIX):
@@ -333,7 +328,6 @@ def first_other_token(config: Config, path: str) -> str | None:
 
 
 def _of_correction(config: Config) -> Iterator[str]:
-    """Yield settings that contradict each other, or a bypass that no ratio makes use of."""
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     actor = config.actor_rollout_ref.actor
     is_stale = derived.oldest_sampler(config) > 0 and not derived.trains_pairs(config)

@@ -202,7 +202,6 @@ class Replica:
         return np.maximum(gpu, self.host_s + self.sequence_s * np.asarray(sequences)) + self.overhead_s
 
     def reading_s(self, tokens: float) -> float:
-        """Return the seconds of reading so many tokens of prompts."""
         return 2 * self.size.active_params * tokens / self.flops
 
     def batch_s(self, lengths: Lengths, requests: float) -> tuple[float, float]:
@@ -271,7 +270,6 @@ class StepTime:
 
     @property
     def tokens_per_gpu(self) -> float:
-        """Return the tokens that each GPU gets through in a second."""
         return self.tokens / self.total / self.gpus
 
 
@@ -445,7 +443,6 @@ def _copies(plan: Plan, size: ModelSize, device: Device) -> float:
 
 
 def assumptions(plan: Plan) -> str:
-    """Return the assumptions of the estimate, for people."""
     device, lengths = named(plan.machine.name).device, Lengths.of(plan.config)
     name = next(name for name, other in DEVICES.items() if other is device)
     given = plan.config.trainer.mean_response_length is not None
@@ -533,7 +530,7 @@ def _machine(plan: Plan) -> str:
 
 
 def _read(runs: Path) -> dict[str, Any]:
-    """Return what the file has; nothing where it is missing, or no file of this kind."""
+    """Return what the file has; nothing if it is missing, or no file of this kind."""
     try:
         known = dict(read_json(runs / FILE))
         return {machine: entry for machine, entry in known.items() if _is_usable(entry)}
@@ -542,7 +539,6 @@ def _read(runs: Path) -> dict[str, Any]:
 
 
 def _is_usable(entry: Any) -> bool:
-    """Return whether an entry's numbers are finite and not negative."""
     values = [*entry.values()] if isinstance(entry, dict) else [entry]
     numbers = [number for value in values for number in (value.values() if isinstance(value, dict) else [value])]
     return all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers)

@@ -61,7 +61,7 @@ class RolePlan:
     calls_at_once: int = 1
     """Calls that one process answers side by side."""
     stateful: bool = False
-    """True where its state is part of a checkpoint, and is restored when a process fails."""
+    """True if its state is part of a checkpoint, and is restored when a process fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Passes:
     reference: MicroBatchRule
     critic: MicroBatchRule
     replays_routing: bool = False
-    """True where tokens take the experts in an update that they took in the actor's pass for old log-probs."""
+    """True if tokens take the experts in an update that they took in the actor's pass for old log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,31 +96,28 @@ class Sizes:
     critic_epochs: int
     critic_updates_per_step: int
     num_train_rows: int | None = None
-    """Rows of the training data; None where they are counted only when the data is read."""
+    """Rows of the training data; None if they are counted only when the data is read."""
     total_steps: int | None = None
-    """Training steps; None where they depend on data that is not read yet."""
+    """Training steps; None if they depend on data that is not read yet."""
     iteration: tuple[int, int] | None = None
-    """Training steps of the reward model and of the policy in one iteration; None where there are no iterations."""
+    """Training steps of the reward model and of the policy in one iteration; None if there are no iterations."""
 
     @property
     def policy_steps(self) -> int:
-        """Training steps that train the policy."""
         total = self.total_steps or 0
         return total if self.iteration is None else derived.policy_steps(total, *self.iteration)
 
     @property
     def actor_updates(self) -> int:
-        """Optimizer steps of the actor in the whole run, which its learning rate's schedule spans; 0 where it learns nothing."""
+        """Optimizer steps of the actor in the whole run, which its learning rate's schedule spans; 0 if it learns nothing."""
         return max(0, self.policy_steps - self.critic_warmup) * self.updates_per_step
 
     @property
     def critic_updates(self) -> int:
-        """Optimizer steps of the critic in the whole run."""
         return self.policy_steps * self.critic_updates_per_step
 
     @property
     def reward_model_updates(self) -> int:
-        """Optimizer steps of a trained reward model in the whole run."""
         total = self.total_steps or 0
         return total if self.iteration is None else total - self.policy_steps
 
@@ -132,13 +129,13 @@ class RewardPlan:
     scores: bool
     """Anything is scored at all."""
     rules: bool
-    """True where reward functions run, in processes of their own."""
+    """True if reward functions run, in processes of their own."""
     judge: bool
-    """True where a language model behind an endpoint judges the responses."""
+    """True if a language model behind an endpoint judges the responses."""
     steps_from: Literal["rules", "model", "turns", "none"]
     """The part that gives the rewards of reasoning steps to an estimator that reads them."""
     model_alone: bool = False
-    """True where the reward model's score is the whole reward, and that of the rules is only shown beside it."""
+    """True if the reward model's score is the whole reward, and that of the rules is only shown beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,26 +165,26 @@ class Plan:
     """The function that loops over the steps of a session; it names the roles that it can drive."""
     reward: RewardPlan
     engine: EngineSpec | None
-    """One replica of the rollout engine, whose model_path is the configured one; None where none starts."""
+    """One replica of the rollout engine, whose model_path is the configured one; None if none starts."""
     objective: Objective
     advantage_needs: frozenset[str]
     rows: RowKind | None
-    """The kind of rows that are trained on; None where what is trained on is sampled."""
+    """The kind of rows that are trained on; None if what is trained on is sampled."""
     critic_model: str | None
     """Folder of the critic's own model; None for a copy of the actor's."""
     base_reference: str | None = None
     """The purpose of the reference where it is the base model under the actor's adapters, which the actor's ranks compute; None
-    where a reference has processes of its own, and where there is none."""
+    if a reference has processes of its own, and if there is none."""
     teachers: tuple[tuple[str, TeacherConfig], ...] = ()
     """The teachers by name, of which those with a model of their own are in the ranks of the role `teacher`."""
     resumes: bool = False
-    """True where a checkpoint of the run is there, whose weights are those that the run starts with."""
+    """True if a checkpoint of the run is there, whose weights are those that the run starts with."""
     collection: Plan | None = None
-    """The plan of the phase before training in which the initial policy samples the responses; None where there is none."""
+    """The plan of the phase before training in which the initial policy samples the responses; None if there is none."""
     model: ModelSize | None = None
-    """Sizes of the policy; None where its folder does not contain them."""
+    """Sizes of the policy; None if its folder does not contain them."""
     memory: tuple[RoleMemory, ...] = ()
-    """Estimates by role; empty where the model's sizes are unknown."""
+    """Estimates by role; empty if the model's sizes are unknown."""
     text: str = ""
 
     def render(self) -> str:
@@ -195,7 +192,6 @@ class Plan:
         return self.text
 
     def role(self, name: RoleName) -> RolePlan | None:
-        """Return the role of this name, None where it does not start."""
         return next((role for role in self.roles if role.name == name), None)
 
     @property
@@ -208,11 +204,9 @@ class Plan:
         return lacks(vllm=self.samples_with_vllm and not self.machine.cluster, device=self.machine.device)
 
     def num_workers(self, name: RoleName) -> int:
-        """Return the number of a role's processes; 0 where it does not start."""
         return sum(role.num_workers for role in self.roles if role.name == name)
 
     def pool(self, name: str) -> PoolPlan:
-        """Return the pool of this name."""
         return next(pool for pool in self.pools if pool.name == name)
 
     def with_rows(self, num_rows: int) -> Plan:
@@ -221,7 +215,6 @@ class Plan:
         return dataclasses.replace(self, sizes=sizes)
 
     def with_data(self, data: DataConfig) -> Plan:
-        """Return the plan with other settings of the data."""
         return dataclasses.replace(self, config=dataclasses.replace(self.config, data=data))
 
     @property
@@ -231,7 +224,6 @@ class Plan:
 
     @property
     def plays_episodes(self) -> bool:
-        """Return whether rollouts are episodes of several turns."""
         return self.role("rollout") is not None and derived.plays_episodes(self.config)
 
     @property
@@ -241,29 +233,25 @@ class Plan:
 
     @property
     def trains_reward_model(self) -> bool:
-        """Return whether the run trains its reward model."""
         role = self.role("reward_model")
         return role is not None and role.stateful
 
     @property
     def world_size(self) -> int:
-        """Ranks of the actor; 0 where none starts."""
+        """Ranks of the actor; 0 if none starts."""
         return self.num_workers("actor")
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of the engine."""
         return self.num_workers("rollout")
 
     @property
     def replica_bounds(self) -> tuple[int, int]:
-        """The fewest and the most replicas that there may be while the run goes on."""
         rollout = self.config.actor_rollout_ref.rollout
         return rollout.min_replicas or self.num_replicas, rollout.max_replicas or self.num_replicas
 
     @property
     def colocated(self) -> bool:
-        """Return whether the engines share the actor's devices."""
         roles = {role.name: role.pool for role in self.roles}
         return roles.get("rollout") == roles.get("actor")
 
@@ -274,7 +262,6 @@ class Plan:
 
     @property
     def engine_width(self) -> int:
-        """Return the bytes of one of the engine's weights."""
         return 4 if self.engine is not None and self.engine.dtype == "float32" else 2
 
     @property
@@ -335,9 +322,9 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
 
 
 def _reference(config: Config, objective: Objective) -> str | None:
-    """Return the purpose of a reference, None where nothing reads one.
+    """Return the purpose of a reference, None if nothing reads one.
 
-    Raises ConfigError where the reference would be the base model and the run does not begin with that.
+    Raises ConfigError if the reference would be the base model and the run does not begin with that.
     """
     readers = {
         "the KL in the loss": derived.has_kl_in_loss(config),
@@ -419,7 +406,6 @@ def _rows(config: Config, objective: Objective) -> RowKind | None:
 
 
 def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSpec | None:
-    """One replica, None where none starts."""
     names = {role.name: role for role in roles}
     if "rollout" not in names:
         return None
@@ -495,7 +481,7 @@ def _sizes(config: Config, num_train_rows: int | None) -> Sizes:
 
 
 def _total_steps(config: Config, num_rows: int | None) -> int | None:
-    """`total_training_steps`, or what `total_epochs` passes over the rows make; 0 where nothing is trained."""
+    """`total_training_steps`, or what `total_epochs` passes over the rows make; 0 if nothing is trained."""
     if config.trainer.val_only:
         return 0
     if config.trainer.total_training_steps is not None:

@@ -109,7 +109,7 @@ def of_memory(plan: Plan) -> Iterator[str]:
 
 
 def lack_of_memory(plan: Plan) -> str:
-    """Return that memory is what a run is likely to have failed of; empty where there is enough."""
+    """Return that memory is what a run is likely to have failed of; empty if there is enough."""
     has, needed = machine_memory(), host_bytes(plan)
     if needed <= has.total and has.used_share < FULL:
         return ""

@@ -207,8 +207,6 @@ def peak_tflops(gpu: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class NamedMachine:
-    """A machine by name, taken apart."""
-
     name: str
     nodes: int
     """Machines like this one; 1 where the name has no number of them."""

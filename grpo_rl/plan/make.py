@@ -151,7 +151,7 @@ def _check_engine(config: Config) -> None:
 
 
 def _look_at_data(config: Config) -> int | None:
-    """Return the number of training rows, after train_max_samples; None where only reading all the data would show it, and where
+    """Return the number of training rows, after train_max_samples; None if only reading all the data would show it, and if
     they are sampled first. Raises ConfigError and DataError for data that cannot be used.
     """
     data, trainer = config.data, config.trainer
@@ -180,7 +180,6 @@ def _look_at_data(config: Config) -> int | None:
 
 
 def _unusable(config: Config) -> list[str]:
-    """Return what is wrong with the data files: those that cannot be used, and under data.on_bad_row=error their bad rows."""
     data = config.data
     if trains_only_reward_model(config):
         rates_steps = config.reward.reward_model.train.loss == "steps"
@@ -196,7 +195,7 @@ def _unusable(config: Config) -> list[str]:
 
 
 def _count(name: str, *, with_files: bool) -> Iterator[int | None]:
-    """Yield the rows of each file of an entry of `data.train_files`; None where finding out would take long."""
+    """Yield the rows of each file of an entry of `data.train_files`; None if finding out would take long."""
     if name.startswith(TASK_PREFIX):
         yield len(task_rows(name))
     elif name.startswith(HUB_PREFIX) or not with_files:

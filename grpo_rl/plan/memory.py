@@ -82,7 +82,7 @@ class Load:
     shared_keys: int = 0
     """Keys that are copied so that responses share a prompt's."""
     adapters: int = 0
-    """Parameters of LoRA adapters, which alone are trained; 0 where all parameters are."""
+    """Parameters of LoRA adapters, which alone are trained; 0 if all parameters are."""
     half_base: bool = False
     """The blocks under adapters rest in bfloat16, in which they compute; without, in float32."""
     others: int = 0
@@ -144,7 +144,6 @@ def regions(size: ModelSize, load: Load) -> dict[str, int]:
 
 
 def peak(size: ModelSize, load: Load) -> int:
-    """Return the largest of the regions."""
     return max(regions(size, load).values())
 
 
@@ -214,7 +213,6 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
 
 
 def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, Load]]:
-    """Yield each role that starts and runs model passes, the sizes of its model and its largest micro-batch."""
     for name in _MODEL_ROLES:
         if (own := size_of_role(plan, size, name)) is not None:
             yield name, own, load_of(plan, own, name)
@@ -242,7 +240,7 @@ def host_bytes(plan: Plan) -> int:
 
 
 def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | None:
-    """Return the sizes of a role's model, the policy's where it has none of its own; None where it does not start or has none."""
+    """Return the sizes of a role's model, the policy's where it has none of its own; None if it does not start or has none."""
     if plan.role(name) is None:
         return None
     if name == "reward_model":
@@ -253,7 +251,6 @@ def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | Non
 
 
 def _teacher_sizes(plan: Plan) -> list[ModelSize]:
-    """Return the sizes of the teachers' models, as far as they are known."""
     sizes = (model_size(one.model_path) for _, one in plan.teachers if one.model_path is not None)
     return [size for size in sizes if size is not None]
 
@@ -405,22 +402,19 @@ class Need:
     what: str
     needed: int
     memory: int
-    """Bytes of the whole; 0 where that is not known."""
+    """Bytes of the whole; 0 if that is not known."""
     share: float = 1.0
 
     @property
     def there(self) -> int:
-        """Return the bytes that are there for it."""
         return int(self.memory * self.share)
 
     @property
     def used(self) -> float:
-        """Return the need as a share of what is there."""
         return self.needed / max(self.there, 1)
 
     @property
     def least(self) -> int:
-        """Return the memory of the smallest GPU on which it fits."""
         return int(self.needed / self.share)
 
 
@@ -469,8 +463,6 @@ def resting_on_gpu(plan: Plan, roles: Sequence[RoleMemory]) -> dict[RoleName, in
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """All needs of a run on its machine."""
-
     needs: tuple[Need, ...]
     cache_tokens: int
     """Tokens whose keys and values one replica of the engine holds; 0 without an engine."""
@@ -479,17 +471,15 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Return whether every need finds its memory."""
         return all(need.needed <= need.there for need in self.needs)
 
     @property
     def tightest(self) -> Need:
-        """Return the need with the largest share of what is there."""
         return max(self.needs, key=lambda need: need.used)
 
 
 def fit_of(plan: Plan, size: ModelSize | None) -> Fit | None:
-    """Return how a run fits its machine; None where sizes or the GPUs' memory are not known, and for runs without GPUs."""
+    """Return how a run fits its machine; None if sizes or the GPUs' memory are not known, and for runs without GPUs."""
     total = plan.machine.gpu_memory
     if size is None or plan.machine.device != "cuda" or not total or plan.role("actor") is None:
         return None
@@ -551,7 +541,6 @@ def host_need(plan: Plan, size: ModelSize) -> int:
 
 
 def table(plan: Plan, fit: Fit) -> list[str]:
-    """Return the lines of a table: each role at rest, each phase of the step, and the host."""
     lines = [f"{'on one GPU of ' + gib(plan.machine.gpu_memory):<32}{'at rest':>12}"]
     for role, held in resting_on_gpu(plan, plan.memory).items():
         lines.append(f"{role.replace('_', ' '):<32}{gib(held):>12}")

@@ -46,7 +46,7 @@ class ModelSize:
     head_dim: int
     num_params: int
     tied: bool = False
-    """True where embedding and LM head are one."""
+    """True if embedding and LM head are one."""
     experts: int = 0
     """Experts of each layer of a mixture; 0 for a dense model."""
     experts_per_token: int = 0
@@ -59,7 +59,6 @@ class ModelSize:
 
     @property
     def layer_params(self) -> int:
-        """Return the parameters of one layer."""
         return (self.num_params - self.root_params) // self.layers
 
     @property
@@ -291,7 +290,7 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
 
 
 def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
-    """Return the name and value of the setting that bounds a sequence; None where that is not certain.
+    """Return the name and value of the setting that bounds a sequence; None if that is not certain.
 
     Without a scaled rotary embedding it is the smallest of those that vLLM looks at (vLLM 0.32,
     ModelArchConfigConvertorBase.derive_max_model_len_and_key).
@@ -308,7 +307,7 @@ def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
 
 
 def model_size(path: str) -> ModelSize | None:
-    """Return the sizes of the model at `path`; None where only loading it shows them (names that are not known, other families)."""
+    """Return the sizes of the model at `path`; None if only loading it shows them (names that are not known, other families)."""
     if path.startswith(PREFIX):
         return _from_settings(_builtin_settings(path), None)
     folder = Path(path).expanduser()

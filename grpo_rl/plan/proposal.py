@@ -42,7 +42,7 @@ class Proposal:
 
 
 def propose(plan: Plan, size: ModelSize) -> Proposal | None:
-    """Return the nearest configuration that fits: with as few and as small changes as possible; None where none was found.
+    """Return the nearest configuration that fits: with as few and as small changes as possible; None if none was found.
 
     First on the machines that are named, then on twice as many, and so on.
     """
@@ -103,7 +103,7 @@ def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposa
 
 
 def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machine) -> Proposal | None:
-    """Return the proposal of these changes with an engine that fits beside them; None where nothing does."""
+    """Return the proposal of these changes with an engine that fits beside them; None if nothing does."""
     roomy = None
     for parallel in _engines(plan):
         attempt = changes | parallel
@@ -223,7 +223,6 @@ class Division:
     time: StepTime
 
     def line(self) -> str:
-        """Return it as a row of `HEAD`'s table."""
         plan, time = self.plan, self.time
         split = "shared" if plan.colocated else f"{time.gpus - plan.world_size}:{plan.world_size}"
         shares = (min(1.0, time.phases["sampling"] / time.total), time.filled, min(1.0, time.training / time.total))
@@ -236,7 +235,7 @@ HEAD = f"{'schedule':<18}{'sample:train':>13}{'s a step':>10}{'sampling':>10}{'s
 
 
 def divisions(plan: Plan, size: ModelSize) -> list[Division]:
-    """Return each schedule with its best division of the machine's GPUs that fits; empty where nothing is to be divided."""
+    """Return each schedule with its best division of the machine's GPUs that fits; empty if nothing is to be divided."""
     machine = plan.machine
     if not machine.name or machine.num_gpus * machine.nodes < 2 or step_time(plan, size) is None:
         return []
@@ -270,7 +269,7 @@ def _splits(machine: Machine) -> Iterator[dict[str, Any]]:
 
 
 def _divided(plan: Plan, size: ModelSize, name: str, changes: dict[str, Any]) -> Division | None:
-    """Return the run of these keys; None where the rules refuse them, or it does not fit."""
+    """Return the run of these keys; None if the rules refuse them, or it does not fit."""
     if refuses(plan, changes, plan.machine):
         return None
     tried, fit = _tried(plan, size, changes, plan.machine)

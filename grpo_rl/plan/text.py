@@ -118,7 +118,6 @@ def _setting(config: Config, plan: Plan) -> Rows:
 
 
 def _collection(sampling: Plan, pairs: bool) -> str:
-    """Describe the phase before training: what is sampled, and what of it is kept."""
     n, rejection = sampling.config.actor_rollout_ref.rollout.n, sampling.config.algorithm.rejection
     kept = [f"those with a reward of {rejection.min_reward:g} or more", *["each once"] * rejection.deduplicate]
     if rejection.max_per_prompt is not None:
@@ -196,7 +195,6 @@ def _roles(config: Config, plan: Plan) -> Rows:
 
 
 def _adapters(config: Config, plan: Plan) -> str:
-    """Describe the adapters that are trained, where there are any."""
     model = config.actor_rollout_ref.model
     if not model.lora_rank:
         return ""
@@ -211,7 +209,6 @@ def _adapters(config: Config, plan: Plan) -> str:
 
 
 def _engines(plan: Plan, engine: EngineSpec) -> str:
-    """Describe how many replicas there are, where they run, and how they get their weights."""
     parallel = engine.tensor_parallel_size
     per_replica = f" of {parallel} devices" if parallel > 1 else ""
     if engine.engines_per_device > 1:
@@ -286,7 +283,6 @@ def _step(config: Config, plan: Plan) -> Rows:
 
 
 def _overlap(config: Config) -> str:
-    """Describe what is sampled while a batch is trained, and how old its tokens may be."""
     own, staleness = config.trainer.asynchronous, max_staleness(config)
     if config.trainer.schedule == ONE_STEP_OFF:
         return "one_step_off: the next batch is sampled while this one is trained, by weights of one version before"
@@ -302,7 +298,6 @@ def _overlap(config: Config) -> str:
 
 
 def _iteration(config: Config, model_steps: int, steps: int) -> str:
-    """Describe what happens at the beginning of an iteration, and what its steps train on."""
     rules = " + ".join(config.reward.functions)
     learns = f"{_count(model_steps, 'step')} of the reward model on the best and worst of new groups by {rules}"
     return (
@@ -312,7 +307,6 @@ def _iteration(config: Config, model_steps: int, steps: int) -> str:
 
 
 def _selection(config: Config) -> Rows:
-    """Yield the lines on the groups that are trained, and on how prompts are drawn and retire."""
     groups, data = config.algorithm.filter_groups, config.data
     if groups.enable and groups.refill:
         yield (
@@ -337,7 +331,6 @@ def _selection(config: Config) -> Rows:
 
 
 def _ratio(plan: Plan) -> str:
-    """Describe the policy with which the ratio compares, and the process which computes its log-probs."""
     passes, updates = plan.passes, plan.sizes.updates_per_step
     if passes.old_logprobs == "engine":
         return "against the engine's log-probs; the actor computes no old ones"
@@ -348,7 +341,6 @@ def _ratio(plan: Plan) -> str:
 
 
 def _axes(config: Config, plan: Plan) -> str:
-    """Describe what differs from plain sharding over all of the actor's ranks."""
     fsdp, together = config.actor_rollout_ref.actor.fsdp_config, plan.passes.update.sequence_ranks
     parts = []
     if 0 < fsdp.fsdp_size < plan.world_size:
@@ -361,7 +353,6 @@ def _axes(config: Config, plan: Plan) -> str:
 
 
 def _micro_batches(plan: Plan) -> list[str]:
-    """Describe how each pass over the rollouts is cut, passes of the same rule together."""
     passes = plan.passes
     uses: dict[MicroBatchRule, list[str]] = {passes.update: ["update"]}
     if passes.old_logprobs == "actor":
@@ -451,7 +442,6 @@ def components(plan: Plan) -> Rows:
 
 
 def _data_source(plan: Plan) -> str:
-    """Describe where the trained responses come from."""
     config = plan.config
     kind = plan.rows or ("pairs" if plan.objective.needs_pairs else "answers")
     if config.data.responses == "rows":
@@ -471,7 +461,6 @@ def _data_source(plan: Plan) -> str:
 
 
 def _reward_function(plan: Plan) -> str:
-    """Describe what says how good a response is."""
     config = plan.config
     if plan.objective.needs_kl:
         return "whether an answer is desirable, as its row says"
@@ -491,7 +480,6 @@ def _reward_function(plan: Plan) -> str:
 
 
 def _teacher(teacher: TeacherConfig, plan: Plan) -> str:
-    """Describe a teacher: its model, what it reads and whom it teaches."""
     role = plan.role("teacher")
     ranks = "" if role is None else f" ({role.num_workers} frozen rank{'s' * (role.num_workers > 1)} in the {role.pool}'s pool)"
     own = (
@@ -505,7 +493,6 @@ def _teacher(teacher: TeacherConfig, plan: Plan) -> str:
 
 
 def _gradient_coefficient(plan: Plan) -> str:
-    """Return the factor of ∇log π with its options as numbers: the loss's, and the KL term's where there is one."""
     objective = plan.objective
     taught = objective.distillation
     if taught is not None and not taught.task and not taught.as_advantage:
@@ -533,7 +520,7 @@ def _in_all(plan: Plan) -> str:
 
 
 def _memory(plan: Plan, judged: Fit | None) -> Rows:
-    """Yield what each role needs; nothing where the table of the fit has that, for GPUs whose memory is known."""
+    """Yield what each role needs; nothing if the table of the fit has that, for GPUs whose memory is known."""
     if plan.model is None:
         yield "unknown", "the sizes of this model are known only when its weights are read"
     if plan.model is None or judged is not None:
@@ -546,7 +533,6 @@ def _memory(plan: Plan, judged: Fit | None) -> Rows:
 
 
 def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
-    """Yield whether the run fits its GPUs and its host, and what makes it fit where it does not."""
     if judged is None or plan.model is None:
         return
     tight = judged.tightest
@@ -569,7 +555,6 @@ def _fit(plan: Plan, judged: Fit | None, instead: Proposal | None) -> Rows:
 
 
 def _faster(plan: Plan) -> Rows:
-    """Yield the keys with which free memory makes the update shorter."""
     faster = propose_faster(plan, plan.model) if plan.model is not None else None
     if faster is None:
         return
@@ -580,7 +565,6 @@ def _faster(plan: Plan) -> Rows:
 
 
 def _time(plan: Plan) -> Rows:
-    """Yield the seconds of each phase of a step, on a named machine or on this one."""
     judged = fit_of(plan, plan.model)
     found = step_time(plan, plan.model) if judged is not None and judged.fits else None
     if found is None:
@@ -602,7 +586,6 @@ def _time(plan: Plan) -> Rows:
 
 
 def _schedules(plan: Plan) -> Rows:
-    """Yield how many GPUs should sample and how many train under each schedule, and the keys of the fastest division."""
     found = divisions(plan, plan.model) if plan.model is not None else []
     if not found:
         return
@@ -646,7 +629,6 @@ def _notes(composed: Composed, plan: Plan) -> Rows:
 
 
 def _processes(plan: Plan, number: int | None) -> str:
-    """Describe how many processes of functions run where: on every node that the pools have devices on."""
     nodes, per_node = sum(pool.nnodes for pool in plan.pools), max(pool.devices_per_node for pool in plan.pools)
     free = plan.machine.num_cpus - (per_node if plan.machine.device == "cuda" else 1)
     where = "" if nodes == 1 and not plan.machine.cluster else f" on each of {nodes} nodes" if nodes > 1 else " on its node"

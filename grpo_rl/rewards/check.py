@@ -61,8 +61,6 @@ MAX_NUMBERS = 5
 
 
 class Row(NamedTuple):
-    """The arguments of a reward function for one row."""
-
     place: int
     data_source: str
     ground_truth: Any
@@ -76,8 +74,6 @@ class Row(NamedTuple):
 
 
 class TriedRow(NamedTuple):
-    """The result of one call."""
-
     row: Row
     seconds: float
     outcome: Outcome
@@ -95,7 +91,7 @@ class Trial:
     def outcomes(self, rows: Sequence[Row]) -> Iterator[TriedRow]:
         """Yield the reward of these rows: each by itself, or all in one call where there is a function of lists.
 
-        Raises RewardError where no process starts.
+        Raises RewardError if no process starts.
         """
         self._data_sources |= {row.data_source for row in rows}
         batched = [component for component in self._components if component.batched]
@@ -114,7 +110,7 @@ class Trial:
                 )
 
     def _sum(self, components: Sequence[Component], outcomes: Sequence[Outcome]) -> Outcome:
-        """Return the weighted sum with its parts; of one function what it gave; the first failure where there is one."""
+        """Return the weighted sum with its parts; of one function what it gave; the first failure if there is one."""
         results = [outcome for outcome in outcomes if isinstance(outcome, RewardResult)]
         if failure := next((outcome for outcome in outcomes if isinstance(outcome, RewardFailure)), None):
             return failure
@@ -131,7 +127,6 @@ class Trial:
         )
 
     def close(self) -> None:
-        """End the process and all that it started."""
         if self._worker is not None:
             self._worker.child.kill()
 
@@ -224,7 +219,7 @@ def _last_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
-    """Return a response with the right answer, in all the forms that the rules read; None where it cannot be made.
+    """Return a response with the right answer, in all the forms that the rules read; None if it cannot be made.
 
     GSM8K's own solution, the sum itself for arithmetic, a solved countdown, the ground truth in a box and after `####`.
     """
@@ -239,7 +234,7 @@ def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, 
         gold = golds_of(ground_truth)[0]
     except ValueError:
         return None
-    # In a form of its own where there is one: a rule that cannot read the ground truth would find its own text in it.
+    # In a form of its own if there is one: a rule that cannot read the ground truth would find its own text in it.
     written = _scientific(gold) if isinstance(ground_truth, float) else gold
     return gold if data_source == "arithmetic" else f"The answer is \\boxed{{{written}}}.\n#### {gold}"
 
@@ -330,7 +325,6 @@ def _printable(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """Run the command; returns its exit code."""
     parser = Arguments(
         "check-reward",
         "Try a reward on rows before any training. Columns, options and recipes are those of a run: data.ground_truth_key=age,\n"

@@ -25,8 +25,6 @@ RULE = "by-rule"
 
 
 class ModelReward(Protocol):
-    """A model that scores rollouts beside the sampling."""
-
     name: str
     weight: float
 
@@ -100,7 +98,6 @@ class CombinedRewarder:
         return list(rollouts)
 
     def close(self) -> None:
-        """Stop the models; the rules are closed by the code that made them."""
         for model in self.models:
             model.close()
 

@@ -43,12 +43,10 @@ JUDGE = "judge"
 
 
 class AssembledReward(NamedTuple):
-    """A rollout's reward with its parts."""
-
     reward: float
     parts: dict[str, float]
     steps: tuple[Step, ...] | None
-    """The rewards of reasoning steps; None where no steps are read."""
+    """The rewards of reasoning steps; None if no steps are read."""
 
 
 class RewardFunction:
@@ -99,7 +97,6 @@ class RewardFunction:
 
     @property
     def factors(self) -> dict[str, float]:
-        """The factor of each component, by its name."""
         return {component.name: component.factor for component in self.components}
 
     @property
@@ -201,7 +198,6 @@ def audit_of(config: RewardConfig) -> RewardConfig:
 
 
 def _specs(config: RewardConfig) -> list[str]:
-    """The list of functions, the custom one in its place."""
     custom = config.custom_reward_function
     if custom.path is None:
         return config.functions

@@ -47,12 +47,11 @@ class RewardFailure(RewardError):
         return RewardFailure, (self.kind, self.cause)
 
     def at(self, place: str) -> RewardFailure:
-        """The same failure with the function and the rollout before its cause."""
         return RewardFailure(self.kind, f"{place}: {self.cause}")
 
 
 def shortened(cause: str) -> str:
-    """The cause without secrets, and with its middle left out where it is too long to keep."""
+    """The cause without secrets, and with its middle left out if it is too long to keep."""
     cause = outside(redact(cause))
     half = LONGEST_CAUSE // 2
     return cause if len(cause) <= LONGEST_CAUSE else f"{cause[:half]} ... {cause[-half:]}"
@@ -85,10 +84,9 @@ class RewardResult(NamedTuple):
     values: Mapping[str, float] = MappingProxyType({})
     """Further numbers, by their key; logged as `name/key`."""
     steps: Any = None
-    """The value under a function's key `steps`, unread, or a model's rewards of steps, on tokens; None where there are none."""
+    """The value under a function's key `steps`, unread, or a model's rewards of steps, on tokens; None if there are none."""
 
     def plain(self) -> dict[str, Any]:
-        """A dict that `read_result` reads as the same result."""
         steps = {} if self.steps is None else {"steps": self.steps}
         return {**self.values, **steps, "score": self.score}
 
@@ -97,7 +95,7 @@ Outcome = RewardResult | RewardFailure
 
 
 def read_result(value: Any) -> RewardResult:
-    """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, where there is none.
+    """The result in `value`. Raises RewardFailure (`reward_invalid`), with the value and the rule, if there is none.
 
     Even the reading may fail: a dict or a number may be of the user's own class.
     """
@@ -144,8 +142,6 @@ def number_of(value: Any, key: str) -> float:
 
 
 class Sample(NamedTuple):
-    """The arguments of a reward function for one response."""
-
     data_source: str
     solution_str: str
     ground_truth: Any
@@ -159,13 +155,11 @@ RETURNED = "a finite number or a dict with 'score'"
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One summand of the reward."""
-
     name: str
     factor: float
     function: Callable[..., Any]
     batched: bool = False
-    """True where the function takes lists, one entry per response, and returns a list."""
+    """True if the function takes lists, one entry per response, and returns a list."""
     own: bool = False
     """True for a user's function: it is called to score only, as a call may cost something."""
 
@@ -184,7 +178,7 @@ def call(component: Component, sample: Sample) -> RewardResult:
 
 
 def call_batch(component: Component, samples: Sequence[Sample]) -> list[Outcome]:
-    """The results of one call for all responses. Raises RewardFailure where the call itself fails, which no response survives."""
+    """The results of one call for all responses. Raises RewardFailure if the call itself fails, which no response survives."""
     columns = [list(column) for column in zip(*samples, strict=True)]
     returned = _returned(component, dict(zip(BATCH_ARGUMENTS, columns, strict=True)))
     if hasattr(returned, "tolist"):

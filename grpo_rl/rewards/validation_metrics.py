@@ -13,7 +13,7 @@ from grpo_rl.types import Metrics, Rollout
 def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
     """Means over the prompts of each data source of some numbers of a prompt's n responses.
 
-    The value v of a response is its `acc` part where the reward gives one, else its reward; 0 where its reward failed.
+    The value v of a response is its `acc` part where the reward gives one, else its reward; 0 if its reward failed.
 
     - `val/{source}/mean@n`: the mean of v.
     - `val/{source}/best@n`: the largest v.

@@ -31,7 +31,6 @@ def contents_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def contents_changed(run: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether functions or models that `config` names have changed since the last start of the run."""
     status = read_status(run)
     return any(status.get(name, of) != of for name, of in contents_of(config).items())
 

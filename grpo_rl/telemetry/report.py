@@ -172,7 +172,6 @@ TITLES = {
 
 
 def plot_curves(run_dir: RunDir) -> Path:
-    """Draw `plots/curves.png`, and return its path."""
     path = run_dir.plots / "curves.png"
     temporary = path.with_suffix(".tmp")
     curves_figure(run_dir.name, read_metrics(run_dir.metrics_file)).savefig(temporary, format="png", dpi=120)
@@ -203,7 +202,6 @@ def curves_figure(name: str, records: Records, keys: Sequence[str] = ()) -> Figu
 
 
 def _panels(records: Records) -> list[tuple[str, list[str]]]:
-    """Return title and metrics of each panel."""
     measured = {key for record in records for key, value in record.items() if math.isfinite(value)}
     validation = shown_keys(records)
     panels: list[tuple[str, list[str]]]

@@ -221,7 +221,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
 def read_rollouts(path: Path) -> list[dict[str, Any]]:
     """Return the records of one file that `RolloutLog.write` wrote.
 
-    Raises DataError where it cannot be read, and for the first line with a field of another form than the writer's.
+    Raises DataError if it cannot be read, and for the first line with a field of another form than the writer's.
     """
     records = []
     for number, record in read_lines(path):
@@ -279,7 +279,7 @@ def prompt_key(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return (step, file) of every step in `folder`, ascending; none where there is no such folder."""
+    """Return (step, file) of every step in `folder`, ascending; none if there is no such folder."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = re.fullmatch(r"step_([0-9]{1,9})\.jsonl", path.name)

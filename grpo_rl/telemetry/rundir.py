@@ -165,14 +165,12 @@ class RunDir:
         return folder.rename(self.new_aside() / folder.name)
 
     def new_aside(self) -> Path:
-        """Return a new folder `earlier/N`."""
         (self.path / _EARLIER).mkdir(exist_ok=True)
         aside = _first_free(self.path / _EARLIER / "{}")
         aside.mkdir()
         return aside
 
     def release(self) -> None:
-        """Let other processes use the folder again. The end of the process does the same."""
         if self._lock is not None:
             self._lock.release()
 
@@ -182,7 +180,7 @@ class RunDir:
 
 
 def run_config(run: Path) -> dict[str, Any]:
-    """Return config.yaml of a run, nested. Raises DataError where it cannot be read, and where a group of keys is a value."""
+    """Return config.yaml of a run, nested. Raises DataError if it cannot be read, and if a group of keys is a value."""
     found = read_yaml(run / "config.yaml")
     for section in sorted(sections()):
         value: Any = found
@@ -194,7 +192,7 @@ def run_config(run: Path) -> dict[str, Any]:
 
 
 def named_run(text: str) -> Path | None:
-    """Return the folder of the run that `text` names: a folder, or a name below `runs`; None where there is none.
+    """Return the folder of the run that `text` names: a folder, or a name below `runs`; None if there is none.
 
     Raises DataError for links in it that lead out of it.
     """
@@ -212,7 +210,7 @@ def named_run(text: str) -> Path | None:
 def find_run(text: str) -> Path:
     """Return the folder of the run that `text` names, or any other folder: part of a run may be all that there is to look at.
 
-    Raises ConfigError where there is neither, and DataError for links in it that lead out of it.
+    Raises ConfigError if there is neither, and DataError for links in it that lead out of it.
     """
     run, folder = named_run(text), Path(text).expanduser()
     if run is not None:
@@ -264,7 +262,6 @@ def links_out(folder: Path, *, deep: bool = True) -> Iterator[Path]:
 
 
 def dated_name() -> str:
-    """Return a new name for a run that was given none."""
     # Two runs may start in the same second; four hex digits keep them apart.
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}_{secrets.token_hex(2)}"
 
@@ -280,7 +277,7 @@ def _named_path(base: Path, name: str) -> Path:
 
 
 def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
-    """Raise ConfigError where another process is running under this name; leave everything as it is.
+    """Raise ConfigError if another process is running under this name; leave everything as it is.
 
     `RunDir.create` decides the same, and for certain: this is for a quick answer before anything is prepared.
     """
@@ -293,7 +290,7 @@ def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
 
 
 def _refuse_prepared(run: Path) -> None:
-    """Raise ConfigError where a run that goes on in this folder would read or write elsewhere: links out of it, pipes, devices.
+    """Raise ConfigError if a run that goes on in this folder would read or write elsewhere: links out of it, pipes, devices.
 
     Direct subfolders may be links, to a larger disk. Checkpoints have a check of their own (`checkpoint/manifest.py`).
     """
@@ -351,7 +348,6 @@ class RunLock:
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:
-        """Let other processes have the folder."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with suppress(OSError):
@@ -365,7 +361,7 @@ def _myself() -> dict[str, Any]:
 
 
 def _owner(descriptor: int) -> dict[str, Any]:
-    """Return what the lock's file says of its owner; empty where it says nothing that can be read."""
+    """Return what the lock's file says of its owner; empty if it says nothing that can be read."""
     try:
         found = parsed(os.pread(descriptor, 1000, 0).decode("utf-8", errors="replace"))
     except ValueError:

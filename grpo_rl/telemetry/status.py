@@ -57,7 +57,6 @@ class Status:
             self.update()
 
     def update(self, **fields: Any) -> None:
-        """Change these fields."""
         with self._changed:
             self._fields |= fields
             self._fields["time"] = round(time.time(), 3)
@@ -66,7 +65,6 @@ class Status:
 
     @property
     def has_begun(self) -> bool:
-        """Return whether a training step has begun."""
         return bool(self._fields["step"])
 
     def where(self) -> str:
@@ -134,7 +132,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """Return the status of the run in `folder`, without fields of another form than `Status` writes; empty where it has none."""
+    """Return the status of the run in `folder`, without fields of another form than `Status` writes; empty if it has none."""
     with suppress(DataError):
         found = read_json(folder / "status.json")
         if isinstance(found, dict):
@@ -143,7 +141,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def current_status(folder: Path, state: str | None = None) -> dict[str, Any]:
-    """Return the status of the run in `folder`, with the state `lost` where its process is gone, or with `state` where one is given."""
+    """Return the status of the run in `folder`, with the state `lost` where its process is gone, or with `state` if one is given."""
     status = read_status(folder)
     if state is not None or is_gone(status):
         status["state"] = state or "lost"

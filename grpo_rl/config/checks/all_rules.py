@@ -77,7 +77,6 @@ def _options(config: Config) -> Iterator[str]:
 
 
 def _training(config: Config) -> Iterator[str]:
-    """Yield contradictions between the loss, the optimizer, the model and its checkpoints."""
     algorithm, actor, model = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.model
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield (
@@ -101,7 +100,6 @@ def _training(config: Config) -> Iterator[str]:
 
 
 def _sampling(config: Config) -> Iterator[str]:
-    """Yield contradictions in sampling, and in validation by it."""
     rollout, trainer, values = config.actor_rollout_ref.rollout, config.trainer, config.actor_rollout_ref.rollout.val_kwargs
     validates = bool(config.data.val_files or config.data.val_prompt_files)
     for key, top_k in ((_R, rollout.top_k), (f"{_R}.val_kwargs", values.top_k if validates else -1)):
@@ -147,7 +145,6 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _episodes(config: Config) -> Iterator[str]:
-    """Yield what does not go with episodes of several turns."""
     own = config.actor_rollout_ref.rollout.multi_turn
     if not own.enable:
         return
@@ -165,7 +162,6 @@ def _episodes(config: Config) -> Iterator[str]:
 
 
 def _schedule(config: Config) -> Iterator[str]:
-    """Yield what does not go with the schedule."""
     loss, schedule, data, n = (
         config.actor_rollout_ref.actor.policy_loss.loss_mode,
         config.trainer.schedule,
@@ -220,7 +216,6 @@ def _old_samples(config: Config) -> Iterator[str]:
 
 
 def _overlapping(config: Config) -> Iterator[str]:
-    """Yield what a schedule cannot do that samples while it trains."""
     key, own = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous
     if derived.is_colocated(config) and not config.trainer.val_only:
         yield (
@@ -276,7 +271,6 @@ def _batches(config: Config) -> Iterator[str]:
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:
-    """Return the divisors of `number` just below and above `wanted`."""
     below = next((value for value in range(min(wanted - 1, number), 0, -1) if number % value == 0), None)
     above = next((value for value in range(wanted + 1, number + 1) if number % value == 0), None)
     return " or ".join(str(value) for value in (below, above) if value is not None)
@@ -333,7 +327,6 @@ def _lengths(config: Config) -> Iterator[str]:
 
 
 def _gpus(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield more GPUs than this machine has, and weights on a way that its GPUs do not have."""
     trainer, scorer = config.trainer, config.reward.reward_model
     pools = {"trainer": machine.devices(config, "actor")}
     if not derived.is_colocated(config):
@@ -385,7 +378,6 @@ def _engines(config: Config, machine: Machine) -> Iterator[str]:
 
 
 def _ranks(config: Config, ranks: int) -> Iterator[str]:
-    """Yield groups of ranks that do not divide the ranks, a batch too small for them, and ranks that are not there."""
     parts = config.actor_rollout_ref
     keys = [f"{role}.ulysses_sequence_parallel_size" for role in (_A, _REF, "critic")]
     # As in verl, a group that is larger than the set is the set.
@@ -411,7 +403,6 @@ def _ranks(config: Config, ranks: int) -> Iterator[str]:
 
 
 def _machine(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield sizes that do not fit the machine, each with the nearest that do."""
     if machine.device != "cpu" and (machine.cluster or not machine.num_gpus):
         if machine.cluster and config.trainer.n_gpus_per_node is None and not machine.num_gpus:
             yield "trainer.n_gpus_per_node is not set: this machine has no GPU to count, so say how many each node of the cluster has"

@@ -30,7 +30,6 @@ OWN_CODE, SCORER_CODE = f"{_MODEL}.trust_remote_code", f"{_SCORER}.trust_remote_
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield what is named and cannot be found, read or trusted."""
     yield from _data(config)
     yield from _models(config)
     yield from _rewards(config)
@@ -122,7 +121,7 @@ def _model_folder(
 ) -> Iterator[str]:
     """Yield why a folder cannot hold a model, or brings code that the user has not allowed with `switch`.
 
-    Nothing where only asking a hub would show it. `tokenizer` is the folder of the tokenizer, None for the model's, empty where none
+    Nothing if only asking a hub would show it. `tokenizer` is the folder of the tokenizer, None for the model's, empty if none
     is needed. Where the run is elsewhere only the model's config.json is read.
     """
     folder, elsewhere = Path(path).expanduser(), config.trainer.machine is not None
@@ -166,7 +165,6 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def allows_code(config: Config) -> list[str]:
-    """Return the keys by which this configuration lets the code of model folders run."""
     model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
     allowed = {OWN_CODE: model.trust_remote_code, SCORER_CODE: scorer.trust_remote_code}
     return [key for key, is_allowed in allowed.items() if is_allowed]
@@ -256,5 +254,4 @@ def stays_below(name: str) -> bool:
 
 
 def missing_loggers(config: Config) -> list[str]:
-    """Return the trackers that are named and not installed on this machine."""
     return [name for name in INSTALL if name in config.trainer.logger and importlib.util.find_spec(name) is None]

@@ -41,8 +41,6 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One key of the configuration."""
-
     key: str
     kind: Kind
     default: Any
@@ -54,7 +52,6 @@ class Leaf:
 
 
 def kind_of(annotation: Any) -> Kind:
-    """Return the Kind that a field's annotation stands for."""
     if get_origin(annotation) in (typing.Union, types.UnionType):
         inner = [part for part in get_args(annotation) if part is not type(None)]
         assert len(inner) == 1, f"a key takes one type or null: {annotation}"
@@ -124,7 +121,6 @@ def free_mapping(key: str) -> str | None:
 
 
 def value_of(config: Any, key: str) -> Any:
-    """Return the value of a dotted key, in the configuration or in a section of it."""
     for name in key.split("."):
         config = getattr(config, name)
     return config
@@ -173,7 +169,7 @@ def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
 
 
 def siblings(key: str) -> list[str]:
-    """Return the names of all keys directly in the group that `key` would lie in; none where there is no such group."""
+    """Return the names of all keys directly in the group that `key` would lie in; none if there is no such group."""
     group = key.rpartition(".")[0]
     names = [name[len(group) + 1 :].split(".")[0] for name in leaves() if name.startswith(group + ".")]
     return list(dict.fromkeys(names))
@@ -210,7 +206,6 @@ def changed(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by dotted keys as a nested configuration."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *groups, name = key.split(".")

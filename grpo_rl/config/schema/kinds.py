@@ -44,7 +44,7 @@ class Range:
     """The reason for the bounds, or for having none: part of the message of a refusal."""
 
     def describe(self) -> str:
-        """Return the bounds as `>= 1 and < 2`, empty where there are none."""
+        """Return the bounds as `>= 1 and < 2`, empty if there are none."""
         bounds = ((self.ge, ">="), (self.gt, ">"), (self.le, "<="), (self.lt, "<"))
         parts = [
             f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}" for bound, sign in bounds if bound is not None

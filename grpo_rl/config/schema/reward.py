@@ -34,7 +34,6 @@ class OverlongBufferConfig:
 
     @property
     def tokens(self) -> int | None:
-        """Return `len`, None where there is no penalty."""
         return self.len if self.enable else None
 
 

@@ -104,7 +104,7 @@ def place_of(key: str, value: Any) -> str:
 
 
 def answer_for(key: str) -> Answer | None:
-    """Return the answer for `key` or for the nearest group that it lies in; None where verl has no such key."""
+    """Return the answer for `key` or for the nearest group that it lies in; None if verl has no such key."""
     name, answer = _nearest(key)
     # What is right for a whole group of one value is not right for a key inside it.
     return answer if answer is None or name == key else dataclasses.replace(answer, accepts=())
@@ -117,7 +117,7 @@ def _nearest(key: str) -> tuple[str, Answer | None]:
 
 
 def refusal(key: str, value: Any, where: str = "") -> str | None:
-    """Return why verl's `key`, which has an answer, is refused with this value; None where it is taken."""
+    """Return why verl's `key`, which has an answer, is refused with this value; None if it is taken."""
     answer = answer_for(key)
     assert answer is not None
     if answer.means_nothing or value is None or any(_same(value, right) for right in answer.accepts):

@@ -99,7 +99,7 @@ def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
 
 
 def _index(file: IO[bytes], most_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Start and end of each line that is not blank, in bytes, and its number from 1; None where no line is blank.
+    """Start and end of each line that is not blank, in bytes, and its number from 1; None if no line is blank.
 
     Reading stops behind `most_bytes`; a line that goes on there is left out, unless it is the only one.
     """
@@ -153,5 +153,4 @@ _DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_pairs)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

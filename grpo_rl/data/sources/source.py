@@ -24,8 +24,6 @@ Fingerprint = list[dict[str, Any]]
 
 
 class RowSource(ABC):
-    """The rows of one file or task."""
-
     name: str
     num_bytes: int = 0
     """Size of the file as it lies on the disk; 0 for rows that are in no file."""
@@ -94,8 +92,6 @@ def custom_source(files: Sequence[str], config: DataConfig, tokenizer: Any) -> R
 
 
 class Joined(RowSource):
-    """Several sources one after the other."""
-
     def __init__(self, name: str, parts: Sequence[RowSource]) -> None:
         self.name = name
         self.parts = list(parts)
@@ -152,7 +148,7 @@ def fingerprint_of(sources: Sequence[RowSource]) -> Fingerprint:
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
-    """Return what changed, one line per source; none where the data are the same."""
+    """Return what changed, one line per source; none if the data are the same."""
     if len(before) != len(now):
         old, new = (", ".join(str(entry.get("name")) for entry in side) for side in (before, now))
         return [f"there were {len(before)} sources ({old}), now there are {len(now)} ({new})"]

@@ -17,7 +17,6 @@ VALIDATION_SHARE = 5
 
 
 def row_of(data_source: str, prompt: str, ground_truth: Any, extra_info: dict[str, Any], ability: str = "math") -> Row:
-    """Return a row in verl's format."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": prompt}],

@@ -30,7 +30,7 @@ def task_rows(spec: str) -> Sequence[Row]:
     """The rows that `task:NAME?option=value&...` stands for, in verl's format; not to be changed.
 
     Options have the types and defaults of the task function's signature. Raises ConfigError for an unknown task or option,
-    or a value of another type, and DataError where a user's own task fails.
+    or a value of another type, and DataError if a user's own task fails.
     """
     name, texts = split_options(spec)
     name = name.removeprefix(PREFIX)
@@ -47,5 +47,4 @@ def task_rows(spec: str) -> Sequence[Row]:
 
 
 def is_built_in(spec: str) -> bool:
-    """Return whether the task is one of ours, and no function of the user's."""
     return spec.removeprefix(PREFIX).partition("?")[0] in TASKS

@@ -56,8 +56,6 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """Tokens to learn from."""
-
     token_ids: np.ndarray
     """int32 [tokens]"""
     positions: np.ndarray
@@ -129,7 +127,7 @@ class Tokenizing:
         """Sampled responses without their tokens, which were made of their texts."""
 
     def __call__(self, found: Chat | Rendered, where: str) -> Demonstration:
-        """Return the tokens of a conversation. Raises BadRow where its trained tokens cannot be found exactly."""
+        """Return the tokens of a conversation. Raises BadRow if its trained tokens cannot be found exactly."""
         if isinstance(found, Rendered):
             return self._rendered(found, where)
         messages = self.renderer.with_system(found.messages)
@@ -224,7 +222,7 @@ class Tokenizing:
         """Return the tokens of the growing texts, each piece tokenized by itself.
 
         So it is where a token would reach from the prompt into the answer, as a newline at the beginning of an answer may:
-        the model answers after the prompt's own tokens. Raises BadRow where the pieces are not the text (a tokenizer that
+        the model answers after the prompt's own tokens. Raises BadRow if the pieces are not the text (a tokenizer that
         puts a space before each).
         """
         ids: list[list[int]] = []
@@ -269,8 +267,6 @@ def _rewritten(before: str, now: str, what: str) -> str:
 
 
 class DemonstrationSet(TrainingSet[Demonstration]):
-    """The demonstrations of one or several sources, by their row."""
-
     ways_out = (
         "Raise data.max_length, drop such rows with data.filter_overlong_prompts=true, or cut them with "
         "data.truncation=left, right or middle"
@@ -281,7 +277,6 @@ class DemonstrationSet(TrainingSet[Demonstration]):
         return Tokenizing(self.renderer)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return these rows as a batch: see `supervised_batch`."""
         return supervised_batch([self.row(row) for row in rows])
 
     def _tokenized(self, row: dict[str, Any], where: str) -> Demonstration:

@@ -4,7 +4,7 @@ The formats are TRL's and OpenRLHF's. A row has the columns `chosen` and `reject
 or a list of chat messages. Without a prompt column it is what both answers begin with. `margin`, where a row has it, is a
 number that says by how much the chosen answer is better, for reward models that read it.
 
-A labelled row, for `kto`, has `completion`, one answer, and `label`: true where it is desirable (TRL's unpaired preferences).
+A labelled row, for `kto`, has `completion`, one answer, and `label`: true if it is desirable (TRL's unpaired preferences).
 """
 
 from __future__ import annotations
@@ -133,14 +133,11 @@ def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: Da
 
 
 class PairSet(TrainingSet[Pair]):
-    """The pairs of one or several sources, by their row."""
-
     ways_out = (
         "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true: a cut answer would be another one"
     )
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return these rows as a batch: see `pair_batch`."""
         return pair_batch([self.row(row) for row in rows])
 
     def _length(self, row: Pair) -> int:
@@ -220,7 +217,6 @@ class LabelledSet(TrainingSet[Labelled]):
     ways_out = PairSet.ways_out
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return these rows as a batch of two rollouts each: the answer, and the mismatched one, cut where it would be too long."""
         found = [self.row(row) for row in rows]
         batch = pair_batch(
             [Pair(one.prompt_ids, one.answer_ids, self._mismatched(row)) for row, one in zip(rows, found, strict=True)]
@@ -265,7 +261,7 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 def _margins(pairs: Sequence[Pair]) -> torch.Tensor | None:
-    """Return the margin of each pair on both of its rollouts, 0 where a row has none; None where no row has one."""
+    """Return the margin of each pair on both of its rollouts, 0 if a row has none; None if no row has one."""
     if all(pair.margin is None for pair in pairs):
         return None
     return torch.tensor([pair.margin or 0.0 for pair in pairs]).repeat_interleave(2)

@@ -75,8 +75,6 @@ def _label(label: Any, where: str, number: int) -> float | None:
 
 
 class RatedStepSet(TrainingSet[RatedSteps]):
-    """The rated solutions of one or several sources, by their row."""
-
     ways_out = "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true"
 
     def __init__(self, files: Sequence[str], config: Config, tokenizer: Any, **options: Any) -> None:
@@ -86,7 +84,6 @@ class RatedStepSet(TrainingSet[RatedSteps]):
         super().__init__(files, config, tokenizer, **options)
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        """Return these rows as a batch: see `rated_batch`."""
         return rated_batch([self.row(row) for row in rows])
 
     def _tokenized(self, row: dict[str, Any], where: str) -> RatedSteps:

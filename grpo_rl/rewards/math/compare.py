@@ -54,7 +54,7 @@ class MathAnswer:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Return whether `answer` is `gold`; None where only algebra can decide. `nan` is equal to nothing.
+    """Return whether `answer` is `gold`; None if only algebra can decide. `nan` is equal to nothing.
 
     `1,200` as the gold is 1200, which the list `1, 200` is not; as an answer it is either.
     """

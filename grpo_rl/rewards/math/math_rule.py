@@ -39,7 +39,7 @@ def math(
 ) -> dict[str, float]:
     """`score` 1 when the final answer is equal to the ground truth, 0 otherwise.
 
-    The answer is what the last `\\boxed{...}` holds; where there is no box, unless `boxed_only`, what the last `<answer>` tags
+    The answer is what the last `\\boxed{...}` holds; if there is no box, unless `boxed_only`, what the last `<answer>` tags
     hold or what follows the last `answer is`. What stands inside `<think>` is no answer, unless `skip_thought` is off. Most are settled as text, number, fraction, tuple, set, matrix or equation; the
     rest by math-verify, unless `algebra` is off. `refused` is 1 where an answer was too large or too strange for that, and
     worth 0. An answer with more operations than the ground truth, `17*23` for 391, is worth 0 with `evaluated`; without a

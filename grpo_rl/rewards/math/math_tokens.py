@@ -122,8 +122,6 @@ UNITS = frozenset(OTHER_UNITS.split()) | {name for name in MEASURES if len(name)
 
 
 class Reading(NamedTuple):
-    """What an answer can mean."""
-
     tokens: tuple[str, ...]
     """Without units."""
     units: frozenset[str]

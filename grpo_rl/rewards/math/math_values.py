@@ -106,7 +106,6 @@ class Expression:
         return total
 
     def _product(self) -> Number:
-        """A product with the signs before it."""
         total: Number = self._sign() * self._power()[0]
         while self._next() not in ENDS or self._next() in ("*", "/"):
             operation = self._take() if self._next() in ("*", "/") else ""
@@ -268,7 +267,7 @@ def _binomial(top: Number, bottom: Number) -> Number:
 
 
 def values(tokens: tuple[str, ...]) -> tuple[Number, ...]:
-    """The values at all points; one value where there is no variable. Raises NoExpression."""
+    """The values at all points; one value if there is no variable. Raises NoExpression."""
     first = Expression(tokens).value()
     if not any(piece.isalpha() or piece in GREEK for token in tokens for piece in _letters(token)):
         return (first,)

@@ -48,8 +48,6 @@ class _Passing(RewardFailure):
 
 
 class Judge:
-    """Asks the endpoint; all in one event loop."""
-
     def __init__(self, spec: JudgeSpec, progressed: Callable[[], None] = lambda: None) -> None:
         """`progressed` is called after each request that has ended, with or without an answer."""
         self.config, self._spec, self._progressed = spec.config, spec, progressed
@@ -234,7 +232,7 @@ class Judge:
 
 
 def _retry_after(headers: httpx.Headers) -> float:
-    """Return the seconds that the endpoint asks to wait; 0 where it names none, or a date."""
+    """Return the seconds that the endpoint asks to wait; 0 if it names none, or a date."""
     try:
         return min(max(0.0, float(headers.get("retry-after", ""))), LONGEST_BACKOFF_S)
     except ValueError:

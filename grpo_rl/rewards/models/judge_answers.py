@@ -58,7 +58,7 @@ def json_marks(text: str, keys: Sequence[str]) -> dict[str, float]:
     """Return the numbers under all `keys` of the last JSON object of the text, or of an object inside of it.
 
     One object has them all, and none stands behind it: JSON of the response's own, which the judge quotes, gives no mark.
-    Raises ValueError where the last object has not.
+    Raises ValueError if the last object has not.
     """
     objects = list(_objects(text))
     last_end = objects[0][1] if objects else 0
@@ -112,8 +112,6 @@ MOST_CRITERIA = 100
 
 
 class Criterion(NamedTuple):
-    """One thing to look for in a response."""
-
     name: str
     text: str
     weight: float = 1.0
@@ -121,7 +119,7 @@ class Criterion(NamedTuple):
 
 
 def read_rubric(rubric: str, aggregation: str) -> tuple[Criterion, ...]:
-    """Return the criteria of a file, YAML or JSON, or of such a text. Raises ConfigError where it cannot be read, or has none."""
+    """Return the criteria of a file, YAML or JSON, or of such a text. Raises ConfigError if it cannot be read, or has none."""
     try:
         text = rubric if "\n" in rubric else Path(rubric).expanduser().read_text(encoding="utf-8")
         return criteria_of(yaml.safe_load(text), aggregation)
@@ -132,7 +130,7 @@ def read_rubric(rubric: str, aggregation: str) -> tuple[Criterion, ...]:
 def criteria_of(rubric: Any, aggregation: str) -> tuple[Criterion, ...]:
     """Return the criteria of a list: texts, or mappings as data sets of rubrics have them. Raises ValueError for what is none.
 
-    `criterion` (or `text`, `description`) is the text, `weight` (or `points`) its weight, 1 where there is none, and `name`
+    `criterion` (or `text`, `description`) is the text, `weight` (or `points`) its weight, 1 if there is none, and `name`
     what the mark is logged as; `criterion_1` and so on without one.
     """
     if hasattr(rubric, "tolist"):

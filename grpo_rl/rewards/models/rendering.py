@@ -15,8 +15,6 @@ from grpo_rl.types import Rollout
 
 @dataclass(frozen=True, slots=True)
 class Scorable:
-    """A sequence and the places in it that are scored."""
-
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     """The last token, or the last token of each step."""
@@ -91,7 +89,7 @@ def split_steps(text: str, separator: str) -> list[int]:
 
 
 def tokenizer_for(policy: Any, own: Any, rerender: str) -> Any | None:
-    """The reward model's tokenizer where rollouts have to be rendered anew, None where the policy's tokens can be read as they are.
+    """The reward model's tokenizer where rollouts have to be rendered anew, None if the policy's tokens can be read as they are.
 
     Raises ConfigError for tokens that would mean something else, and for a tokenizer that cannot render.
     """

@@ -44,7 +44,7 @@ def last_boxed(text: str, bare_end: str = " \t\r\n$") -> str | None:
 
 
 def last_tagged(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER) -> str | None:
-    """Return what stands between the last closing tag and the opening one before it; None where they are not there."""
+    """Return what stands between the last closing tag and the opening one before it; None if they are not there."""
     end = text.rfind(closing)
     start = text.rfind(opening, 0, max(0, end))
     return text[start + len(opening) : end] if 0 <= start < end else None
@@ -60,7 +60,7 @@ def with_prompt_tail(text: str, extra_info: Mapping[str, Any] | None) -> str:
 
 
 def after_thought(text: str, extra_info: Mapping[str, Any] | None = None) -> str:
-    """Return what follows the last `</think>`: nothing where a thought never ended, all of a text without thoughts.
+    """Return what follows the last `</think>`: nothing if a thought never ended, all of a text without thoughts.
 
     A thought may begin in the prompt.
     """

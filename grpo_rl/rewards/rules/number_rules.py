@@ -95,7 +95,7 @@ NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
 def gsm8k(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None) -> dict[str, float]:
     """`score` 1 when the last number after `####` in the last 300 characters equals the ground truth; 0 otherwise.
 
-    Commas, `$` and a trailing dot do not matter, and 18.0 is 18. `answer` is the number, where there is one. The ground truth is a
+    Commas, `$` and a trailing dot do not matter, and 18.0 is 18. `answer` is the number, if there is one. The ground truth is a
     number, or a solution of GSM8K's; raises ValueError else.
     """
     marked = MARKED.findall(solution_str, max(0, len(solution_str) - WINDOW))

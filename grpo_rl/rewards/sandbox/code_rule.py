@@ -56,7 +56,7 @@ def code(
 
     Beside it: `acc` (all passed), `num_passed`, `num_failed`, `num_cases`, and how many `timed_out`, `crashed` (ended with an error),
     wrote `too_much`, were `not_run`; `no_code` is 1 where the response has no program. Raises RewardError for a ground truth
-    that holds no usable test, and where there is no sandbox: code is never run without one.
+    that holds no usable test, and if there is no sandbox: code is never run without one.
     """
     setup, tests = read_tests(ground_truth, extra_info)
     if max_cases is not None and len(tests) > max_cases:
@@ -87,7 +87,7 @@ def code(
 
 
 def code_problems(function: Callable[..., Any], timeout_s: float) -> list[str]:
-    """Return what is wrong with the options with which `code` is bound in `function`; nothing where that is another reward."""
+    """Return what is wrong with the options with which `code` is bound in `function`; nothing if that is another reward."""
     if not is_code(function):
         return []
     options = getattr(function, "keywords", {})
@@ -110,9 +110,9 @@ def is_code(function: Callable[..., Any]) -> bool:
 
 
 def last_program(text: str) -> str | None:
-    """The content of the last closed ```python block, or, where there is none, of the last closed block without a language.
+    """The content of the last closed ```python block, or, if there is none, of the last closed block without a language.
 
-    A text without any fence is a program as a whole, as base models write them; None where the only blocks are others.
+    A text without any fence is a program as a whole, as base models write them; None if the only blocks are others.
     A fence begins its line, spaces aside, and those are taken off the block's lines.
     """
     blocks: dict[bool, str] = {}
@@ -180,7 +180,7 @@ def _decode(node: Any, depth: int) -> Any:
 
 
 def check_hashes(values: Sequence[Any]) -> None:
-    """Raise ValueError where so many values share a hash that a set of them would take time quadratic in their number."""
+    """Raise ValueError if so many values share a hash that a set of them would take time quadratic in their number."""
     hashes = sorted(map(hash, values))
     if any(first == later for first, later in zip(hashes, hashes[MOST_ALIKE:], strict=False)):
         raise ValueError(f"more than {MOST_ALIKE} values with one hash")
@@ -312,7 +312,6 @@ def _result(node: ast.expr, call: ast.Call, value: Any) -> Any:
 
 
 def short(value: Any) -> str:
-    """The value in a message."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 

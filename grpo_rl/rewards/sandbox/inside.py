@@ -42,7 +42,6 @@ def call(step: str, name: str, *arguments: Any) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write every byte."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
@@ -206,7 +205,6 @@ def read_exactly(descriptor: int, size: int) -> bytearray:
 
 
 def launch(control: int) -> NoReturn:
-    """The launcher: never returns."""
     libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     try:
         call("make the namespaces", "unshare", CLONE_FLAGS)

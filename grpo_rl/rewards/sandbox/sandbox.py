@@ -42,8 +42,6 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The resources that one case may use."""
-
     time_s: float = 5.0
     memory_mb: int = 512
     output_kb: int = 4096
@@ -52,7 +50,6 @@ class Limits:
     file_mb: int = 16
 
     def rlimits(self) -> dict[str, int]:
-        """The limits that the kernel keeps for the process, soft and hard."""
         return {
             "RLIMIT_CORE": 0,
             "RLIMIT_CPU": math.ceil(self.time_s) + 1,
@@ -76,8 +73,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class CaseOutcome:
-    """The result of a candidate on a case."""
-
     status: str
     """The way in which it ended: ended; timeout; output (wrote too much)."""
     exit_code: int = -1

@@ -29,7 +29,7 @@ class Diagnosis:
 
     @property
     def is_undecided(self) -> bool:
-        """True where nothing was found, in too few steps to find much."""
+        """True if nothing was found, in too few steps to find much."""
         return not self.findings and self.num_steps < FEWEST_STEPS
 
 

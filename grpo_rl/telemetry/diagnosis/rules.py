@@ -143,7 +143,6 @@ def _gains(rewards: Series) -> bool:
 
 
 def kl_runaway(run: RunRecord) -> Finding | None:
-    """Find a policy that moves away from the reference without end."""
     kl = run.series("actor/kl_loss") or run.series("actor/reward_kl_penalty")
     if len(kl) < 5 or kl.last < KL_FAR or kl.last < 3 * kl.first:
         return None
@@ -153,7 +152,6 @@ def kl_runaway(run: RunRecord) -> Finding | None:
 
 
 def prompts_cut(run: RunRecord) -> Finding | None:
-    """Find prompts that reach the limit at which they are cut."""
     limit, way = run.setting("data.max_prompt_length"), run.setting("data.truncation")
     longest = run.series("prompt_length/max")
     if not isinstance(limit, int) or way in (None, "error") or not longest:
@@ -241,7 +239,6 @@ def off_policy(run: RunRecord) -> Finding | None:
 
 
 def truncation(run: RunRecord) -> Finding | None:
-    """Find responses that end at the limit and not by themselves."""
     cut = run.series("response_length/clip_ratio")
     if len(cut) < 3 or cut.last < MANY_CUT or run.setting("actor_rollout_ref.rollout.ignore_eos"):
         return None
@@ -252,7 +249,6 @@ def truncation(run: RunRecord) -> Finding | None:
 
 
 def truncation_grows(run: RunRecord) -> Finding | None:
-    """Find responses that grow into the limit while the reward rises with them."""
     cut, lengths, rewards = map(run.series, ("response_length/clip_ratio", "response_length/mean", "reward/mean"))
     if min(map(len, (cut, lengths, rewards))) < 5 or run.setting("actor_rollout_ref.rollout.ignore_eos"):
         return None
@@ -264,7 +260,6 @@ def truncation_grows(run: RunRecord) -> Finding | None:
 
 
 def length_without_reward(run: RunRecord) -> Finding | None:
-    """Find responses that grow while rewards do not."""
     lengths, rewards = run.series("response_length/mean"), run.series("reward/mean")
     if len(lengths) < 10 or len(rewards) < 10:
         return None
@@ -276,7 +271,6 @@ def length_without_reward(run: RunRecord) -> Finding | None:
 
 
 def repetition(run: RunRecord) -> Finding | None:
-    """Find responses that repeat themselves."""
     now, before = _repeating(run.last_rollouts), _repeating(run.first_rollouts)
     if now is None or now < 0.2 or (before is not None and now < before + 0.1 and before < 0.5):
         return None
@@ -286,7 +280,7 @@ def repetition(run: RunRecord) -> Finding | None:
 
 
 def _repeating(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the share of long responses that compress to almost nothing; None where fewer than 8 are long."""
+    """Return the share of long responses that compress to almost nothing; None if fewer than 8 are long."""
     long = [str(one["response"]).encode() for one in rollouts if len(str(one.get("response", ""))) >= LONG]
     if len(long) < 8:
         return None
@@ -297,7 +291,6 @@ def _repeating(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def reward_failures(run: RunRecord) -> Finding | None:
-    """Find rewards that cannot be computed."""
     kinds = {kind: run.series(f"reward/{kind}") for kind in ("timeouts", "errors", "invalid", "dropped")}
     totals = {kind: sum(series.values) for kind, series in kinds.items()}
     failed = totals["timeouts"] + totals["errors"] + totals["invalid"]
@@ -347,7 +340,6 @@ def groups_without_signal(run: RunRecord) -> Finding | None:
 
 
 def validation_falls(run: RunRecord) -> Finding | None:
-    """Find a training reward that rises while validation falls."""
     rewards = run.series("reward/mean")
     for key in run.validation_keys:
         measured = run.series(key, validation=True)
@@ -455,7 +447,6 @@ def format_without_answer(run: RunRecord) -> Finding | None:
 
 
 def memorised(run: RunRecord) -> Finding | None:
-    """Find prompts that are solved after several passes over them, while new ones are not."""
     epochs, rewards = run.series("trainer/epoch"), run.series("reward/mean")
     if not epochs or epochs.now < 2 or len(rewards) < 5 or run.solved_share <= 0.9:
         return None
@@ -468,7 +459,7 @@ def memorised(run: RunRecord) -> Finding | None:
 
 
 def _constant_reward(run: RunRecord) -> float | None:
-    """Return the one reward that all responses of all steps got; None where two differ, or before FEW_STEPS steps."""
+    """Return the one reward that all responses of all steps got; None if two differ, or before FEW_STEPS steps."""
     low, high = run.series("reward/min").values, run.series("reward/max").values
     if len(low) < FEW_STEPS or not high or max(high) != min(low):
         return None

@@ -40,17 +40,14 @@ class Series:
 
     @property
     def first(self) -> float:
-        """The mean of the values at the beginning."""
         return statistics.fmean(self.values[: self.window])
 
     @property
     def last(self) -> float:
-        """The mean of the values at the end."""
         return statistics.fmean(self.values[-self.window :])
 
     @property
     def now(self) -> float:
-        """The last value."""
         return self.values[-1]
 
     def since(self, holds: Callable[[float], bool]) -> int:
@@ -100,7 +97,6 @@ class RunRecord:
 
     @property
     def num_steps(self) -> int:
-        """The number of training steps that were logged."""
         return len(self.training)
 
     @cached_property
@@ -108,7 +104,7 @@ class RunRecord:
         return flat(self.config)
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of a dotted key of the configuration, `default` where there is none that the key takes."""
+        """Return the value of a dotted key of the configuration, `default` if there is none that the key takes."""
         value = self._settings.get(key, default)
         return default if value_problem(key, value) else value
 
@@ -151,16 +147,14 @@ class RunRecord:
 
     @cached_property
     def first_rollouts(self) -> list[dict[str, Any]]:
-        """The rollouts of the first logged step; none where there is no file that can be read."""
+        """The rollouts of the first logged step; none if there is no file that can be read."""
         return _read(self.rollout_files, min(self.rollout_files, default=0))
 
     @cached_property
     def last_rollouts(self) -> list[dict[str, Any]]:
-        """The rollouts of the last logged step."""
         return _read(self.rollout_files, max(self.rollout_files, default=0))
 
     def validated(self, step: int) -> list[dict[str, Any]]:
-        """Return the rollouts of the validation at this step."""
         return _read(self.val_files, step)
 
 

@@ -78,7 +78,7 @@ class MetricsFile:
         self._is_failing = False
 
     def flush(self) -> None:
-        """Make every line that could be written survive a power cut. Raises OSError where the disk refuses that."""
+        """Make every line that could be written survive a power cut. Raises OSError if the disk refuses that."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CREAT, 0o644)
         try:
             os.fsync(descriptor)
@@ -128,7 +128,6 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value of JSON is a number as a run measures it."""
     return isinstance(value, int | float) and (abs(value) <= MOST_NUMBER or not math.isfinite(value))
 
 

@@ -110,7 +110,7 @@ class Tracker:
     """A connection to a tracking service. It may leave out what its service has nothing for."""
 
     place = ""
-    """The address of the run, or the command that sends it there; empty where there is nothing to say."""
+    """The address of the run, or the command that sends it there; empty if there is nothing to say."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step, under the trackers' names."""
@@ -166,7 +166,6 @@ class Background:
         self.put(lambda tracker: tracker.truncate_after(step))
 
     def put(self, action: Callable[[Tracker], None]) -> None:
-        """Do this with the tracker when it is its turn."""
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(action)
 
@@ -277,8 +276,6 @@ def _stored(file: Path, make: Callable[[], str]) -> str:
 
 
 class TensorBoard(Tracker):
-    """Scalars in TensorBoard's own event files."""
-
     def __init__(self, run_dir: RunDir, *_: object) -> None:
         self._writer = EventFileWriter(str(run_dir.tensorboard), flush_secs=10)
 

@@ -78,7 +78,7 @@ class Timeline:
 
     @contextmanager
     def span(self, role: Role, what: str, step: int | None = None) -> Iterator[None]:
-        """Record the time that the body takes, also where it raises."""
+        """Record the time that the body takes, also if it raises."""
         start = self.now()
         try:
             yield
@@ -86,7 +86,6 @@ class Timeline:
             self.record(role, what, start, self.now(), step)
 
     def write(self) -> None:
-        """Append what was recorded since the last call."""
         with self._lock:
             intervals, self._waiting, self._newest = self._waiting, [], {}
         if self.path is None or not intervals:

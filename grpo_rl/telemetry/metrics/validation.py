@@ -87,7 +87,7 @@ def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Poi
 def logged_value(record: Mapping[str, Any]) -> float:
     """Return the value of a logged response in `mean@N`: its part `acc` where the reward gives one, else its reward.
 
-    0 where its reward failed.
+    0 if its reward failed.
     """
     value = (record.get("reward_parts") or {}).get("acc", record.get("reward"))
     return float(value) if isinstance(value, int | float) and not record.get("failure") else 0.0

@@ -37,7 +37,7 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def write_index(folder: Path) -> Path:
-    """Write `folder/index.html`, and return its path. Raises ConfigError where it cannot be written."""
+    """Write `folder/index.html`, and return its path. Raises ConfigError if it cannot be written."""
     rows = "\n".join(_row(run) for run in runs_below(folder))
     out = folder / NAME
     try:

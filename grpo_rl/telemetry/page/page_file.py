@@ -49,7 +49,7 @@ def write_page(
     """Write the page of the runs, which is complete or not there at all, and return its path.
 
     One run's page is `RUN/page.html` unless `out` names another. Chunks of large runs lie in `<name of the page>_files`
-    beside it; with `keep` those of steps that have not changed stay as they are (`chunks_of`). Raises DataError for a folder that is no run, ConfigError where the page cannot be written.
+    beside it; with `keep` those of steps that have not changed stay as they are (`chunks_of`). Raises DataError for a folder that is no run, ConfigError if the page cannot be written.
     """
     out = out if out is not None else default_page(runs)
     files = out.with_name(f"{out.stem}_files")
@@ -80,14 +80,12 @@ def write_page(
 
 
 def default_page(runs: Sequence[Path]) -> Path:
-    """Return where the page of these runs is written unless another place is named."""
     if len(runs) == 1:
         return RunDir(runs[0].resolve()).page_file
     return Path(os.path.commonpath([run.resolve().parent for run in runs])) / "runs.html"
 
 
 def document(data: Mapping[str, Any]) -> str:
-    """Return the HTML document with these data."""
     # The page's own scripts are one behind the other in one function.
     scripts = "\n".join(_asset(name) for name in SCRIPTS)
     library, script = chart_library()["script"], f"(function () {{\n'use strict';\n{scripts}\n}}());"

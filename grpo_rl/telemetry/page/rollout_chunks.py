@@ -26,7 +26,7 @@ from grpo_rl.telemetry.rollout_log import prompt_key, read_rollouts, step_files
 
 Record = Mapping[str, Any]
 Pieces = Callable[[Sequence[int]], list[str]]
-"""A function from the ids of tokens to their texts, none where they cannot be told."""
+"""A function from the ids of tokens to their texts, none if they cannot be told."""
 
 TOKENIZER = "tokenizer"
 """The field of status.json with the folder of the tokenizer."""
@@ -100,7 +100,6 @@ def chunks_of(
 
 
 def pack(value: Any) -> str:
-    """Return a value as compressed JSON in base64."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode("ascii"), compresslevel=6, mtime=0)).decode("ascii")
 
@@ -116,7 +115,7 @@ def write_chunk(folder: Path, name: str, packed: str) -> None:
 
 
 def read_chunk(folder: Path, name: str) -> Any:
-    """Return the content of a chunk's file. Raises DataError, ValueError, LookupError or OSError where there is none."""
+    """Return the content of a chunk's file. Raises DataError, ValueError, LookupError or OSError if there is none."""
     return unpack(read_bytes(folder / f"{name}.js").decode("ascii").split('"')[3])
 
 
@@ -188,7 +187,7 @@ def pieces_of(run: Path, status: Mapping[str, Any], *, trusted: bool = False) ->
 
     The texts of all tokens together are the response. Of tokens that are a part of a character only, the last has the character
     and the others are empty. Where the whole reads otherwise than its parts, as at an end within a character, the rest is the
-    text of one token. There are none where the tokenizer does not take the ids.
+    text of one token. There are none if the tokenizer does not take the ids.
     """
     folders = [run / "model", *([Path(str(status.get(TOKENIZER) or run))] if trusted else [])]
     file = next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
@@ -223,7 +222,7 @@ def pieces_of(run: Path, status: Mapping[str, Any], *, trusted: bool = False) ->
 
 
 def _of_hub(name: str) -> Path | None:
-    """Return the file of a model of the hub by its name, from the cache on this machine; None where it is not there."""
+    """Return the file of a model of the hub by its name, from the cache on this machine; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -248,7 +247,7 @@ def _place(table: list[str], name: str) -> int:
 
 
 def _earlier(folder: Path) -> dict[str, Any]:
-    """Return the index that an earlier call left; empty where there is none, or one of another version."""
+    """Return the index that an earlier call left; empty if there is none, or one of another version."""
     with suppress(DataError, OSError, ValueError, LookupError):
         index = read_chunk(folder, INDEX)
         if isinstance(index, dict) and index.get("format") == FORMAT:

@@ -54,7 +54,7 @@ def run_data(
     """Return what the page shows of the run; `state` is put in place of the one in status.json, `keep` is that of `chunks_of`,
     `trusted` that of `pieces_of`.
 
-    Raises DataError where there is no run.
+    Raises DataError if there is no run.
     """
     run = run.resolve()
     record = RunRecord.of_folder(run)
@@ -162,7 +162,7 @@ def interval(by_prompt: Sequence[Sequence[float]], *, single: bool) -> tuple[flo
 
 
 def _half_width(values: Sequence[float]) -> float:
-    """Return half of the 95 % interval of a mean; NaN where all values are the same and there is no variance to take it from."""
+    """Return half of the 95 % interval of a mean; NaN if all values are the same and there is no variance to take it from."""
     return Z95 * statistics.stdev(values) / math.sqrt(len(values)) if len(set(values)) > 1 else math.nan
 
 
@@ -269,7 +269,7 @@ def setting(config: Mapping[str, Any]) -> str:
 
 
 def _text(file: Path) -> str:
-    """Return the text of a file; nothing where it cannot be read."""
+    """Return the text of a file; nothing if it cannot be read."""
     with suppress(DataError):
         return read_text(file)
     return ""

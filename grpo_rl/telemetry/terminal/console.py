@@ -21,7 +21,7 @@ from grpo_rl.telemetry.terminal.text import Bar, duration, encodable, safe_text
 
 HEADER_EVERY = 25
 QUIET_S = 30.0
-"""Seconds without a printed line after which one shows where the work is, where there are no live bars."""
+"""Seconds without a printed line after which one shows where the work is, if there are no live bars."""
 CLOSE_S = 1.0
 """The longest wait for the thread that draws: a terminal that is held up (Ctrl-S) holds it up too."""
 DRAW_S = 0.1
@@ -65,7 +65,6 @@ class Console:
         self._print([(message, "")])
 
     def warn(self, message: str) -> None:
-        """Print a message that a reader should not overlook."""
         self._print([("warning: ", "bold yellow"), (message, "yellow")])
 
     def notice(self, message: str) -> None:
@@ -78,7 +77,6 @@ class Console:
         self._write_log(safe_text(message, keep_newlines=True))
 
     def table(self, title: str, rows: Sequence[Sequence[object]], header: Sequence[str] = ()) -> None:
-        """Print `rows` in aligned columns under a title."""
         cells = [[safe_text(str(value)) for value in row] for row in ([header] if header else []) + [*rows]]
         widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
         for line in (title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)):
@@ -127,7 +125,7 @@ class Console:
         return Text(encodable(lines, self._rich.encoding), no_wrap=True, overflow="ellipsis")
 
     def _beat(self) -> None:
-        """Draw the live bars again and again; where there are none, print where the work is after a while without a line."""
+        """Draw the live bars again and again; if there are none, print where the work is after a while without a line."""
         while not self._closed.wait(DRAW_S if self.interactive else self._quiet_s / 10):
             with self._turn:
                 if self._live is not None:

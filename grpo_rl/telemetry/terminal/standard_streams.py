@@ -44,7 +44,7 @@ def discard(descriptor: int) -> None:
 
 
 def make_lasting() -> None:
-    """Make `sys.stdout` and `sys.stderr` outlive their readers, also where the process was started without them."""
+    """Make `sys.stdout` and `sys.stderr` outlive their readers, also if the process was started without them."""
     sys.stdout, sys.stderr = _lasting(sys.stdout, 1), _lasting(sys.stderr, 2)
 
 
