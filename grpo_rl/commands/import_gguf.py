@@ -131,7 +131,7 @@ def import_gguf(file: GgufFile, folder: Path, dtype: str) -> Path:
     """Write the Hugging Face folder, whole or not at all, and return it.
 
     Raises ConfigError for a folder that is there, for a family that transformers does not read from GGUF, for weights that do
-    not make up the model, and where memory or disk do not suffice.
+    not make up the model, and if memory or disk do not suffice.
     """
     width = 4 if dtype == "float32" else 2
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -17,7 +17,7 @@ from grpo_rl.telemetry.terminal.text import say
 def main(argv: Sequence[str]) -> int:
     """Write the page of the runs and print its path. Returns 0.
 
-    Raises ConfigError for what is no run, and where the page cannot be written; DataError for a run without a step.
+    Raises ConfigError for what is no run, and if the page cannot be written; DataError for a run without a step.
     """
     arguments = _parser().read(argv)
     folder = Path(arguments.run[0]).expanduser()

@@ -83,7 +83,7 @@ def add_engine_options(parser: Arguments) -> None:
 
 @contextmanager
 def responses_folder(folder: Path) -> Iterator[RunDir]:
-    """Keep a folder for responses and logs, made where it is not there, from other processes. Raises ConfigError if that cannot be."""
+    """Keep a folder for responses and logs, made if it is not there, from other processes. Raises ConfigError if that cannot be."""
     run_dir = RunDir(folder)
     with writing(f"--output {folder}"):
         run_dir.logs.mkdir(parents=True, exist_ok=True)
@@ -122,9 +122,9 @@ def settings_of_run(
     trusted: bool = False,
     without: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the keys of a run that bear on sampling and scoring, where they are not the defaults; none without a run.
+    """Return the keys of a run that bear on sampling and scoring, if they are not the defaults; none without a run.
 
-    Where another `engine` is asked for, the settings of the run's own are left out: they mean nothing to it. So are the keys
+    If another `engine` is asked for, the settings of the run's own are left out: they mean nothing to it. So are the keys
     that are typed (`words`), and those that begin as one of `without`. Raises ConfigError for settings that may run code or
     reach an address, unless the run is `trusted`.
     """
@@ -210,7 +210,7 @@ def answer_missing(
 def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, recipe: Path) -> tuple[Plan, dict[str, Any]]:
     """Return the plan for sampling from `model`, and what responses depend on. `keys` go into the file `recipe`, `words` over it.
 
-    The latter are the settings that bear on responses and rewards beside model and data, by key, where they are not the defaults:
+    The latter are the settings that bear on responses and rewards beside model and data, by key, if they are not the defaults:
     none of speed and memory, with others of which an evaluation may go on. Raises ConfigError and DataError as `make_plan` does.
     """
     from grpo_rl.plan.make import make_plan

@@ -48,7 +48,7 @@ class Target:
 def find_target(text: str, *, trusted: bool = False) -> Target:
     """Return what `text` names. Raises ConfigError for nothing, DataError for a run without that step.
 
-    Where a run is not `trusted`, a model's name that its file computes by an expression is refused.
+    If a run is not `trusted`, a model's name that its file computes by an expression is refused.
     """
     if text.startswith(BUILTIN):
         from grpo_rl.models.builtin import get_builtin
@@ -155,7 +155,7 @@ _TEXTS = frozenset(
 )
 """Keys whose text is shown to a model, or names columns, data files and models: nothing that it says is run."""
 _WORD = re.compile(r"([\d.]+\s*\*\s*)?\w+")
-"""A registered name, with a factor where rewards are summed. Code is named with a dot, a colon or a slash in it."""
+"""A registered name, with a factor if rewards are summed. Code is named with a dot, a colon or a slash in it."""
 _OWN_TASK = re.compile(r"task:(?!\w+(\?|$))")
 
 

@@ -22,11 +22,11 @@ from grpo_rl.telemetry.status import is_gone, read_status
 from grpo_rl.telemetry.terminal.text import safe_text, say
 
 GONE_CODE = 6
-"""The exit code where a run's process is gone and its status does not say how it ended: it was killed."""
+"""The exit code if a run's process is gone and its status does not say how it ended: it was killed."""
 SHOWN_LINES = 26
 """Lines that are shown at first: the header of the steps comes back every 25."""
 TAIL_BYTES = 2**16
-"""Bytes of the log's end that are read where nothing of it was read before."""
+"""Bytes of the log's end that are read if nothing of it was read before."""
 
 
 def main(argv: Sequence[str]) -> int:

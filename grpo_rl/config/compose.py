@@ -205,7 +205,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _implied(tree: dict[str, Any], given: Collection[str]) -> Iterator[str]:
-    """Set what follows from other keys where nobody has `given` it, and yield a line for each: the KL's place, an adapter's shape."""
+    """Set what follows from other keys if nobody has `given` it, and yield a line for each: the KL's place, an adapter's shape."""
     verl_answers.in_lists(tree["algorithm"]["rollout_correction"])
     parts, actor = tree["actor_rollout_ref"], "actor_rollout_ref.actor.use_kl_loss"
     if tree["algorithm"]["use_kl_in_reward"] and actor not in given:
@@ -269,7 +269,7 @@ def _guard_environment(node: Any) -> None:
 
 
 def _shareable(config: Config, raw: dict[str, Any], safe: dict[str, Any]) -> dict[str, Any]:
-    """Return every key of `config`; where `safe` differs from `raw` it holds an expression, which takes the value's place."""
+    """Return every key of `config`; if `safe` differs from `raw` it holds an expression, which takes the value's place."""
 
     def merge(value: Any, raw_value: Any, safe_value: Any, key: str) -> Any:
         if raw_value != safe_value and not isinstance(value, dict | list):
@@ -308,7 +308,7 @@ def _hide_secret(word: str) -> str:
 
 
 def _own_code_in_recipe(config: Config, line: Line) -> Iterator[str]:
-    """Yield a line where a recipe allows the code of a model folder to run, which only the user may allow."""
+    """Yield a line if a recipe allows the code of a model folder to run, which only the user may allow."""
     for key in inputs.allows_code(config):
         if key not in line.keys:
             yield f"{key}=true: stands in the recipe; running a model folder's own code has to be typed: {key}=true on the command line"

@@ -1,7 +1,7 @@
 """Values that follow from a configuration and a machine without any heavy import; the rules between keys and the plan
 use them.
 
-The decisions of a run are made in plan/decisions.py, and only from these functions where one of them says it already.
+The decisions of a run are made in plan/decisions.py, and only from these functions if one of them says it already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAIR_LOSSES = ("dpo", "dpo_hinge", "ipo", "simpo", "orpo", *LABEL_LOSSES)
 VALUE_ESTIMATORS = ("gae",)
 """The registered advantage estimators that read the values of a critic."""
 PAIR_AVERAGE = "seq-mean-token-mean"
-"""The average of losses over pairs where none is set: the mean over pairs."""
+"""The average of losses over pairs if none is set: the mean over pairs."""
 OFFLINE = "offline"
 """The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
 
@@ -60,7 +60,7 @@ class Machine:
     cluster: bool = False
     """True if the workers run in a Ray cluster that this machine need not be part of."""
     gpu_memory: int = 0
-    """Bytes of one GPU, where they are all alike; 0 if it was not looked up."""
+    """Bytes of one GPU, if they are all alike; 0 if it was not looked up."""
     name: str = ""
     """The name of a machine that is not this one, such as 8xH100-80GB."""
     nodes: int = 1
@@ -154,7 +154,7 @@ def collects(config: Config) -> bool:
 
 
 def samples_answers(config: Config) -> bool:
-    """Return whether anything is sampled and scored while training: where the responses are fixed, only to validate."""
+    """Return whether anything is sampled and scored while training: if the responses are fixed, only to validate."""
     return not is_offline(config) or bool(config.data.val_prompt_files)
 
 
@@ -221,7 +221,7 @@ def settled(config: Config) -> Config:
     """Return the configuration with the settings that its schedule and its loss fix, whatever their keys say.
 
     A loss over pairs is averaged over pairs, and has no KL term beside it: it compares with the reference by itself.
-    Where tokens may be older than the weights that they train, the ratio is taken against the policy that sampled them, unless
+    If tokens may be older than the weights that they train, the ratio is taken against the policy that sampled them, unless
     another correction is configured. Training on rows takes one optimizer step on each batch, on the distribution that the model itself has, without a KL
     term. Keys that say otherwise are refused before (`effects.py`).
     """
@@ -315,7 +315,7 @@ def is_colocated(config: Config) -> bool:
 
 
 def nodes_per_engine(config: Config, machine: Machine) -> int:
-    """Return the number of nodes over which one engine is spread: more than one where its devices are more than a node's."""
+    """Return the number of nodes over which one engine is spread: more than one if its devices are more than a node's."""
     return max(1, config.actor_rollout_ref.rollout.tensor_model_parallel_size // machine.devices(config, "rollout")[1])
 
 

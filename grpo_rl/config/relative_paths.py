@@ -29,14 +29,14 @@ PERHAPS = (
     *("algorithm.adv_options", f"{_A}.policy_loss.options", f"{_R}.multi_turn.environment.options"),
     *("reward.custom_reward_function.reward_kwargs", "reward.function_kwargs", f"{_R}.multi_turn.tools"),
 )
-"""Keys whose values may also be a name on the hub, a text, or options: a path where it begins with a dot or is there."""
+"""Keys whose values may also be a name on the hub, a text, or options: a path if it begins with a dot or is there."""
 FUNCTIONS = (
     *("algorithm.adv_estimator", "algorithm.kl_penalty", f"{_A}.kl_loss_type", f"{_A}.loss_agg_mode"),
     *(f"{_A}.policy_loss.loss_mode", f"{_R}.name", f"{_R}.multi_turn.environment.name", f"{_R}.multi_turn.format"),
     *("data.custom_cls.path", "reward.functions", "reward.audit", "reward.batched", "reward.judge.parser"),
     *("algorithm.filter_groups.metric", "trainer.schedule"),
 )
-"""Keys whose values may name a function as `file.py:function`, with a factor where rewards are summed."""
+"""Keys whose values may name a function as `file.py:function`, with a factor if rewards are summed."""
 
 
 def function_files(tree: Any) -> list[str]:

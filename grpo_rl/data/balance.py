@@ -1,9 +1,9 @@
 """Assignment of rollouts to ranks and micro-batches: even work, and the same number of passes on every rank.
 
 Rollouts that have to be trained together (the two sides of a pair, a group whose loss compares them) form a *unit*: all
-of its rollouts land in one micro-batch on one rank. Where no units are given, every rollout is one by itself.
+of its rollouts land in one micro-batch on one rank. If no units are given, every rollout is one by itself.
 
-Where a prompt's states are computed once for all its responses in a micro-batch, responses to one prompt are kept
+If a prompt's states are computed once for all its responses in a micro-batch, responses to one prompt are kept
 together as far as ranks stay even and micro-batches stay full; the others compute the prompt again.
 """
 
@@ -24,7 +24,7 @@ UNEVEN = 1.03
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts that sequences begin with, where a pass over several of one group computes the prompt once."""
+    """The prompts that sequences begin with, if a pass over several of one group computes the prompt once."""
 
     group_N: Sequence[int]
     """Sequences of equal numbers have the same prompt."""
@@ -46,7 +46,7 @@ def split_over_ranks(
     unit comes first, and goes where its mini-batches have the least work so far; a tie between ranks is broken by all
     their work, then by their number of sequences, then by rank.
 
-    With `prompts`, whole groups are assigned like that; where this leaves ranks uneven, groups are cut in halves, quarters
+    With `prompts`, whole groups are assigned like that; if this leaves ranks uneven, groups are cut in halves, quarters
     and so on, as long as the slowest rank gets less work by it, the prompts that are then computed twice included.
     """
     chosen: list[list[int]] = [[] for _ in lengths]

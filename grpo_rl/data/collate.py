@@ -20,9 +20,9 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
     `parts` name the columns of `reward_parts_NP`.
 
     `group_N` numbers the prompt uids in order of appearance, so the same text sampled under two uids
-    makes two groups. Where responses are views of a rollout process's blocks, the batch's tokens, log-probs and supports are
+    makes two groups. If responses are views of a rollout process's blocks, the batch's tokens, log-probs and supports are
     remote columns. Raises ValueError for a rollout without reward, or whose log-probs and tokens differ in number;
-    where only some have a baseline, or steps, or a support; and where a support does not fit its tokens, as far as they
+    if only some have a baseline, or steps, or a support; and if a support does not fit its tokens, as far as they
     are read here.
     """
     for rollout in rollouts:
@@ -75,7 +75,7 @@ def _part(rollout: Rollout, name: str) -> float:
 
 
 def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:
-    """Return the places of the sampled tokens, where some tokens of the responses were not sampled; else nothing."""
+    """Return the places of the sampled tokens, if some tokens of the responses were not sampled; else nothing."""
     if all(rollout.episode is None for rollout in rollouts):
         return {}
     ends_N = (prompt_lengths_N + response_lengths_N).cumsum(0)
@@ -106,7 +106,7 @@ def _piece(values: Array, start: int, length: int) -> Array:
 
 
 def _support_columns(rollouts: Sequence[Rollout], batch: Batch) -> dict[str, Any]:
-    """Return the supports of the trained tokens, where something was left out of the sampling; else nothing."""
+    """Return the supports of the trained tokens, if something was left out of the sampling; else nothing."""
     supports = [rollout.support for rollout in rollouts]
     if not any(supports):
         return {}
@@ -130,7 +130,7 @@ def _support_columns(rollouts: Sequence[Rollout], batch: Batch) -> dict[str, Any
 
 
 def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
-    """Return the steps of all rollouts back to back, where the rollouts have steps."""
+    """Return the steps of all rollouts back to back, if the rollouts have steps."""
     if not _all_have("steps", rollouts):
         return {}
     steps_N = [rollout.steps or () for rollout in rollouts]

@@ -150,7 +150,7 @@ class Renderer:
         return frozenset(part for part, words in stand_ins.items() if any(word not in text for word in words))
 
     def answer(self, asked: Asked, prompt: str, answer: str, where: str) -> str:
-        """Return what follows the rendered `prompt` where the assistant gives this answer; a plain string's answer is itself.
+        """Return what follows the rendered `prompt` if the assistant gives this answer; a plain string's answer is itself.
 
         Raises BadRow if the template does not make a conversation that begins with its own prompt.
         """
@@ -178,7 +178,7 @@ class Renderer:
     def turn_end(self) -> int:
         """The token with which the assistant ends a turn: the first control token that the template writes behind it.
 
-        It is not always the tokenizer's end of sequence, which counts where the template writes none (Gemma 3 and Phi have two).
+        It is not always the tokenizer's end of sequence, which counts if the template writes none (Gemma 3 and Phi have two).
         """
         end = int(self.tokenizer.eos_token_id)
         if not self.has_template:
@@ -289,7 +289,7 @@ def _cause(error: Exception) -> str:
 
 
 def template_text(given: str) -> str:
-    """The template that `data.chat_template` gives: itself where it has Jinja's braces, else what the file of that name holds."""
+    """The template that `data.chat_template` gives: itself if it has Jinja's braces, else what the file of that name holds."""
     if "{{" in given or "{%" in given:
         return given
     path = Path(given).expanduser()

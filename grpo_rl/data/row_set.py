@@ -127,12 +127,12 @@ class TooLongRow(DataError):
 class RowSet(ABC, Generic[Row]):
     """The rows of one or several sources, by their number.
 
-    Where all rows were checked at the start, the set has the usable ones alone, numbered without gaps. A row of larger data
+    If all rows were checked at the start, the set has the usable ones alone, numbered without gaps. A row of larger data
     may turn out to be unusable when it is drawn: `usable` says so, always the same for the same row.
     """
 
     kept_rows: ClassVar[int] = 65_536
-    """Rows kept ready after they were read: 64 MiB of tokens where each has 256."""
+    """Rows kept ready after they were read: 64 MiB of tokens if each has 256."""
     too_long: ClassVar[str] = "has {length} tokens, more than the longest sequence of {longest}"
     ways_out: ClassVar[str]
     """The advice for rows that are too long."""
@@ -235,7 +235,7 @@ class RowSet(ABC, Generic[Row]):
         """Return these rows, after reading all of up to `data.check_rows` or if they are wanted `whole`; of more, a sample.
 
         All that is wrong is reported at once. Raises DataError for bad rows under data.on_bad_row=error, for rows that are too
-        long and neither dropped nor cut, and where no row is left.
+        long and neither dropped nor cut, and if no row is left.
         """
         total, report = self.report.num_rows, self.report
         indices: Sequence[int] = range(total)

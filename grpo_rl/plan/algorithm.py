@@ -41,7 +41,7 @@ from grpo_rl.trainer.sampled.advantage import estimator_options
 from grpo_rl.trainer.sampled.selection import FILTERS, check_metric
 
 ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
-"""Options of losses that change the gradient where every ratio is 1, too; those of the others are bounds of the ratio."""
+"""Options of losses that change the gradient if every ratio is 1, too; those of the others are bounds of the ratio."""
 
 UNDIVIDED = {"std": "none", "mode": "mean_norm"}
 """Options of estimators, with the value by which nothing is divided."""
@@ -223,7 +223,7 @@ def _options(config: Config, choice: Choice) -> dict[str, Any]:
 
 
 def _factors(config: Config) -> dict[str, float]:
-    """Return the factor of each part of the reward; one part where the reward has a problem, which is reported by itself."""
+    """Return the factor of each part of the reward; one part if the reward has a problem, which is reported by itself."""
     try:
         return factors_of(config)
     except ConfigError:

@@ -59,9 +59,9 @@ COMPUTING = 0.5
 LINK = 0.8
 """Share of a link's bandwidth that gathers and copies reach: assumed."""
 MEAN_SHARE = 0.5
-"""Mean length of prompts and responses as a share of the longest, where none is given: assumed."""
+"""Mean length of prompts and responses as a share of the longest, if none is given: assumed."""
 SPREAD = 0.8
-"""Standard deviation of the logarithm of a response's length, where none is given: assumed."""
+"""Standard deviation of the logarithm of a response's length, if none is given: assumed."""
 DECODE_OVERHEAD_S = 0.001
 """Seconds of a decoding step between the GPU's work."""
 ALL_REDUCE_S = 15e-6
@@ -79,7 +79,7 @@ FIXED_S = 0.5
 REWARD_S = 1e-4
 """Seconds of a reward, as a unit for what a run on this machine measured."""
 CROWDED = 0.4
-"""Share of the shorter side's seconds that an overlap of sampling and training does not hide where both compute on the same cores."""
+"""Share of the shorter side's seconds that an overlap of sampling and training does not hide if both compute on the same cores."""
 CONTROLLER_S = 6.0 / (16_384 * 4096)
 """Seconds of the controller, one process, for each token of responses: the bar of scripts/bench_controller.py."""
 EMPTY = 0.3
@@ -257,7 +257,7 @@ class StepTime:
 
     phases: dict[str, float]
     total: float
-    """Less than the phases together where sampling and training overlap."""
+    """Less than the phases together if sampling and training overlap."""
     training: float
     """Of all passes of the trained side."""
     filled: float
@@ -276,7 +276,7 @@ class StepTime:
 def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) -> StepTime | None:
     """Return the estimate for a run on a named machine, or on this one as it was measured (`here`).
 
-    None for a machine that is neither, for a model of unknown size, and where nothing samples.
+    None for a machine that is neither, for a model of unknown size, and if nothing samples.
     """
     if size is None or plan.engine is None or plan.role("actor") is None:
         return None

@@ -42,7 +42,7 @@ class PoolPlan:
     nnodes: int
     devices_per_node: int
     nodes_per_engine: int = 1
-    """Nodes over which each engine in it spreads its weights, where those of one are too few."""
+    """Nodes over which each engine in it spreads its weights, if those of one are too few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Plan:
     critic_model: str | None
     """Folder of the critic's own model; None for a copy of the actor's."""
     base_reference: str | None = None
-    """The purpose of the reference where it is the base model under the actor's adapters, which the actor's ranks compute; None
+    """The purpose of the reference if it is the base model under the actor's adapters, which the actor's ranks compute; None
     if a reference has processes of its own, and if there is none."""
     teachers: tuple[tuple[str, TeacherConfig], ...] = ()
     """The teachers by name, of which those with a model of their own are in the ranks of the role `teacher`."""
@@ -430,7 +430,7 @@ def _passes(config: Config, objective: Objective) -> Passes:
     """Return the passes that a step makes.
 
     With one update per batch the policy that is updated is the one that sampled: the ratio is exactly 1, and old
-    log-probs are computed only where something else reads their values. Losses over pairs have no ratio.
+    log-probs are computed only if something else reads their values. Losses over pairs have no ratio.
     """
     correction = RolloutCorrection.from_config(config.algorithm.rollout_correction)
     readers = {

@@ -97,7 +97,7 @@ def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> Iterato
 
 
 def of_memory(plan: Plan) -> Iterator[str]:
-    """Yield a warning where all processes on this machine's processors need more memory than is free. GPUs have a table in the plan."""
+    """Yield a warning if all processes on this machine's processors need more memory than is free. GPUs have a table in the plan."""
     needed, has = host_bytes(plan), machine_memory()
     own = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE  # counted in what is needed
     if needed > (free := min(has.total, has.free + own)):

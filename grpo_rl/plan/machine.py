@@ -26,7 +26,7 @@ RANKS_PER_CORE = 8
 
 
 def probe_machine(config: Config) -> Machine:
-    """Return what this machine has, or the one that `trainer.machine` names. torch is imported only where there may be a GPU.
+    """Return what this machine has, or the one that `trainer.machine` names. torch is imported only if there may be a GPU.
 
     Raises ConfigError for a name that no machine has.
     """
@@ -133,7 +133,7 @@ class Device:
     cores: float
     """CPU cores for each GPU."""
     products: float = 0.65
-    """Share of `tflops` that products of matrices reach in long passes; more where the data sheet's figure is low for the power that the
+    """Share of `tflops` that products of matrices reach in long passes; more if the data sheet's figure is low for the power that the
     device may draw. PaLM's operations (arXiv 2204.02311, appendix B) at this share, and the traffic beside them (plan/cost.py), give
     the 33 % of the peak that torchtitan's docs/performance.md has for Llama 3.1 8B on H100, and half of it for 0.5 B parameters."""
     attention: float = 0.5
@@ -209,7 +209,7 @@ def peak_tflops(gpu: str) -> float | None:
 class NamedMachine:
     name: str
     nodes: int
-    """Machines like this one; 1 where the name has no number of them."""
+    """Machines like this one; 1 if the name has no number of them."""
     gpus: int
     """GPUs of each."""
     device: Device

@@ -71,7 +71,7 @@ class Load:
     has_head: bool = True
     """False for a critic or a reward model, whose head is one number wide."""
     moments: float = 8
-    """Bytes of the optimizer's moments for each parameter, where they lie on the GPU."""
+    """Bytes of the optimizer's moments for each parameter, if they lie on the GPU."""
     in_host_memory: bool = False
     """Weights, gradients and moments lie in host memory all the time."""
     weights_away: bool = False
@@ -92,7 +92,7 @@ class Load:
 
 
 def resident(size: ModelSize, load: Load, *, weights: bool = True, gradients: bool = True, moments: bool = True) -> int:
-    """Return the bytes of a rank's shards on its GPU: float32 weights and, where it trains, gradients and moments.
+    """Return the bytes of a rank's shards on its GPU: float32 weights and, if it trains, gradients and moments.
 
     This is where kinds of training that hold other parameters than these add what they hold.
     """
@@ -188,7 +188,7 @@ def _backward(size: ModelSize, load: Load) -> int:
 
 
 def _kept(size: ModelSize, load: Load) -> int:
-    """Return the bytes that one layer keeps for its backward pass where it is not recomputed."""
+    """Return the bytes that one layer keeps for its backward pass if it is not recomputed."""
     queries, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     numbers = _mlp(size, 4, 3, 4) + 4 * size.hidden + 2 * queries + 2 * keys
     return load.tokens * (load.width * numbers + 2 * 4 * size.hidden)
@@ -219,7 +219,7 @@ def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, L
 
 
 def host_bytes(plan: Plan) -> int:
-    """Return what all processes of a run need together where this machine's processors compute; 0 for any other.
+    """Return what all processes of a run need together if this machine's processors compute; 0 for any other.
 
     Each rank keeps a copy of its state, from which a thread writes checkpoints while the training goes on (`checkpoint/tensors.py`).
     """
@@ -240,7 +240,7 @@ def host_bytes(plan: Plan) -> int:
 
 
 def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | None:
-    """Return the sizes of a role's model, the policy's where it has none of its own; None if it does not start or has none."""
+    """Return the sizes of a role's model, the policy's if it has none of its own; None if it does not start or has none."""
     if plan.role(name) is None:
         return None
     if name == "reward_model":
@@ -341,7 +341,7 @@ def adapter_params(model: ModelConfig, size: ModelSize) -> int:
 
 
 def _rests_in_half(plan: Plan) -> bool:
-    """Return whether the blocks under adapters stay in bfloat16: where files have them so, and they compute in it."""
+    """Return whether the blocks under adapters stay in bfloat16: if files have them so, and they compute in it."""
     settings = policy_settings(plan.config) or {}
     stored = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
     width = _width(plan.config.actor_rollout_ref.actor.fsdp_config.dtype, plan.machine)

@@ -78,7 +78,7 @@ class ModelSize:
 def check_policy(config: Config, machine: Machine) -> None:
     """Raise ConfigError with everything in the policy's folder that this run, or its engine, is certain to refuse.
 
-    A name on the hub is asked for its config.json only, and where the hub cannot be reached that is the problem.
+    A name on the hub is asked for its config.json only, and if the hub cannot be reached that is the problem.
     """
     settings = policy_settings(config)
     if settings is None:
@@ -495,7 +495,7 @@ experts of such."""
 
 _ROWS = [line.split() for line in Path(__file__).with_name("known_models.txt").read_text().splitlines() if line[0] != "#"]
 KNOWN = {pattern: row[1:] for row in _ROWS for pattern in row[0].split(",")}
-"""Family and sizes by the names of models, with `*` where more may follow."""
+"""Family and sizes by the names of models, with `*` if more may follow."""
 
 
 def known_settings(name: str) -> dict[str, Any] | None:

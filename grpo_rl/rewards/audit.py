@@ -76,7 +76,7 @@ class Audit:
         ]
 
     def wait(self, warn: Callable[[str], None]) -> Metrics:
-        """Return metrics of what was submitted; `warn` is called where some of it could not be audited.
+        """Return metrics of what was submitted; `warn` is called if some of it could not be audited.
 
         Of each function, over the prompts with an audited response, with both numbers averaged over those responses:
         `audit/NAME`, the mean of its score, and `audit/NAME/reward`, that of the reward which is trained on, of the same

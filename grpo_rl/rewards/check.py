@@ -89,7 +89,7 @@ class Trial:
         self._log, self._data_sources = log, set[str]()
 
     def outcomes(self, rows: Sequence[Row]) -> Iterator[TriedRow]:
-        """Yield the reward of these rows: each by itself, or all in one call where there is a function of lists.
+        """Yield the reward of these rows: each by itself, or all in one call if there is a function of lists.
 
         Raises RewardError if no process starts.
         """
@@ -147,7 +147,7 @@ class Trial:
 def read_rows(names: Sequence[str], count: int, response: str | None, data: DataConfig, functions: Sequence[str]) -> list[Row]:
     """Return the first `count` rows of data files, folders or tasks, read as a run with these columns reads them.
 
-    The response is the text in the column `response`; where none is named, there are those of `right_responses`. Raises
+    The response is the text in the column `response`; if none is named, there are those of `right_responses`. Raises
     DataError, naming the file, the row and the column, for what cannot be read so.
     """
     source = Joined("the data", [open_source(name) for name in names])

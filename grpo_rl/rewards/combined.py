@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # types imports torch, which a reward process does without
 REWARD_MODEL, ENVIRONMENT = "reward_model", "environment"
 """The names of the scores of models, and of the reward of an episode's turns, among the parts of the reward."""
 RULE = "by-rule"
-"""The name of the rules' reward among the parts, where it is no summand. No function can be called so."""
+"""The name of the rules' reward among the parts, if it is no summand. No function can be called so."""
 
 
 class ModelReward(Protocol):
@@ -121,7 +121,7 @@ def fail_beyond_float32(rollouts: Sequence[Rollout], config: RewardConfig) -> No
 
 
 def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
-    """Raise RewardError, with counts by kind and the first causes, where one has failed and the run shall stop, or all sampled ones have."""
+    """Raise RewardError, with counts by kind and the first causes, if one has failed and the run shall stop, or all sampled ones have."""
     failures = [(rollout.failure, rollout.failure_cause or "") for rollout in rollouts if rollout.failure is not None]
     if failures and config.on_failure == "stop":
         raise RewardError(f"{summary(failures, len(rollouts))} (reward.on_failure=stop)")
@@ -130,7 +130,7 @@ def stop_where_due(rollouts: Sequence[Rollout], config: RewardConfig) -> None:
 
 
 def by_rule(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the rollouts with the reward of the rules, where that is no summand; others, and failed ones, as they are."""
+    """Return the rollouts with the reward of the rules, if that is no summand; others, and failed ones, as they are."""
     return [
         replace(rollout, reward=rollout.reward_parts[RULE]) if RULE in rollout.reward_parts else rollout for rollout in rollouts
     ]
@@ -207,7 +207,7 @@ def describe_models(config: Config) -> list[str]:
 
 
 SOLVED = "solved"
-"""The number of an environment's `info` that is the part `acc` of the reward: 1 where the episode reached its goal."""
+"""The number of an environment's `info` that is the part `acc` of the reward: 1 if the episode reached its goal."""
 TRUNCATION = "truncation"
 """The name of the penalty of truncated episodes among the parts."""
 
@@ -239,7 +239,7 @@ class EpisodeRewarder(CombinedRewarder):
         """Return the same rollouts with reward, parts and steps, or with a failure.
 
         An episode whose environment failed is treated by `reward.on_failure`, a truncated one by its rule. Raises RewardError
-        where the run shall stop, and where all have failed.
+        if the run shall stop, and if all have failed.
         """
         scored = super().wait(rollouts)
         for rollout in scored:

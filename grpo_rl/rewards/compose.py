@@ -62,7 +62,7 @@ class RewardFunction:
     def from_config(cls, config: RewardConfig, decode: Decode | None = None, key: str = "functions") -> RewardFunction:
         """The sum that `reward.functions` (or `reward.custom_reward_function`) describes.
 
-        `decode`, from tokens to the text that is scored, is given where the rewards of reasoning steps are read;
+        `decode`, from tokens to the text that is scored, is given if the rewards of reasoning steps are read;
         each response must have steps then. `key` is the one that messages name: `audit` for the settings of `audit_of`.
 
         Raises ConfigError, with all problems at once, for unknown names, files that cannot be imported,
@@ -118,7 +118,7 @@ class RewardFunction:
         """Return what the results are worth together: those of functions of one response, then those of functions of lists.
 
         Parts are each component's score by name, further numbers of a dict as `name/key`. `acc` and `answer` of the first component
-        that gives them stand in the parts by themselves too. Raises RewardFailure for the first one among the outcomes, and, where
+        that gives them stand in the parts by themselves too. Raises RewardFailure for the first one among the outcomes, and, if
         steps are read, for none and for bad ones.
         """
         found: dict[str, RewardResult] = {}
@@ -162,7 +162,7 @@ class RewardFunction:
 def sample_of(rollout: Rollout) -> Sample:
     """Return the arguments of a reward function for this rollout. Of an episode, `extra_info` has the conversation too.
 
-    A short `question` is what was asked last, where the row has none: a rule can tell a task of arithmetic by it. `prompt_tail` is
+    A short `question` is what was asked last, if the row has none: a rule can tell a task of arithmetic by it. `prompt_tail` is
     what the prompt has of the response already: the `<think>` of its template, or the message that is gone on with.
     """
     prompt, episode = rollout.prompt, rollout.episode
@@ -240,7 +240,7 @@ def _component(name: str, factor: float, names: list[str], config: RewardConfig)
 
 
 def _parse(spec: str) -> tuple[float, str]:
-    """`0.2*format` as (0.2, "format"); the factor is 1 where none is given."""
+    """`0.2*format` as (0.2, "format"); the factor is 1 if none is given."""
     text, star, name = spec.partition("*")
     if not star:
         return 1.0, spec.strip()
@@ -254,7 +254,7 @@ def _parse(spec: str) -> tuple[float, str]:
 
 
 def _part_name(name: str, names: list[str]) -> str:
-    """The function's name, with its file before it where two files have a function of that name."""
+    """The function's name, with its file before it if two files have a function of that name."""
     source, colon, function = name.rpartition(":")
     if not colon or sum(other.rpartition(":")[2] == function for other in names) == 1:
         return function

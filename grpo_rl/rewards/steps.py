@@ -70,7 +70,7 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
 def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> list[int]:
     """Index of the token that completes the last character before each of `ends`, which ascend.
 
-    Exact where the text of all tokens is that of the bytes of each, as with byte-level tokenizers: a character of several
+    Exact if the text of all tokens is that of the bytes of each, as with byte-level tokenizers: a character of several
     tokens belongs to the last of them. Tokens without text, such as the end of the sequence, complete nothing.
     The time is linear in the tokens and in the ends. Raises ValueError for an end beyond the text.
     """
@@ -98,7 +98,7 @@ def _block(token_ids: Sequence[int], decode: Decode, text: str, start: int, char
     """Tokens that decode alone as they do in `text` and end with a complete character: where they begin and end.
 
     Each place is the number of tokens, and of characters, before it. The block begins at `start` and `chars` and has `BLOCK`
-    tokens, or more where those will not do. At last it is all tokens from `start`, or simply all.
+    tokens, or more if those will not do. At last it is all tokens from `start`, or simply all.
     """
     size = BLOCK
     while start + size < len(token_ids):

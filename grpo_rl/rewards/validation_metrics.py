@@ -13,12 +13,12 @@ from grpo_rl.types import Metrics, Rollout
 def validation_metrics(rollouts: Sequence[Rollout], n: int) -> Metrics:
     """Means over the prompts of each data source of some numbers of a prompt's n responses.
 
-    The value v of a response is its `acc` part where the reward gives one, else its reward; 0 if its reward failed.
+    The value v of a response is its `acc` part if the reward gives one, else its reward; 0 if its reward failed.
 
     - `val/{source}/mean@n`: the mean of v.
     - `val/{source}/best@n`: the largest v.
     - `val/{source}/maj@n`: v of the winner of a majority vote. Responses vote for their `answer` part;
-      those without one vote only where no response of the prompt has one, and then for their v. Between
+      those without one vote only if no response of the prompt has one, and then for their v. Between
       answers with equally many votes the mean is taken, which is what a random choice gives on average.
     - `val/{source}/response_length`: tokens per response; `val/{source}/reward`: the reward itself.
     - `val/{source}/{function}/mean@n`: the mean of one function's score, before its factor.
@@ -60,7 +60,7 @@ def _of_source(groups: list[list[Rollout]], n: int) -> Metrics:
 
 
 def value_of(rollout: Rollout) -> float:
-    """The accuracy of a scored rollout where its reward gives one, else the reward."""
+    """The accuracy of a scored rollout if its reward gives one, else the reward."""
     if rollout.failure is not None:
         return 0.0
     assert rollout.reward is not None

@@ -130,8 +130,8 @@ class RunDir:
     def changes(self, resolved_yaml: str, earlier: Path | None = None) -> list[str]:
         """Return what differs between `resolved_yaml` and the configuration of this run's last start: `key: old -> new`.
 
-        `earlier` is the folder of another run, whose configuration is compared with where this run has had no start yet.
-        To be called before `write_config`. Empty where there is nothing to compare with.
+        `earlier` is the folder of another run, whose configuration is compared with if this run has had no start yet.
+        To be called before `write_config`. Empty if there is nothing to compare with.
         """
         for folder in (self.path, earlier):
             if folder is None:
@@ -324,7 +324,7 @@ class RunLock:
     def __init__(self, folder: Path, *, claim: bool = True) -> None:
         """Take the lock of this folder; without `claim`, look only whether the folder is free.
 
-        Raises ConfigError with the owner where another process has it.
+        Raises ConfigError with the owner if another process has it.
         """
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -370,7 +370,7 @@ def _owner(descriptor: int) -> dict[str, Any]:
 
 
 def _is_alive(descriptor: int) -> bool:
-    """Return whether the owner in the text may still be running, where the kernel's lock cannot say it."""
+    """Return whether the owner in the text may still be running, if the kernel's lock cannot say it."""
     owner = _owner(descriptor)
     if owner.get("host") == socket.gethostname():
         return owner.get("pid") != os.getpid() and Path(f"/proc/{owner.get('pid')}").exists()

@@ -141,7 +141,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def current_status(folder: Path, state: str | None = None) -> dict[str, Any]:
-    """Return the status of the run in `folder`, with the state `lost` where its process is gone, or with `state` if one is given."""
+    """Return the status of the run in `folder`, with the state `lost` if its process is gone, or with `state` if one is given."""
     status = read_status(folder)
     if state is not None or is_gone(status):
         status["state"] = state or "lost"

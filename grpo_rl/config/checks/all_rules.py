@@ -37,7 +37,7 @@ def _without_machine(config: Config, run: Config) -> Iterator[str]:
 
 
 def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]:
-    """Yield what is wrong between the keys that `problems` leave alone: `config` has defaults where those were found.
+    """Yield what is wrong between the keys that `problems` leave alone: `config` has defaults if those were found.
 
     A line that names a key with a problem of its own, or one that a misspelt key may have meant, is left out: it
     may follow from nothing but the default. Sizes that depend on the machine are the plan's.

@@ -64,7 +64,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _data_file(file: str, *, elsewhere: bool) -> str | None:
-    """Return what is wrong with the name of one entry; a file that is not here is no problem where the run is `elsewhere`.
+    """Return what is wrong with the name of one entry; a file that is not here is no problem if the run is `elsewhere`.
 
     What is in the files is looked at for the plan.
     """
@@ -122,7 +122,7 @@ def _model_folder(
     """Yield why a folder cannot hold a model, or brings code that the user has not allowed with `switch`.
 
     Nothing if only asking a hub would show it. `tokenizer` is the folder of the tokenizer, None for the model's, empty if none
-    is needed. Where the run is elsewhere only the model's config.json is read.
+    is needed. If the run is elsewhere only the model's config.json is read.
     """
     folder, elsewhere = Path(path).expanduser(), config.trainer.machine is not None
     none_there = f"no tokenizer there (none of {', '.join(_TOKENIZER_FILES)})"

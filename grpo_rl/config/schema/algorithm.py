@@ -27,7 +27,7 @@ class RolloutCorrectionConfig:
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the loss by the ratio of the trainer's old policy to the engine's: of each token, or of its whole response."""
     rollout_is_threshold: RatioAboveOne | None = field(None, needs="rollout_is")
-    """Larger weights are cut to this; null: 2, or not cut where rollout_rs bounds the same ratio."""
+    """Larger weights are cut to this; null: 2, or not cut if rollout_rs bounds the same ratio."""
     rollout_is_batch_normalize: bool = field(False, needs="rollout_is")
     """Divide the weights by their mean."""
     rollout_rs: list[RejectionMode] = field(list)
@@ -37,7 +37,7 @@ class RolloutCorrectionConfig:
     rollout_rs_threshold_lower: list[Ratio] = field(list)
     """Lower bound for each k1 entry of rollout_rs; empty: 1/upper."""
     bypass_mode: bool | None = None
-    """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction; null: only where weights
+    """Take the engine's log-probs as the old ones, so that the ratio of the loss is the correction; null: only if weights
     may be stale (trainer.schedule=one_step_off or async) and nothing else here corrects for that."""
 
 
@@ -155,7 +155,7 @@ class TeacherConfig:
     weight: Positive = 1.0
     """Share of the prompts, among teachers of the same key: each prompt draws one by a hash of its uid."""
     context: str | None = None
-    """Text before the prompt, in its system message where it has messages, with {ground_truth} and {extra_info.NAME} of the row."""
+    """Text before the prompt, in its system message if it has messages, with {ground_truth} and {extra_info.NAME} of the row."""
     dtype: Dtype = "auto"
     """The number type its layers compute in."""
     ema_decay: OpenFraction | None = None

@@ -31,9 +31,9 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column with the chat messages (a list of {role, content}) or a plain string."""
     response_key: str = field("response", part="answers")
-    """responses=rows: column with the answer to learn, beside prompt_key; a path with dots where it lies in another column."""
+    """responses=rows: column with the answer to learn, beside prompt_key; a path with dots if it lies in another column."""
     chosen_key: str = field("chosen", part="pairs")
-    """responses=rows, losses over pairs: column with the better answer, a text or chat messages; prompt_key may be missing where both sides begin with the prompt."""
+    """responses=rows, losses over pairs: column with the better answer, a text or chat messages; prompt_key may be missing if both sides begin with the prompt."""
     rejected_key: str = field("rejected", part="pairs")
     """responses=rows, losses over pairs: column with the worse answer, of the same form."""
     messages_key: str = field("messages", part="answers")
@@ -47,9 +47,9 @@ class DataConfig:
     reward_fn_key: str = field("data_source", part="source", needs="data_source=null | {data_source} gives it for all rows")
     """Column whose value chooses the rule-based reward."""
     data_source: str | None = field(None, part="source")
-    """The data source of all rows, where the data have no column for it; null: take the column."""
+    """The data source of all rows, if the data have no column for it; null: take the column."""
     ground_truth_key: str = field("reward_model.ground_truth", part="source")
-    """Column with what the reward compares with, a path with dots where it lies in another column."""
+    """Column with what the reward compares with, a path with dots if it lies in another column."""
     extra_info_key: str = field("extra_info", part="source")
     """Column with an object that is handed to the reward; it may be missing."""
     system_prompt: str | None = None

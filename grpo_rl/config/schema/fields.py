@@ -193,7 +193,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 def changed(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return value and default of each key of a configuration (`flat`) that is not at its default, `${key}` in it filled in.
 
-    A key that the schema does not have counts where its value says something.
+    A key that the schema does not have counts if its value says something.
     """
     found: dict[str, tuple[Any, Any]] = {}
     for key, value in values.items():

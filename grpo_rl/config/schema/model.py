@@ -20,7 +20,7 @@ POLICY_KEY = "actor_rollout_ref.model.path"
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     path: str = ""
-    """A Hugging Face model folder (or a hub name where a hub can be reached), or `builtin:NAME` for an embedded model."""
+    """A Hugging Face model folder (or a hub name if a hub can be reached), or `builtin:NAME` for an embedded model."""
     tokenizer_path: str | None = None
     """Folder of the tokenizer, if not the model's."""
     trust_remote_code: bool = False
@@ -33,7 +33,7 @@ class ModelConfig:
     enable_activation_offload: bool = field(False, needs=["enable_gradient_checkpointing=true or null", ON_GPUS], harmless=True)
     """GPU: keep the inputs of layers that are recomputed in host memory until then; needs enable_gradient_checkpointing."""
     flash_attention: Literal["auto", "torch", "FA3", "FA4"] = field("auto", needs=ON_GPUS, harmless=True)
-    """GPU: the kernel of attention in half precision. auto: flash-attn 2 where it is installed, else torch's own; torch: its own;
+    """GPU: the kernel of attention in half precision. auto: flash-attn 2 if it is installed, else torch's own; torch: its own;
     FA3, FA4: the one of that name in torch's registry, whose package has to be installed."""
     lm_head_precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
     """Rounding of the inputs of the LM head's matrix products, whose sums and results are float32. auto: tf32 on GPUs, whose
@@ -332,7 +332,7 @@ class MultiTurnConfig:
 @dataclass(frozen=True, slots=True)
 class RolloutConfig:
     name: str = "vllm"
-    """Engine: vllm, or hf (plain transformers: slower, with nothing to compile, for debugging and where vLLM is missing)."""
+    """Engine: vllm, or hf (plain transformers: slower, with nothing to compile, for debugging and if vLLM is missing)."""
     n: Responses = field(8, part="samples")
     """Responses per prompt: the group of GRPO."""
     temperature: Temperature = field(1.0, part="samples")
@@ -449,7 +449,7 @@ class CriticModelConfig:
 @dataclass(frozen=True, slots=True)
 class CriticConfig:
     enable: bool | None = None
-    """True for a critic, false for none (refused where it contradicts the estimator); null: as adv_estimator needs."""
+    """True for a critic, false for none (refused if it contradicts the estimator); null: as adv_estimator needs."""
     model: CriticModelConfig = field(CriticModelConfig, harmless=True)
     optim: HeadOptimConfig = field(HeadOptimConfig)
     fsdp: FsdpConfig = field(FsdpConfig)

@@ -65,7 +65,7 @@ class RewardModelConfig:
     step_separator: str | None = None
     """Cut responses into steps at this text and score the end of each: process rewards, for adv_estimator=grpo_process; `\\n` is a line break; null: one score per response."""
     rerender: Literal["auto", "always", "never"] = "auto"
-    """Render prompts with its own chat template and tokenizer; auto: only where they differ from the policy's."""
+    """Render prompts with its own chat template and tokenizer; auto: only if they differ from the policy's."""
     max_token_len_per_gpu: Tokens = 16384
     """Most tokens in one forward pass of one rank, and in one rollout."""
     enable_resource_pool: bool = False
@@ -101,7 +101,7 @@ class JudgeConfig:
     rubric_calls: Literal["together", "each"] = field("together", needs="rubric")
     """One request for all criteria of a response, or one for each."""
     rubric_aggregation: Literal["mean", "weighted", "all"] = field("weighted", needs="rubric")
-    """The score from the marks: their mean, their mean by weight, or 1 where all reach rubric_pass and else 0."""
+    """The score from the marks: their mean, their mean by weight, or 1 if all reach rubric_pass and else 0."""
     rubric_pass: Factor = field(0.5, needs=["rubric", "rubric_aggregation=all"])
     """The least mark that passes with rubric_aggregation=all."""
     min_score: Factor | None = None

@@ -75,7 +75,7 @@ class TrainerConfig:
     n_gpus_per_node: Devices | None = None
     """Actor ranks per node: GPUs on a GPU machine, processes on a CPU one; null: all GPUs, or 1 process."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """The device of the models; auto: cuda where there is a GPU."""
+    """The device of the models; auto: cuda if there is a GPU."""
     deterministic: bool = False
     """Compute by kernels whose results have the same bits every time, slower: torch.use_deterministic_algorithms in all ranks,
     batch-invariant kernels in vLLM on GPUs. What it promises where is in docs/gpus.md."""
@@ -137,9 +137,9 @@ class TrainerConfig:
     """Longest time for one phase of a step; then the workers that did not answer count as failed."""
     stuck_s: Seconds | None = None
     """Seconds in one phase of a step after which the run says once what each process is doing, with Python stacks; null: ten times
-    the longest that this phase took, at least 60, and half of the timeouts where it is new."""
+    the longest that this phase took, at least 60, and half of the timeouts if it is new."""
     recover: Literal["auto", "off"] = "auto"
-    """The reaction to worker processes that die or freeze. auto: an engine's replica is replaced; where a process of another role is
+    """The reaction to worker processes that die or freeze. auto: an engine's replica is replaced; if a process of another role is
     lost, the run goes back to its newest checkpoint and on from there, with the same bits (with save_freq=-1 it keeps one for
     itself, at most once a minute, while it lasts). off: the run ends."""
     heartbeat_s: Seconds = 5.0

@@ -48,7 +48,7 @@ class JsonLines(RowSource):
 
 
 def open_json(name: str, path: Path, most_bytes: int | None = None) -> RowSource:
-    """The rows of a .json or .jsonl file; of lines those in the first `most_bytes`, where given.
+    """The rows of a .json or .jsonl file; of lines those in the first `most_bytes`, if given.
 
     Raises DataError for an empty file, a byte-order mark, and an array that is broken or too large.
     """

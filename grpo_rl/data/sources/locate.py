@@ -29,7 +29,7 @@ LISTED = 10
 def open_source(name: str) -> RowSource:
     """The rows that `name` stands for.
 
-    A file; a folder, as `datasets` saves one or with data files in it (`FOLDER?split=train` where it has splits);
+    A file; a folder, as `datasets` saves one or with data files in it (`FOLDER?split=train` if it has splits);
     `task:NAME?option=value`; `hf:owner/name?split=train&config=main`. Raises DataError for what is not there, empty or
     broken as a whole, and ConfigError for an option that does not exist.
     """

@@ -115,7 +115,7 @@ class Joined(RowSource):
 
 
 def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
-    """Return name and options of `NAME?option=value&...`; of the `known` options where these are given. Raises ConfigError for another form."""
+    """Return name and options of `NAME?option=value&...`; of the `known` options if these are given. Raises ConfigError for another form."""
     name, _, query = spec.partition("?")
     options: dict[str, str] = {}
     for part in query.split("&") if query else []:

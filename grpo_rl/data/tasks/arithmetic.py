@@ -60,9 +60,9 @@ def arithmetic(
     operation, digits of the right one; `3+1` is 437+8, `2-2,1*1` is a difference or a product. Differences
     are never negative. `carrying` is the share of rows that are drawn from the problems with a carry (or a
     borrow) alone, the others from all. `forgotten_carries` is the share of rows whose demonstration, an answer to imitate
-    beside the ground truth, forgets to carry; where it is 0 there are no demonstrations. `completion` is the same, and
+    beside the ground truth, forgets to carry; if it is 0 there are no demonstrations. `completion` is the same, and
     `label` whether it is right. `calculator_calls` is the share of rows
-    whose demonstration calls the tool calculator and repeats its result; where it is above 0 all rows have their demonstration
+    whose demonstration calls the tool calculator and repeats its result; if it is above 0 all rows have their demonstration
     as a conversation, `messages`. Row i is drawn from
     (seed, i), so a longer data set begins with the shorter one. Validation rows do not repeat a problem as
     long as new ones turn up. Raises ConfigError for options out of range.
@@ -130,7 +130,7 @@ def split_of(problem: Problem) -> Literal["train", "val"]:
 
 
 def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem], *, must_carry: bool) -> Problem:
-    """A problem of the split, unseen where `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
+    """A problem of the split, unseen if `TRIES_FOR_A_NEW_PROBLEM` draws of the split find one."""
     tries = 0
     while True:
         problem = _draw(rng, rng.choice(forms))

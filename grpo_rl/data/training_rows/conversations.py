@@ -51,7 +51,7 @@ class Rendered:
     ends: bool
     """The response ended by itself, with an end token that its text does not show."""
     response_ids: Any = None
-    """The tokens that were sampled, where the row has them."""
+    """The tokens that were sampled, if the row has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class Tokenizing:
         return _predictable(Demonstration(token_ids[: positions[-1] + 1], positions), where)
 
     def _by_growth(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
-        """Return the tokens with those trained that a turn of the assistant adds, where the template does nothing but add."""
+        """Return the tokens with those trained that a turn of the assistant adds, if the template does nothing but add."""
         texts = self._growing(messages, found, where)
         ids = self.renderer.words.encode(texts, add_special_tokens=False)["input_ids"]
         if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
@@ -221,7 +221,7 @@ class Tokenizing:
     def _in_pieces(self, texts: Sequence[str], where: str) -> list[list[int]]:
         """Return the tokens of the growing texts, each piece tokenized by itself.
 
-        So it is where a token would reach from the prompt into the answer, as a newline at the beginning of an answer may:
+        So it is if a token would reach from the prompt into the answer, as a newline at the beginning of an answer may:
         the model answers after the prompt's own tokens. Raises BadRow if the pieces are not the text (a tokenizer that
         puts a space before each).
         """
@@ -316,7 +316,7 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
 def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
     """Return one demonstration per row of `task:NAME?...`, for the supervised warm start of an embedded model.
 
-    The answer to imitate is `extra_info.demonstration` where the task made one (it may be wrong on purpose), else the ground truth.
+    The answer to imitate is `extra_info.demonstration` if the task made one (it may be wrong on purpose), else the ground truth.
     """
     made, truth = (DataConfig(response_key=key) for key in ("extra_info.demonstration", "reward_model.ground_truth"))
     tokenizing = Tokenizing(Renderer(truth, tokenizer))

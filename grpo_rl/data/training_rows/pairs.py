@@ -1,7 +1,7 @@
 """Preference pairs: a prompt with a chosen and a rejected answer, from files or from groups of scored rollouts.
 
 The formats are TRL's and OpenRLHF's. A row has the columns `chosen` and `rejected`, and mostly `prompt`; each is a plain text
-or a list of chat messages. Without a prompt column it is what both answers begin with. `margin`, where a row has it, is a
+or a list of chat messages. Without a prompt column it is what both answers begin with. `margin`, if a row has it, is a
 number that says by how much the chosen answer is better, for reward models that read it.
 
 A labelled row, for `kto`, has `completion`, one answer, and `label`: true if it is desirable (TRL's unpaired preferences).
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 PairTexts = tuple[Asked, str, str, float | None]
-"""A row before it is rendered: prompt, chosen and rejected answer, and the margin where it has one."""
+"""A row before it is rendered: prompt, chosen and rejected answer, and the margin if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Pair:
 
 
 def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_margin: bool = False) -> PairTexts:
-    """Return the pair that a row holds, in the columns that `config` names; with its margin, where it has one and it is wanted.
+    """Return the pair that a row holds, in the columns that `config` names; with its margin, if it has one and it is wanted.
 
     Raises BadRow, with the place, for a missing or empty side, two equal sides, sides that are no answer to one prompt, and
     columns of another type.
@@ -73,7 +73,7 @@ def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_marg
 
 
 def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
-    """Return prompt and answers, where the answers are plain texts."""
+    """Return prompt and answers, if the answers are plain texts."""
     for key, text in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(text, str, where, key, "a text, or a list of {role, content} messages")
     if prompt is not None:
@@ -97,7 +97,7 @@ def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataC
 
 
 def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
-    """Return prompt and answers, where the answers are messages: one from the assistant, or a conversation that ends with it."""
+    """Return prompt and answers, if the answers are messages: one from the assistant, or a conversation that ends with it."""
     sides = []
     for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(side, list, where, key, "a list of {role, content} messages, as the other side has")

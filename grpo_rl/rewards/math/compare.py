@@ -222,7 +222,7 @@ def _solutions(listed: MathAnswer) -> MathAnswer:
 
 
 def _approximation(sides: MathAnswer) -> MathAnswer:
-    """`\\frac13 \\approx 0.333`, and `x \\approx 0.333`; a word where the sides do not agree, so that no answer has two tries."""
+    """`\\frac13 \\approx 0.333`, and `x \\approx 0.333`; a word if the sides do not agree, so that no answer has two tries."""
     first, *others = sides.parts
     if len(first.names) == 1:
         first = first.parts[0]
@@ -263,7 +263,7 @@ def _split(found: Tokens, separator: str) -> list[Tokens]:
 
 
 def _between(found: Tokens) -> Tokens | None:
-    """Return what the outermost brackets hold, where they hold everything."""
+    """Return what the outermost brackets hold, if they hold everything."""
     if len(found) < 3 or found[0] not in OPENING or found[-1] not in CLOSING:
         return None
     depth = 0

@@ -41,9 +41,9 @@ def math(
 
     The answer is what the last `\\boxed{...}` holds; if there is no box, unless `boxed_only`, what the last `<answer>` tags
     hold or what follows the last `answer is`. What stands inside `<think>` is no answer, unless `skip_thought` is off. Most are settled as text, number, fraction, tuple, set, matrix or equation; the
-    rest by math-verify, unless `algebra` is off. `refused` is 1 where an answer was too large or too strange for that, and
+    rest by math-verify, unless `algebra` is off. `refused` is 1 if an answer was too large or too strange for that, and
     worth 0. An answer with more operations than the ground truth, `17*23` for 391, is worth 0 with `evaluated`; without a
-    value for it, where the question in `extra_info` is such an expression. `answer`, for majority votes, is the number where the answer is one, else a number made of its text.
+    value for it, if the question in `extra_info` is such an expression. `answer`, for majority votes, is the number if the answer is one, else a number made of its text.
     A ground truth that is a list is several, each of them right. Raises nothing for whatever a response holds, and ValueError for a
     ground truth that is missing.
     """

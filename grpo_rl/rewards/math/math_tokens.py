@@ -43,7 +43,7 @@ COMMAS = rf"{_FIRST}(?:,[0-9]{{3}})+(?:\.[0-9]++)?{_END}"
 TIGHT_COMMAS = rf"{_FIRST}(?:(?:,\\!\s*+|\{{,\}})[0-9]{{3}})+(?:\.[0-9]++)?{_END}"
 """`1,\\!000` and `1{,}000`: the writer took the space after the comma away, so the comma separates thousands."""
 SPACES = r"[-+]?[1-9][0-9]{0,2}(?:(?:\\,|~|\s)[0-9]{3})+(?:\.[0-9]++)?"
-"""`12\\,345`, where an answer holds nothing else."""
+"""`12\\,345`, if an answer holds nothing else."""
 DECIMAL_COMMA = rf"(?<![0-9.,}}])[0-9]++\{{,\}}[0-9]++{_END}"
 LIST_COMMA = r",(?:\s|\\[,;: ]|~|\\q?quad)"
 """A comma with space after it never separates thousands: it separates the elements of a list."""
@@ -153,7 +153,7 @@ def differ(one: Reading, other: Reading) -> bool:
 def readings(text: str) -> list[Reading]:
     """Return what an answer of at most `MAX_TEXT` characters can mean, as tokens spelt in one way: one or two readings.
 
-    There are two where a comma between digits without a space may separate thousands or the elements of a list:
+    There are two if a comma between digits without a space may separate thousands or the elements of a list:
     `1,200` is read as 1200 first, then as the list 1, 200. A word in `\\text` is a token like `"cm`.
     """
     assert len(text) <= MAX_TEXT
@@ -175,7 +175,7 @@ def readings(text: str) -> list[Reading]:
 
 
 def _thousands(plain: str) -> list[str]:
-    """Return the text with `1,200` read as a number and, where that is possible too, the text as it is.
+    """Return the text with `1,200` read as a number and, if that is possible too, the text as it is.
 
     A group that begins with 0, as in `1,050`, is always one of thousands. In the brackets of a tuple or a set a comma
     separates elements, unless other commas there have a space after them, as in `(1,200, 3,400)`.

@@ -1,6 +1,6 @@
-"""Values of expressions: exact fractions where the expression has one, complex numbers otherwise, all of bounded size.
+"""Values of expressions: exact fractions if the expression has one, complex numbers otherwise, all of bounded size.
 
-A recursive descent over tokens, not an algebra system: a variable gets a number, so that two expressions are the same where
+A recursive descent over tokens, not an algebra system: a variable gets a number, so that two expressions are the same if
 they agree at several points (for polynomials and fractions exactly). Nothing here grows with the value of the text.
 """
 

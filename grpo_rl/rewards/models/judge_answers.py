@@ -167,7 +167,7 @@ def aggregated(criteria: Sequence[Criterion], marks: Mapping[str, float], config
     """Return the score of a response from the marks of its criteria.
 
     Formulas: mean = sum_i m_i / n; weighted = sum_i w_i m_i / sum_{w_i > 0} w_i, as HealthBench has it (arXiv 2505.08775,
-    section 3), which faults (w < 0) may bring below 0; all = 1 where every m_i is at least `rubric_pass`, else 0.
+    section 3), which faults (w < 0) may bring below 0; all = 1 if every m_i is at least `rubric_pass`, else 0.
     """
     if config.rubric_aggregation == "all":
         return float(all(mark >= config.rubric_pass for mark in marks.values()))

@@ -26,7 +26,7 @@ class ScorableRenderer:
     """Prompt and response as tokens of the reward model.
 
     Without `tokenizer` these are the policy's own. With one, the prompt's messages are rendered with its chat template (a
-    plain prompt stays as it is), the response's text follows, and the end-of-sequence token where the response ended by itself.
+    plain prompt stays as it is), the response's text follows, and the end-of-sequence token if the response ended by itself.
     With `separator` each step is scored at its last token, else the whole sequence at its last.
     """
 
@@ -89,7 +89,7 @@ def split_steps(text: str, separator: str) -> list[int]:
 
 
 def tokenizer_for(policy: Any, own: Any, rerender: str) -> Any | None:
-    """The reward model's tokenizer where rollouts have to be rendered anew, None if the policy's tokens can be read as they are.
+    """The reward model's tokenizer if rollouts have to be rendered anew, None if the policy's tokens can be read as they are.
 
     Raises ConfigError for tokens that would mean something else, and for a tokenizer that cannot render.
     """

@@ -21,7 +21,7 @@ BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str, bare_end: str = " \t\r\n$") -> str | None:
-    """Return what stands in the last `\\boxed{...}` (or `\\fbox`), braces balanced; None without one, and where it never closes.
+    """Return what stands in the last `\\boxed{...}` (or `\\fbox`), braces balanced; None without one, and if it never closes.
 
     `\\boxed 7` without braces holds what follows up to one of the characters in `bare_end`.
     """
@@ -85,7 +85,7 @@ def last_pair(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER
 def after_phrase(text: str) -> str | None:
     """Return what follows the last `answer is` or `answer:` in the last 1,000 characters, up to the end of its line or sentence.
 
-    Where nothing follows in the phrase's own line, it is the next line that is not empty; a formula in `$`, `$$`, `\\(`
+    If nothing follows in the phrase's own line, it is the next line that is not empty; a formula in `$`, `$$`, `\\(`
     or `\\[` is returned without these, and one in the last three may have several lines.
     """
     tail = text[-TAIL:]

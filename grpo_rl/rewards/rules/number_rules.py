@@ -22,7 +22,7 @@ def arithmetic(
 ) -> dict[str, float]:
     """`score` 1 when the response is the answer and nothing else, spaces around it aside; 0 otherwise.
 
-    `answer` is the number that was given, where the response is one.
+    `answer` is the number that was given, if the response is one.
     """
     given = solution_str.strip()
     score = float(given in golds_of(ground_truth))
@@ -36,7 +36,7 @@ def arithmetic(
 def arithmetic_process(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what `arithmetic` gives, and each written character as a step: 1 where the answer has the same one there, else 0.
+    """Return what `arithmetic` gives, and each written character as a step: 1 if the answer has the same one there, else 0.
 
     `digits` is the share of places, of the answer or the response, whichever is longer, that agree.
     """
@@ -57,9 +57,9 @@ COLUMN = re.compile("[0-9]{1,2}")
 def written_sum(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 where it follows from those before, else 0.
+    """`score` 1 when the last line is that of the ground truth; each line is a step: 1 if it follows from those before, else 0.
 
-    The rows are those of `task:rated_sums`. A column has the digits of the sum, and a carry where the line before it, right or
+    The rows are those of `task:rated_sums`. A column has the digits of the sum, and a carry if the line before it, right or
     wrong, has one; the result has the last digits of the columns as they were written. So every mistake costs one step.
     """
     given, right = solution_str.strip().split("\n"), ground_truth.split("\n")
@@ -148,7 +148,7 @@ def countdown(
 
     The last pair of tags counts, in the last line only unless `last_line` is off, as TinyZero does. Right is an expression of
     `+ - * /`, brackets and each given number exactly once, whose exact value is within 1e-5 of the target. `acc` is 1 for a
-    right one, `answered` where there are tags. `ground_truth` has `numbers` (or `nums`) and `target`; raises ValueError else.
+    right one, `answered` if there are tags. `ground_truth` has `numbers` (or `nums`) and `target`; raises ValueError else.
     """
     numbers, target = _task(ground_truth)
     text = solution_str[solution_str.rfind("\n") + 1 :] if last_line else solution_str

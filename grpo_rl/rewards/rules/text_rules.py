@@ -34,7 +34,7 @@ def exact_match(
     ignore_punctuation: bool = False,
     ignore_articles: bool = False,
 ) -> dict[str, float]:
-    """`score` 1 when the answer is the ground truth (one of them, where it is a list), else 0.
+    """`score` 1 when the answer is the ground truth (one of them, if it is a list), else 0.
 
     The answer is the last box, else the last `<answer>` tags, else what follows `answer is`, else the whole response, all
     outside `<think>`. White space counts as one space, none at the ends. `ignore_case`, `ignore_punctuation` and
@@ -74,7 +74,7 @@ def multiple_choice(
     """`score` 1 when the chosen letter is the ground truth's, else 0. `answer` is the letter's place, 0 for the first.
 
     The choice is looked for in the last box, in the last `<answer>` tags, then after the last `answer is`: as `B`, `(B)`, `B.`,
-    `B) some text` or, where `extra_info` has the list `choices`, as the text of one; a response that is a letter alone counts
+    `B) some text` or, if `extra_info` has the list `choices`, as the text of one; a response that is a letter alone counts
     too. Nothing inside `<think>` counts.
     The ground truth is a letter, or the text of one of the `choices`; raises ValueError for anything else.
     """

@@ -55,7 +55,7 @@ def code(
     so many are used, evenly spread.
 
     Beside it: `acc` (all passed), `num_passed`, `num_failed`, `num_cases`, and how many `timed_out`, `crashed` (ended with an error),
-    wrote `too_much`, were `not_run`; `no_code` is 1 where the response has no program. Raises RewardError for a ground truth
+    wrote `too_much`, were `not_run`; `no_code` is 1 if the response has no program. Raises RewardError for a ground truth
     that holds no usable test, and if there is no sandbox: code is never run without one.
     """
     setup, tests = read_tests(ground_truth, extra_info)
@@ -194,7 +194,7 @@ class Test:
 
     case: Case
     judge: Callable[[Any], bool]
-    """The judgement: it gets standard output where the case is a program, the returned value where it is a call."""
+    """The judgement: it gets standard output if the case is a program, the returned value if it is a call."""
 
     def holds(self, outcome: CaseOutcome) -> bool:
         """Return whether the outcome is what the test asks for; an error or a forged value is not."""
@@ -329,7 +329,7 @@ FORMS = (
 def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> tuple[str, list[Test]]:
     """Code that goes before the candidate's, and the tests.
 
-    They are read from the ground truth, or from `extra_info["test_cases"]` where that is empty; the name of the function also
+    They are read from the ground truth, or from `extra_info["test_cases"]` if that is empty; the name of the function also
     from `extra_info`. Raises RewardError, with the reason, for another form, none, and assertions that cannot be judged apart.
     """
     extra = extra_info or {}

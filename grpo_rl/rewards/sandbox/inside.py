@@ -48,7 +48,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def encode(value: object) -> str:
-    """JSON of a value made of plain data, tagged where JSON has no such type: `["l", ...]`, `["t", ...]`, `["d", k, v, ...]`.
+    """JSON of a value made of plain data, tagged if JSON has no such type: `["l", ...]`, `["t", ...]`, `["d", k, v, ...]`.
 
     Subclasses are sent as the built-in type they are. Raises TypeError for anything else, RecursionError for loops.
     """

@@ -89,11 +89,11 @@ class CaseOutcome:
 class Sandbox:
     """A sandbox that runs one source; use it in a `with` statement, which ends everything in it.
 
-    Raises SandboxUnavailable, and runs nothing, where a wall cannot be built.
+    Raises SandboxUnavailable, and runs nothing, if a wall cannot be built.
     """
 
     def __init__(self, source: str, limits: Limits | None = None, line: socket.socket | None = None) -> None:
-        """Start one. Where a `line` is given, the first case has it as its standard input, to be read and written; it is closed here."""
+        """Start one. If a `line` is given, the first case has it as its standard input, to be read and written; it is closed here."""
         self._limits = limits or Limits()
         self._setup = {
             "source": source.encode(errors="replace"),

@@ -97,7 +97,7 @@ def call_filter(machine: str) -> bytes:
 
 
 def _if_first_argument(number: int, test: int, value: int) -> list[bytes]:
-    """Let the call through where its first argument passes the test, else refuse it; other calls go on below."""
+    """Let the call through if its first argument passes the test, else refuse it; other calls go on below."""
     return [_word(EQUALS, number, 0, 4), _word(LOAD, FIRST_ARGUMENT), _word(test, value, 1, 0), REFUSE, _word(RETURN, ALLOW)]
 
 

@@ -25,7 +25,7 @@ FEW_STEPS = 3
 COLLAPSED = 0.1
 """The share of its first entropy below which a policy hardly explores."""
 FALLEN = 0.5
-"""The share of its first entropy below which a policy hardly explores where its groups have lost their signal meanwhile."""
+"""The share of its first entropy below which a policy hardly explores if its groups have lost their signal meanwhile."""
 LITTLE = 0.02
 """Nats per token below which a policy is as good as deterministic, whatever it began with."""
 AGREES = 0.02
@@ -44,7 +44,7 @@ LONG = 200
 REPEATS = 0.15
 """The size after compression, as a share, below which a text says the same again and again; prose has 0.4 to 0.6."""
 KL_STEP = 0.5
-"""Nats per token by which one batch's updates may move the policy. Where they move it further, the ratio says nothing."""
+"""Nats per token by which one batch's updates may move the policy. If they move it further, the ratio says nothing."""
 KL_FAR = 1.0
 """Nats per token from the reference at which a policy has usually lost what its reference could do."""
 LOST_IN_ROUNDING = 1e-9

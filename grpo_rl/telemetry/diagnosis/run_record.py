@@ -51,7 +51,7 @@ class Series:
         return self.values[-1]
 
     def since(self, holds: Callable[[float], bool]) -> int:
-        """Return the step from which on the condition has held without a break until now; the last one where it does not hold."""
+        """Return the step from which on the condition has held without a break until now; the last one if it does not hold."""
         step = self.points[-1][0]
         for at, value in reversed(self.points):
             if not holds(value):
@@ -121,7 +121,7 @@ class RunRecord:
 
     @property
     def reward_range(self) -> tuple[float, float]:
-        """The lowest and the highest reward that any response got; (0, 0) where none was logged."""
+        """The lowest and the highest reward that any response got; (0, 0) if none was logged."""
         low, high = self.series("reward/min").values, self.series("reward/max").values
         return min(low, default=0.0), max(high, default=0.0)
 

@@ -1,7 +1,7 @@
 """The receivers of a run's metrics: metrics.jsonl always; TensorBoard, W&B and MLflow by `trainer.logger`; Prometheus, which asks.
 
 Trackers live behind a thread and a bounded queue each, so that no network and no disk of theirs holds up a step. They get
-metrics under the names of verl's dashboards, where verl measures the same thing; metrics.jsonl, the screen and the reports
+metrics under the names of verl's dashboards, if verl measures the same thing; metrics.jsonl, the screen and the reports
 keep the names of this program.
 """
 
@@ -372,7 +372,7 @@ def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]
     """Return the metrics of a step under the trackers' names.
 
     - `reward/mean`, `max`, `min` -> `critic/score/...`; and `critic/rewards/...`, which in verl is the score less the KL
-      penalty, so it is left out where the reward has one;
+      penalty, so it is left out if the reward has one;
     - `val/SOURCE/mean@n` -> `val-core/SOURCE/acc/mean@n`, `best@n` and `maj@n` -> `.../best@n/mean`, `.../maj@n/mean`;
     - all else of a source's validation -> `val-aux/SOURCE/...`; losses on rows stay `val/loss` and so on.
     """

@@ -18,7 +18,7 @@ Role = Literal["rollout", "reward", "actor", "reference", "critic", "weights", "
 """The rows of a timeline. `wait`: one side does nothing because of the other, `what` names the side; `step`: a whole training
 step, which marks its bounds; `engines`: one joins, leaves or is replaced."""
 CLOSED_GAP_S = 0.02
-"""Intervals of one role that do the same in the same step become one where the gap between them is shorter: rewards end by
+"""Intervals of one role that do the same in the same step become one if the gap between them is shorter: rewards end by
 the thousand."""
 
 _logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Timeline:
 
 
 def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
-    """Return the intervals of a timeline.jsonl by their start, those of the last steps only where asked; broken lines are left out.
+    """Return the intervals of a timeline.jsonl by their start, those of the last steps only if asked; broken lines are left out.
 
     An absent file is an empty list.
     """

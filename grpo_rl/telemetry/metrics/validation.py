@@ -1,4 +1,4 @@
-"""The number of a validation that every screen shows, under its name, and the reward beside it where that is another number."""
+"""The number of a validation that every screen shows, under its name, and the reward beside it if that is another number."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def validation_score(metrics: Mapping[str, float]) -> float | None:
 
 
 def shown_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the keys `val/<source>/mean@N`, and after each `val/<source>/reward` where it was ever another number."""
+    """Return the keys `val/<source>/mean@N`, and after each `val/<source>/reward` if it was ever another number."""
     keys = dict.fromkeys(key for record in records for key in validation_keys(record))
     shown = []
     for key in keys:
@@ -67,7 +67,7 @@ def results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Po
 def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
     """Return what a run changed beside the validation of prompts, as name, first and last point: losses on rows, and the training reward.
 
-    The reward is the mean of the first training steps and of the last, five where there are ten.
+    The reward is the mean of the first training steps and of the last, five if there are ten.
     """
     found = []
     of_steps = any("val/good" in record for record in records)
@@ -85,7 +85,7 @@ def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Poi
 
 
 def logged_value(record: Mapping[str, Any]) -> float:
-    """Return the value of a logged response in `mean@N`: its part `acc` where the reward gives one, else its reward.
+    """Return the value of a logged response in `mean@N`: its part `acc` if the reward gives one, else its reward.
 
     0 if its reward failed.
     """

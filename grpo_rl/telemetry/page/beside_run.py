@@ -47,7 +47,7 @@ class PageBeside:
                 (self.run / "page_files/index.js").unlink()
 
     def step(self, step: int) -> None:
-        """Begin a new page where one is due and none is under way. Costs milliseconds."""
+        """Begin a new page if one is due and none is under way. Costs milliseconds."""
         if self.run is None or step == 0 or step % self.every:
             return
         if self._is_writing() or time.monotonic() - self._began < self._took / SHARE:

@@ -139,7 +139,7 @@ def _parted(records: Sequence[Record]) -> Iterator[list[list[Record]]]:
 def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: dict[str, int]) -> list[Any]:
     """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables.
 
-    After them, of validation, the values that mean@N is of, where they are others than the rewards.
+    After them, of validation, the values that mean@N is of, if they are others than the rewards.
     """
     row, prompt = prompt_key(group[0])
     key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
@@ -186,7 +186,7 @@ def pieces_of(run: Path, status: Mapping[str, Any], *, trusted: bool = False) ->
     What status.json names lies anywhere, and is read of a run that is `trusted`.
 
     The texts of all tokens together are the response. Of tokens that are a part of a character only, the last has the character
-    and the others are empty. Where the whole reads otherwise than its parts, as at an end within a character, the rest is the
+    and the others are empty. If the whole reads otherwise than its parts, as at an end within a character, the rest is the
     text of one token. There are none if the tokenizer does not take the ids.
     """
     folders = [run / "model", *([Path(str(status.get(TOKENIZER) or run))] if trusted else [])]

@@ -39,7 +39,7 @@ _NAME = "trainer.experiment_name"
 _FOLDER = "trainer.default_local_dir"
 
 Series = dict[str, Any]
-"""Lists over steps, by name: steps, mean, and where responses were logged low, high, prompts."""
+"""Lists over steps, by name: steps, mean, and if responses were logged low, high, prompts."""
 
 
 def run_data(
@@ -91,7 +91,7 @@ def results(
 ) -> list[dict[str, Any]]:
     """Return what the run changed: validation with intervals, losses on given answers, and the training reward.
 
-    Intervals are there where the responses of a validation were logged.
+    Intervals are there if the responses of a validation were logged.
     """
     found: list[dict[str, Any]] = []
     for name, series in measured.items():
@@ -145,7 +145,7 @@ def interval(by_prompt: Sequence[Sequence[float]], *, single: bool) -> tuple[flo
     """Return the mean over prompts, and the bounds of its 95 % interval.
 
     Prompts are the independent draws, responses to one prompt are not: the variance is that of the means of prompts
-    (Miller, "Adding Error Bars to Evals", section 2.2). Where all prompts have the same mean it estimates nothing, and the
+    (Miller, "Adding Error Bars to Evals", section 2.2). If all prompts have the same mean it estimates nothing, and the
     bounds are NaN. With `single`, for prompts that are all right or all wrong, it is Wilson's interval (Wilson 1927).
     """
     means = [statistics.fmean(rewards) for rewards in by_prompt]
@@ -195,7 +195,7 @@ def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[st
 def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]) -> dict[str, Series]:
     """Return each number of validation that is shown, by the name of its metric without `val/`, over the steps.
 
-    Intervals are there where the responses were logged. Of several sources their mean comes first, which the console prints.
+    Intervals are there if the responses were logged. Of several sources their mean comes first, which the console prints.
     """
     found: dict[str, Series] = {}
     for key in shown_keys(records):
@@ -236,7 +236,7 @@ def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict
 
 
 def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
-    """Return the values of a group's responses: rewards, or for mean@N what the index has in their place where it differs."""
+    """Return the values of a group's responses: rewards, or for mean@N what the index has in their place if it differs."""
     values = group[6] if value != "reward" and len(group) > 6 else group[2]
     return [one or 0.0 for one in values] if kind == "val" else [one for one in values if one is not None]
 

@@ -149,7 +149,7 @@ class Console:
     # ---- steps -------------------------------------------------------------------------------------
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> None:
-        """Print one line for a training step, under a header that comes back every 25 lines, and where the columns change.
+        """Print one line for a training step, under a header that comes back every 25 lines, and if the columns change.
 
         `left_s` is the time that the remaining steps will take.
         """

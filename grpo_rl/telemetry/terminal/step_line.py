@@ -137,7 +137,7 @@ def _phases(metrics: Metrics) -> Piece:
 
 
 def _rewards(metrics: Metrics) -> list[Piece]:
-    """Return the components of a reward that has several, and how many scores failed, where some did."""
+    """Return the components of a reward that has several, and how many scores failed, if some did."""
     parts = {key.removeprefix("reward/"): value for key, value in metrics.items() if key.startswith("reward/")}
     # `acc` and `answer` stand there twice: by themselves, for validation, and under the component that gave them.
     names = [
@@ -159,7 +159,7 @@ def _rewards(metrics: Metrics) -> list[Piece]:
 
 
 def _validation(metrics: Metrics) -> Piece:
-    """Return the validation by name: what has the column `valid`, and the reward where that is another number."""
+    """Return the validation by name: what has the column `valid`, and the reward if that is another number."""
     keys = validation_keys(metrics)
     text = f"{keys[0].rpartition('/')[2]}{number(validation_score(metrics), 7)}"
     if len(shown_keys([metrics])) > len(keys):
