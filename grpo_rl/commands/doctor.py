@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = _parser().read(argv)
     diagnosis = diagnose(RunRecord.of_folder(find_run(arguments.run)))
-    say(json.dumps(jsonable([asdict(one) for one in diagnosis.findings]), indent=2) if arguments.json else as_text(diagnosis))
+    say(json.dumps(jsonable([asdict(item) for item in diagnosis.findings]), indent=2) if arguments.json else as_text(diagnosis))
     return 1 if arguments.strict and diagnosis.findings else 0
 
 

@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     append_lines(RunDir(run).engine_orders, [json.dumps({"key": key, "change": change}) + "\n"])
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
-        now = read_status(run).get("engines")
-        answers = now.get("answers") if isinstance(now, dict) else None
+        current = read_status(run).get("engines")
+        answers = current.get("answers") if isinstance(current, dict) else None
         answer = answers.get(key) if isinstance(answers, dict) else None
         if answer is not None and str(answer).startswith("refused: "):
             raise ConfigError(safe_text(str(answer)))

@@ -74,22 +74,22 @@ def _report(
     from grpo_rl.evaluation import evaluation_results as results
 
     n = len(next(iter(groups[0].values())))
-    found = results.results_of(groups, pass_at=pass_at)
+    estimates = results.results_of(groups, pass_at=pass_at)
     how = (
         f"Means over prompts with 95 % intervals: bootstrap over prompts, {RESAMPLES:,} resamples. pass@k: unbiased (Chen et al. "
         f"2021), a response passes with a value of at least {pass_at:g}. Sampled at temperature {temperature:g}."
     )
     if len(labels) > 1:
         how += " Differences: the same prompts, p by a two-sided sign-flip permutation test over prompts."
-    for one in found:
-        title = f"{one.source}: {one.num_prompts} prompts, {n} response{'s' * (n > 1)} each"
-        tables = {title: results.table(one, labels)}
+    for estimate in estimates:
+        title = f"{estimate.source}: {estimate.num_prompts} prompts, {n} response{'s' * (n > 1)} each"
+        tables = {title: results.table(estimate, labels)}
         if len(labels) > 1:
-            tables[f"{one.source}: differences"] = results.differences_table(one, labels)
+            tables[f"{estimate.source}: differences"] = results.differences_table(estimate, labels)
         for name, (header, rows) in tables.items():
             console.info("")
             console.table(name, rows, header)
-        if not one.binary:
+        if not estimate.binary:
             console.info("The values are not only 0 and 1: pass@k depends on --pass-at.")
     console.info("")
     console.info(how)
@@ -100,7 +100,7 @@ def _report(
         "level": LEVEL,
         "interval": f"percentile bootstrap over prompts, {RESAMPLES} resamples",
         "test": "two-sided sign-flip permutation test over prompts",
-        "results": results.as_json(found, labels),
+        "results": results.as_json(estimates, labels),
     }
     write_whole(folder / "summary.json", json.dumps(jsonable(summary), indent=1))
     console.info(f"written: {folder / 'summary.json'}")

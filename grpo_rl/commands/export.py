@@ -68,7 +68,7 @@ def model_card(run_dir: RunDir, config: Mapping[str, Any], step: int | None, *, 
     config = flat(config)
     records = [record for record in read_metrics(run_dir.metrics_file) if step is None or record["step"] <= step]
     done = int(records[-1]["step"]) if records else 0
-    own = {key: value for key, (value, _) in changed(config).items() if key in leaves() and key not in _LOCAL}
+    settings = {key: value for key, (value, _) in changed(config).items() if key in leaves() and key not in _LOCAL}
     return _TEXT.format(
         metadata=_metadata(config),
         name=safe_text(run_dir.name, limit=100),
@@ -79,33 +79,33 @@ def model_card(run_dir: RunDir, config: Mapping[str, Any], step: int | None, *, 
         loss=_code(config.get("actor_rollout_ref.actor.policy_loss.loss_mode")),
         result=_result(records),
         curve="\n![curves](curves.png)\n" if has_curve else "",
-        changed=yaml.safe_dump(own, sort_keys=False, allow_unicode=True).replace("```", ""),
+        changed=yaml.safe_dump(settings, sort_keys=False, allow_unicode=True).replace("```", ""),
     )
 
 
 def _metadata(config: Mapping[str, Any]) -> str:
     """Return the block at the head of the card, which the hub reads."""
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["grpo_rl", "reinforcement-learning"],
     }
     estimator, base, files = (config.get(key) for key in ("algorithm.adv_estimator", _BASE, "data.train_files"))
     if isinstance(estimator, str) and ":" not in estimator:
-        found["tags"].append(estimator)
+        metadata["tags"].append(estimator)
     if str(base).count("/") == 1 and not str(base).startswith(("/", ".", "~")):
-        found["base_model"] = str(base)
+        metadata["base_model"] = str(base)
     hub = [str(file) for file in (files if isinstance(files, list) else ()) if str(file).startswith("hf:")]
     if hub:
-        found["datasets"] = [file.removeprefix("hf:").partition("?")[0] for file in hub]
-    return yaml.safe_dump(found, sort_keys=False)
+        metadata["datasets"] = [file.removeprefix("hf:").partition("?")[0] for file in hub]
+    return yaml.safe_dump(metadata, sort_keys=False)
 
 
 def _result(records: Sequence[Mapping[str, float]]) -> str:
     rows = []
-    for name, (first, before), (last, after) in results(records):
-        shown = safe_text(name, limit=80).replace("|", "\\|")
-        rows.append(f"| {shown} | {before:.4g} (step {first:.0f}) | {after:.4g} (step {last:.0f}) |")
+    for name, (first, start_value), (last, end_value) in results(records):
+        label = safe_text(name, limit=80).replace("|", "\\|")
+        rows.append(f"| {label} | {start_value:.4g} (step {first:.0f}) | {end_value:.4g} (step {last:.0f}) |")
     return "\n".join(["| | first | last |", "|---|---|---|", *rows]) if rows else "No step was measured."
 
 

@@ -132,23 +132,23 @@ def settings_of_run(
         return {}
     tree = flat(run_config(run))
     left_out = _typed(words)
-    kept = {key: value for key, (value, _) in changed(tree).items() if _is_taken(key) and key not in left_out}
-    kept = {key: value for key, value in kept.items() if not key.startswith(tuple(without))}
+    settings = {key: value for key, (value, _) in changed(tree).items() if _is_taken(key) and key not in left_out}
+    settings = {key: value for key, value in settings.items() if not key.startswith(tuple(without))}
     if engine not in (None, tree.get(f"{_R}.name")):
-        kept = {key: value for key, value in kept.items() if not _is_of_engine(key) or key == f"{_R}.seed"}
+        settings = {key: value for key, value in settings.items() if not _is_of_engine(key) or key == f"{_R}.seed"}
     if not trusted:
-        refuse_settings(run, kept)
-    return kept
+        refuse_settings(run, settings)
+    return settings
 
 
 def data_of_run(run: Path, *, trusted: bool = False) -> list[str]:
     """Return the validation data of a run. Raises ConfigError for a task of its own, unless the run is `trusted`."""
     section = run_config(run).get("data", {})
     files = section.get("val_files") or section.get("val_prompt_files") if isinstance(section, dict) else None
-    found = [str(file) for file in files] if isinstance(files, list) else []
+    names = [str(file) for file in files] if isinstance(files, list) else []
     if not trusted:
-        refuse_settings(run, {"data.val_files": found})
-    return found
+        refuse_settings(run, {"data.val_files": names})
+    return names
 
 
 def sampled_with(
@@ -192,17 +192,19 @@ def answer_missing(
             with sampler(session, plan) as started:
                 prompts = started.prompts if bare_prompts is None else bare_prompts(started.tokenizer)
                 assert prompts is not None, "an evaluation has data"
-                there = file.groups(values.n)
-                missing = [row for row in range(len(prompts)) if row not in there]
-                if there and missing:
-                    console.info(f"{label}: goes on, {len(there)} of {len(prompts)} prompts are answered already")
+                answered = file.groups(values.n)
+                missing = [row for row in range(len(prompts)) if row not in answered]
+                if answered and missing:
+                    console.info(f"{label}: goes on, {len(answered)} of {len(prompts)} prompts are answered already")
                 sampling = validation_sampling(values, training_sampling(plan.config, VALIDATION))
                 parts = [[prompts.prompt(row, f"val-{row}") for row in part] for part in started.parts_of(missing, values.n)]
                 with console.progress(label, len(missing) * values.n) as bar:
                     session.phase("gen")
                     for rollouts in started.answers(parts, values.n, sampling, bar.advance):
                         session.phase("save")
-                        file.append([record_of(one) | {"row": int(one.prompt.uid.removeprefix("val-"))} for one in rollouts])
+                        file.append(
+                            [record_of(rollout) | {"row": int(rollout.prompt.uid.removeprefix("val-"))} for rollout in rollouts]
+                        )
                         session.phase("gen")
                 file.complete(len(prompts))
 
@@ -218,14 +220,14 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
     typed = _typed(words)
 
     def planned(more: Mapping[str, Any]) -> tuple[Composed, Plan]:
-        untyped = {key: value for key, value in {**own, **more, **keys}.items() if key not in typed}
+        untyped = {key: value for key, value in {**fixed, **more, **keys}.items() if key not in typed}
         tree = nested(relative_paths.from_folder(untyped, Path.cwd()))
         recipe.parent.mkdir(parents=True, exist_ok=True)
         recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")
         composed = compose([f"recipe={recipe}", *words])
         return composed, make_plan(composed, looks_at_data=keys.get("data.val_files") != [NO_DATA])
 
-    own: dict[str, Any] = {"trainer.val_only": True, f"{_A}.model.path": model}
+    fixed: dict[str, Any] = {"trainer.val_only": True, f"{_A}.model.path": model}
     composed, plan = planned({})
     share = f"{_R}.gpu_memory_utilization"
     if plan.machine.device == "cuda" and plan.config.actor_rollout_ref.rollout.name == "vllm" and share not in typed:

@@ -77,12 +77,12 @@ def job_file(words: Sequence[str], folder: Path) -> str:
         raise ConfigError(f"{NAME}: a job that is put into the queue again goes on under its name; give it one: {NAME}=NAME")
     plan = make_plan(composed)
     nodes, gpus = _machines(plan)
-    kept = [word for word in words if word.partition("=")[0].lstrip("+") not in MACHINE]
+    job_words = [word for word in words if word.partition("=")[0].lstrip("+") not in MACHINE]
     if plan.machine.name:
-        kept += [f"trainer.nnodes={config.trainer.nnodes}", f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"]
+        job_words += [f"trainer.nnodes={config.trainer.nnodes}", f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}"]
     ray = "ray_kwargs.ray_init"
     if nodes > 1:
-        kept.append(f"{ray}.wait_for_nodes_s=300")
+        job_words.append(f"{ray}.wait_for_nodes_s=300")
     python = Path(sys.executable)
     parts = {
         "name": re.sub(r"[^\w.-]+", "-", config.trainer.experiment_name),
@@ -95,7 +95,7 @@ def job_file(words: Sequence[str], folder: Path) -> str:
         "ray": shlex.quote(str(python.parent / "ray")),
         "python": shlex.quote(str(python)),
         # The only word of which the shell is to make something; all others are typed by somebody.
-        "words": shlex.join(kept) + (f' "{ray}.address=$head:$port"' if nodes > 1 else ""),
+        "words": shlex.join(job_words) + (f' "{ray}.address=$head:$port"' if nodes > 1 else ""),
         "preempted": Preempted.exit_code,
     }
     return (_HEAD + (_CLUSTER if nodes > 1 else "") + _RUN).format(**parts)

@@ -108,10 +108,10 @@ def ready_model(path: str, console: Console) -> str:
 
 
 def _trained_from(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_config(run).get("actor_rollout_ref", {}).get("model", {})
-    if not isinstance(found.get("path"), str):
+    model: dict[str, Any] = run_config(run).get("actor_rollout_ref", {}).get("model", {})
+    if not isinstance(model.get("path"), str):
         raise DataError(f"{run / 'config.yaml'}: actor_rollout_ref.model.path is missing")
-    return found
+    return model
 
 
 def _newest(text: str, run: Path) -> Target:
@@ -168,8 +168,8 @@ def refuse_settings(run: Path, settings: Mapping[str, Any]) -> None:
 
     What is harmless is listed, and not what is harmful: numbers, registered names, texts that nothing is run by.
     """
-    found = [f"{key}={value!r}" for key, value in settings.items() if not _is_harmless(key, value)]
-    _refuse(found, f"stands in {run / 'config.yaml'}, and may run code or a command, or reach an address or a file")
+    refused = [f"{key}={value!r}" for key, value in settings.items() if not _is_harmless(key, value)]
+    _refuse(refused, f"stands in {run / 'config.yaml'}, and may run code or a command, or reach an address or a file")
 
 
 def refuse_model(run: Path, model: Mapping[str, Any]) -> None:
@@ -187,7 +187,7 @@ def refuse_model(run: Path, model: Mapping[str, Any]) -> None:
 
 def _refuse(found: Sequence[str], why: str) -> None:
     if found:
-        raise ConfigError([f"{one}: {why}; {FLAG} allows it, if the run is yours or you have read it" for one in found])
+        raise ConfigError([f"{item}: {why}; {FLAG} allows it, if the run is yours or you have read it" for item in found])
 
 
 def _is_harmless(key: str, value: Any) -> bool:
@@ -196,7 +196,7 @@ def _is_harmless(key: str, value: Any) -> bool:
     if isinstance(value, Mapping):
         return _is_plain(value)
     if isinstance(value, list):
-        return all(_is_harmless(key, one) for one in value)
+        return all(_is_harmless(key, entry) for entry in value)
     if not isinstance(value, str):
         return _is_plain(value)
     if "${" in value:  # reads the environment
@@ -209,5 +209,5 @@ def _is_harmless(key: str, value: Any) -> bool:
 def _is_plain(value: Any) -> bool:
     """Return whether options are numbers alone: any word may be a command to a tool."""
     if isinstance(value, Mapping):
-        return all(_WORD.fullmatch(str(name)) and _is_plain(one) for name, one in value.items())
+        return all(_WORD.fullmatch(str(name)) and _is_plain(entry) for name, entry in value.items())
     return all(map(_is_plain, value)) if isinstance(value, list) else value is None or isinstance(value, bool | int | float)

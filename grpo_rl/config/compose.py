@@ -216,10 +216,10 @@ def _implied(tree: dict[str, Any], given: Collection[str]) -> Iterator[str]:
         return
     try:
         adapter = json.loads((Path(str(folder)).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
-        found = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"], "target_modules": adapter["target_modules"]}
+        shape = {"lora_rank": adapter["r"], "lora_alpha": adapter["lora_alpha"], "target_modules": adapter["target_modules"]}
     except (OSError, ValueError, TypeError, LookupError):
         return  # what lacks is said by the checks
-    for name, value in found.items():
+    for name, value in shape.items():
         if f"{prefix}{name}" not in given:
             parts["model"][name] = [value] if isinstance(value, str) else value
             yield f"{prefix}{name}={show(value)}: is the adapter's in {prefix}lora_adapter_path"

@@ -43,8 +43,8 @@ def value_problem(key: str, value: Any) -> str | None:
 
 def unknown_key(key: str, where: str = "") -> str:
     """Return the line for a key that is not in the schema, with the nearest ones."""
-    if near := nearest(key):
-        hint = f"Did you mean {' or '.join(near)}?"
+    if suggestions := nearest(key):
+        hint = f"Did you mean {' or '.join(suggestions)}?"
     elif siblings(key):
         hint = f"There are: {', '.join(siblings(key))}."
     else:
@@ -62,8 +62,8 @@ def section(kind: type, raw: Any, prefix: str, problems: list[str]) -> Any:
     for name in raw:
         if name not in annotations:
             is_of_schema = not prefix or prefix[:-1] in sections()
-            there = f"{prefix}{show(name)}: unknown key. There are: {', '.join(annotations)}."
-            problems.append(unknown_key(f"{prefix}{name}") if is_of_schema else there)
+            message = f"{prefix}{show(name)}: unknown key. There are: {', '.join(annotations)}."
+            problems.append(unknown_key(f"{prefix}{name}") if is_of_schema else message)
     values: dict[str, Any] = {}
     for name, annotation in annotations.items():
         if name not in raw:
@@ -129,8 +129,8 @@ def _choice(choices: tuple[str, ...], value: Any) -> str:
     for choice in choices:
         if isinstance(value, str) and value.lower() == choice.lower():  # verl writes AdamW
             return choice
-    near = difflib.get_close_matches(str(value)[:200], choices, n=1)
-    raise _Wrong("is not one of the choices" + (f", did you mean {near[0]}?" if near else ""))
+    suggestions = difflib.get_close_matches(str(value)[:200], choices, n=1)
+    raise _Wrong("is not one of the choices" + (f", did you mean {suggestions[0]}?" if suggestions else ""))
 
 
 def _bool(value: Any) -> bool:

@@ -80,10 +80,10 @@ class Machine:
             "teacher": config.distillation,
             "reward_model": scorer,
         }
-        own = pools.get(role, trainer)
-        if not (scorer.enable_resource_pool if own is scorer else own.nnodes):
-            own = trainer
-        return own.nnodes, own.n_gpus_per_node or per_node
+        pool = pools.get(role, trainer)
+        if not (scorer.enable_resource_pool if pool is scorer else pool.nnodes):
+            pool = trainer
+        return pool.nnodes, pool.n_gpus_per_node or per_node
 
     def world_size(self, config: Config, role: Pool = "actor") -> int:
         return math.prod(self.devices(config, role))
@@ -132,20 +132,20 @@ def teachers_of(config: Config) -> dict[str, TeacherConfig]:
         return {}
     key = "distillation.teacher_models"
     problems: list[str] = []
-    given = config.distillation.teacher_models
-    found: dict[str, TeacherConfig] = {
-        name: section(TeacherConfig, one, f"{key}.{name}.", problems) for name, one in given.items()
+    entries = config.distillation.teacher_models
+    teachers: dict[str, TeacherConfig] = {
+        name: section(TeacherConfig, entry, f"{key}.{name}.", problems) for name, entry in entries.items()
     }
     problems += [
-        f"{key}.{name}.ema_decay={one.ema_decay}: averages the policy's weights, and this teacher has a model_path"
-        for name, one in found.items()
-        if one.ema_decay is not None and one.model_path is not None
+        f"{key}.{name}.ema_decay={entry.ema_decay}: averages the policy's weights, and this teacher has a model_path"
+        for name, entry in teachers.items()
+        if entry.ema_decay is not None and entry.model_path is not None
     ]
-    if len({one.ema_decay for one in found.values()} - {None}) > 1:
+    if len({entry.ema_decay for entry in teachers.values()} - {None}) > 1:
         problems.append(f"{key}: the policy has one moving average; give all teachers with ema_decay the same")
-    if problems or not found:
+    if problems or not teachers:
         raise ConfigError(problems or f"{key}: distillation.enabled=true names no teacher; {key}.teacher_model.model_path=...")
-    return found
+    return teachers
 
 
 def collects(config: Config) -> bool:
@@ -267,7 +267,7 @@ def pass_rule(config: Config, role: Literal["actor", "old", "ref", "critic"]) ->
     # With adapters the reference is the base model in the actor's ranks.
     of_ref = ranks if parts.model.lora_rank else ref.ulysses_sequence_parallel_size or ranks
     size = actor.ppo_micro_batch_size_per_gpu
-    by_tokens, rollouts, tokens, together = {
+    by_tokens, rollouts, tokens, sequence_ranks = {
         "actor": (bool(actor.use_dynamic_bsz) or size is None, size, None, ranks),
         "old": (
             rollout.log_prob_use_dynamic_bsz,
@@ -290,8 +290,8 @@ def pass_rule(config: Config, role: Literal["actor", "old", "ref", "critic"]) ->
     }[role]
     if by_tokens is None:
         by_tokens = rollouts is None and (tokens is not None or pass_rule(config, "actor").max_tokens is not None)
-    most = (tokens or actor.ppo_max_token_len_per_gpu) * together if by_tokens else None
-    return MicroBatchRule(most, None if by_tokens else rollouts or size, actor.use_prefix_grouper is not False, together)
+    limit = (tokens or actor.ppo_max_token_len_per_gpu) * sequence_ranks if by_tokens else None
+    return MicroBatchRule(limit, None if by_tokens else rollouts or size, actor.use_prefix_grouper is not False, sequence_ranks)
 
 
 def lm_head_chunk(tokens: int | None, vocabulary: int) -> int:

@@ -58,8 +58,8 @@ def notes(config: Config, machine: Machine, *, reference: str, old_logprobs: boo
         if leaves()[key].harmless:
             yield f"{key}={show(value_of(config, key))}: has no effect in this run: {reason}"
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name in rollout.engine_kwargs and (others := sorted(set(rollout.engine_kwargs) - {rollout.name})):
-        yield f"{R}.engine_kwargs.{','.join(others)}: has no effect in this run: the engine is {rollout.name}"
+    if rollout.name in rollout.engine_kwargs and (engines := sorted(set(rollout.engine_kwargs) - {rollout.name})):
+        yield f"{R}.engine_kwargs.{','.join(engines)}: has no effect in this run: the engine is {rollout.name}"
 
 
 def as_read(config: Config, machine: Machine) -> Config:
@@ -129,18 +129,18 @@ def full_need(section: str, need: str) -> tuple[str, str]:
 def _is_met(config: Config, needed: str) -> bool:
     key = ""
     for condition in needed.split(" or "):
-        wanted = condition
+        value_text = condition
         if "." in condition:
-            key, _, wanted = condition.partition("=")
+            key, _, value_text = condition.partition("=")
         name, above, _ = key.partition(" above ")
         value = value_of(config, name)
-        if not wanted:
+        if not value_text:
             holds = value > 0 if above else bool(value)
         elif isinstance(value, list):
-            holds = wanted in value
+            holds = value_text in value
         else:
             # A function of the user's own, `file.py:name`, may read whatever it likes.
-            holds = wanted == show(value) or (":" in str(value) and wanted != "null")
+            holds = value_text == show(value) or (":" in str(value) and value_text != "null")
         if holds:
             return True
     return False
@@ -209,9 +209,9 @@ def _of_learning(config: Config) -> list[Rule]:
     """Teachers and what they take the place of, advantages, loss, KL and groups."""
     actor, algorithm, teacher = config.actor_rollout_ref.actor, config.algorithm, config.distillation.distillation_loss
     loss, groups, pairs = actor.policy_loss.loss_mode, algorithm.filter_groups, derived.trains_pairs(config)
-    alone = derived.learns_from_teachers_alone(config)
+    teachers_only = derived.learns_from_teachers_alone(config)
     samples_alone, reason = (
-        alone and not derived.is_offline(config),
+        teachers_only and not derived.is_offline(config),
         f"{DISTANCE}.use_task_rewards=false learns from teachers alone",
     )
     no_critic = not pairs and not derived.may_have_critic(config)
@@ -224,7 +224,7 @@ def _of_learning(config: Config) -> list[Rule]:
         )
     )
     return [
-        (alone, f"{DISTANCE}.distillation_loss_coef", reason),
+        (teachers_only, f"{DISTANCE}.distillation_loss_coef", reason),
         (samples_alone, "rewards critic", reason),
         (samples_alone and not teacher.use_policy_gradient, f"{A}.clip_ratio* {A}.policy_loss.*", reason),
         (
@@ -287,23 +287,23 @@ def _of_sampling_and_rewards(config: Config, machine: Machine) -> list[Rule]:
 
 def _of_sizes(config: Config, machine: Machine) -> list[Rule]:
     """Passes that are cut otherwise, groups of more ranks than there are (verl's commands say 8 wherever they run)."""
-    update, most = derived.pass_rule(config, "actor"), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    own = {
+    update, max_tokens = derived.pass_rule(config, "actor"), config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+    pass_rules = {
         f"{REF}.log_prob": derived.pass_rule(config, "ref"),
         f"{R}.log_prob": derived.pass_rule(config, "old"),
         "critic.ppo": derived.pass_rule(config, "critic"),
     }
     by_rollouts, by_tokens = "its passes are cut by rollouts", "its passes are cut by tokens (use_dynamic_bsz=true)"
-    passes, ranks = (update, *own.values()), machine.world_size(config)
+    passes, ranks = (update, *pass_rules.values()), machine.world_size(config)
     rules = [
         (
-            all(rule.max_tokens != most * rule.sequence_ranks for rule in passes),
+            all(rule.max_tokens != max_tokens * rule.sequence_ranks for rule in passes),
             f"{A}.ppo_max_token_len_per_gpu",
             "micro-batches are cut by rollouts",
         ),
         (all(rule.max_rollouts is None for rule in passes), f"{A}.ppo_micro_batch_size_per_gpu", by_tokens),
     ]
-    for key, rule in own.items():
+    for key, rule in pass_rules.items():
         rules.append((rule.max_tokens is None, f"{key}_max_token_len_per_gpu", by_rollouts))
         rules.append((rule.max_tokens is not None, f"{key}_micro_batch_size_per_gpu", by_tokens))
     for key in (f"{A}.fsdp_config", f"{REF}.fsdp_config", "critic.fsdp"):

@@ -158,7 +158,7 @@ def scrub(files: Iterable[Path]) -> list[Path]:
 
     What a library prints past Python's streams, and a child of a worker, is found only here.
     """
-    found = []
+    parts = []
     for file in files:
         with contextlib.suppress(OSError):
             temporary, lines = file.with_name(f".{file.name}.tmp"), HiddenLines()
@@ -170,8 +170,8 @@ def scrub(files: Iterable[Path]) -> list[Path]:
                 temporary.unlink()
             else:
                 os.replace(temporary, file)
-                found.append(file)
-    return found
+                parts.append(file)
+    return parts
 
 
 def _redacted(data: bytes) -> bytes:

@@ -55,11 +55,11 @@ def split_over_ranks(
             chosen[index].append(number)
     if prompts is None or units is not None:
         return _assigned(_longest_first(lengths, units), lengths, num_ranks, chosen, len(mini_batches), prompts)[0]
-    whole = _longest_first(lengths, prompts.group_N)
-    best, parts = _assigned(whole, lengths, num_ranks, chosen, len(mini_batches), prompts), 1
-    while best[1] > UNEVEN * best[2] and parts < max(map(len, whole)):
+    groups = _longest_first(lengths, prompts.group_N)
+    best, parts = _assigned(groups, lengths, num_ranks, chosen, len(mini_batches), prompts), 1
+    while best[1] > UNEVEN * best[2] and parts < max(map(len, groups)):
         parts *= 2
-        cut = [piece for group in whole for piece in _pieces(group, lengths, parts)]
+        cut = [piece for group in groups for piece in _pieces(group, lengths, parts)]
         cut.sort(key=lambda piece: (-max(lengths[i] for i in piece), -sum(lengths[i] for i in piece), piece[0]))
         trial = _assigned(cut, lengths, num_ranks, chosen, len(mini_batches), prompts)
         if trial[1] >= best[1]:
@@ -78,7 +78,7 @@ def _assigned(
 ) -> tuple[list[list[int]], int, float]:
     """Return each rank's indices, the work of the slowest rank summed over the mini-batches, and what it would be if even."""
     shards: list[list[int]] = [[] for _ in range(num_ranks)]
-    if all(mine == chosen[0] for mine in chosen):
+    if all(units_of_rank == chosen[0] for units_of_rank in chosen):
         # All work is one lot: the rank that gets a unit is the only one whose place in the queue changes.
         queue = [(0, 0, rank) for rank in range(num_ranks)]
         for unit in units:
@@ -161,8 +161,8 @@ def cut_shards(
         spared = [0] * len(sizes)
         if prompts is not None and max_rollouts is None:
             for position in range(1, len(in_order)):
-                this, before = in_order[position][0], in_order[position - 1][0]
-                if prompts.group_N[this] == prompts.group_N[before]:
+                this, previous = in_order[position][0], in_order[position - 1][0]
+                if prompts.group_N[this] == prompts.group_N[previous]:
                     spared[position] = prompts.lengths_N[this]
         runs = _greedy_cut(sizes, spared, limit) if max_rollouts is not None else _even_cut(sizes, spared, limit)
         cut.append([[index for number in run for index in in_order[number]] for run in runs])
@@ -190,12 +190,12 @@ def _tokens(unit: Sequence[int], lengths: Sequence[int], prompts: Prompts | None
 
 def _even_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:
     """Return consecutive runs of at most `limit` tokens, as few as a greedy cut gives, then evened out."""
-    fewest = _greedy_cut(sizes, spared, limit)
-    if len(fewest) < 2:
-        return fewest
+    greedy = _greedy_cut(sizes, spared, limit)
+    if len(greedy) < 2:
+        return greedy
     total = sum(sizes) - sum(spared)
-    even = _greedy_cut(sizes, spared, max(max(sizes), min(limit, -(-total // len(fewest)) + max(sizes) // 2)))
-    return even if len(even) == len(fewest) else fewest
+    even = _greedy_cut(sizes, spared, max(max(sizes), min(limit, -(-total // len(greedy)) + max(sizes) // 2)))
+    return even if len(even) == len(greedy) else greedy
 
 
 def _greedy_cut(sizes: Sequence[int], spared: Sequence[int], limit: int) -> list[list[int]]:

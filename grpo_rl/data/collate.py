@@ -65,13 +65,13 @@ def collate(rollouts: Sequence[Rollout], parts: Sequence[str] = ()) -> Batch:
 
 def _part(rollout: Rollout, name: str) -> float:
     """Return the part of the reward with this name: a function's score, or a number that one gave beside it by this key."""
-    found = [key for key in rollout.reward_parts if key == name or key.endswith(f"/{name}")]
-    if len(found) != 1 and name not in found:
+    keys = [key for key in rollout.reward_parts if key == name or key.endswith(f"/{name}")]
+    if len(keys) != 1 and name not in keys:
         raise RewardError(
-            f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}: its reward has {len(found)} parts called {name!r}, and the "
+            f"prompt {rollout.prompt.uid}, sample {rollout.sample_index}: its reward has {len(keys)} parts called {name!r}, and the "
             f"advantage estimator reads one; it has {', '.join(sorted(rollout.reward_parts))}"
         )
-    return rollout.reward_parts[name if name in found else found[0]]
+    return rollout.reward_parts[name if name in keys else keys[0]]
 
 
 def _trained_columns(rollouts: Sequence[Rollout], prompt_lengths_N: Tensor, response_lengths_N: Tensor) -> dict[str, Any]:
@@ -116,8 +116,8 @@ def _support_columns(rollouts: Sequence[Rollout], batch: Batch) -> dict[str, Any
             "some rollouts contain the tokens they were sampled from and some do not: their log-probs cannot be compared"
         )
     nothing, ones = np.empty(0, dtype=np.int32), [1] * len(rollouts)
-    counts = [nothing if one is None else one.counts for one in supports]
-    ids = [nothing if one is None else one.token_ids for one in supports]
+    counts = [nothing if support is None else support.counts for support in supports]
+    ids = [nothing if support is None else support.token_ids for support in supports]
     counts_T = RemoteColumn.of_pieces("support_counts", counts, ones, torch.int32)
     ids_M = RemoteColumn.of_pieces("support_ids", ids, ones, torch.int32)
     if batch.positions_T is None:
@@ -134,12 +134,12 @@ def _step_columns(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     if not _all_have("steps", rollouts):
         return {}
     steps_N = [rollout.steps or () for rollout in rollouts]
-    state_of = [{} if one.episode is None else {turn.end - 1: turn.state for turn in one.episode.turns} for one in rollouts]
+    state_of = [{} if item.episode is None else {turn.end - 1: turn.state for turn in item.episode.turns} for item in rollouts]
     are_turns = all(end in states for states, steps in zip(state_of, steps_N, strict=True) for end, _ in steps)
     states = (states[end] for states, steps in zip(state_of, steps_N, strict=True) for end, _ in steps)
     return {
         "num_steps_N": _column(map(len, steps_N), np.int64),
-        "step_ends_K": _column((end for one in rollouts for end in _trained_ends(one)), np.int64),
+        "step_ends_K": _column((end for item in rollouts for end in _trained_ends(item)), np.int64),
         "step_rewards_K": _column((reward for steps in steps_N for _, reward in steps), np.float32),
         "step_states_K": _column(states, np.int64) if are_turns else None,
     }
@@ -151,10 +151,10 @@ def _trained_ends(rollout: Rollout) -> list[int]:
     if rollout.episode is None:
         return ends
     place_of: dict[int, int] = {}
-    before = 0
+    offset = 0
     for start, length in rollout.spans:
-        place_of.update(zip(range(start, start + length), range(before, before + length), strict=True))
-        before += length
+        place_of.update(zip(range(start, start + length), range(offset, offset + length), strict=True))
+        offset += length
     if wrong := [end for end in ends if end not in place_of]:
         raise ValueError(f"rollout {_name(rollout)} has a step that ends at token {wrong[0]}, which was not sampled")
     return [place_of[end] for end in ends]

@@ -76,17 +76,17 @@ class PromptDataset(RowSet[PromptRow]):
         return PromptRow(row.example, unmarked(self.renderer.tokenizer.decode(token_ids.tolist())), token_ids)
 
     def _keep(self, index: int, found: PromptRow | BadRow) -> PromptRow:
-        kept = super()._keep(index, found)
-        self._data_sources.add(kept.example.data_source)
-        return kept
+        row = super()._keep(index, found)
+        self._data_sources.add(row.example.data_source)
+        return row
 
 
 def bare_example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
     """Return a row that needs a prompt and nothing else. Raises BadRow."""
-    key, found = config.prompt_key, config.data_source or row.get(config.reward_fn_key)
+    key, source = config.prompt_key, config.data_source or row.get(config.reward_fn_key)
     file = Path(where.rpartition(", ")[0]).stem
     prompt = prompt_of(column(row, key, where), where, key)
-    return Example(prompt, found if isinstance(found, str) and found else file, None, {})
+    return Example(prompt, source if isinstance(source, str) and source else file, None, {})
 
 
 class BarePromptDataset(PromptDataset):

@@ -88,7 +88,7 @@ class RowOrder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises DataError when the order would be another one."""
-        changes = [f"{key} was {state.get(key)}, now {now}" for key, now in self._identity.items() if state.get(key) != now]
+        changes = [f"{key} was {state.get(key)}, now {new}" for key, new in self._identity.items() if state.get(key) != new]
         if changes:
             raise DataError(f"cannot resume in the middle of the training data, its order has changed: {'; '.join(changes)}")
         self.seek(state["epoch"], state["position"])

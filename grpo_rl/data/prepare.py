@@ -56,8 +56,8 @@ def math(record: Record, split: str, index: int) -> Row:
     row = _row("DigitalLearningGmbH/MATH-lighteval", f"{problem} {MATH_INSTRUCTION}", truth, {"split": split, "index": index})
     # MATH-500 has the level as a number, and calls the type a subject.
     level = record.get("level")
-    more = {"level": f"Level {level}"} if isinstance(level, int) else {}
-    return row | {key: _text(record, key) for key in ("level", "type", "subject") if key in record and key not in more} | more
+    extra = {"level": f"Level {level}"} if isinstance(level, int) else {}
+    return row | {key: _text(record, key) for key in ("level", "type", "subject") if key in record and key not in extra} | extra
 
 
 FORMATS: dict[str, Callable[[Record, str, int], Row]] = {"gsm8k": gsm8k, "math": math}

@@ -237,15 +237,15 @@ class Renderer:
             raise BadRow(f"{where}: {self._template} refuses the messages: {_cause(error)}") from error
 
     def _apply(self, messages: list[Any], options: dict[str, Any]) -> Any:
-        shown = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
+        marked_options = {key: self.words.marked(options[key]) for key in ("tools", "documents") if options.get(key)}
         marked = self.words.marked(messages)
-        return self.words.tokenizer_of([marked, shown]).apply_chat_template(marked, **{**options, **shown})
+        return self.words.tokenizer_of([marked, marked_options]).apply_chat_template(marked, **{**options, **marked_options})
 
     def tokenize(self, asked: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered prompts; a template brings its own special tokens, a plain string gets the tokenizer's."""
         ids: list[list[int]] = [[] for _ in texts]
         for is_plain in (False, True):
-            chosen = [index for index, one in enumerate(asked) if isinstance(one, str) == is_plain]
+            chosen = [index for index, prompt in enumerate(asked) if isinstance(prompt, str) == is_plain]
             if chosen:
                 encoded = self.words.encode([texts[index] for index in chosen], add_special_tokens=is_plain)["input_ids"]
                 for index, token_ids in zip(chosen, encoded, strict=True):

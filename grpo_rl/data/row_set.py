@@ -55,11 +55,11 @@ class BadRows:
         if self.action == "error" and len(messages) == 1:
             raise DataError(messages[0])
         self._write(messages)
-        more = [f"and {len(messages) - LISTED} more"] if len(messages) > LISTED else []
-        more += [f"see {self.file}"] if self.file is not None else []
+        rest = [f"and {len(messages) - LISTED} more"] if len(messages) > LISTED else []
+        rest += [f"see {self.file}"] if self.file is not None else []
         # The first line has one of them, for it may be all that is shown.
         title = f"{len(messages)} bad row{'s' if len(messages) > 1 else ''} of the {num_checked} checked: "
-        text = "\n  ".join([title + messages[0], *messages[1:LISTED], *([", ".join(more)] if more else [])])
+        text = "\n  ".join([title + messages[0], *messages[1:LISTED], *([", ".join(rest)] if rest else [])])
         if self.action == "error":
             raise DataError(text)
         self.warn(f"left out {text}")
@@ -184,12 +184,12 @@ class RowSet(ABC, Generic[Row]):
     def _tokenized_all(self, indices: Sequence[int]) -> Iterator[tuple[int, Row | BadRow]]:
         """Yield rows of the source, each by its number, or what is wrong with it."""
         for index in indices:
-            before = self.renderer.words.num_texts
+            num_texts = self.renderer.words.num_texts
             try:
                 yield index, self._tokenized(self._source.row(index), self._source.where(index))
             except BadRow as error:
                 yield index, error
-            self.report.num_control += self.renderer.words.num_texts > before
+            self.report.num_control += self.renderer.words.num_texts > num_texts
 
     # ---- what all share ----------------------------------------------------------------------------------
 
@@ -208,8 +208,8 @@ class RowSet(ABC, Generic[Row]):
         if index in self._kept:
             self._kept.move_to_end(index)
             return self._kept[index]
-        [(_, found)] = self._tokenized_all([index])
-        return self._keep(index, found)
+        [(_, tokenized)] = self._tokenized_all([index])
+        return self._keep(index, tokenized)
 
     def as_stored(self, row: int) -> dict[str, Any]:
         return self._source.row(row if self._rows is None else int(self._rows[row]))
@@ -244,9 +244,9 @@ class RowSet(ABC, Generic[Row]):
             indices = [*range(CHECKED_OF_MANY), *spread]
         unusable: list[int] = []
         too_long: list[TooLongRow] = []
-        for number, (index, found) in enumerate(self._tokenized_all(indices), start=1):
+        for number, (index, tokenized) in enumerate(self._tokenized_all(indices), start=1):
             try:
-                self._keep(index, found)
+                self._keep(index, tokenized)
             except TooLongRow as error:
                 too_long.append(error)
                 unusable.append(index)
@@ -258,8 +258,8 @@ class RowSet(ABC, Generic[Row]):
         report.num_checked, report.num_bad = len(indices), len(self.bad_rows.found)
         self.bad_rows.report(len(indices))
         if too_long and not self.config.filter_overlong_prompts:
-            others = f"; {len(too_long)} rows are too long (longest: {report.longest})" if len(too_long) > 1 else ""
-            raise DataError(f"{too_long[0]}{others}. {self.ways_out}")
+            rest = f"; {len(too_long)} rows are too long (longest: {report.longest})" if len(too_long) > 1 else ""
+            raise DataError(f"{too_long[0]}{rest}. {self.ways_out}")
         report.num_dropped = len(too_long)
         if len(unusable) == len(indices):
             raise DataError(

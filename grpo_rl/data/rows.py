@@ -266,9 +266,9 @@ def _check_text(text: str, where: str, column: str) -> None:
 
 def wrong(where: str, column: str, found: Any, expected: str) -> BadRow:
     """The error for a column of another type or value."""
-    shown = repr(found)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return BadRow(f"{where}: column {column!r} is {shown} ({type(found).__name__}); expected {expected}")
+    text = repr(found)
+    text = text if len(text) <= 80 else text[:77] + "..."
+    return BadRow(f"{where}: column {column!r} is {text} ({type(found).__name__}); expected {expected}")
 
 
 def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, expected: str) -> None:
@@ -287,4 +287,4 @@ def irregular(path: Path) -> str | None:
         "a socket": path.is_socket(),
         "a device": path.is_block_device() or path.is_char_device(),
     }
-    return next((kind for kind, found in kinds.items() if found), None)
+    return next((kind for kind, is_present in kinds.items() if is_present), None)

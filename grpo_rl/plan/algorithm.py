@@ -107,9 +107,9 @@ def _bind(config: Config, choice: Choice) -> None:
         function = kind.registry.get(name)
     _refuse([*_idle_keys(config, choice, function), *_fits(config, choice, function)])
     options = _options(config, choice)
-    given = value_of(config, f"{choice.section}.{choice.options_key}")
+    options_given = value_of(config, f"{choice.section}.{choice.options_key}")
     with _problems_of(f"{choice.section}.{choice.options_key}: "):
-        check_options(f"{choice.kind} {name!r}", function, given)
+        check_options(f"{choice.kind} {name!r}", function, options_given)
     run = kind.run
     if choice is ESTIMATOR:  # with as many parts of the reward as the run has
         num_parts = max(1, len(config.algorithm.reward_parts or _factors(config)))
@@ -129,8 +129,8 @@ def _bind(config: Config, choice: Choice) -> None:
 
 
 def _refuse(problems: Iterable[str]) -> None:
-    if found := list(problems):
-        raise ConfigError(found)
+    if messages := list(problems):
+        raise ConfigError(messages)
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def _problems_of(key: str) -> Iterator[None]:
 
 def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
     """Yield the fixed keys whose option the function does not have, and options that are set twice."""
-    section, own = value_of(config, choice.section), value_of(config, f"{choice.section}.{choice.options_key}")
+    section, settings = value_of(config, choice.section), value_of(config, f"{choice.section}.{choice.options_key}")
     name, options = choice.name(config), options_of(function)
     for key, (fixed, verls_default) in choice.fixed.items():
         value = value_of(section, key)
@@ -156,7 +156,7 @@ def _idle_keys(config: Config, choice: Choice, function: Any) -> Iterator[str]:
                 f"{choice.section}.{key}={shown_value}: has no effect with {choice.section}.{choice.key}={name}, which has no "
                 f"option {' or '.join(fixed)}; it takes {', '.join(options) or 'none'}; leave it out"
             )
-        for option in own:
+        for option in settings:
             # clip_ratio sets both bounds, which have keys of their own too; std has no key, only a switch.
             if option in fixed and key != "clip_ratio" and value is not True:
                 yield f"{choice.section}.{choice.options_key}: {option} is set by {choice.section}.{key}; give one of them"
@@ -203,11 +203,11 @@ def _pairs(config: Config, chosen: str) -> Iterator[str]:
     if not derived.is_offline(config) and config.actor_rollout_ref.rollout.n == 1:
         yield f"{chosen}: compares the best and the worst response to a prompt, and actor_rollout_ref.rollout.n=1; usual is 2 to 16"
     rule, longest = derived.pass_rule(config, "actor"), derived.longest_sequence(config)
-    budget, together = rule.max_tokens, rule.sequence_ranks
+    budget, sequence_ranks = rule.max_tokens, rule.sequence_ranks
     if budget is not None and longest <= budget < 2 * longest:
         yield (
-            f"{ACTOR}.ppo_max_token_len_per_gpu={budget // together}: shorter than a pair, whose two sequences stay together with "
-            f"{chosen} and may have 2 x {longest} tokens; at least {-(-2 * longest // together)}"
+            f"{ACTOR}.ppo_max_token_len_per_gpu={budget // sequence_ranks}: shorter than a pair, whose two sequences stay together with "
+            f"{chosen} and may have 2 x {longest} tokens; at least {-(-2 * longest // sequence_ranks)}"
         )
 
 
@@ -248,22 +248,22 @@ def _has_ratio(config: Config) -> bool:
 def _of_estimator(config: Config) -> Iterator[str]:
     algorithm, name = config.algorithm, config.algorithm.adv_estimator
     try:
-        wanted = needs_of(ADVANTAGES.get(name))
+        needed = needs_of(ADVANTAGES.get(name))
     except ConfigError:
         return  # reported by itself
-    read = "steps" if "steps" in wanted else "the parts"
-    if "states" in wanted and not derived.plays_episodes(config):
+    read = "steps" if "steps" in needed else "the parts"
+    if "states" in needed and not derived.plays_episodes(config):
         yield (
             f"{name} compares turns that episodes take in the same state, and here every response is one turn; "
             "actor_rollout_ref.rollout.multi_turn.enable=true, or an estimator of whole responses, such as grpo"
         )
-    elif "steps" in wanted and not _may_score_steps(config):
+    elif "steps" in needed and not _may_score_steps(config):
         yield (
             f"{name} reads the rewards of reasoning steps, and reward.functions={config.reward.functions} score "
             "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
             "reward.reward_model.step_separator"
         )
-    if not reads_token_rewards(wanted):
+    if not reads_token_rewards(needed):
         if algorithm.use_kl_in_reward:
             yield (
                 f"{name} does not read rewards of tokens, so algorithm.use_kl_in_reward=true would have no effect; "
@@ -276,9 +276,9 @@ def _of_estimator(config: Config) -> Iterator[str]:
                 f"{name} reads {read} of the reward, which a failed one does not have; reward.on_failure=value cannot stand for them, "
                 "use drop or stop"
             )
-    if derived.is_iterated(config) and "parts" in wanted:
+    if derived.is_iterated(config) and "parts" in needed:
         yield f"{name} reads the parts of the reward, and with trainer.schedule=iterate only the model's score counts"
-    if derived.is_iterated(config) and "steps" in wanted and config.reward.reward_model.step_separator is None:
+    if derived.is_iterated(config) and "steps" in needed and config.reward.reward_model.step_separator is None:
         yield (
             f"{name} reads rewards of steps, which with trainer.schedule=iterate come from the reward model alone "
             "(reward.reward_model.step_separator); take an estimator of whole responses, such as grpo"
@@ -318,13 +318,15 @@ def first_other_token(config: Config, path: str) -> str | None:
         if folder.startswith(builtin.PREFIX):
             vocabularies.append(dict(enumerate(builtin.vocabulary(builtin.get_builtin(folder).vocab_size))))
         elif Path(folder).expanduser().is_dir():
-            found = load_tokenizer(folder, trust_remote_code=False).get_vocab()
-            vocabularies.append({number: token for token, number in found.items()})
+            numbers = load_tokenizer(folder, trust_remote_code=False).get_vocab()
+            vocabularies.append({number: token for token, number in numbers.items()})
         else:
             return None
-    own, other = vocabularies
-    number = next((number for number in sorted(own | other) if own.get(number) != other.get(number)), None)
-    return None if number is None else f"its token {number} is {other.get(number)!r}, and the policy's is {own.get(number)!r}"
+    policy, other = vocabularies
+    number = next((number for number in sorted(policy | other) if policy.get(number) != other.get(number)), None)
+    return (
+        None if number is None else f"its token {number} is {other.get(number)!r}, and the policy's is {policy.get(number)!r}"
+    )
 
 
 def _of_correction(config: Config) -> Iterator[str]:

@@ -221,16 +221,16 @@ class Replica:
         alive_K = lengths.alive(ages_K)
         begun, seconds, filled, tokens, waiting = np.zeros(len(alive_K)), 0.0, 0.0, 0.0, followed
         while True:
-            there = float(begun @ alive_K)
-            now = min(waiting, max(0.0, slots - there))
-            waiting -= now
-            begun[0] += now
+            present = float(begun @ alive_K)
+            starting = min(waiting, max(0.0, slots - present))
+            waiting -= starting
+            begun[0] += starting
             present_K = begun * alive_K
-            there = float(present_K.sum())
-            if waiting <= 0 and there < math.log(2):
+            present = float(present_K.sum())
+            if waiting <= 0 and present < math.log(2):
                 break
-            seconds += width * float(self.step_s(there, present_K @ (self.prompt + ages_K)))
-            filled, tokens = filled + there * width, tokens + width
+            seconds += width * float(self.step_s(present, present_K @ (self.prompt + ages_K)))
+            filled, tokens = filled + present * width, tokens + width
             begun = np.concatenate([[0.0], begun[:-1]])
         seconds += full_steps * self.pace_s(lengths, slots) + self.reading_s(requests / self.group * self.prompt)
         seconds += requests * self.request_s
@@ -247,8 +247,8 @@ class Replica:
         """
         busy = min(self.slots, in_flight)
         seconds = requests * (lengths.mean / busy * self.pace_s(lengths, busy) + self.request_s)
-        again = busy * lengths.age + busy / self.group * self.prompt if reads_again else 0.0
-        return seconds + self.reading_s(requests / self.group * self.prompt + again), busy / self.slots
+        reread = busy * lengths.age + busy / self.group * self.prompt if reads_again else 0.0
+        return seconds + self.reading_s(requests / self.group * self.prompt + reread), busy / self.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +313,8 @@ def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) ->
         phases |= {"switch and offload": 0.0, "reward": rollouts * REWARD_S, "other": 1.0}
         phases = {name: seconds * here.of(name) for name, seconds in phases.items()}
     phases = {name: phases[name] for name in ("sampling", *phases) if phases[name] > 0}
-    others = ("sampling", "weight transfer", "switch and offload", "reward", "other")
-    training = sum(seconds for name, seconds in phases.items() if name not in others)
+    untrained = ("sampling", "weight transfer", "switch and offload", "reward", "other")
+    training = sum(seconds for name, seconds in phases.items() if name not in untrained)
     total = sum(phases.values())
     if plan.overlaps and staleness:
         crowded = CROWDED * min(phases["sampling"], training) if plan.machine.device == "cpu" else 0.0
@@ -323,8 +323,8 @@ def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) ->
     parts["weight transfer"] = phases["weight transfer"]
     limit = max(parts, key=lambda name: parts[name])
     limit = "long responses" if limit == "sampling" and filled < EMPTY else limit
-    apart = 0 if plan.colocated else plan.num_replicas * plan.engine.tensor_parallel_size
-    return StepTime(phases, total, training, filled, limit, tokens, plan.world_size + apart)
+    engine_devices = 0 if plan.colocated else plan.num_replicas * plan.engine.tensor_parallel_size
+    return StepTime(phases, total, training, filled, limit, tokens, plan.world_size + engine_devices)
 
 
 def transfer_s(size: ModelSize, width: int) -> float:
@@ -445,8 +445,8 @@ def _copies(plan: Plan, size: ModelSize, device: Device) -> float:
 def assumptions(plan: Plan) -> str:
     device, lengths = named(plan.machine.name).device, Lengths.of(plan.config)
     name = next(name for name, other in DEVICES.items() if other is device)
-    given = plan.config.trainer.mean_response_length is not None
-    mean = f"responses of {lengths.mean:,.0f} tokens on average" + ("" if given else f" ({MEAN_SHARE:.0%} of the longest)")
+    is_set = plan.config.trainer.mean_response_length is not None
+    mean = f"responses of {lengths.mean:,.0f} tokens on average" + ("" if is_set else f" ({MEAN_SHARE:.0%} of the longest)")
     return (
         f"{mean} and {lengths.longest:,} at most, the logarithm's spread {lengths.spread:g}; {name} at {device.tflops:g} TFLOP/s, "
         f"{device.memory_gbs:g} GB/s ({device.source}); of these {device.products:.0%} in products of matrices, {device.attention:.0%} in attention and {COMPUTING:.0%} in "
@@ -467,8 +467,8 @@ PHASES = {
 def predict(plan: Plan, runs: Path) -> dict[str, float]:
     """Return the seconds of each phase of a step by earlier runs in this folder, the whole as `step`; empty without such runs."""
     try:
-        here = Fitted(**_read(runs)[_machine(plan)])
-        time = step_time(plan, plan.model, here)
+        fitted = Fitted(**_read(runs)[_machine(plan)])
+        time = step_time(plan, plan.model, fitted)
     except (TypeError, KeyError, AttributeError):  # another kind of file
         return {}
     return {} if time is None else time.phases | {"step": time.total}
@@ -480,16 +480,16 @@ def expected(plan: Plan) -> Metrics:
     Memory is that of GPUs, of roles whose tensors torch counts; the resident size of a process has more than its tensors.
     """
     seconds = predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
-    found = {f"{PREDICTED}timing_s/{PHASES[name]}": value for name, value in seconds.items() if name in PHASES}
+    metrics = {f"{PREDICTED}timing_s/{PHASES[name]}": value for name, value in seconds.items() if name in PHASES}
     for need in plan.memory if plan.machine.device == "cuda" else ():
         if need.role != "rollout":
-            found[f"{PREDICTED}perf/memory/{'ref' if need.role == 'reference' else need.role}_gib"] = need.num_bytes / GIB
-    return found
+            metrics[f"{PREDICTED}perf/memory/{'ref' if need.role == 'reference' else need.role}_gib"] = need.num_bytes / GIB
+    return metrics
 
 
 def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     """Write what a run's steps measured; nothing for runs of other kinds, or of fewer than three steps, whose first is not counted."""
-    found, data = measured(records), plan.config.data
+    seconds, data = measured(records), plan.config.data
     sampled = [record for record in records if "response_length/mean" in record]
 
     def share(part: str, longest: int) -> float:
@@ -504,19 +504,19 @@ def learn(plan: Plan, runs: Path, records: list[dict[str, float]]) -> None:
     ]
     typical = math.sqrt(2 * math.log(max(2, plan.sizes.rollouts_per_step)))
     spread = statistics.fmean(beyond) / typical if beyond else SPREAD
-    here = Fitted({}, share("prompt", data.max_prompt_length), share("response", data.max_response_length), spread)
-    nominal = step_time(plan, plan.model, here) if found else None
+    fitted = Fitted({}, share("prompt", data.max_prompt_length), share("response", data.max_response_length), spread)
+    nominal = step_time(plan, plan.model, fitted) if seconds else None
     if nominal is None:
         return
     names = {name: f"timing_s/{PHASES[name]}" for name in nominal.phases if name in PHASES}
-    factors = {name: found[key] / nominal.phases[name] for name, key in names.items() if key in found}
-    without = step_time(plan, plan.model, dataclasses.replace(here, factors=factors | {"other": 0.0}))
+    factors = {name: seconds[key] / nominal.phases[name] for name, key in names.items() if key in seconds}
+    without = step_time(plan, plan.model, dataclasses.replace(fitted, factors=factors | {"other": 0.0}))
     assert without is not None, "the same run"
-    here = dataclasses.replace(here, factors=factors | {"other": max(0.0, found["timing_s/step"] - without.total)})
+    fitted = dataclasses.replace(fitted, factors=factors | {"other": max(0.0, seconds["timing_s/step"] - without.total)})
     if plan.config.actor_rollout_ref.rollout.ignore_eos:  # lengths that were forced say nothing of other runs
-        here = dataclasses.replace(here, response=MEAN_SHARE, spread=SPREAD)
+        fitted = dataclasses.replace(fitted, response=MEAN_SHARE, spread=SPREAD)
     temporary = runs / f"{FILE}.{os.getpid()}"
-    learnt = _read(runs) | {_machine(plan): dataclasses.asdict(here)}
+    learnt = _read(runs) | {_machine(plan): dataclasses.asdict(fitted)}
     temporary.write_text(json.dumps(learnt, indent=1), encoding="utf-8")
     temporary.replace(runs / FILE)
 

@@ -268,8 +268,8 @@ class Plan:
     def engines_share_gpus(self) -> bool:
         """Return whether some other role works on the GPUs of the engines, so that neither may start beside the other."""
         engines = self.role("rollout")
-        others = {role.pool for role in self.roles if role.name != "rollout"}
-        return engines is not None and self.machine.device == "cuda" and engines.pool in others
+        other_pools = {role.pool for role in self.roles if role.name != "rollout"}
+        return engines is not None and self.machine.device == "cuda" and engines.pool in other_pools
 
     @property
     def recomputes_old_logprobs(self) -> bool:
@@ -356,9 +356,9 @@ def _roles(
     def cores(processes: int) -> int:
         # Roles of one pool take turns on the cores; the processes of one role do not. On a CPU the cores are what a pool of its
         # own has.
-        apart = trains and machine.device == "cpu" and not derived.is_colocated(config)
-        beside = _num_replicas(config, machine) + ranks if apart or derived.overlaps(config) else processes
-        return max(1, machine.num_cpus // beside)
+        separate = trains and machine.device == "cpu" and not derived.is_colocated(config)
+        busy = _num_replicas(config, machine) + ranks if separate or derived.overlaps(config) else processes
+        return max(1, machine.num_cpus // busy)
 
     roles = []
     if "rollout" in driven:
@@ -374,7 +374,7 @@ def _roles(
     if reference is not None:
         moves = derived.is_iterated(config)
         roles.append(RolePlan("reference", "actor", ranks, cores(ranks), reference, stateful=moves))
-    if any(one.model_path is not None for one in derived.teachers_of(config).values()) and "teacher" in driven:
+    if any(teacher.model_path is not None for teacher in derived.teachers_of(config).values()) and "teacher" in driven:
         pool, count = "teacher" if config.distillation.nnodes else "actor", machine.world_size(config, "teacher")
         roles.append(RolePlan("teacher", pool, count, cores(count), "the distributions that the policy learns"))
     if "critic" in driven and needs_critic:

@@ -57,11 +57,11 @@ def of_plan(plan: Plan, runs: Path) -> Iterator[str]:
         # An old one goes when the new one is there.
         number = min(number, trainer.max_actor_ckpt_to_keep + 1 + trainer.keep_best)
     needed = number * checkpoint_bytes(plan)
-    there = next(path for path in (runs, *runs.parents) if path.exists())
-    if needed > (free := shutil.disk_usage(there).free):
+    existing = next(path for path in (runs, *runs.parents) if path.exists())
+    if needed > (free := shutil.disk_usage(existing).free):
         yield _line(
             "disk",
-            f"{number} checkpoints take {gib(needed)}; {gib(free)} are free in {there}. Set trainer.default_local_dir to a larger "
+            f"{number} checkpoints take {gib(needed)}; {gib(free)} are free in {existing}. Set trainer.default_local_dir to a larger "
             "disk, or "
             + ("trainer.max_actor_ckpt_to_keep=2, or raise trainer.save_freq" if number > 1 else "trainer.save_at_end=false"),
         )
@@ -86,7 +86,7 @@ def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> Iterato
             f"tokenizer has: {_short(prompts[0].text)!r}. Give messages ([{{role: user, content: ...}}]) if it should answer them; "
             "supervised fine-tuning on plain strings puts them into the template (docs/data.md)",
         )
-    truths = [str(one.ground_truth) for one in prompts if isinstance(one.ground_truth, str | int | float)]
+    truths = [str(example.ground_truth) for example in prompts if isinstance(example.ground_truth, str | int | float)]
     answers = [len(tokenizer.encode(truth, add_special_tokens=False)) + 1 for truth in truths]
     if too_long := sum(length > data.max_response_length for length in answers):
         yield _line(
@@ -99,8 +99,8 @@ def of_prompts(plan: Plan, prompts: Sequence[Prompt], tokenizer: Any) -> Iterato
 def of_memory(plan: Plan) -> Iterator[str]:
     """Yield a warning if all processes on this machine's processors need more memory than is free. GPUs have a table in the plan."""
     needed, has = host_bytes(plan), machine_memory()
-    own = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE  # counted in what is needed
-    if needed > (free := min(has.total, has.free + own)):
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE  # counted in what is needed
+    if needed > (free := min(has.total, has.free + resident)):
         yield _line(
             "memory",
             f"all processes: about {gib(needed)} of {gib(int(free))} free on the {has.owner}, which has {gib(int(has.total))}. Give it "

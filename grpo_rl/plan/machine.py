@@ -30,28 +30,28 @@ def probe_machine(config: Config) -> Machine:
 
     Raises ConfigError for a name that no machine has.
     """
-    trainer, wanted, ray = config.trainer, config.trainer.device, config.ray_kwargs.ray_init
+    trainer, device_key, ray = config.trainer, config.trainer.device, config.ray_kwargs.ray_init
     if trainer.machine is not None:
-        found = named(trainer.machine)
-        nodes, gpus = max(found.nodes, trainer.nnodes), found.gpus
-        host_gib = gpus * found.device.host_gib if trainer.machine_host_gib is None else trainer.machine_host_gib
+        machine = named(trainer.machine)
+        nodes, gpus = max(machine.nodes, trainer.nnodes), machine.gpus
+        host_gib = gpus * machine.device.host_gib if trainer.machine_host_gib is None else trainer.machine_host_gib
         return Machine(
             num_gpus=gpus,
-            num_cpus=ray.num_cpus or int(gpus * found.device.cores),
-            device="cuda" if wanted == "auto" else wanted,
+            num_cpus=ray.num_cpus or int(gpus * machine.device.cores),
+            device="cuda" if device_key == "auto" else device_key,
             cluster=nodes > 1,
-            gpu_memory=int(found.device.memory_gib * 2**30),
-            name=found.name,
+            gpu_memory=int(machine.device.memory_gib * 2**30),
+            name=machine.name,
             nodes=nodes,
             host_memory=int(host_gib * 2**30),
         )
     num_gpus = gpu_memory = 0
-    if wanted != "cpu" and _may_have_gpu():
+    if device_key != "cpu" and _may_have_gpu():
         import torch
 
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpu_memory = min((torch.cuda.get_device_properties(number).total_memory for number in range(num_gpus)), default=0)
-    device = wanted if wanted != "auto" else ("cuda" if num_gpus else "cpu")
+    device = device_key if device_key != "auto" else ("cuda" if num_gpus else "cpu")
     return Machine(
         num_gpus=num_gpus,
         num_cpus=ray.num_cpus or len(os.sched_getaffinity(0)),
@@ -89,18 +89,18 @@ def problems(config: Config, machine: Machine) -> Iterator[str]:
             f"than cores wait for each other; at most {machine.num_cpus}, or 0 for a fair share"
         )
     # Worlds that only GPUs could carry: without one, n_gpus_per_node is a number of processes.
-    most, worlds = RANKS_PER_CORE * machine.num_cpus, dict[str, tuple[Any, int]]()
+    max_ranks, worlds = RANKS_PER_CORE * machine.num_cpus, dict[str, tuple[Any, int]]()
     worlds["trainer"] = (trainer, machine.world_size(config))
     if not derived.is_colocated(config):
         worlds["actor_rollout_ref.rollout"] = (rollout, machine.world_size(config, "rollout"))
     if scorer.enable and scorer.enable_resource_pool:
         worlds["reward.reward_model"] = (scorer, machine.world_size(config, "reward_model"))
     for prefix, (pool, size) in worlds.items():
-        if size > most:
+        if size > max_ranks:
             key = f"n_gpus_per_node={pool.n_gpus_per_node}" if pool.nnodes == 1 else f"nnodes={pool.nnodes}"
             yield (
                 f"{prefix}.{key}: this run has no GPU, so these are {size} processes on {machine.num_cpus} cores, which wait for each "
-                f"other at every step; at most {most}, or a machine with GPUs"
+                f"other at every step; at most {max_ranks}, or a machine with GPUs"
             )
 
 
@@ -200,7 +200,7 @@ CORES = Device(
 def peak_tflops(gpu: str) -> float | None:
     """Return a GPU's dense bfloat16 TFLOP/s by what torch calls it; None for one that is not listed, or has no bfloat16."""
     words = set(re.split(r"[^a-z0-9]+", gpu.lower()))
-    kinds = {re.sub("(rtx|nvl|pcie)", r" \1 ", name.partition("-")[0].lower()): one.tflops for name, one in DEVICES.items()}
+    kinds = {re.sub("(rtx|nvl|pcie)", r" \1 ", name.partition("-")[0].lower()): row.tflops for name, row in DEVICES.items()}
     fitting = [kind for kind in kinds if words.issuperset(kind.split())]
     return (kinds[max(fitting, key=len)] if fitting else 0.0) or None
 
@@ -226,8 +226,8 @@ def named(name: str) -> NamedMachine:
         )
     device = known.get(match["device"].lower())
     if device is None:
-        near = difflib.get_close_matches(match["device"].lower(), known, n=1)
-        hint = f"; did you mean {known[near[0]]}?" if near else ""
+        names = difflib.get_close_matches(match["device"].lower(), known, n=1)
+        hint = f"; did you mean {known[names[0]]}?" if names else ""
         raise ConfigError(f"{KEY}={name}: no device {match['device']} is known here{hint} There are: {', '.join(DEVICES)}")
     nodes, gpus = int(match["nodes"] or 1), int(match["gpus"])
     if not nodes or not gpus:
@@ -237,12 +237,12 @@ def named(name: str) -> NamedMachine:
 
 def _too_much_for_named(config: Config, machine: Machine) -> Iterator[str]:
     """Yield what the machine of `trainer.machine` cannot do, or what is asked of it in a run that is more than a plan."""
-    trainer, found = config.trainer, named(config.trainer.machine or "")
+    trainer, planned = config.trainer, named(config.trainer.machine or "")
     if not trainer.dry_run:
         yield f"{KEY}={trainer.machine}: a machine that is named can only be planned for; set trainer.dry_run=true, or leave it out"
-    asked = trainer.nnodes + (0 if derived.is_colocated(config) else config.actor_rollout_ref.rollout.nnodes)
-    if found.nodes > 1 and asked > found.nodes:
-        yield f"{KEY}={trainer.machine}: {asked} machines are asked for (trainer.nnodes={trainer.nnodes}), and it has {found.nodes}"
+    num_asked = trainer.nnodes + (0 if derived.is_colocated(config) else config.actor_rollout_ref.rollout.nnodes)
+    if planned.nodes > 1 and num_asked > planned.nodes:
+        yield f"{KEY}={trainer.machine}: {num_asked} machines are asked for (trainer.nnodes={trainer.nnodes}), and it has {planned.nodes}"
     _, per_node = machine.devices(config, "actor")
-    if machine.device == "cuda" and per_node > found.gpus:
-        yield f"trainer.n_gpus_per_node={per_node}: each machine of {found.name} has {found.gpus} GPUs"
+    if machine.device == "cuda" and per_node > planned.gpus:
+        yield f"trainer.n_gpus_per_node={per_node}: each machine of {planned.name} has {planned.gpus} GPUs"

@@ -118,29 +118,29 @@ def regions(size: ModelSize, load: Load) -> dict[str, int]:
     """
     if not load.has_head:
         size = replace(size, num_params=size.num_params - (0 if size.tied else size.vocab * size.hidden), tied=True)
-    alone = load.ranks == 1
-    keeps = alone and not load.half_base
+    single_rank = load.ranks == 1
+    keeps = single_rank and not load.half_base
     state = resident(size, load)
     root, layer = 4 * size.root_params, load.width * size.layer_params
     hidden = load.tokens * size.hidden
     stream, exact = hidden * load.width, hidden * 4
     unsharded = root + (size.layers * layer if keeps else 2 * layer)
     waiting = 2 if load.offloads_inputs else size.layers
-    kept = waiting * (stream if load.checkpointing else _kept(size, load)) if load.trains else 2 * stream
+    saved = waiting * (stream if load.checkpointing else _kept(size, load)) if load.trains else 2 * stream
     one_layer = exact + _forward(size, load)
-    first = root + layer + one_layer if alone else 2 * root + 2 * layer + exact + stream
-    found = {
-        "gather": state + max(first, root + (1 if alone else 2) * layer + one_layer),
-        "layers, forward": state + unsharded + kept + one_layer,
-        "head": state + unsharded - (0 if keeps else layer) + (kept + 2 * exact if load.trains else 0) + _head(size, load),
+    first = root + layer + one_layer if single_rank else 2 * root + 2 * layer + exact + stream
+    peaks = {
+        "gather": state + max(first, root + (1 if single_rank else 2) * layer + one_layer),
+        "layers, forward": state + unsharded + saved + one_layer,
+        "head": state + unsharded - (0 if keeps else layer) + (saved + 2 * exact if load.trains else 0) + _head(size, load),
     }
     if load.trains:
         full = not load.adapters
         head = 4 * size.vocab * size.hidden * (load.has_head and full)
         reduced = 4 * (size.layer_params if full else load.adapters // size.layers)
-        found["layers, backward"] = state + unsharded + head + reduced + kept + _backward(size, load)
-        found["root, backward"] = state + ((3 * root if alone else 2 * root + reduced) if full else root) + exact
-    return found
+        peaks["layers, backward"] = state + unsharded + head + reduced + saved + _backward(size, load)
+        peaks["root, backward"] = state + ((3 * root if single_rank else 2 * root + reduced) if full else root) + exact
+    return peaks
 
 
 def peak(size: ModelSize, load: Load) -> int:
@@ -200,13 +200,13 @@ def _kept(size: ModelSize, load: Load) -> int:
 def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
     """Return what each role that starts needs on one device: of tensors, at the peak of its passes."""
     roles = []
-    for name, own, load in _loads(plan, size):
+    for name, role_size, load in _loads(plan, size):
         what = (
             "weights, and of adapters gradients and AdamW" if load.adapters else "weights" + ", gradients, AdamW" * load.trains
         )
-        state, most = resident(own, replace(load, in_host_memory=False)), peak(own, load)
-        parts = f"{what} {gib(state)} + activations {gib(most - resident(own, load))}"
-        roles.append(RoleMemory(name, most, at_rest(own, load), parts))
+        state, largest = resident(role_size, replace(load, in_host_memory=False)), peak(role_size, load)
+        parts = f"{what} {gib(state)} + activations {gib(largest - resident(role_size, load))}"
+        roles.append(RoleMemory(name, largest, at_rest(role_size, load), parts))
     if plan.engine is not None:
         roles.append(_engine(plan.engine, plan.machine, size))
     return tuple(roles)
@@ -214,8 +214,8 @@ def memory_by_role(plan: Plan, size: ModelSize) -> tuple[RoleMemory, ...]:
 
 def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, Load]]:
     for name in _MODEL_ROLES:
-        if (own := size_of_role(plan, size, name)) is not None:
-            yield name, own, load_of(plan, own, name)
+        if (role_size := size_of_role(plan, size, name)) is not None:
+            yield name, role_size, load_of(plan, role_size, name)
 
 
 def host_bytes(plan: Plan) -> int:
@@ -251,7 +251,7 @@ def size_of_role(plan: Plan, size: ModelSize, name: RoleName) -> ModelSize | Non
 
 
 def _teacher_sizes(plan: Plan) -> list[ModelSize]:
-    sizes = (model_size(one.model_path) for _, one in plan.teachers if one.model_path is not None)
+    sizes = (model_size(teacher.model_path) for _, teacher in plan.teachers if teacher.model_path is not None)
     return [size for size in sizes if size is not None]
 
 
@@ -268,7 +268,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         name in ("actor", "critic") or (name == "reward_model" and plan.trains_reward_model),
         name == "reward_model",
     )
-    teacher = next((one for _, one in plan.teachers if one.model_path), TeacherConfig())
+    teacher = next((entry for _, entry in plan.teachers if entry.model_path), TeacherConfig())
     sharded: dict[str, RefFsdpConfig] = {
         "actor": parts.actor.fsdp_config,
         "reference": parts.ref.fsdp_config,
@@ -281,10 +281,10 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     fsdp, model = sharded[name], critic.model if name == "critic" else parts.model
     rule = {"reference": passes.reference, "critic": passes.critic}.get(name, passes.update)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    tokens, together = _tokens(config, rule), parts.rollout.n if rule.shares_prompts else 1
-    groups = tokens / (prompt + together * response)
+    tokens, group_size = _tokens(config, rule), parts.rollout.n if rule.shares_prompts else 1
+    groups = tokens / (prompt + group_size * response)
     if scores:
-        tokens, groups, together = scorer.max_token_len_per_gpu, 0, 1
+        tokens, groups, group_size = scorer.max_token_len_per_gpu, 0, 1
     adapters = adapter_params(parts.model, size) if name == "actor" else 0
     # AdamW has two moments for each parameter, Muon one for the layers' matrices.
     muon = not scores and (critic if name == "critic" else parts.actor).optim.optimizer == "muon"
@@ -295,7 +295,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
     return Load(
         ranks=fsdp.fsdp_size if 0 < fsdp.fsdp_size < ranks else ranks,
         tokens=tokens,
-        trained=min(tokens, int(groups * together * response)),
+        trained=min(tokens, int(groups * group_size * response)),
         width=_width(fsdp.dtype, plan.machine),
         trains=learns,
         checkpointing=(scorer.train if scores else model).enable_gradient_checkpointing is not False,
@@ -307,8 +307,8 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         weights_away=fsdp.param_offload,
         moments_away=isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload,
         offloads_inputs=model.enable_activation_offload and not scores,
-        shared_keys=int(groups * together * (prompt + response)) if together > 1 else 0,
-        others=sum(one.num_params for one in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
+        shared_keys=int(groups * group_size * (prompt + response)) if group_size > 1 else 0,
+        others=sum(entry.num_params for entry in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
         ref_head=name == "actor" and objective.needs_full_kl,
         adapters=adapters,
         half_base=bool(adapters) and _rests_in_half(plan),
@@ -334,9 +334,9 @@ def adapter_params(model: ModelConfig, size: ModelSize) -> int:
         fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
         for name, parts in fused.items():
             shapes[name] = (size.hidden, sum(shapes.pop(part)[1] for part in parts))
-    wanted = {name.rpartition(".")[2] for name in model.target_modules}
+    targets = {name.rpartition(".")[2] for name in model.target_modules}
     left_out = {name.rpartition(".")[2] for name in model.exclude_modules}
-    chosen = [shape for name, shape in shapes.items() if ("all-linear" in wanted or name in wanted) and name not in left_out]
+    chosen = [shape for name, shape in shapes.items() if ("all-linear" in targets or name in targets) and name not in left_out]
     return model.lora_rank * size.layers * sum(map(sum, chosen))
 
 
@@ -434,9 +434,9 @@ def gpu_phases(plan: Plan, size: ModelSize) -> list[Need]:
         weights = engines * size.num_params * plan.engine_width // engine.tensor_parallel_size
         asleep = engines * (CONTEXT + GRAPHS) if engine.sleep_mode else 0
         if engine.kv_cache_memory_bytes is None:
-            beside = 1 - engines * engine.gpu_memory_utilization
-            free = 1.0 if engine.sleep_mode else beside
-            phases.append(Need("sampling", resting, gpu, beside))
+            free_share = 1 - engines * engine.gpu_memory_utilization
+            free = 1.0 if engine.sleep_mode else free_share
+            phases.append(Need("sampling", resting, gpu, free_share))
         else:
             # A cache of a fixed size: nothing of the engine's is a share of the GPU.
             awake = weights + engines * (engine.kv_cache_memory_bytes + CONTEXT + GRAPHS)
@@ -453,12 +453,12 @@ def gpu_phases(plan: Plan, size: ModelSize) -> list[Need]:
 
 def resting_on_gpu(plan: Plan, roles: Sequence[RoleMemory]) -> dict[RoleName, int]:
     """Return what the processes of each role that computes on a GPU of the actor's pool keep there between phases."""
-    found: dict[RoleName, int] = {}
+    resting: dict[RoleName, int] = {}
     for need in roles:
         role = plan.role(need.role)
         if role is not None and role.pool == "actor" and need.role != "rollout":
-            found[need.role] = int(need.at_rest * SLACK) + CONTEXT + NCCL_BUFFERS * (role.num_workers > 1)
-    return found
+            resting[need.role] = int(need.at_rest * SLACK) + CONTEXT + NCCL_BUFFERS * (role.num_workers > 1)
+    return resting
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,10 +486,10 @@ def fit_of(plan: Plan, size: ModelSize | None) -> Fit | None:
     needs, tokens, longest = gpu_phases(plan, size), 0, 1
     if plan.engine is not None:
         longest = plan.engine.max_model_len
-        own = Need("engine, in its share", engine_need(plan, size), total, plan.engine.gpu_memory_utilization)
-        cache = plan.engine.kv_cache_memory_bytes or max(0, own.there - own.needed)
+        engine_share = Need("engine, in its share", engine_need(plan, size), total, plan.engine.gpu_memory_utilization)
+        cache = plan.engine.kv_cache_memory_bytes or max(0, engine_share.there - engine_share.needed)
         tokens = cache // token_bytes(plan, size)
-        needs.append(replace(own, needed=own.needed + longest * token_bytes(plan, size)))
+        needs.append(replace(engine_share, needed=engine_share.needed + longest * token_bytes(plan, size)))
     if plan.machine.host_memory:
         needs.append(Need("host memory of a machine", host_need(plan, size), plan.machine.host_memory))
     return Fit(tuple(needs), tokens, tokens / longest)
@@ -527,14 +527,14 @@ def host_need(plan: Plan, size: ModelSize) -> int:
     """Return the host memory that one machine needs: its processes, what is kept off the GPUs, and a checkpoint being copied."""
     nodes = max(1, plan.config.trainer.nnodes)
     config, total = plan.config, HOST_OF_RUN
-    for name, own, load in _loads(plan, size):
-        kept = 4 * load.weights_away + 8 * (load.moments_away and load.trains)
+    for name, model, load in _loads(plan, size):
+        width = 4 * load.weights_away + 8 * (load.moments_away and load.trains)
         if load.in_host_memory:
-            kept = 16 if load.trains else 4
+            width = 16 if load.trains else 4
         if load.trains and config.trainer.save_freq > 0:
-            kept += 12
-        inputs = own.layers * load.tokens * own.hidden * load.width if load.offloads_inputs else 0
-        total += -(-plan.num_workers(name) // nodes) * (HOST_OF_RANK + own.num_params * kept // load.ranks + inputs)
+            width += 12
+        inputs = model.layers * load.tokens * model.hidden * load.width if load.offloads_inputs else 0
+        total += -(-plan.num_workers(name) // nodes) * (HOST_OF_RANK + model.num_params * width // load.ranks + inputs)
     if plan.engine is not None:
         total += HOST_OF_RANK * -(-plan.num_replicas * plan.engine.tensor_parallel_size // nodes)
     return total

@@ -262,12 +262,12 @@ def _engine_refuses(config: Config, machine: Machine, settings: dict[str, Any]) 
     if rollout.name != "vllm" or {"hf_overrides", "max_model_len"} & set(rollout.engine_kwargs.get("vllm", {})):
         return
     text = settings.get("text_config") or settings
-    known, asked, longest = positions_of(text), rollout.max_model_len, longest_sequence(config)
+    known, limit, longest = positions_of(text), rollout.max_model_len, longest_sequence(config)
     may_be_longer = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0")
-    if known is not None and (asked or longest) > known[1] and not may_be_longer:
-        key = "actor_rollout_ref.rollout.max_model_len" if asked else "data.max_prompt_length + data.max_response_length"
+    if known is not None and (limit or longest) > known[1] and not may_be_longer:
+        key = "actor_rollout_ref.rollout.max_model_len" if limit else "data.max_prompt_length + data.max_response_length"
         yield (
-            f"{key}={asked or longest}: more tokens than the model has positions, {known[0]}={known[1]} in its config.json; at most "
+            f"{key}={limit or longest}: more tokens than the model has positions, {known[0]}={known[1]} in its config.json; at most "
             f"{known[1]}"
         )
     heads, parallel = text.get("num_attention_heads"), rollout.tensor_model_parallel_size
@@ -299,8 +299,8 @@ def positions_of(text: dict[str, Any]) -> tuple[str, int] | None:
     is_nested = not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values())
     if is_nested or (rope.get("rope_type") or rope.get("type")) not in _PLAIN_ROPE or text.get("model_max_length"):
         return None
-    found = [(name, text[name]) for name in _POSITIONS if isinstance(text.get(name), int)]
-    return min(found, key=lambda pair: pair[1], default=None)
+    limits = [(name, text[name]) for name in _POSITIONS if isinstance(text.get(name), int)]
+    return min(limits, key=lambda pair: pair[1], default=None)
 
 
 # ---- its sizes ---------------------------------------------------------------------------------------------
@@ -411,9 +411,9 @@ def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]
     parts = config.actor_rollout_ref
     actor, path, text = parts.actor, f"{_PATH}={parts.model.path}", settings.get("text_config") or settings
     if (drops := _dropouts(settings)) and actor.use_prefix_grouper:
-        shown = ", ".join(f"{name}={value:g}" for name, value in drops.items())
+        listed = ", ".join(f"{name}={value:g}" for name, value in drops.items())
         yield (
-            f"{path}: training drops at random ({shown}), which responses that share their prompt's states cannot do each for itself; "
+            f"{path}: training drops at random ({listed}), which responses that share their prompt's states cannot do each for itself; "
             f"set {_ACTOR}.use_prefix_grouper=false, or these to 0 in {_MODEL}.override_config"
         )
     counts = [text.get(name) for name in _EXPERTS]
@@ -441,8 +441,8 @@ def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]
             f"data.max_prompt_length + data.max_response_length = {longest}: more than the {window} tokens of the sliding window "
             f"of {path}, which the trainer's attention has not; at most {window}"
         )
-    heads, together = text.get("num_attention_heads"), actor.ulysses_sequence_parallel_size
-    split = {_ACTOR: together, "actor_rollout_ref.ref": parts.ref.ulysses_sequence_parallel_size or 1}
+    heads, sequence_ranks = text.get("num_attention_heads"), actor.ulysses_sequence_parallel_size
+    split = {_ACTOR: sequence_ranks, "actor_rollout_ref.ref": parts.ref.ulysses_sequence_parallel_size or 1}
     if not critic_has_own_model(config):
         split["critic"] = config.critic.ulysses_sequence_parallel_size
     for role, ranks in split.items():
@@ -453,14 +453,14 @@ def _training_refuses(config: Config, settings: dict[str, Any]) -> Iterator[str]
                 f"which each rank computes its part; possible: {fits}"
             )
     if experts < 2:
-        given = {"router_aux_loss_coef": actor.router_aux_loss_coef, "router_replay.mode": actor.router_replay.mode}
-        for key, value in given.items():
+        expert_settings = {"router_aux_loss_coef": actor.router_aux_loss_coef, "router_replay.mode": actor.router_replay.mode}
+        for key, value in expert_settings.items():
             if value not in (0, None, "disabled"):
                 yield f"{_ACTOR}.{key}={show(value)}: is for models with experts, and {path} has none; leave it out"
         return
-    if together > 1:
+    if sequence_ranks > 1:
         yield (
-            f"{_ACTOR}.ulysses_sequence_parallel_size={together}: {path} has experts, whose tokens are counted and replayed by rank; "
+            f"{_ACTOR}.ulysses_sequence_parallel_size={sequence_ranks}: {path} has experts, whose tokens are counted and replayed by rank; "
             "set it to 1 and lower ppo_max_token_len_per_gpu"
         )
     if actor.fsdp_config.use_torch_compile:
@@ -507,8 +507,8 @@ def known_settings(name: str) -> dict[str, Any] | None:
     fitting = []
     for pattern in KNOWN:
         start, star, end = (re.escape(part) for part in pattern.partition("*"))
-        more = "" if not star else ".*" if start.endswith("-") else "(-.*)?"
-        if re.fullmatch(start + more + end, name, re.IGNORECASE):
+        suffix = "" if not star else ".*" if start.endswith("-") else "(-.*)?"
+        if re.fullmatch(start + suffix + end, name, re.IGNORECASE):
             fitting.append(pattern)
     if not fitting or _OTHER & set(re.split(r"[-_./]", name.lower())):
         return None

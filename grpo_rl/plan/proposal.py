@@ -47,15 +47,15 @@ def propose(plan: Plan, size: ModelSize) -> Proposal | None:
     First on the machines that are named, then on twice as many, and so on.
     """
     machine, nodes = plan.machine, plan.config.trainer.nnodes
-    more: dict[str, Any] = {}
+    machine_changes: dict[str, Any] = {}
     while nodes <= MOST_MACHINES:
         for changes in _by_cost(plan):
-            if (found := _fitting(plan, size, more | changes, machine)) is not None:
-                return found
+            if (proposal := _fitting(plan, size, machine_changes | changes, machine)) is not None:
+                return proposal
         nodes *= 2
-        more = {"trainer.nnodes": nodes}
-        one = plan.machine.name.split("x", 1)[1] if plan.machine.nodes > 1 else plan.machine.name
-        machine = dataclasses.replace(machine, nodes=nodes, cluster=True, name=one and f"{nodes}x{one}")
+        machine_changes = {"trainer.nnodes": nodes}
+        single_name = plan.machine.name.split("x", 1)[1] if plan.machine.nodes > 1 else plan.machine.name
+        machine = dataclasses.replace(machine, nodes=nodes, cluster=True, name=single_name and f"{nodes}x{single_name}")
     return None
 
 
@@ -87,14 +87,14 @@ def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposa
         return None
     chunk = derived.lm_head_chunk(parts.model.lm_head_chunk_tokens, size.vocab)
     chunks: list[dict[str, Any]] = [{f"{M}.lm_head_chunk_tokens": tokens} for tokens in CHUNKS if tokens > chunk]
-    kept: list[dict[str, Any]] = []
+    keeping: list[dict[str, Any]] = []
     if parts.model.enable_gradient_checkpointing is not False and not parts.model.enable_activation_offload:
-        kept = [{f"{M}.enable_gradient_checkpointing": False}]
+        keeping = [{f"{M}.enable_gradient_checkpointing": False}]
     compiled: dict[str, Any] = {}
     steps = plan.sizes.total_steps
     if not parts.actor.fsdp_config.use_torch_compile and not size.experts_per_token and (steps is None or steps >= LONG_RUN):
         compiled = {f"{A}.fsdp_config.use_torch_compile": True}
-    for keeps, large in itertools.product([*kept, {}], [*chunks, {}]):
+    for keeps, large in itertools.product([*keeping, {}], [*chunks, {}]):
         changes = keeps | large | compiled
         tried, fit = _tried(plan, size, changes, plan.machine)
         if changes and fit.fits and fit.tightest.used <= share and not refuses(plan, changes, plan.machine):
@@ -116,11 +116,11 @@ def _fitting(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Mach
             tried, fit = _tried(plan, size, attempt, machine)
         if not fit.fits or refuses(plan, attempt, machine):
             continue
-        found = Proposal(attempt, dataclasses.replace(tried, model=size), fit)
+        proposal = Proposal(attempt, dataclasses.replace(tried, model=size), fit)
         if plan.engine is None or fit.cache_sequences >= ENOUGH:
-            return found
+            return proposal
         if roomy is None or fit.cache_sequences > roomy.fit.cache_sequences:
-            roomy = found
+            roomy = proposal
     return roomy
 
 
@@ -134,18 +134,18 @@ def _tried(plan: Plan, size: ModelSize, changes: dict[str, Any], machine: Machin
 
 def refuses(plan: Plan, changes: dict[str, Any], machine: Machine) -> bool:
     """Return whether the rules between keys refuse other values of these for something that they allow as it is."""
-    before = set(check(plan.config, plan.machine))
-    return bool(set(check(replaced(plan.config, changes), machine)) - before)
+    known_problems = set(check(plan.config, plan.machine))
+    return bool(set(check(replaced(plan.config, changes), machine)) - known_problems)
 
 
 def _share(plan: Plan, size: ModelSize, fit: Fit) -> float:
     """Return the engine's share of a GPU, as near to the configured one as the others leave room."""
     assert plan.engine is not None
     total = plan.machine.gpu_memory
-    beside = next((need.needed for need in fit.needs if need.what == "sampling"), 0)
+    resting = next((need.needed for need in fit.needs if need.what == "sampling"), 0)
     least = (engine_need(plan, size) + plan.engine.max_model_len * token_bytes(plan, size)) / total
-    wanted = max(plan.engine.gpu_memory_utilization, -(-int(least * 1000) // 50) / 20 + 0.05)
-    return round(max(0.05, min(int((0.95 - beside / total) * 20) / 20, wanted)), 2)
+    share = max(plan.engine.gpu_memory_utilization, -(-int(least * 1000) // 50) / 20 + 0.05)
+    return round(max(0.05, min(int((0.95 - resting / total) * 20) / 20, share)), 2)
 
 
 def _engines(plan: Plan) -> Iterator[dict[str, Any]]:
@@ -180,10 +180,10 @@ def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
         yield [(1, {f"{REF}.fsdp_config.param_offload": True})]
     if not fsdp.offload_policy:
         keys = {key: f"{A}.fsdp_config.{key}" for key in ("optimizer_offload", "param_offload")}
-        kept = {path: True for key, path in keys.items() if not getattr(fsdp, key)}
+        offloads = {path: True for key, path in keys.items() if not getattr(fsdp, key)}
         cleared = {path: False for key, path in keys.items() if getattr(fsdp, key)}
         policy = {**cleared, f"{A}.fsdp_config.offload_policy": True}
-        yield [(2, dict(list(kept.items())[:1])), (3, kept), (8, policy)]
+        yield [(2, dict(list(offloads.items())[:1])), (3, offloads), (8, policy)]
     if parts.rollout.free_cache_engine is False and plan.colocated:
         yield [(1, {f"{R}.free_cache_engine": True})]
     if not model.enable_activation_offload:
@@ -240,21 +240,21 @@ def divisions(plan: Plan, size: ModelSize) -> list[Division]:
     if not machine.name or machine.num_gpus * machine.nodes < 2 or step_time(plan, size) is None:
         return []
     shared = {"trainer.nnodes": machine.nodes, "trainer.n_gpus_per_node": machine.num_gpus, f"{R}.nnodes": 0}
-    apart = list(_splits(machine))
+    splits_apart = list(_splits(machine))
     runs: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         ("sync", {"trainer.schedule": "sync"}, [shared]),
-        ("sync, apart", {"trainer.schedule": "sync"}, apart),
-        ("one_step_off", {"trainer.schedule": derived.ONE_STEP_OFF}, apart),
+        ("sync, apart", {"trainer.schedule": "sync"}, splits_apart),
+        ("one_step_off", {"trainer.schedule": derived.ONE_STEP_OFF}, splits_apart),
     ]
     for age in sorted({*STALENESS, plan.config.trainer.asynchronous.max_staleness} - {0}):
         keys = {"trainer.schedule": derived.ASYNC, "trainer.asynchronous.max_staleness": age}
-        runs.append((f"async, {age} old", keys, apart))
-    found = []
+        runs.append((f"async, {age} old", keys, splits_apart))
+    best = []
     for name, keys, splits in runs:
-        divided = [one for split in splits if (one := _divided(plan, size, name, keys | split)) is not None]
+        divided = [division for split in splits if (division := _divided(plan, size, name, keys | split)) is not None]
         if divided:
-            found.append(min(divided, key=lambda one: one.time.total))
-    return found
+            best.append(min(divided, key=lambda division: division.time.total))
+    return best
 
 
 def _splits(machine: Machine) -> Iterator[dict[str, Any]]:
@@ -262,8 +262,8 @@ def _splits(machine: Machine) -> Iterator[dict[str, Any]]:
     parts = machine.nodes if machine.nodes > 1 else machine.num_gpus
     for share in sorted({round(parts * place / MOST_DIVISIONS) for place in range(1, MOST_DIVISIONS)} - {0, parts}):
         if machine.nodes > 1:
-            own = {"trainer.nnodes": parts - share, f"{R}.nnodes": share, "trainer.n_gpus_per_node": machine.num_gpus}
-            yield own | {f"{R}.n_gpus_per_node": machine.num_gpus}
+            changes = {"trainer.nnodes": parts - share, f"{R}.nnodes": share, "trainer.n_gpus_per_node": machine.num_gpus}
+            yield changes | {f"{R}.n_gpus_per_node": machine.num_gpus}
         else:
             yield {"trainer.n_gpus_per_node": parts - share, f"{R}.nnodes": 1, f"{R}.n_gpus_per_node": share}
 

@@ -119,12 +119,12 @@ def _setting(config: Config, plan: Plan) -> Rows:
 
 def _collection(sampling: Plan, pairs: bool) -> str:
     n, rejection = sampling.config.actor_rollout_ref.rollout.n, sampling.config.algorithm.rejection
-    kept = [f"those with a reward of {rejection.min_reward:g} or more", *["each once"] * rejection.deduplicate]
+    conditions = [f"those with a reward of {rejection.min_reward:g} or more", *["each once"] * rejection.deduplicate]
     if rejection.max_per_prompt is not None:
-        kept.append(f"at most {rejection.max_per_prompt} to a prompt")
+        conditions.append(f"at most {rejection.max_per_prompt} to a prompt")
     if pairs:
-        kept = ["the best and the worst of each group, where one is better"]
-    return f"{_count(n, 'response')} to each prompt, sampled once before training; kept: {', '.join(kept)}"
+        conditions = ["the best and the worst of each group, where one is better"]
+    return f"{_count(n, 'response')} to each prompt, sampled once before training; kept: {', '.join(conditions)}"
 
 
 def _length_of_run(config: Config, plan: Plan) -> str:
@@ -167,8 +167,11 @@ def _roles(config: Config, plan: Plan) -> Rows:
         first = "the actor computes the initial policy's log-probs of all rows once, before step 1"
         yield "reference", f"not started: {first if is_offline(config) else 'nothing reads one'}"
     if critic := plan.role("critic"):
-        own = plan.critic_model or "the actor's model"
-        yield "critic", f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {own}"
+        start = plan.critic_model or "the actor's model"
+        yield (
+            "critic",
+            f"{_count(critic.num_workers, 'rank')} on the actor's devices, FSDP2, a value head on a copy of {start}",
+        )
     if plan.trains_reward_model and (trained := plan.role("reward_model")):
         number = _count(trained.num_workers, "rank")
         yield "reward model", f"{number}, FSDP2 over {backend}, one {device} each, a head of one label, trained"
@@ -186,10 +189,10 @@ def _roles(config: Config, plan: Plan) -> Rows:
         config.reward.on_failure
     ]
     rules = f", {workers}, at most {config.reward.timeout_s:g} s each" if functions else ""
-    alone = plan.reward.model_alone
-    summed = describe_models(config) if alone else [*functions, *describe_models(config)]
-    beside = f" alone; beside it {' + '.join(functions)}" if alone else ""
-    yield "reward", f"{' + '.join(summed)}{beside}{rules}; failures {failed}"
+    by_model = plan.reward.model_alone
+    summed = describe_models(config) if by_model else [*functions, *describe_models(config)]
+    unsummed = f" alone; beside it {' + '.join(functions)}" if by_model else ""
+    yield "reward", f"{' + '.join(summed)}{unsummed}{rules}; failures {failed}"
     played_in = _processes(scoring, config.actor_rollout_ref.rollout.multi_turn.environment.num_workers)
     yield from describe_roles(config, scoring.num_workers("reward_model"), played_in)
 
@@ -203,8 +206,8 @@ def _adapters(config: Config, plan: Plan) -> str:
     start = f", from {model.lora_adapter_path}" if model.lora_adapter_path else ""
     if start and plan.base_reference is not None:
         start += " (the KL is to the base model without them)"
-    alone = plan.engine is not None and plan.engine.adapter_scaling is not None
-    what = "adapters alone, and add them to the model's weights" if alone else "merged weights"
+    adapters_only = plan.engine is not None and plan.engine.adapter_scaling is not None
+    what = "adapters alone, and add them to the model's weights" if adapters_only else "merged weights"
     return f"; trains LoRA adapters of rank {model.lora_rank} at {layers}{number}{start}, engines get the {what}"
 
 
@@ -218,17 +221,17 @@ def _engines(plan: Plan, engine: EngineSpec) -> str:
     else:
         place = ", on the actor's devices, in turn" if plan.colocated else ", on devices of their own"
         way = f"weights by {engine.weight_backend.replace('_', ' ')}"
-    fewest, most = plan.replica_bounds
-    bounds = "" if fewest == most else f" (from {fewest} to {most} while the run goes on)"
+    minimum, maximum = plan.replica_bounds
+    bounds = "" if minimum == maximum else f" (from {minimum} to {maximum} while the run goes on)"
     return f"{_count(plan.num_replicas, 'replica')}{bounds}{per_replica} of {engine.name}{place}; {way}"
 
 
 def _step(config: Config, plan: Plan) -> Rows:
     data, actor, sizes = config.data, config.actor_rollout_ref.actor, plan.sizes
     if plan.role("actor") is None or is_offline(config):
-        own, cut = config.reward.reward_model, _micro_batches(plan)
+        scorer, cut = config.reward.reward_model, _micro_batches(plan)
         if plan.role("actor") is None:
-            steps, cut = own.train.loss == "steps", [f"<= {own.max_token_len_per_gpu:,} tokens per rank"]
+            steps, cut = scorer.train.loss == "steps", [f"<= {scorer.max_token_len_per_gpu:,} tokens per rank"]
             rows, places = (
                 ("solution", "the ends of the rated steps") if steps else ("pair", "the last tokens of both responses")
             )
@@ -262,11 +265,11 @@ def _step(config: Config, plan: Plan) -> Rows:
     )
     if plan.role("critic"):
         size, epochs, warmup = sizes.critic_mini_batch_size, sizes.critic_epochs, sizes.critic_warmup
-        alone = f"; it learns alone in the first {_count(warmup, 'training step')}" if warmup else ""
+        learning = f"; it learns alone in the first {_count(warmup, 'training step')}" if warmup else ""
         yield (
             "critic",
             f"{_count(data.train_batch_size // size, 'mini-batch', 'mini-batches')} of {size} prompts x "
-            f"{_count(epochs, 'pass', 'passes')} = {_count(sizes.critic_updates_per_step, 'optimizer step')}{alone}",
+            f"{_count(epochs, 'pass', 'passes')} = {_count(sizes.critic_updates_per_step, 'optimizer step')}{learning}",
         )
     yield "micro-batch", "; ".join(_micro_batches(plan))
     if plan.objective.needs_pairs:
@@ -283,14 +286,14 @@ def _step(config: Config, plan: Plan) -> Rows:
 
 
 def _overlap(config: Config) -> str:
-    own, staleness = config.trainer.asynchronous, max_staleness(config)
+    asynchronous, staleness = config.trainer.asynchronous, max_staleness(config)
     if config.trainer.schedule == ONE_STEP_OFF:
         return "one_step_off: the next batch is sampled while this one is trained, by weights of one version before"
     if staleness == 0:
         return "async with max_staleness=0: as sync, every batch is sampled by the weights that it trains"
-    sent = "every step" if own.sync_every == 1 else f"every {own.sync_every} steps"
-    kept = "keep their keys and values" if own.keep_cache else "compute keys and values anew"
-    under = f"unfinished responses go on and {kept}" if own.partial_rollout else "responses that have begun end first"
+    sent = "every step" if asynchronous.sync_every == 1 else f"every {asynchronous.sync_every} steps"
+    cache = "keep their keys and values" if asynchronous.keep_cache else "compute keys and values anew"
+    under = f"unfinished responses go on and {cache}" if asynchronous.partial_rollout else "responses that have begun end first"
     return (
         f"async: {staleness + 1} batches of prompts in flight, no token more than {_count(staleness, 'version')} old; weights are "
         f"sent {sent}, {under}"
@@ -341,12 +344,12 @@ def _ratio(plan: Plan) -> str:
 
 
 def _axes(config: Config, plan: Plan) -> str:
-    fsdp, together = config.actor_rollout_ref.actor.fsdp_config, plan.passes.update.sequence_ranks
+    fsdp, sequence_ranks = config.actor_rollout_ref.actor.fsdp_config, plan.passes.update.sequence_ranks
     parts = []
     if 0 < fsdp.fsdp_size < plan.world_size:
         parts.append(f"sharded over {fsdp.fsdp_size}, {plan.world_size // fsdp.fsdp_size} replicas")
-    if together > 1:
-        parts.append(f"sequences split over {together}")
+    if sequence_ranks > 1:
+        parts.append(f"sequences split over {sequence_ranks}")
     if fsdp.offload_policy:
         parts.append("optimizer steps in host memory")
     return "".join(f"; {part}" for part in parts)
@@ -437,8 +440,8 @@ def components(plan: Plan) -> Rows:
         if plan.objective.needs_pairs
         else f"{plan.objective.loss_agg_mode} of"
     )
-    more = " - the entropy's own gradient" if plan.objective.entropy_coeff or plan.objective.adaptive_entropy else ""
-    yield "gradient", f"= {average} GC ∇log π{more}"
+    entropy = " - the entropy's own gradient" if plan.objective.entropy_coeff or plan.objective.adaptive_entropy else ""
+    yield "gradient", f"= {average} GC ∇log π{entropy}"
 
 
 def _data_source(plan: Plan) -> str:
@@ -482,13 +485,13 @@ def _reward_function(plan: Plan) -> str:
 def _teacher(teacher: TeacherConfig, plan: Plan) -> str:
     role = plan.role("teacher")
     ranks = "" if role is None else f" ({role.num_workers} frozen rank{'s' * (role.num_workers > 1)} in the {role.pool}'s pool)"
-    own = (
+    policy = (
         "the policy as it is" if teacher.ema_decay is None else f"a moving average of the policy (decay {teacher.ema_decay:g})"
     )
-    model = own if teacher.model_path is None else f"{teacher.model_path}{ranks}"
+    model = policy if teacher.model_path is None else f"{teacher.model_path}{ranks}"
     reads = "" if teacher.context is None else ", with a context that the policy does not read"
     whom = "prompts of any other data_source" if teacher.key is None else f"prompts of data_source {teacher.key}"
-    shares = [one.weight for _, one in plan.teachers if one.key == teacher.key]
+    shares = [peer.weight for _, peer in plan.teachers if peer.key == teacher.key]
     return f"{model}{reads}" + (f"; {teacher.weight / sum(shares):.0%} of the {whom}" if len(plan.teachers) > 1 else "")
 
 
@@ -566,8 +569,8 @@ def _faster(plan: Plan) -> Rows:
 
 def _time(plan: Plan) -> Rows:
     judged = fit_of(plan, plan.model)
-    found = step_time(plan, plan.model) if judged is not None and judged.fits else None
-    if found is None:
+    estimate = step_time(plan, plan.model) if judged is not None and judged.fits else None
+    if estimate is None:
         # By the runs that were made on this machine.
         phases = {} if plan.machine.name else predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
         for name, seconds in phases.items():
@@ -578,21 +581,21 @@ def _time(plan: Plan) -> Rows:
                 "what the latest run on this machine measured (calibration.json beside the runs), and responses as long",
             )
         return
-    for name, seconds in found.phases.items():
+    for name, seconds in estimate.phases.items():
         yield TABLE, f"{name:<30}{seconds:>10,.1f} s"
-    yield TABLE, f"{'a step':<30}{found.total:>10,.1f} s, {found.tokens_per_gpu:,.0f} tokens a second and GPU"
-    yield "limit", f"{found.limit}; the engines' slots are {found.filled:.0%} full while they sample"
+    yield TABLE, f"{'a step':<30}{estimate.total:>10,.1f} s, {estimate.tokens_per_gpu:,.0f} tokens a second and GPU"
+    yield "limit", f"{estimate.limit}; the engines' slots are {estimate.filled:.0%} full while they sample"
     yield "assumed", assumptions(plan)
 
 
 def _schedules(plan: Plan) -> Rows:
-    found = divisions(plan, plan.model) if plan.model is not None else []
-    if not found:
+    fitting = divisions(plan, plan.model) if plan.model is not None else []
+    if not fitting:
         return
     yield TABLE, HEAD
-    for division in found:
+    for division in fitting:
         yield TABLE, division.line()
-    fastest = min(found, key=lambda division: division.time.total)
+    fastest = min(fitting, key=lambda division: division.time.total)
     words = " ".join(f"{key}={show(value)}" for key, value in fastest.changes.items())
     yield "fastest", f"{fastest.schedule}: {words}"
 

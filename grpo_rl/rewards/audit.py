@@ -51,8 +51,8 @@ class Audit:
             rules = RewardRunner(function, audit_config, None if start is None else partial(start, "audit"))
             stack.callback(rules.close)
         if JUDGE in config.audit:
-            here = partial(JudgeProcess, JudgeSpec.of(config))
-            models.append(JudgeRunner(config.judge, here if start is None else partial(start, JUDGE)))
+            start_judge = partial(JudgeProcess, JudgeSpec.of(config))
+            models.append(JudgeRunner(config.judge, start_judge if start is None else partial(start, JUDGE)))
         self._scorer = CombinedRewarder(rules, models, audit_config)
         stack.callback(self._scorer.close)
         self._share = config.audit_share
@@ -63,16 +63,16 @@ class Audit:
     def submit(self, rollouts: Sequence[Rollout]) -> None:
         """Start to audit a part of one step's scored rollouts; returns at once."""
         self._chosen = sample(rollouts, self._share)
-        self._copies = [replace(one, reward=None, reward_parts={}, steps=None) for one in self._chosen]
+        self._copies = [replace(rollout, reward=None, reward_parts={}, steps=None) for rollout in self._chosen]
         for copy in self._copies:
             self._scorer.submit(copy)
 
     def logged(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts as the log has them: copies of those that were audited, with `audit/NAME` among their parts."""
-        found = [self._found.get((one.prompt.uid, one.sample_index)) for one in rollouts]
+        results = [self._found.get((rollout.prompt.uid, rollout.sample_index)) for rollout in rollouts]
         return [
-            one if parts is None else replace(one, reward_parts=one.reward_parts | parts)
-            for one, parts in zip(rollouts, found, strict=True)
+            rollout if parts is None else replace(rollout, reward_parts=rollout.reward_parts | parts)
+            for rollout, parts in zip(rollouts, results, strict=True)
         ]
 
     def wait(self, warn: Callable[[str], None]) -> Metrics:
@@ -89,16 +89,16 @@ class Audit:
         except RewardError as error:
             warn(f"no response of this step was audited: {error}")
             return {"audit/failures": float(len(self._copies))}
-        failures = [(one.failure, one.failure_cause or "") for one in audited if one.failure is not None]
+        failures = [(copy.failure, copy.failure_cause or "") for copy in audited if copy.failure is not None]
         if failures:
             warn(f"audit: {summary(failures, len(audited))}")
         pairs: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-        for trained, one in zip(self._chosen, audited, strict=True):
-            if one.failure is None and trained.reward is not None:
-                scores = {name: one.reward_parts[name] for name in self._scorer.factors}
-                self._found[one.prompt.uid, one.sample_index] = {f"{PREFIX}{name}": score for name, score in scores.items()}
+        for trained, copy in zip(self._chosen, audited, strict=True):
+            if copy.failure is None and trained.reward is not None:
+                scores = {name: copy.reward_parts[name] for name in self._scorer.factors}
+                self._found[copy.prompt.uid, copy.sample_index] = {f"{PREFIX}{name}": score for name, score in scores.items()}
                 for name, score in scores.items():
-                    pairs[name][one.prompt.uid].append((trained.reward, score))
+                    pairs[name][copy.prompt.uid].append((trained.reward, score))
         metrics = {"audit/failures": float(len(failures))}
         for name, by_prompt in pairs.items():
             metrics |= _paired(f"{PREFIX}{name}", np.array([np.mean(group, axis=0) for group in by_prompt.values()]))
@@ -120,14 +120,14 @@ def sample(rollouts: Sequence[Rollout], share: float) -> list[Rollout]:
 
     The choice is a function of the names of the rollouts: a run that is resumed makes the same one.
     """
-    candidates = [one for one in rollouts if one.reward is not None and one.failure is None and one.sample_index != GREEDY]
+    candidates = [item for item in rollouts if item.reward is not None and item.failure is None and item.sample_index != GREEDY]
     places: dict[str, int] = defaultdict(int)
     ordered = []
-    for digest, one in sorted(((_digest(one), one) for one in candidates), key=lambda pair: pair[0]):
-        ordered.append((places[one.prompt.uid], digest, one))
-        places[one.prompt.uid] += 1
+    for digest, item in sorted(((_digest(item), item) for item in candidates), key=lambda pair: pair[0]):
+        ordered.append((places[item.prompt.uid], digest, item))
+        places[item.prompt.uid] += 1
     ordered.sort(key=lambda entry: entry[:2])
-    return [one for _, _, one in ordered[: math.ceil(share * len(ordered))]]
+    return [item for _, _, item in ordered[: math.ceil(share * len(ordered))]]
 
 
 def _digest(rollout: Rollout) -> bytes:

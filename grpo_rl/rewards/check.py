@@ -104,9 +104,9 @@ class Trial:
             further = [spared(job, self._ask) for job in joint]
             seconds = sum(job.seconds for job in (*jobs, *joint)) / len(some)
             for number, row in enumerate(some):
-                alone = jobs[number].outcomes if jobs else []
+                single = jobs[number].outcomes if jobs else []
                 yield TriedRow(
-                    row, seconds, self._sum([*singly, *batched], [*alone, *(outcomes[number] for outcomes in further)])
+                    row, seconds, self._sum([*singly, *batched], [*single, *(outcomes[number] for outcomes in further)])
                 )
 
     def _sum(self, components: Sequence[Component], outcomes: Sequence[Outcome]) -> Outcome:
@@ -132,13 +132,13 @@ class Trial:
 
     def _ask(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            left: Sequence[Job] = [job]
-            while left:
+            waiting: Sequence[Job] = [job]
+            while waiting:
                 if self._worker is None or not self._worker.child.alive:
                     self._worker = RewardProcess(self._config, list(self._data_sources), self._log)
                     if trouble := self._worker.child.wait_until_ready():
                         raise RewardError(f"the process of the reward function cannot start: {trouble}")
-                left = self._worker.ask(left)
+                waiting = self._worker.ask(waiting)
 
 
 # ---- rows and their right responses --------------------------------------------------------------------
@@ -260,9 +260,9 @@ def _solve(terms: list[tuple[Fraction, str]], target: Fraction) -> str | None:
         values = [("+", a + b), ("*", a * b)] if first < second else []
         values += [("-", a - b), *([("/", a / b)] if b else [])]
         for sign, value in values:
-            found = _solve([*rest, (value, f"({left} {sign} {right})")], target)
-            if found is not None:
-                return found
+            expression = _solve([*rest, (value, f"({left} {sign} {right})")], target)
+            if expression is not None:
+                return expression
     return None
 
 
@@ -281,8 +281,8 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
     for row, _, outcome in tried[:SHOWN_ROWS]:
         score, values = ("failed", {}) if isinstance(outcome, RewardFailure) else (f"{outcome.score:g}", outcome.values)
         text = row.response or ""
-        shown = _printable(text[:SHOWN_CHARACTERS]) + "…" * (len(text) > SHOWN_CHARACTERS)
-        table.add_row(str(row.place), Text(shown), score, Text("  ".join(f"{key} {value:g}" for key, value in values.items())))
+        start = _printable(text[:SHOWN_CHARACTERS]) + "…" * (len(text) > SHOWN_CHARACTERS)
+        table.add_row(str(row.place), Text(start), score, Text("  ".join(f"{key} {value:g}" for key, value in values.items())))
     console.print(table)
     if len(tried) > SHOWN_ROWS:
         console.print(f"and {len(tried) - SHOWN_ROWS} rows more")
@@ -292,10 +292,10 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
         )
     if not tried:
         return
-    if scores := [one.outcome.score for one in tried if isinstance(one.outcome, RewardResult)]:
+    if scores := [tried_row.outcome.score for tried_row in tried if isinstance(tried_row.outcome, RewardResult)]:
         console.print(f"score: mean {sum(scores) / len(scores):.4g}, least {min(scores):g}, greatest {max(scores):g}")
     # The first call loads what the function needs.
-    warm = [1000 * one.seconds for one in tried[1:] or tried]
+    warm = [1000 * tried_row.seconds for tried_row in tried[1:] or tried]
     console.print(
         f"time per call: p50 {percentile(warm, 0.5):.3f} ms, p99 {percentile(warm, 0.99):.3f} ms, max {max(warm):.3f} ms; "
         f"the first one {1000 * tried[0].seconds:.1f} ms"
@@ -305,11 +305,11 @@ def show(tried: Sequence[TriedRow], strange: Sequence[TriedRow], unmade: int, co
     if len(failures) > SHOWN_FAILURES:
         failures[SHOWN_FAILURES:] = [f"  and {len(failures) - SHOWN_FAILURES} more"]
     earned = []
-    for name, one in zip(STRANGE, strange, strict=False):
-        if isinstance(one.outcome, RewardFailure):
-            failures.append(f"a response that is {name} failed{_failed(one.outcome)}")
+    for name, tried_row in zip(STRANGE, strange, strict=False):
+        if isinstance(tried_row.outcome, RewardFailure):
+            failures.append(f"a response that is {name} failed{_failed(tried_row.outcome)}")
         else:
-            earned.append(f"{name} {one.outcome.score:g}")
+            earned.append(f"{name} {tried_row.outcome.score:g}")
     for failure in failures:
         console.print(Text(failure, style="red"))
     if earned:
@@ -350,19 +350,19 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     tried, strange = list[TriedRow](), list[TriedRow]()
     log, printed, interrupted = OutputLog(), "", False
     try:
-        given, words = parser.read_with_settings(sys.argv[1:] if arguments is None else arguments)
-        if given.rows < 1:
-            raise ConfigError(f"--rows is {given.rows}; it must be at least 1")
-        if given.timeout_s is not None and not given.timeout_s > 0:
-            raise ConfigError(f"--timeout_s is {given.timeout_s:g}; it must be above 0")
+        options, words = parser.read_with_settings(sys.argv[1:] if arguments is None else arguments)
+        if options.rows < 1:
+            raise ConfigError(f"--rows is {options.rows}; it must be at least 1")
+        if options.timeout_s is not None and not options.timeout_s > 0:
+            raise ConfigError(f"--timeout_s is {options.timeout_s:g}; it must be above 0")
         config = compose(words).config
-        if given.data is None and not any(word.startswith(("recipe=", "data.train_files=")) for word in words):
+        if options.data is None and not any(word.startswith(("recipe=", "data.train_files=")) for word in words):
             raise ConfigError("--data is missing: a file, a folder, task:NAME; or a recipe with data.train_files")
-        data = [given.data] if given.data is not None else config.data.train_files
-        reward = _reward_of(given, config.reward)
+        data = [options.data] if options.data is not None else config.data.train_files
+        reward = _reward_of(options, config.reward)
         trial = Trial(reward, log)
         with contextlib.closing(trial):
-            rows = read_rows(data, given.rows, given.column, config.data, reward.functions)
+            rows = read_rows(data, options.rows, options.column, config.data, reward.functions)
             usable = list[Row]()
             try:
                 if without := [row for row in rows if row.forms]:
@@ -370,13 +370,13 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
                     console.print(f"responses: {form}")
                     rows = [row._replace(response=row.forms[form]) if form in row.forms else row for row in rows]
                 usable = [row for row in rows if row.response is not None]
-                for one in trial.outcomes(usable):
-                    tried.append(one)
+                for tried_row in trial.outcomes(usable):
+                    tried.append(tried_row)
                 printed = log.last
-                if row := next((one.row for one in tried if isinstance(one.outcome, RewardResult)), None):
+                if row := next((tried_row.row for tried_row in tried if isinstance(tried_row.outcome, RewardResult)), None):
                     texts = [str(row.ground_truth) if text is None else text for text in STRANGE.values()]
-                    for one in trial.outcomes([row._replace(response=text) for text in texts]):
-                        strange.append(one)
+                    for tried_row in trial.outcomes([row._replace(response=text) for text in texts]):
+                        strange.append(tried_row)
             except KeyboardInterrupt:
                 interrupted, printed = True, log.last
                 console.print(f"interrupted after {len(tried)} of {len(usable)} rows")
@@ -388,7 +388,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         console.print(Text(f"the end of what it printed: {_printable(printed)}"))
     if interrupted:
         return INTERRUPTED
-    return 0 if tried and all(isinstance(one.outcome, RewardResult) for one in [*tried, *strange]) else FAILED
+    return 0 if tried and all(isinstance(tried_row.outcome, RewardResult) for tried_row in [*tried, *strange]) else FAILED
 
 
 def _reward_of(given: argparse.Namespace, config: RewardConfig) -> RewardConfig:

@@ -182,10 +182,10 @@ def describe_roles(config: Config, num_ranks: int, played_in: str) -> Iterator[t
         passes = f"in passes of <= {model.max_token_len_per_gpu:,} tokens"
         yield "model score", f"{num_ranks} rank{'s' * several} {place}, FSDP2, {model.model_path}; {what}, {passes}"
     if derived.plays_episodes(config):
-        own = config.actor_rollout_ref.rollout.multi_turn
-        tools = ", ".join(filter(None, [own.tool_config_path, *own.tools]))
-        names = [own.environment.name, own.interaction_config_path, tools and f"tools by {own.format}: {tools}"]
-        limits = [(own.max_assistant_turns, "turns"), (own.max_user_turns, "answers")]
+        turns = config.actor_rollout_ref.rollout.multi_turn
+        tools = ", ".join(filter(None, [turns.tool_config_path, *turns.tools]))
+        names = [turns.environment.name, turns.interaction_config_path, tools and f"tools by {turns.format}: {tools}"]
+        limits = [(turns.max_assistant_turns, "turns"), (turns.max_user_turns, "answers")]
         bounds = "".join(f", at most {number:,} {what}" for number, what in limits if number is not None)
         yield "episodes", f"{'; '.join(filter(None, names))}; in {played_in}{bounds}"
     if derived.has_judge(config):

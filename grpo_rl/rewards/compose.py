@@ -121,16 +121,16 @@ class RewardFunction:
         that gives them stand in the parts by themselves too. Raises RewardFailure for the first one among the outcomes, and, if
         steps are read, for none and for bad ones.
         """
-        found: dict[str, RewardResult] = {}
+        results: dict[str, RewardResult] = {}
         as_called = sorted(self.components, key=lambda component: component.batched)
         for component, outcome in zip(as_called, outcomes, strict=False):
             if isinstance(outcome, RewardFailure):
                 raise outcome.at(place(component.name, rollout))
-            found[component.name] = outcome
+            results[component.name] = outcome
         reward, parts = 0.0, {}
         steps: dict[str, tuple[Step, ...]] = {}
         for component in self.components:
-            result = found[component.name]
+            result = results[component.name]
             reward += component.factor * result.score
             parts[component.name] = result.score
             for key, number in result.values.items():
@@ -153,8 +153,8 @@ class RewardFunction:
         if len(steps) == 1:
             return next(iter(steps.values()))
         if steps:
-            both = " and ".join(map(repr, steps))
-            raise RewardFailure(INVALID, f"{both} both return 'steps'; one function of reward.functions may")
+            listed = " and ".join(map(repr, steps))
+            raise RewardFailure(INVALID, f"{listed} both return 'steps'; one function of reward.functions may")
         names = " + ".join(component.name for component in self.components)
         raise RewardFailure(INVALID, f"{place(names, rollout)}: {NO_STEPS}")
 
@@ -221,12 +221,12 @@ def _component(name: str, factor: float, names: list[str], config: RewardConfig)
             f"{', '.join(twice)} is in custom_reward_function.reward_kwargs and in function_kwargs.{part}; give it once"
         )
     options = options | config.custom_reward_function.reward_kwargs
-    given = BATCH_ARGUMENTS if batched else ARGUMENTS
-    if set(options) & set(given):
-        raise ConfigError(f"{name!r}: {', '.join(sorted(set(options) & set(given)))} is given with every call and no option")
+    fixed = BATCH_ARGUMENTS if batched else ARGUMENTS
+    if set(options) & set(fixed):
+        raise ConfigError(f"{name!r}: {', '.join(sorted(set(options) & set(fixed)))} is given with every call and no option")
     REWARDS.check_keywords(name, options)
     try:
-        REWARDS.check_call(name, **dict.fromkeys(given), **options)
+        REWARDS.check_call(name, **dict.fromkeys(fixed), **options)
     except ConfigError as error:
         hint = (
             "with lists, as it is in reward.batched"

@@ -70,8 +70,8 @@ def summary(failures: Sequence[tuple[str, str]], total: int) -> str:
     causes = list(dict.fromkeys([*of_each_kind.values(), *(cause for _, cause in failures)]))[:SHOWN_CAUSES]
     parts = [cause.partition(CALLED) for cause in causes]
     interfaces = dict.fromkeys(called + interface for _, called, interface in parts)
-    shown = "; ".join(cause for cause, _, _ in parts) + "".join(interfaces)
-    return f"{len(failures)} of {total} rewards failed ({kinds}), first: {shown}"
+    text = "; ".join(cause for cause, _, _ in parts) + "".join(interfaces)
+    return f"{len(failures)} of {total} rewards failed ({kinds}), first: {text}"
 
 
 LONGEST_SHOWN = 200
@@ -128,8 +128,8 @@ def number_of(value: Any, key: str) -> float:
     value = _item(value)
     if not isinstance(value, Real):
         text = repr(value)
-        shown = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
-        raise RewardFailure(INVALID, f"{key} is {shown} ({type(value).__name__}), not a number")
+        excerpt = text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+        raise RewardFailure(INVALID, f"{key} is {excerpt} ({type(value).__name__}), not a number")
     try:
         number = float(value)
     except OverflowError:

@@ -57,10 +57,10 @@ def read_steps(steps: Any, rollout: Rollout, decode: Decode, factor: float = 1.0
             number_of(rewards[-1], f"the reward of step {number} times {factor:g}")
         except RewardFailure as failure:
             raise ValueError(str(failure)) from None
-        before = ends[-1] if ends else 0
-        if not before < int(end) <= num_characters:
+        previous_end = ends[-1] if ends else 0
+        if not previous_end < int(end) <= num_characters:
             raise ValueError(
-                f"step {number} ends at character {end}; it must be after {before}, where the one before ends, "
+                f"step {number} ends at character {end}; it must be after {previous_end}, where the one before ends, "
                 f"and at most {num_characters}, the length of the response"
             )
         ends.append(int(end))
@@ -77,7 +77,7 @@ def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
     text = decode(token_ids)
     if ends and ends[-1] > len(text):
         raise ValueError(f"a step ends at character {ends[-1]}; the tokens make {len(text)}")
-    found: list[int] = []
+    step_places: list[int] = []
     stop = reached = 0
     for end in ends:
         while end > reached:
@@ -90,8 +90,8 @@ def step_ends(token_ids: Sequence[int], decode: Decode, ends: Sequence[int]) -> 
                 high = middle
             else:
                 low = middle + 1
-        found.append(low - 1)
-    return found
+        step_places.append(low - 1)
+    return step_places
 
 
 def _block(token_ids: Sequence[int], decode: Decode, text: str, start: int, chars: int) -> tuple[int, int, int, int]:

@@ -52,7 +52,7 @@ def _of_source(groups: list[list[Rollout]], n: int) -> Metrics:
     return {f"{name}/mean@{n}": fmean(rollout.reward_parts.get(name, 0.0) for rollout in rollouts) for name in names} | {
         f"mean@{n}": fmean(fmean(group) for group in values),
         f"best@{n}": fmean(max(group) for group in values),
-        f"maj@{n}": fmean(majority((value_of(one), one.reward_parts.get("answer")) for one in group) for group in groups),
+        f"maj@{n}": fmean(majority((value_of(item), item.reward_parts.get("answer")) for item in group) for group in groups),
         "reward": fmean(0.0 if rollout.failure else rollout.reward or 0.0 for rollout in rollouts),
         "reward_failures": float(sum(rollout.failure is not None for rollout in rollouts)),
         "response_length": fmean(len(rollout.response_ids) for rollout in rollouts),
@@ -73,5 +73,5 @@ def majority(votes: Iterable[tuple[float, float | None]]) -> float:
     ballots: dict[float, list[float]] = defaultdict(list)
     for value, answer in [vote for vote in votes if vote[1] is not None] or votes:
         ballots[value if answer is None else answer].append(value)
-    most = max(map(len, ballots.values()))
-    return fmean(fmean(values) for values in ballots.values() if len(values) == most)
+    num_votes = max(map(len, ballots.values()))
+    return fmean(fmean(values) for values in ballots.values() if len(values) == num_votes)

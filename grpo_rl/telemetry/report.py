@@ -46,8 +46,8 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
     records = read_metrics(run_dir.metrics_file)
     health = ""
     if any(record["step"] > 0 for record in records):
-        found = as_text(diagnose(RunRecord.of_folder(run_dir.path)), brief=True)
-        health = f"Health\n{found}\n  more: python -m grpo_rl doctor {run_dir.path}"
+        diagnosis = as_text(diagnose(RunRecord.of_folder(run_dir.path)), brief=True)
+        health = f"Health\n{diagnosis}\n  more: python -m grpo_rl doctor {run_dir.path}"
     sections = [
         _before_after(records),
         health,
@@ -67,8 +67,8 @@ def _before_after(records: Sequence[dict[str, float]]) -> str:
     """
     rows = [
         f"  {safe_text(name, limit=54):<54}"
-        + (f" {number(before, 9)} {number(after, 9)} {_signed(after - before)}" if first != last else f" {number(after, 19)}")
-        for name, (first, before), (last, after) in results(records)
+        + (f" {number(old, 9)} {number(new, 9)} {_signed(new - old)}" if first != last else f" {number(new, 19)}")
+        for name, (first, old), (last, new) in results(records)
     ]
     return "\n".join([f"{'Result':<56}{'before':>10}{'after':>10}{'change':>10}", *rows] if rows else [])
 
@@ -91,17 +91,17 @@ def _samples(run_dir: RunDir, num_samples: int) -> str:
     if not files:
         return ""
     (first_step, first_file), (last_step, last_file) = files[0], files[-1]
-    before, after = _by_prompt(read_rollouts(first_file)), _by_prompt(read_rollouts(last_file))
-    prompts = [prompt for prompt in before if prompt in after]
+    first, last = _by_prompt(read_rollouts(first_file)), _by_prompt(read_rollouts(last_file))
+    prompts = [prompt for prompt in first if prompt in last]
     chosen = random.Random(0).sample(prompts, min(num_samples, len(prompts)))
     if not chosen:
         return ""
-    states = [("before", before), ("after", after)] if first_step != last_step else [("answer", after)]
+    states = [("before", first), ("after", last)] if first_step != last_step else [("answer", last)]
     title = f"The same prompts before (step {first_step}) and after (step {last_step})" if len(states) > 1 else "Some prompts"
     lines = [f"{title}, drawn at random"]
     for prompt in chosen:
         lines += ["", *_labelled("prompt", prompt[1])]
-        truth = before[prompt].get("ground_truth")
+        truth = first[prompt].get("ground_truth")
         if truth is not None:
             lines += _labelled("truth", str(truth))
         for label, records in states:

@@ -144,12 +144,12 @@ def write_rollouts(
 
     Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it.
     """
-    shown = set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:token_groups])
+    uids = set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:token_groups])
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
         for rollout, advantage in zip(rollouts, advantages or [None] * len(rollouts), strict=True):
             record = record_of(rollout, advantage)
-            line = dump_line(record | (token_record(rollout) if rollout.prompt.uid in shown else {}))
+            line = dump_line(record | (token_record(rollout) if rollout.prompt.uid in uids else {}))
             hidden = hide_known(line)
             if hidden != line:  # the tokens would give away what is hidden in the text
                 hidden = hide_known(dump_line(record))
@@ -204,10 +204,10 @@ def episode_record(episode: Episode) -> dict[str, Any]:
     turns = iter(episode.turns)
     messages: list[dict[str, Any]] = []
     for message in episode.messages:
-        shown = dict(message)
+        copy = dict(message)
         if message["role"] == "assistant" and (turn := next(turns, None)) is not None:
-            shown |= {"tokens": turn.length, "reward": turn.reward}
-        messages.append(shown)
+            copy |= {"tokens": turn.length, "reward": turn.reward}
+        messages.append(copy)
     return {
         "messages": messages,
         "spans": [[turn.start, turn.length] for turn in episode.turns],
@@ -280,12 +280,12 @@ def prompt_key(record: Mapping[str, Any]) -> tuple[str, str]:
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, file) of every step in `folder`, ascending; none if there is no such folder."""
-    found = []
+    files = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = re.fullmatch(r"step_([0-9]{1,9})\.jsonl", path.name)
         if match:
-            found.append((int(match[1]), path))
-    return sorted(found)
+            files.append((int(match[1]), path))
+    return sorted(files)
 
 
 def step_file(folder: Path, step: int | None) -> tuple[int, Path]:
@@ -296,6 +296,6 @@ def step_file(folder: Path, step: int | None) -> tuple[int, Path]:
     chosen = max(files) if step is None else step
     if chosen not in files:
         steps = [*map(str, files)]
-        shown = ", ".join(steps if len(steps) <= 12 else [*steps[:6], "...", *steps[-6:]])
-        raise DataError(f"{folder}: there is no step {step}; there are {shown}")
+        listed = ", ".join(steps if len(steps) <= 12 else [*steps[:6], "...", *steps[-6:]])
+        raise DataError(f"{folder}: there is no step {step}; there are {listed}")
     return chosen, files[chosen]

@@ -120,10 +120,10 @@ class RunDir:
     def write_config(self, resolved_yaml: str, overrides: Sequence[str]) -> None:
         """Write `config.yaml` and `overrides.txt`; different ones from before a resume stay beside them, numbered."""
         for file, text in ((self.config_file, resolved_yaml), (self.overrides_file, "".join(f"{o}\n" for o in overrides))):
-            before = None
+            previous = None
             with suppress(DataError):
-                before = read_text(file)
-            if before != text and file.exists():
+                previous = read_text(file)
+            if previous != text and file.exists():
                 file.rename(_first_free(file.with_name(f"{file.stem}.{{}}{file.suffix}")))
             file.write_text(text, encoding="utf-8")
 
@@ -137,25 +137,25 @@ class RunDir:
             if folder is None:
                 continue
             with suppress(DataError):
-                before = read_yaml(folder / self.config_file.name)
+                previous = read_yaml(folder / self.config_file.name)
                 break
         else:
             return []
-        old, new = flat(before), flat(yaml.safe_load(resolved_yaml))
-        shown = {key: [show(values[key]) if key in values else "not set" for values in (old, new)] for key in {**old, **new}}
-        return [f"{key}: {was} -> {now}" for key, (was, now) in shown.items() if was != now]
+        old, new = flat(previous), flat(yaml.safe_load(resolved_yaml))
+        texts = {key: [show(values[key]) if key in values else "not set" for values in (old, new)] for key in {**old, **new}}
+        return [f"{key}: {was} -> {current}" for key, (was, current) in texts.items() if was != current]
 
     def start_fresh(self, keep: Sequence[Path] = ()) -> Path | None:
         """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
 
         For a run that does not resume: so it starts in an empty folder and nothing is overwritten. The files and folders `keep` stay.
         """
-        left = (_EARLIER, LOCK_FILE, *(path.name for path in keep))
-        there = [entry for entry in sorted(self.path.iterdir()) if entry.name not in left]
-        if not any(entry.is_file() or any(entry.iterdir()) for entry in there):
+        untouched = (_EARLIER, LOCK_FILE, *(path.name for path in keep))
+        entries = [entry for entry in sorted(self.path.iterdir()) if entry.name not in untouched]
+        if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
             return None
         aside = self.new_aside()
-        for entry in there:
+        for entry in entries:
             entry.rename(aside / entry.name)
         self._make_subfolders()
         return aside
@@ -181,14 +181,14 @@ class RunDir:
 
 def run_config(run: Path) -> dict[str, Any]:
     """Return config.yaml of a run, nested. Raises DataError if it cannot be read, and if a group of keys is a value."""
-    found = read_yaml(run / "config.yaml")
+    config = read_yaml(run / "config.yaml")
     for section in sorted(sections()):
-        value: Any = found
+        value: Any = config
         for part in section.split("."):
             value = value.get(part, {})
             if not isinstance(value, dict):
                 raise DataError(f"{run / 'config.yaml'}: {section} is {type(value).__name__}, expected a group of keys")
-    return found
+    return config
 
 
 def named_run(text: str) -> Path | None:
@@ -224,10 +224,10 @@ def find_run(text: str) -> Path:
 def no_run(text: str, nor: str = "") -> str:
     """Return the message that `text` names no run, `nor` what else was looked for; with the nearest run, or those below it."""
     known = [str(folder.parent) for folder in RUNS.glob("**/config.yaml") if len(folder.parts) <= 4]
-    hint = did_you_mean(text, [*known, *(Path(one).name for one in known)], most=1)
+    hint = did_you_mean(text, [*known, *(Path(name).name for name in known)], most=1)
     if os.path.isdir(text) and (below := sorted(path.parent.name for path in Path(text).glob("*/config.yaml"))):
-        more = f" and {len(below) - 12} more" if len(below) > 12 else ""
-        hint = f" The runs below it are {', '.join(below[:12])}{more}"
+        rest = f" and {len(below) - 12} more" if len(below) > 12 else ""
+        hint = f" The runs below it are {', '.join(below[:12])}{rest}"
     return f"{text!r} is no run (a folder with config.yaml, or its name){nor}.{hint}"
 
 
@@ -255,7 +255,7 @@ def links_out(folder: Path, *, deep: bool = True) -> Iterator[Path]:
         inside.append(str(Path(root).parents[1] / "blobs"))
     for place, folders, files in os.walk(root):
         for path in (Path(place, name) for name in (*folders, *files)):
-            if path.is_symlink() and not any(Path(os.path.realpath(path)).is_relative_to(one) for one in inside):
+            if path.is_symlink() and not any(Path(os.path.realpath(path)).is_relative_to(top) for top in inside):
                 yield path
         if not deep and place != root:
             folders.clear()
@@ -363,10 +363,10 @@ def _myself() -> dict[str, Any]:
 def _owner(descriptor: int) -> dict[str, Any]:
     """Return what the lock's file says of its owner; empty if it says nothing that can be read."""
     try:
-        found = parsed(os.pread(descriptor, 1000, 0).decode("utf-8", errors="replace"))
+        owner = parsed(os.pread(descriptor, 1000, 0).decode("utf-8", errors="replace"))
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return owner if isinstance(owner, dict) else {}
 
 
 def _is_alive(descriptor: int) -> bool:

@@ -97,8 +97,8 @@ class Status:
         if error is None:
             self.update(state="done", phase="end")
         else:
-            found = {"type": type(error).__name__, "message": headline(error), "exit_code": exit_code_of(error)}
-            self.update(state="preempted" if isinstance(error, Preempted) else "failed", error=found)
+            details = {"type": type(error).__name__, "message": headline(error), "exit_code": exit_code_of(error)}
+            self.update(state="preempted" if isinstance(error, Preempted) else "failed", error=details)
         if self._thread is None:
             return
         with self._changed:
@@ -134,9 +134,9 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
 def read_status(folder: Path) -> dict[str, Any]:
     """Return the status of the run in `folder`, without fields of another form than `Status` writes; empty if it has none."""
     with suppress(DataError):
-        found = read_json(folder / "status.json")
-        if isinstance(found, dict):
-            return {name: value for name, value in found.items() if name not in _FORMS or value is None or _FORMS[name](value)}
+        status = read_json(folder / "status.json")
+        if isinstance(status, dict):
+            return {name: value for name, value in status.items() if name not in _FORMS or value is None or _FORMS[name](value)}
     return {}
 
 

@@ -25,8 +25,8 @@ def check(config: Config, machine: Machine) -> list[str]:
     The functions that are named are looked up later, by the plan.
     """
     run = settled(config)
-    found = [*_without_machine(config, run), *_machine(run, machine), *effects.problems(config, machine)]
-    return list(dict.fromkeys(found))
+    problems = [*_without_machine(config, run), *_machine(run, machine), *effects.problems(config, machine)]
+    return list(dict.fromkeys(problems))
 
 
 def _without_machine(config: Config, run: Config) -> Iterator[str]:
@@ -49,9 +49,9 @@ def between_sound_keys(config: Config, problems: Iterable[str]) -> Iterator[str]
         if key.startswith(("recipe", "the")):
             return
     # No key is refused on GPUs that has an effect on CPUs.
-    found = [*_without_machine(config, settled(config)), *effects.problems(config, Machine(1, 1, "cuda"))]
+    lines = [*_without_machine(config, settled(config)), *effects.problems(config, Machine(1, 1, "cuda"))]
     # What is missing altogether may stand in the word or recipe that could not be read.
-    yield from (line for line in found if "is not set" not in line and not doubtful & set(re.findall(r"\w+", line)))
+    yield from (line for line in lines if "is not set" not in line and not doubtful & set(re.findall(r"\w+", line)))
 
 
 # ---- settings that contradict each other, or that the schedule cannot do ------------------------------------------
@@ -145,16 +145,16 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _episodes(config: Config) -> Iterator[str]:
-    own = config.actor_rollout_ref.rollout.multi_turn
-    if not own.enable:
+    turns = config.actor_rollout_ref.rollout.multi_turn
+    if not turns.enable:
         return
-    if own.environment.name is None and own.interaction_config_path is None and not (own.tools or own.tool_config_path):
+    if turns.environment.name is None and turns.interaction_config_path is None and not (turns.tools or turns.tool_config_path):
         yield (
             f"{_TURNS}.enable=true: nothing answers the policy; name {_TURNS}.environment.name, or tools by {_TURNS}.tools or "
             "tool_config_path"
         )
-    if own.environment.name is not None and own.interaction_config_path is not None:
-        yield f"{_TURNS}.interaction_config_path: names an environment, as environment.name={own.environment.name} does; keep one"
+    if turns.environment.name is not None and turns.interaction_config_path is not None:
+        yield f"{_TURNS}.interaction_config_path: names an environment, as environment.name={turns.environment.name} does; keep one"
     if derived.collects(config):
         yield f"{_TURNS}.enable=true: data.responses=initial_policy keeps single responses; data.responses=policy"
     if config.actor_rollout_ref.rollout.ignore_eos:
@@ -204,27 +204,27 @@ def _old_samples(config: Config) -> Iterator[str]:
         )
     if not config.algorithm.replay.max_age:
         return
-    rollout, others = config.actor_rollout_ref.rollout, ""
+    rollout, obstacle = config.actor_rollout_ref.rollout, ""
     if derived.plays_episodes(config):
-        others = "episodes of several turns"
+        obstacle = "episodes of several turns"
     elif config.distillation.enabled:
-        others = "teachers, which read more of a prompt than is kept"
+        obstacle = "teachers, which read more of a prompt than is kept"
     elif rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0:
-        others = "top_p, top_k and min_p, whose sets of tokens are not kept"
-    if others:
-        yield f"{replay}: does not go with {others}; leave it out"
+        obstacle = "top_p, top_k and min_p, whose sets of tokens are not kept"
+    if obstacle:
+        yield f"{replay}: does not go with {obstacle}; leave it out"
 
 
 def _overlapping(config: Config) -> Iterator[str]:
-    key, own = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous
+    key, asynchronous = f"trainer.schedule={config.trainer.schedule}", config.trainer.asynchronous
     if derived.is_colocated(config) and not config.trainer.val_only:
         yield (
             f"{key}: samples while it trains, and with {_R}.nnodes=0 the engines share the actor's devices; give them their own: "
             f"{_R}.nnodes=1 {_R}.n_gpus_per_node=..., beside trainer.n_gpus_per_node"
         )
-    if config.trainer.schedule == ASYNC and own.sync_every > own.max_staleness + 1:
+    if config.trainer.schedule == ASYNC and asynchronous.sync_every > asynchronous.max_staleness + 1:
         yield (
-            f"trainer.asynchronous.sync_every={own.sync_every}: the weights would be older than max_staleness={own.max_staleness} "
+            f"trainer.asynchronous.sync_every={asynchronous.sync_every}: the weights would be older than max_staleness={asynchronous.max_staleness} "
             "before they are sent; at most max_staleness + 1"
         )
 
@@ -292,17 +292,17 @@ def _passes(config: Config) -> Iterator[str]:
 def _lengths(config: Config) -> Iterator[str]:
     sampled = config.data.max_prompt_length + config.data.max_response_length
     trained, parts, critic = derived.longest_sequence(config), config.actor_rollout_ref, config.critic
-    rollout, together = parts.rollout, parts.actor.ulysses_sequence_parallel_size
+    rollout, sequence_ranks = parts.rollout, parts.actor.ulysses_sequence_parallel_size
     scorer = config.reward.reward_model
     scores = scorer.enable or derived.trains_only_reward_model(config)
     by_tokens = derived.pass_rule(config, "actor").max_tokens is not None
     budgets = {
-        f"{_A}.ppo_max_token_len_per_gpu": (parts.actor.ppo_max_token_len_per_gpu if by_tokens else None, together),
+        f"{_A}.ppo_max_token_len_per_gpu": (parts.actor.ppo_max_token_len_per_gpu if by_tokens else None, sequence_ranks),
         f"{_REF}.log_prob_max_token_len_per_gpu": (
             parts.ref.log_prob_max_token_len_per_gpu,
             derived.pass_rule(config, "ref").sequence_ranks,
         ),
-        f"{_R}.log_prob_max_token_len_per_gpu": (rollout.log_prob_max_token_len_per_gpu, together),
+        f"{_R}.log_prob_max_token_len_per_gpu": (rollout.log_prob_max_token_len_per_gpu, sequence_ranks),
         f"{_R}.max_model_len": (rollout.max_model_len, 1),
         "critic.ppo_max_token_len_per_gpu": (critic.ppo_max_token_len_per_gpu, critic.ulysses_sequence_parallel_size),
         f"{_SCORER}.max_token_len_per_gpu": (scorer.max_token_len_per_gpu if scores else None, 1),
@@ -333,11 +333,11 @@ def _gpus(config: Config, machine: Machine) -> Iterator[str]:
         pools["rollout"] = machine.devices(config, "rollout")
     if scorer.enable and scorer.enable_resource_pool:
         pools["reward_model"] = machine.devices(config, "reward_model")
-    asked = sum(nodes * gpus for nodes, gpus in pools.values())
-    if asked > machine.num_gpus:
+    num_asked = sum(nodes * gpus for nodes, gpus in pools.values())
+    if num_asked > machine.num_gpus:
         count = ", ".join(f"{name}.nnodes x n_gpus_per_node = {nodes} x {gpus}" for name, (nodes, gpus) in pools.items())
         yield (
-            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node or 'null'}: {asked} GPUs are asked for ({count}), this "
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node or 'null'}: {num_asked} GPUs are asked for ({count}), this "
             f"machine has {machine.num_gpus}; lower them, or name a cluster in ray_kwargs.ray_init.address"
         )
 
@@ -349,32 +349,32 @@ def _engines(config: Config, machine: Machine) -> Iterator[str]:
     across = rollout.name == "vllm" and machine.device == "cuda" and parallel == spans * per_node and nodes % spans == 0
     if per_node % parallel and not across:
         of = "trainer" if colocated or rollout.n_gpus_per_node is None else _R
-        whole = [str(per_node * count) for count in range(2, min(nodes, _NEAR) + 1) if nodes % count == 0]
-        possible = ", ".join([_divisors(per_node), *(whole if machine.device == "cuda" else [])])
+        node_sizes = [str(per_node * count) for count in range(2, min(nodes, _NEAR) + 1) if nodes % count == 0]
+        possible = ", ".join([_divisors(per_node), *(node_sizes if machine.device == "cuda" else [])])
         yield (
             f"{_R}.tensor_model_parallel_size={parallel}: must divide the devices of a node, {of}.n_gpus_per_node = {per_node}, or on "
             f"GPUs be all devices of several nodes, whose number divides that of the pool's nodes, {nodes}; possible: {possible}"
         )
     if rollout.engines_per_device > 1:
-        asked = f"{_R}.engines_per_device={rollout.engines_per_device}"
+        setting = f"{_R}.engines_per_device={rollout.engines_per_device}"
         if parallel > 1:
-            yield f"{asked}: an engine of several devices shares them with no other; {_R}.tensor_model_parallel_size=1"
+            yield f"{setting}: an engine of several devices shares them with no other; {_R}.tensor_model_parallel_size=1"
         if machine.device == "cuda" and rollout.kv_cache_memory_bytes is None:
-            yield f"{asked}: engines that start side by side cannot measure the GPU; set {_R}.kv_cache_memory_bytes for each"
+            yield f"{setting}: engines that start side by side cannot measure the GPU; set {_R}.kv_cache_memory_bytes for each"
         if machine.device == "cuda" and not colocated and rollout.checkpoint_engine.backend != "object_store":
-            yield f"{asked}: NCCL has one process per GPU; {_R}.nnodes=0, or {_R}.checkpoint_engine.backend=object_store"
-    most = nodes * per_node * rollout.engines_per_device // parallel
-    if rollout.num_replicas is not None and rollout.num_replicas > most >= 1:
-        each = f"{parallel} device{'s' if parallel > 1 else ''}"
-        yield f"{_R}.num_replicas={rollout.num_replicas}: with {each} for each there is room for {most}"
-    number, fewest, highest = rollout.num_replicas or most, rollout.min_replicas, rollout.max_replicas
-    if fewest is not None and fewest > number >= 1:
-        yield f"{_R}.min_replicas={fewest}: the run starts with {number}"
+            yield f"{setting}: NCCL has one process per GPU; {_R}.nnodes=0, or {_R}.checkpoint_engine.backend=object_store"
+    room = nodes * per_node * rollout.engines_per_device // parallel
+    if rollout.num_replicas is not None and rollout.num_replicas > room >= 1:
+        devices = f"{parallel} device{'s' if parallel > 1 else ''}"
+        yield f"{_R}.num_replicas={rollout.num_replicas}: with {devices} for each there is room for {room}"
+    number, minimum, highest = rollout.num_replicas or room, rollout.min_replicas, rollout.max_replicas
+    if minimum is not None and minimum > number >= 1:
+        yield f"{_R}.min_replicas={minimum}: the run starts with {number}"
     if highest is not None and highest < number:
         yield f"{_R}.max_replicas={highest}: the run starts with {number}"
-    if highest is not None and highest > most and (colocated or spans > 1) and machine.device == "cuda":
+    if highest is not None and highest > room and (colocated or spans > 1) and machine.device == "cuda":
         why = "engines that share GPUs with ranks" if colocated else "engines that span nodes"
-        yield f"{_R}.max_replicas={highest}: {why} cannot become more than {most}; {_R}.nnodes gives engines their own"
+        yield f"{_R}.max_replicas={highest}: {why} cannot become more than {room}; {_R}.nnodes gives engines their own"
 
 
 def _ranks(config: Config, ranks: int) -> Iterator[str]:

@@ -67,13 +67,13 @@ HF_ALLOWED: dict[str, tuple[str, ...]] = {
 def problems(config: Config) -> Iterator[str]:
     """Yield a line for each argument of the chosen engine that may not be passed, naming the key that owns it."""
     rollout = config.actor_rollout_ref.rollout
-    given = rollout.engine_kwargs.get(rollout.name)
-    if given is None:
+    arguments = rollout.engine_kwargs.get(rollout.name)
+    if arguments is None:
         return
-    if not isinstance(given, Mapping):
-        yield f"{_KEY}.{rollout.name}={show(given)}: write its arguments by name, {{argument: value}}"
+    if not isinstance(arguments, Mapping):
+        yield f"{_KEY}.{rollout.name}={show(arguments)}: write its arguments by name, {{argument: value}}"
         return
-    for name, value in given.items():
+    for name, value in arguments.items():
         key = f"{_KEY}.{rollout.name}.{name}"
         # Values are not shown: an argument may hold a secret.
         if rollout.name == "hf" and name not in HF_ALLOWED:

@@ -41,23 +41,25 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    data, own = config.data, config.data.custom_cls
+    data, custom = config.data, config.data.custom_cls
     if not data.train_files and not config.trainer.val_only:
         yield (
             "data.train_files is not set: give data files (.parquet, .jsonl, .json, .csv, .arrow), a folder, hf:owner/name?split=train, "
             "or a task, such as data.train_files=task:arithmetic"
         )
     weights = data.train_weights
-    if weights is not None and (own.path is not None or len(weights) != len(data.train_files)):
-        entries = f"{len(data.train_files)} entries" if own.path is None else "one class, data.custom_cls, that reads them all"
+    if weights is not None and (custom.path is not None or len(weights) != len(data.train_files)):
+        entries = (
+            f"{len(data.train_files)} entries" if custom.path is None else "one class, data.custom_cls, that reads them all"
+        )
         yield f"data.train_weights: has {len(weights)} weights, and data.train_files has {entries}; give one weight for each entry"
-    for key in ("train_files", "val_files", "val_prompt_files") if own.path is None else ():
+    for key in ("train_files", "val_files", "val_prompt_files") if custom.path is None else ():
         for file in getattr(data, key):
             if problem := _data_file(file, elsewhere=config.trainer.machine is not None):
                 yield f"data.{key}={file}: {problem}"
-    if (own.path is None) != (own.name is None):
-        given, missing = ("path", "name") if own.name is None else ("name", "path")
-        yield f"data.custom_cls.{given}={getattr(own, given)}: needs data.custom_cls.{missing} as well"
+    if (custom.path is None) != (custom.name is None):
+        present, missing = ("path", "name") if custom.name is None else ("name", "path")
+        yield f"data.custom_cls.{present}={getattr(custom, present)}: needs data.custom_cls.{missing} as well"
     template = data.chat_template
     if template is not None and "{{" not in template and "{%" not in template and not Path(template).expanduser().is_file():
         yield f"data.chat_template={template}: neither a Jinja template ({{{{ ... }}}}) nor a file"
@@ -78,8 +80,8 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
     path = Path(file).expanduser()
     if elsewhere or path.exists() or ("?" in file and Path(file.rpartition("?")[0]).expanduser().exists()):
         return None
-    near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if path.parent.is_dir() else []
-    hint = f"; there is {' and '.join(str(path.parent / name) for name in near)}" if near else ""
+    names = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if path.parent.is_dir() else []
+    hint = f"; there is {' and '.join(str(path.parent / name) for name in names)}" if names else ""
     return f"there is no file {path.absolute()}{hint}"
 
 
@@ -88,24 +90,27 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
 
 def _models(config: Config) -> Iterator[str]:
     model, scorer = config.actor_rollout_ref.model, config.reward.reward_model
-    alone, own_tokenizer = derived.trains_only_reward_model(config), f"{_MODEL}.tokenizer_path"  # alone: without a policy
-    if not alone and not model.path:
+    scorer_only, own_tokenizer = (
+        derived.trains_only_reward_model(config),
+        f"{_MODEL}.tokenizer_path",
+    )  # scorer_only: without a policy
+    if not scorer_only and not model.path:
         yield f"{_MODEL}.path is not set: give a Hugging Face model folder, or builtin:arithmetic for the embedded model"
-    elif not alone:
+    elif not scorer_only:
         yield from _model_folder(config, OWN_CODE, f"{_MODEL}.path", model.path, own_tokenizer, model.tokenizer_path)
         if derived.may_have_critic(config) and derived.critic_has_own_model(config):
             path = config.critic.model.path
             if path.startswith("builtin:"):
                 yield f"critic.model.path={path}: an embedded model has to be the actor's too; a model folder, or leave it out"
             yield from _model_folder(config, OWN_CODE, "critic.model.path", path)
-    if not scorer.enable and not alone:
+    if not scorer.enable and not scorer_only:
         return
     embedded = derived.trains_reward_model(config)
     if scorer.model_path is None:
         example = ", or builtin:arithmetic" if embedded else " with a head of one label"
         yield f"{_SCORER}.model_path is not set: the reward model needs one, a model folder{example}"
     key, tokenizer_key = f"{_SCORER}.model_path", f"{_SCORER}.tokenizer_path"
-    tokenizer = scorer.tokenizer_path if alone else scorer.tokenizer_path or ""
+    tokenizer = scorer.tokenizer_path if scorer_only else scorer.tokenizer_path or ""
     yield from _model_folder(config, SCORER_CODE, key, scorer.model_path or "", tokenizer_key, tokenizer, builtin=embedded)
 
 
@@ -239,8 +244,8 @@ def _run(config: Config) -> Iterator[str]:
         yield f"trainer.resume_from_path={show(resumed)}: there is no folder {show(os.path.abspath(resumed))}"
     # What is only planned here is run elsewhere: the plan says what that machine needs.
     for name in [] if trainer.dry_run else missing_loggers(config):
-        others = ",".join(other for other in dict.fromkeys(names) if other != name)
-        yield f"trainer.logger: {name} is not installed; {INSTALL[name]}, or trainer.logger=[{others}]"
+        installed = ",".join(other for other in dict.fromkeys(names) if other != name)
+        yield f"trainer.logger: {name} is not installed; {INSTALL[name]}, or trainer.logger=[{installed}]"
 
 
 NAME_RULE = "it must name a folder below trainer.default_local_dir, without '..', a leading '/' or control characters, at most 200 bytes"

@@ -89,10 +89,10 @@ def _leaves(
     """Yield the keys of a section, whose part, needs and harmlessness hold for those of its keys that say nothing else."""
     annotations = annotations_of(section)
     for entry in dataclasses.fields(section):
-        annotation, default, told = annotations[entry.name], getattr(defaults, entry.name), entry.metadata
-        key, own_part = prefix + entry.name, told.get("part") or part
-        all_needs = needs + tuple((prefix[:-1], need) for need in told.get("needs", ()))
-        is_harmless = harmless or told.get("harmless", False)
+        annotation, default, metadata = annotations[entry.name], getattr(defaults, entry.name), entry.metadata
+        key, own_part = prefix + entry.name, metadata.get("part") or part
+        all_needs = needs + tuple((prefix[:-1], need) for need in metadata.get("needs", ()))
+        is_harmless = harmless or metadata.get("harmless", False)
         if dataclasses.is_dataclass(annotation):
             assert isinstance(annotation, type)
             yield from _leaves(annotation, default, f"{key}.", own_part, all_needs, is_harmless)
@@ -161,10 +161,10 @@ def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
     near_in_group = [f"{group}.{name}" for name in difflib.get_close_matches(last, in_group, n=limit, cutoff=0.75)]
     # A right name in the wrong group is as near as a misspelt name in the right one.
     meant = [last] if last in names else difflib.get_close_matches(last, names, n=limit, cutoff=0.75)
-    near = {name for name in leaves() if name.rpartition(".")[2] in meant}
+    candidates = {name for name in leaves() if name.rpartition(".")[2] in meant}
     if last not in names:
-        near.update(difflib.get_close_matches(key, leaves(), n=limit, cutoff=0.9 if near else 0.75))
-    likeliest = sorted(near, key=lambda name: (-difflib.SequenceMatcher(None, name, key).ratio(), name))
+        candidates.update(difflib.get_close_matches(key, leaves(), n=limit, cutoff=0.9 if candidates else 0.75))
+    likeliest = sorted(candidates, key=lambda name: (-difflib.SequenceMatcher(None, name, key).ratio(), name))
     return tuple(dict.fromkeys((*near_in_group, *likeliest)))[:limit]
 
 
@@ -177,14 +177,14 @@ def siblings(key: str) -> list[str]:
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of a nested configuration by their dotted keys; free mappings are values."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in leaves():
-            found |= flat(value, f"{key}.")
+            values |= flat(value, f"{key}.")
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -195,14 +195,14 @@ def changed(values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
 
     A key that the schema does not have counts if its value says something.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    changes: dict[str, tuple[Any, Any]] = {}
     for key, value in values.items():
         default = leaves()[key].default if key in leaves() else None
         if isinstance(default, str):
             default = _REFERENCE.sub(lambda match: str(values.get(match[1], match[0])), default)
         if value != default and (key in leaves() or value not in ({}, [])):
-            found[key] = value, default
-    return found
+            changes[key] = value, default
+    return changes
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -83,17 +83,17 @@ def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         place, byte = where(data.count(b"\n", 0, error.start) + 1), data[error.start]
-        found = f"byte {byte:#04x} is not UTF-8 (byte {start + error.start} of the file); expected UTF-8 text"
-        raise BadRow(f"{place}: {found}") from error
+        problem = f"byte {byte:#04x} is not UTF-8 (byte {start + error.start} of the file); expected UTF-8 text"
+        raise BadRow(f"{place}: {problem}") from error
     try:
         if "\0" in text:
             raise json.JSONDecodeError("a NUL byte", text, text.index("\0"))
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         byte = start + len(text[: error.pos].encode("utf-8"))
-        found = repr(text[error.pos : error.pos + 30]) if error.pos < len(text) else "the end"
+        problem = repr(text[error.pos : error.pos + 30]) if error.pos < len(text) else "the end"
         place = f"{where(error.lineno)}, column {error.colno}"
-        raise BadRow(f"{place}: broken JSON: {error.msg}; found {found} (byte {byte} of the file)") from error
+        raise BadRow(f"{place}: broken JSON: {error.msg}; found {problem} (byte {byte} of the file)") from error
     except (ValueError, RecursionError) as error:
         raise BadRow(f"{where(1)}: broken JSON: {first_line(error)}") from error
 

@@ -88,15 +88,15 @@ def _folder_files(name: str, path: Path, split: str | None) -> list[Path]:
         path, split = path / split, None
     folder = path / "data" if (path / "data").is_dir() else path
     files = sorted(file for file in folder.iterdir() if _is_data(file) and not file.name.startswith(_OF_DATASETS))
-    wanted = [file for file in files if split is None or file.name.startswith(split)]
-    if files and not wanted:
+    of_split = [file for file in files if split is None or file.name.startswith(split)]
+    if files and not of_split:
         raise DataError(f"{name}: no file begins with {split!r}; the folder has {_named(files)}")
-    if not wanted:
+    if not of_split:
         splits = sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and any(map(_is_data, inner.iterdir())))
         if splits:
             raise DataError(f"{name}: the folder has the splits {', '.join(splits)}; name one: {path}?split=NAME")
         raise DataError(f"{name}: the folder has no data files ({', '.join('*' + suffix for suffix in DATA_SUFFIXES)})")
-    return wanted
+    return of_split
 
 
 def _is_data(file: Path) -> bool:
@@ -171,8 +171,8 @@ def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, Da
             problems.append(f"{name}: cannot be read: {first_line(error)}")
     if config.on_bad_row == "skip":
         return problems
-    more = [f"and {len(bad_rows) - LISTED} more bad rows among those that were read"] if len(bad_rows) > LISTED else []
-    return [*problems, *list(bad_rows.values())[:LISTED], *more]
+    rest = [f"and {len(bad_rows) - LISTED} more bad rows among those that were read"] if len(bad_rows) > LISTED else []
+    return [*problems, *list(bad_rows.values())[:LISTED], *rest]
 
 
 def _heads(name: str) -> list[RowSource]:

@@ -121,8 +121,8 @@ def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, 
     for part in query.split("&") if query else []:
         key, equals, value = part.partition("=")
         if not equals or key in options or (known and key not in known):
-            more = f"; options: {', '.join(known)}" if known else ""
-            raise ConfigError(f"{spec}: {part!r} must be option=value, each option once, joined by &{more}")
+            listed = f"; options: {', '.join(known)}" if known else ""
+            raise ConfigError(f"{spec}: {part!r} must be option=value, each option once, joined by &{listed}")
         options[key] = value
     return name, options
 
@@ -152,7 +152,7 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     if len(before) != len(now):
         old, new = (", ".join(str(entry.get("name")) for entry in side) for side in (before, now))
         return [f"there were {len(before)} sources ({old}), now there are {len(now)} ({new})"]
-    found = []
+    changes = []
     for was, entry in zip(before, now, strict=True):
         parts = [
             f"{key} was {was.get(key)}, now {entry[key]}" for key in ("name", "bytes", "rows") if was.get(key) != entry[key]
@@ -160,8 +160,8 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
         if not parts and was.get("sha256") != entry["sha256"]:
             parts = ["some rows have another content"]
         if parts:
-            found.append(f"{entry['name']}: {', '.join(parts)}")
-    return found
+            changes.append(f"{entry['name']}: {', '.join(parts)}")
+    return changes
 
 
 def _hash(source: RowSource) -> str:

@@ -110,23 +110,23 @@ def without_carries(problem: Problem) -> int:
 
     The last column is written out in full, as one does on paper.
     """
-    left, operation, right = problem
+    first, operation, right = problem
     if operation == "*":
         return problem.answer
     sign = 1 if operation == "+" else -1
     answer, place = 0, 1
-    while left >= 10 or right >= 10:
-        answer += (left + sign * right) % 10 * place
-        left, right, place = left // 10, right // 10, place * 10
-    return answer + (left + sign * right) * place
+    while first >= 10 or right >= 10:
+        answer += (first + sign * right) % 10 * place
+        first, right, place = first // 10, right // 10, place * 10
+    return answer + (first + sign * right) * place
 
 
 def split_of(problem: Problem) -> Literal["train", "val"]:
     """The split that the problem belongs to, by its hash; 8+47 goes with 47+8."""
-    left, operation, right = problem
+    first, operation, right = problem
     if operation in "+*":
-        left, right = max(left, right), min(left, right)
-    return split_of_text(f"{left}{operation}{right}")
+        first, right = max(first, right), min(first, right)
+    return split_of_text(f"{first}{operation}{right}")
 
 
 def _draw_new(rng: random.Random, forms: list[Form], split: str, seen: set[Problem], *, must_carry: bool) -> Problem:

@@ -80,12 +80,12 @@ def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | 
     if isinstance(prompt, str) and prompt and all(name in row for name in _OF_ROLLOUTS):
         return Rendered(prompt, response, int(row["prompt_length"]), row["finish_reason"] == "stop", row.get("token_ids"))
     if isinstance(prompt, str) and prompt:
-        asked: list[Any] = [{"role": "user", "content": prompt}]
+        turns: list[Any] = [{"role": "user", "content": prompt}]
     elif isinstance(prompt, list) and prompt:
-        asked = prompt
+        turns = prompt
     else:
         raise wrong(where, config.prompt_key, prompt, "a list of {role, content} messages, or a non-empty string")
-    messages = _messages([*asked, {"role": ASSISTANT, "content": response}], where, config.prompt_key)
+    messages = _messages([*turns, {"role": ASSISTANT, "content": response}], where, config.prompt_key)
     return Chat(messages, _options(row, where, config), of_strings=isinstance(prompt, str))
 
 
@@ -198,7 +198,7 @@ class Tokenizing:
         ids = self.renderer.words.encode(texts, add_special_tokens=False)["input_ids"]
         if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
             ids = self._in_pieces(texts, where)
-        token_ids, lengths = np.asarray(ids[-1], dtype=np.int32), [len(each) for each in ids]
+        token_ids, lengths = np.asarray(ids[-1], dtype=np.int32), [len(piece) for piece in ids]
         spans = [np.arange(begin, end) for begin, end in zip(lengths[0::2], lengths[1::2], strict=True)]
         return _predictable(Demonstration(token_ids, np.concatenate(spans)), where)
 
@@ -208,13 +208,13 @@ class Tokenizing:
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self.renderer.text(messages[:number], where, **found.options)
-            after = self.renderer.text(messages[: number + 1], where, add_generation_prompt=False, **found.options)
-            for text, what in ((before, f"message {number - 1}"), (after, f"message {number}, the assistant's,")):
+            prefix = self.renderer.text(messages[:number], where, **found.options)
+            extended = self.renderer.text(messages[: number + 1], where, add_generation_prompt=False, **found.options)
+            for text, what in ((prefix, f"message {number - 1}"), (extended, f"message {number}, the assistant's,")):
                 if texts and not text.startswith(texts[-1]):
                     raise BadRow(f"{where}: {_rewritten(texts[-1], text, what)}")
                 texts.append(text)
-            if after == before:
+            if extended == prefix:
                 raise BadRow(f"{where}: the chat template makes nothing of message {number}, the assistant's")
         return texts
 
@@ -299,9 +299,9 @@ def cut_to(found: Demonstration, limit: int, side: str) -> Demonstration:
 
     The first token that is left is not trained, for nothing comes before it.
     """
-    kept = truncate(np.arange(len(found.token_ids)), limit, side)
-    positions = np.flatnonzero(np.isin(kept, found.positions))
-    return Demonstration(found.token_ids[kept], positions[positions > 0])
+    places = truncate(np.arange(len(found.token_ids)), limit, side)
+    positions = np.flatnonzero(np.isin(places, found.positions))
+    return Demonstration(found.token_ids[places], positions[positions > 0])
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
@@ -309,7 +309,7 @@ def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
 
     The prompt of each ends before its first trained token; what is not trained after that is context between turns.
     """
-    prompt_lengths = [int(found.positions[0]) for found in demonstrations]
+    prompt_lengths = [int(demonstration.positions[0]) for demonstration in demonstrations]
     return batch_of_sequences(demonstrations, prompt_lengths, rewards=1.0)
 
 
@@ -320,9 +320,9 @@ def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
     """
     made, truth = (DataConfig(response_key=key) for key in ("extra_info.demonstration", "reward_model.ground_truth"))
     tokenizing = Tokenizing(Renderer(truth, tokenizer))
-    found = []
+    demonstrations = []
     for number, row in enumerate(task_rows(task)):
         where = f"{task}, row {number}"
         config = made if "demonstration" in row["extra_info"] else truth
-        found.append(tokenizing(conversation(row, where, config), where))
-    return found
+        demonstrations.append(tokenizing(conversation(row, where, config), where))
+    return demonstrations

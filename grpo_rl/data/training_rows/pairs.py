@@ -81,19 +81,19 @@ def _of_texts(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataC
     # The text that both begin with, up to a space: where exactly it ends changes no difference of their log-probs, and a
     # word that is cut in two would be made of other tokens.
     shared = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
+    for left_character, other in zip(chosen, rejected, strict=False):
+        if left_character != other:
             break
         shared += 1
     while shared and not chosen[shared - 1].isspace():
         shared -= 1
-    before = chosen[:shared].rstrip()
-    if not before:
+    shared_text = chosen[:shared].rstrip()
+    if not shared_text:
         raise BadRow(
             f"{where}: there is no column {config.prompt_key!r}, and {config.chosen_key!r} and {config.rejected_key!r} do not begin with the "
             "same words, which would be the prompt"
         )
-    return before, chosen[len(before) :], rejected[len(before) :]
+    return shared_text, chosen[len(shared_text) :], rejected[len(shared_text) :]
 
 
 def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: DataConfig) -> tuple[Asked, str, str]:
@@ -102,19 +102,19 @@ def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: Da
     for key, side in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
         expect(side, list, where, key, "a list of {role, content} messages, as the other side has")
         sides.append(messages_of(side, where, key))
-    before = [] if not isinstance(prompt, list) else prompt_of(prompt, where, config.prompt_key)
-    assert isinstance(before, list)
+    start = [] if not isinstance(prompt, list) else prompt_of(prompt, where, config.prompt_key)
+    assert isinstance(start, list)
     # A conversation may be given whole although its prompt has a column.
-    sides = [side[len(before) :] if before and side[: len(before)] == before else side for side in sides]
+    sides = [side[len(start) :] if start and side[: len(start)] == start else side for side in sides]
     shared = 0
     while shared < min(map(len, sides)) - 1 and sides[0][shared] == sides[1][shared]:
         shared += 1
-    messages = [*before, *sides[0][:shared]]
+    messages = [*start, *sides[0][:shared]]
     if isinstance(prompt, str):
-        asked = [message["content"] for message in messages if message["role"] == "user"]
+        user_texts = [message["content"] for message in messages if message["role"] == "user"]
         if not messages:
             messages = [{"role": "user", "content": prompt}]
-        elif prompt not in asked:
+        elif prompt not in user_texts:
             raise wrong(
                 where, config.prompt_key, prompt, f"what the user says in {config.chosen_key!r} and {config.rejected_key!r}"
             )
@@ -217,11 +217,11 @@ class LabelledSet(TrainingSet[Labelled]):
     ways_out = PairSet.ways_out
 
     def batch(self, rows: Sequence[int]) -> Batch:
-        found = [self.row(row) for row in rows]
+        labelled = [self.row(row) for row in rows]
         batch = pair_batch(
-            [Pair(one.prompt_ids, one.answer_ids, self._mismatched(row)) for row, one in zip(rows, found, strict=True)]
+            [Pair(entry.prompt_ids, entry.answer_ids, self._mismatched(row)) for row, entry in zip(rows, labelled, strict=True)]
         )
-        chosen_N = torch.tensor([one.label for one in found]).repeat_interleave(2)
+        chosen_N = torch.tensor([entry.label for entry in labelled]).repeat_interleave(2)
         return batch.replace(chosen_N=chosen_N, rewards_N=chosen_N.float())
 
     def _mismatched(self, row: int) -> np.ndarray:
@@ -246,7 +246,7 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
     """Return pairs as a batch of two rollouts each, the chosen one first: pair p is group p."""
     prompts = [pair.prompt_ids for pair in pairs for _ in range(2)]
     answers = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
-    pieces = [ids for both in zip(prompts, answers, strict=True) for ids in both]
+    pieces = [ids for ids_of_pair in zip(prompts, answers, strict=True) for ids in ids_of_pair]
     response_lengths_N = torch.tensor(list(map(len, answers)), dtype=torch.long)
     return with_sides(
         Batch(
@@ -278,8 +278,10 @@ def pairs_of_groups(rollouts: Sequence[Rollout]) -> list[tuple[Rollout, Rollout]
         members = groups.setdefault(rollout.prompt.uid, [])
         if rollout.reward is not None and math.isfinite(rollout.reward) and len(rollout.response_ids):
             members.append(rollout)
-    both = [best_and_worst(members, attrgetter("reward"), attrgetter("sample_index")) for members in groups.values() if members]
-    return [(best, worst) for best, worst in both if best.reward != worst.reward and not best.same_response(worst)]
+    pairs = [
+        best_and_worst(members, attrgetter("reward"), attrgetter("sample_index")) for members in groups.values() if members
+    ]
+    return [(best, worst) for best, worst in pairs if best.reward != worst.reward and not best.same_response(worst)]
 
 
 def best_and_worst(members: Sequence[T], reward: Callable[[T], float], sample: Callable[[T], int]) -> tuple[T, T]:

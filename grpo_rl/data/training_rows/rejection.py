@@ -77,8 +77,8 @@ def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> Rows
 
     Prompt and response are the texts that the model read and wrote, and `token_ids` are the response's tokens.
     """
-    kept = [one for one in records if one["reward"] is not None and one["reward"] >= min_reward and one["response"].strip()]
-    return [{name: record[name] for name in _OF_LOG} for record in kept]
+    accepted = [row for row in records if row["reward"] is not None and row["reward"] >= min_reward and row["response"].strip()]
+    return [{name: record[name] for name in _OF_LOG} for record in accepted]
 
 
 def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
@@ -90,7 +90,7 @@ def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
     for record in records:
         if record["reward"] is not None and math.isfinite(record["reward"]) and record["response_length"]:
             groups.setdefault(record["uid"], []).append(record)
-    both = (best_and_worst(group, itemgetter("reward"), itemgetter("sample")) for group in groups.values())
+    extremes = (best_and_worst(group, itemgetter("reward"), itemgetter("sample")) for group in groups.values())
     return [
         {
             "prompt": best["prompt"] if best["messages"] is None else list(best["messages"]),
@@ -104,7 +104,7 @@ def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
             "ground_truth": best["ground_truth"],
             "uid": best["uid"],
         }
-        for best, worst in both
+        for best, worst in extremes
         if best["reward"] > worst["reward"] and best["response"].strip() and worst["response"].strip()
         if best["response"] != worst["response"]
     ]

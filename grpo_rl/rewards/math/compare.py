@@ -65,10 +65,10 @@ def compare(gold: str, answer: str) -> bool | None:
         return True
     if len(gold) > MAX_TEXT or len(answer) > MAX_TEXT:
         return None
-    wanted = readings(gold)[0]
-    right = _read(wanted.tokens)
-    found = [not differ(wanted, given) and _same(right, _read(given.tokens)) for given in readings(answer)]
-    return True if True in found else None if None in found else False
+    reading = readings(gold)[0]
+    right = _read(reading.tokens)
+    verdicts = [not differ(reading, parsed) and _same(right, _read(parsed.tokens)) for parsed in readings(answer)]
+    return True if True in verdicts else None if None in verdicts else False
 
 
 def number(text: str) -> float | None:
@@ -89,14 +89,14 @@ def operations(text: str) -> int:
     """The operations of an answer, behind its last `=`: 1 of `17*23` and `\\frac12`, 0 of 391 and -8."""
     if len(text) > MAX_TEXT:
         return 0
-    found = _split(tokens(text), "=")[-1]
+    last_side = _split(tokens(text), "=")[-1]
     with suppress(NoExpression):
-        expression = Expression(found)
+        expression = Expression(last_side)
         expression.value()
         return expression.num_operations
     return sum(
-        token in OPERATIONS and not (token in "+-(" and (place == 0 or before in OPERATIONS or before in OPENING))
-        for place, (before, token) in enumerate(zip(("", *found), found, strict=False))
+        token in OPERATIONS and not (token in "+-(" and (place == 0 or previous in OPERATIONS or previous in OPENING))
+        for place, (previous, token) in enumerate(zip(("", *last_side), last_side, strict=False))
     )
 
 
@@ -209,7 +209,7 @@ def _solutions(listed: MathAnswer) -> MathAnswer:
     if size < 2 or any(len(part.names) != 1 for part in listed.parts) or names != names[:size] * (len(names) // size):
         return listed
     pieces = [listed.parts[start : start + size] for start in range(0, len(names), size)]
-    found = tuple(
+    solutions = tuple(
         MathAnswer(
             "solution",
             "\0,\0".join(part.spelling for part in piece),
@@ -218,7 +218,7 @@ def _solutions(listed: MathAnswer) -> MathAnswer:
         )
         for piece in pieces
     )
-    return found[0] if len(found) == 1 else replace(listed, parts=found)
+    return solutions[0] if len(solutions) == 1 else replace(listed, parts=solutions)
 
 
 def _approximation(sides: MathAnswer) -> MathAnswer:
@@ -292,8 +292,8 @@ def _same(one: MathAnswer, other: MathAnswer) -> bool | None:
     kinds = {one.kind, other.kind}
     if "either" in kinds:
         tries, others = (it.parts if it.kind == "either" else (it,) for it in (one, other))
-        found = [_same(a, b) for a in tries for b in others]
-        return True if True in found else None if None in found else False
+        verdicts = [_same(a, b) for a in tries for b in others]
+        return True if True in verdicts else None if None in verdicts else False
     if "equation" in kinds and not kinds <= {"equation", "solution", "unreadable"}:
         return False
     if "equation" in kinds and any(one.value) and one.value in (other.value, tuple(-value for value in other.value)):
@@ -317,24 +317,24 @@ def _same(one: MathAnswer, other: MathAnswer) -> bool | None:
 
 def _same_each(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool | None:
     """Each element is the other one in its place."""
-    found = [_same(*pair) for pair in zip(some, others, strict=False)]
-    return False if False in found or len(some) != len(others) else None if None in found else True
+    verdicts = [_same(*pair) for pair in zip(some, others, strict=False)]
+    return False if False in verdicts or len(some) != len(others) else None if None in verdicts else True
 
 
 def _same_sets(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool | None:
     """Each element has its partner, in any order."""
-    left = list(others)
-    if len(some) != len(left):
+    unmatched = list(others)
+    if len(some) != len(unmatched):
         return False
     if len(some) > MAX_ELEMENTS:
         return None
     for element in some:
-        found = [_same(element, other) for other in left]
-        if True in found:
-            del left[found.index(True)]
-        elif None not in found:
+        verdicts = [_same(element, other) for other in unmatched]
+        if True in verdicts:
+            del unmatched[verdicts.index(True)]
+        elif None not in verdicts:
             return False
-    return None if left else True
+    return None if unmatched else True
 
 
 def _same_solution(solution: MathAnswer, other: MathAnswer) -> bool | None:

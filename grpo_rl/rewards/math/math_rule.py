@@ -77,8 +77,8 @@ def _graded(gold: str, answer: str, algebra: bool) -> tuple[bool, bool]:
 
 def _asks_for_value(question: str, gold: str) -> bool:
     """Return whether a short question has an expression in it whose value is the ground truth, as in `What is 17*23?`."""
-    found = [text.strip(" \t\n.,=") for text in EXPRESSION.findall(question)] if len(question) <= LONGEST_QUESTION else []
-    return any(operations(text) > operations(gold) and compare(gold, text) is True for text in found)
+    expressions = [text.strip(" \t\n.,=") for text in EXPRESSION.findall(question)] if len(question) <= LONGEST_QUESTION else []
+    return any(operations(text) > operations(gold) and compare(gold, text) is True for text in expressions)
 
 
 def _vote(answer: str) -> float:
@@ -242,5 +242,5 @@ def _parsed(text: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
     config = [LatexExtractionConfig(boxed_match_priority=0)]
-    found = parse(rf"\boxed{{{text}}}", extraction_config=config, fallback_mode="no_fallback", parsing_timeout=None)
-    return list(found)
+    parsed = parse(rf"\boxed{{{text}}}", extraction_config=config, fallback_mode="no_fallback", parsing_timeout=None)
+    return list(parsed)

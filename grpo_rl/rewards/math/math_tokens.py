@@ -132,8 +132,8 @@ def squeezed(text: str) -> str:
     """Return the text without white space, except between two digits, where a comma may stand before it: `1 2` is not 12."""
     words = text.split()
     spaced = [
-        " " + word if before[-1] in "0123456789.," and word[0] in "0123456789." else word
-        for before, word in itertools.pairwise(words)
+        " " + word if previous[-1] in "0123456789.," and word[0] in "0123456789." else word
+        for previous, word in itertools.pairwise(words)
     ]
     return "".join([*words[:1], *spaced])
 
@@ -181,16 +181,16 @@ def _thousands(plain: str) -> list[str]:
     separates elements, unless other commas there have a space after them, as in `(1,200, 3,400)`.
     """
     spaced = re.search(LIST_COMMA, plain) is not None
-    joined, apart, place, depth = "", "", 0, 0
+    joined, separated, place, depth = "", "", 0, 0
     for match in re.finditer(COMMAS, plain):
         between = plain[place : match.start()]
         depth += sum(map(between.count, "([")) + between.count("\\{") - sum(map(between.count, ")]")) - between.count("\\}")
-        whole, place = match.group(), match.end()
-        certain = ",0" in whole
-        joined += between + (whole.replace(",", "") if certain or spaced or depth <= 0 else whole)
-        apart += between + (whole.replace(",", "") if certain else whole)
-    joined, apart = joined + plain[place:], apart + plain[place:]
-    return [joined] if joined == apart else [joined, apart]
+        number, place = match.group(), match.end()
+        certain = ",0" in number
+        joined += between + (number.replace(",", "") if certain or spaced or depth <= 0 else number)
+        separated += between + (number.replace(",", "") if certain else number)
+    joined, separated = joined + plain[place:], separated + plain[place:]
+    return [joined] if joined == separated else [joined, separated]
 
 
 def _tokens(plain: str) -> Reading:
@@ -252,29 +252,29 @@ def _word(word: str) -> str:
 
 def _without_units(found: list[str]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
     """The tokens without the units at their end, and those units with their powers; `and` between elements is a comma."""
-    kept, units = ["," if token.strip('"') in AND else token for token in found], list[tuple[str, str]]()
-    halves = HALVES if ":" in kept else ()
-    while len(kept) > 1:
-        power = 2 if len(kept) > 2 and kept[-2] == "^" else 4 if len(kept) > 4 and kept[-4] == "^" and kept[-1] == "}" else 0
-        power = power if power and _is_unit(kept[-power - 1]) else 0
-        unit = kept[-power - 1]
+    rest, units = ["," if token.strip('"') in AND else token for token in found], list[tuple[str, str]]()
+    halves = HALVES if ":" in rest else ()
+    while len(rest) > 1:
+        power = 2 if len(rest) > 2 and rest[-2] == "^" else 4 if len(rest) > 4 and rest[-4] == "^" and rest[-1] == "}" else 0
+        power = power if power and _is_unit(rest[-power - 1]) else 0
+        unit = rest[-power - 1]
         if unit != "." and unit not in halves and not _is_unit(unit):
             break
-        units.append((unit.strip('"'), "".join(kept[-power:]).strip("^{}") if power else ""))
-        del kept[-power - 1 :]
-    return tuple(token.removeprefix('"') if len(token) == 2 else token for token in kept), units[::-1]
+        units.append((unit.strip('"'), "".join(rest[-power:]).strip("^{}") if power else ""))
+        del rest[-power - 1 :]
+    return tuple(token.removeprefix('"') if len(token) == 2 else token for token in rest), units[::-1]
 
 
 def _measured(units: list[tuple[str, str]]) -> set[str]:
     """The units of measure among the words: `square feet`, and `feet` with the power 2, are `ft^2`."""
     measures: list[str] = []
-    before = ""
+    previous = ""
     for word, power in units:
         if word in ("squared", "cubed") and measures:
             measures[-1] += POWERS[word]
         elif word in MEASURES:
-            measures += [name + (f"^{power}" if power else before) for name in MEASURES[word].split("*")]
-        before = POWERS.get(word, "")
+            measures += [name + (f"^{power}" if power else previous) for name in MEASURES[word].split("*")]
+        previous = POWERS.get(word, "")
     return set(measures)
 
 

@@ -74,10 +74,10 @@ class Expression:
     def value(self) -> Number:
         """Return the value. Raises NoExpression for tokens that are no expression, and for infinite or huge values."""
         try:
-            found = self._sum()
+            number = self._sum()
             if self._next():
                 raise NoExpression
-            return _bounded(found)
+            return _bounded(number)
         except (ArithmeticError, ValueError) as error:
             raise NoExpression from error
 
@@ -135,13 +135,13 @@ class Expression:
 
     def _mixed(self) -> Number:
         """A number, or a mixed one such as `1\\frac{2}{3}`."""
-        whole = _read_number(self._take())
-        if self._next() != "\\frac" or whole.denominator != 1:
-            return whole
+        integer = _read_number(self._take())
+        if self._next() != "\\frac" or integer.denominator != 1:
+            return integer
         start = self._place
         part = self._atom()
         plain = all(token in ("\\frac", "{", "}") or token.isdigit() for token in self._tokens[start : self._place])
-        return whole + part if plain and isinstance(part, Fraction) and 0 < part < 1 else whole * part
+        return integer + part if plain and isinstance(part, Fraction) and 0 < part < 1 else integer * part
 
     def _argument(self) -> Number:
         """Return what a command or a power applies to: a group in braces, one digit, or one sign."""

@@ -137,10 +137,10 @@ class Judge:
 
     async def _turn(self) -> None:
         """Return when the rate limit lets the next request start."""
-        now = time.monotonic()
-        start = max(now, self._next_start)
+        current_s = time.monotonic()
+        start = max(current_s, self._next_start)
         self._next_start = start + self._interval_s
-        await asyncio.sleep(start - now)
+        await asyncio.sleep(start - current_s)
 
     async def _try(self, body: bytes) -> str:
         assert self.config.base_url is not None
@@ -158,23 +158,23 @@ class Judge:
             raise _Passing(TIMEOUT, f"no answer within reward.judge.timeout_s={self.config.timeout_s:g}") from None
         except httpx.HTTPError as error:
             raise _Passing(ERROR, self._safe(f"{type(error).__name__}: {error}")) from None
-        shown = self._safe(bytes(received[: 20 * SHOWN]).decode(errors="replace"))
+        excerpt = self._safe(bytes(received[: 20 * SHOWN]).decode(errors="replace"))
         if response.status_code != 200:
-            state = f"HTTP {response.status_code}{f': {shown}' if shown else ''}"
+            state = f"HTTP {response.status_code}{f': {excerpt}' if excerpt else ''}"
             if response.status_code in RETRIED or response.status_code >= 500:
                 raise _Passing(ERROR, state, _retry_after(response.headers))
             raise RewardFailure(ERROR, state)
         try:
             answer = json.loads(received)
         except (ValueError, RecursionError) as error:
-            raise _Passing(ERROR, f"an answer that is no chat completion ({error}): {shown}") from None
+            raise _Passing(ERROR, f"an answer that is no chat completion ({error}): {excerpt}") from None
         try:
             return self._content_of(answer)
         except ValueError as error:
             # At temperature 0 the next try would say the same.
             is_completion = isinstance(answer, dict) and bool(answer.get("choices"))
             kind = RewardFailure if is_completion and not self.config.temperature else _Passing
-            raise kind(ERROR, f"an answer that cannot be read ({error}): {shown}") from None
+            raise kind(ERROR, f"an answer that cannot be read ({error}): {excerpt}") from None
 
     def _content_of(self, answer: Any) -> str:
         """Return the text of a chat completion. Raises ValueError for anything else, and for a text that was cut off."""
@@ -193,21 +193,21 @@ class Judge:
 
     def _mark(self, answer: str, parser: Parser) -> float:
         """The number that the parser finds in the answer, within its bounds. Raises RewardFailure for everything else."""
-        shown = f"its answer ends {self._safe(answer, end=True)!r}"
+        excerpt = f"its answer ends {self._safe(answer, end=True)!r}"
         try:
             value = parser(answer)
             number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
         except Exception as error:  # a user's parser may raise anything
-            raise RewardFailure(INVALID, f"{self._safe(f'{type(error).__name__}: {error}')}; {shown}") from error
+            raise RewardFailure(INVALID, f"{self._safe(f'{type(error).__name__}: {error}')}; {excerpt}") from error
         if not math.isfinite(number):
-            raise RewardFailure(INVALID, f"{self._safe(str(value))!r} is no finite number; {shown}")
+            raise RewardFailure(INVALID, f"{self._safe(str(value))!r} is no finite number; {excerpt}")
         low, high = (0.0, 1.0) if self.config.rubric is not None else (-LARGEST_REWARD, LARGEST_REWARD)
         if self.config.rubric is None and self.config.template is None and self.config.parser == "score":
             low, high = 0.0, 10.0  # the scale that the built-in template names
         low = low if self.config.min_score is None else self.config.min_score
         high = high if self.config.max_score is None else self.config.max_score
         if not low <= number <= high:
-            raise RewardFailure(INVALID, f"{number:g} is not within {low:g} to {high:g}; {shown}")
+            raise RewardFailure(INVALID, f"{number:g} is not within {low:g} to {high:g}; {excerpt}")
         return number
 
     def _body(self, asked: str) -> bytes:

@@ -78,11 +78,11 @@ def split_steps(text: str, separator: str) -> list[int]:
     ends: list[int] = []
     start = 0
     while start < len(text):
-        found = text.find(separator, start)
-        end = len(text) if found < 0 else found + len(separator)
-        if text[start : end if found < 0 else found].strip():
+        place = text.find(separator, start)
+        end = len(text) if place < 0 else place + len(separator)
+        if text[start : end if place < 0 else place].strip():
             ends.append(end)
-        elif ends and found >= 0:
+        elif ends and place >= 0:
             ends[-1] = end
         start = end
     return ends

@@ -73,13 +73,13 @@ def after_thought(text: str, extra_info: Mapping[str, Any] | None = None) -> str
 
 def last_pair(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER) -> str | None:
     """Return what the last pair of tags holds, pairs read from the left: the last match of `opening(.*?)closing`."""
-    found, place = None, 0
+    pair, place = None, 0
     while True:
         start = text.find(opening, place)
         end = text.find(closing, start + len(opening)) if start >= 0 else -1
         if end < 0:
-            return found
-        found, place = text[start + len(opening) : end], end + len(closing)
+            return pair
+        pair, place = text[start + len(opening) : end], end + len(closing)
 
 
 def after_phrase(text: str) -> str | None:

@@ -24,12 +24,12 @@ def arithmetic(
 
     `answer` is the number that was given, if the response is one.
     """
-    given = solution_str.strip()
-    score = float(given in golds_of(ground_truth))
+    answer = solution_str.strip()
+    score = float(answer in golds_of(ground_truth))
     result = {"score": score, "acc": score}
-    digits = given.removeprefix("-")
+    digits = answer.removeprefix("-")
     if digits.isascii() and digits.isdigit() and len(digits) <= MAX_EXACT_DIGITS:
-        result["answer"] = float(given)
+        result["answer"] = float(answer)
     return result
 
 
@@ -42,10 +42,10 @@ def arithmetic_process(
     """
     result: dict[str, Any] = dict(arithmetic(data_source, solution_str, ground_truth, extra_info))
     ground_truth = golds_of(ground_truth)[0]
-    given = solution_str.strip()
-    start = solution_str.index(given)
-    right = [float(character == ground_truth[place : place + 1]) for place, character in enumerate(given)]
-    result["digits"] = sum(right) / max(len(given), len(ground_truth))
+    answer = solution_str.strip()
+    start = solution_str.index(answer)
+    right = [float(character == ground_truth[place : place + 1]) for place, character in enumerate(answer)]
+    result["digits"] = sum(right) / max(len(answer), len(ground_truth))
     result["steps"] = [(start + place + 1, reward) for place, reward in enumerate(right)]
     return result
 
@@ -62,10 +62,10 @@ def written_sum(
     The rows are those of `task:rated_sums`. A column has the digits of the sum, and a carry if the line before it, right or
     wrong, has one; the result has the last digits of the columns as they were written. So every mistake costs one step.
     """
-    given, right = solution_str.strip().split("\n"), ground_truth.split("\n")
-    score, end = float(given[-1] == right[-1]), solution_str.index(given[0])
+    lines, right = solution_str.strip().split("\n"), ground_truth.split("\n")
+    score, end = float(lines[-1] == right[-1]), solution_str.index(lines[0])
     steps, columns = [], ["0"]
-    for place, line in enumerate(given):
+    for place, line in enumerate(lines):
         end += len(line) + (place > 0)
         follows = False
         if place < len(right) - 1:

@@ -42,8 +42,8 @@ def exact_match(
     ground truth that is missing.
     """
     text = after_thought(solution_str, extra_info)
-    found = final_answer(text)
-    answer = text if found is None else found
+    given_answer = final_answer(text)
+    answer = text if given_answer is None else given_answer
     golds = golds_of(ground_truth)
 
     def normal(text: str) -> str:

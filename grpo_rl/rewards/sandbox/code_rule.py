@@ -72,11 +72,11 @@ def code(
     deadline = time.monotonic() + total_s
     with Sandbox(setup + program, limits) as sandbox:
         for test in tests:
-            left = deadline - time.monotonic()
-            if left <= 0 or (result["num_failed"] and not continuous):
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or (result["num_failed"] and not continuous):
                 result["not_run"] += 1
                 continue
-            outcome = sandbox.run(test.case, left)
+            outcome = sandbox.run(test.case, remaining_s)
             result["num_passed" if test.holds(outcome) else "num_failed"] += 1
             result["timed_out"] += outcome.status == "timeout"
             result["too_much"] += outcome.status == "output"
@@ -128,7 +128,7 @@ def last_program(text: str) -> str | None:
             language, indent = bare.removeprefix(FENCE).strip().lower(), len(line) - len(bare)
         else:
             if language in ("", *PYTHON):
-                blocks[bool(language)] = "".join(f"{one}\n" for one in block)
+                blocks[bool(language)] = "".join(f"{code_line}\n" for code_line in block)
             block = None
     return blocks.get(True, blocks.get(False)) if has_fence else text or None
 
@@ -333,23 +333,23 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     from `extra_info`. Raises RewardError, with the reason, for another form, none, and assertions that cannot be judged apart.
     """
     extra = extra_info or {}
-    given = ground_truth if ground_truth not in (None, "") else extra.get("test_cases")
-    if isinstance(given, str):
-        given = _parsed(given)
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        given = _listed(given, extra)
-    if not isinstance(given, Mapping):
-        raise RewardError(f"the ground truth of a code task is {short(given)}; {FORMS}")
-    named = next((source[key] for source in (given, extra) for key in FUNCTION_NAMES if source.get(key)), None)
-    setup = "".join(f"{given[key]}\n" for key in SETUPS if given.get(key))
-    key = next((key for key in ASSERTIONS if given.get(key)), None)
+    stored = ground_truth if ground_truth not in (None, "") else extra.get("test_cases")
+    if isinstance(stored, str):
+        stored = _parsed(stored)
+    if isinstance(stored, Sequence) and not isinstance(stored, str):
+        stored = _listed(stored, extra)
+    if not isinstance(stored, Mapping):
+        raise RewardError(f"the ground truth of a code task is {short(stored)}; {FORMS}")
+    named = next((source[key] for source in (stored, extra) for key in FUNCTION_NAMES if source.get(key)), None)
+    setup = "".join(f"{stored[key]}\n" for key in SETUPS if stored.get(key))
+    key = next((key for key in ASSERTIONS if stored.get(key)), None)
     if key is not None:
-        texts = [given[key]] if isinstance(given[key], str) else given[key]
+        texts = [stored[key]] if isinstance(stored[key], str) else stored[key]
         tests = [test for text in texts for test in assertions(text, named)]
-    elif "inputs" in given and "outputs" in given:
-        tests = _pairs(given["inputs"], given["outputs"], named)
+    elif "inputs" in stored and "outputs" in stored:
+        tests = _pairs(stored["inputs"], stored["outputs"], named)
     else:
-        raise RewardError(f"the ground truth of a code task has the keys {', '.join(map(str, given)) or 'none'}; {FORMS}")
+        raise RewardError(f"the ground truth of a code task has the keys {', '.join(map(str, stored)) or 'none'}; {FORMS}")
     if not tests:
         raise RewardError("the ground truth of a code task holds no test case")
     return setup, tests
@@ -384,7 +384,7 @@ def _parsed(text: str) -> Any:
 def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:
     if len(inputs) != len(outputs):
         raise RewardError(f"the ground truth of a code task has {len(inputs)} inputs and {len(outputs)} outputs")
-    return [_pair(function, given, wanted) for given, wanted in zip(inputs, outputs, strict=True)]
+    return [_pair(function, test_input, output) for test_input, output in zip(inputs, outputs, strict=True)]
 
 
 def _lines(text: Any) -> str:

@@ -293,10 +293,10 @@ def _mount_tmp(setup: dict[str, Any]) -> None:
 
 def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: bytearray) -> bytes:
     """Return what a candidate did with one case: status, exit code, standard output, returned value, standard error."""
-    given, line = case.pop("stdin"), setup.pop("line", None)
+    input_bytes, line = case.pop("stdin"), setup.pop("line", None)
     stdin = os.memfd_create("stdin") if line is None else line
     if line is None:
-        write_all(stdin, given)
+        write_all(stdin, input_bytes)
         os.lseek(stdin, 0, os.SEEK_SET)
     pipes = [os.pipe() for _ in range(ARMED)]
     child = os.fork()
@@ -343,10 +343,10 @@ def _watch(control: int, watched: int, reads: list[int], most: int, time_s: floa
     deadline = time.monotonic() + time_s
     status, ended = b"E", False
     while True:
-        left = deadline - time.monotonic()
-        if left <= 0 and not ended:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0 and not ended:
             status, ended = b"T", True
-        events = dict(poll.poll(0 if ended else int(1000 * min(left, 1000.0)) + 1))
+        events = dict(poll.poll(0 if ended else int(1000 * min(remaining_s, 1000.0)) + 1))
         if control in events:
             os._exit(1)
         if watched in events:

@@ -104,12 +104,12 @@ class Sandbox:
             "tmp_options": f"size={int(self._limits.file_mb * MIB)},nr_inodes=1000,mode=777",
             "line": None if line is None else line.fileno(),
         }
-        given = [] if line is None else [line.fileno()]
-        self._channel, theirs = socket.socketpair()
-        with theirs, line or contextlib.nullcontext():
+        descriptors = [] if line is None else [line.fileno()]
+        self._channel, child_end = socket.socketpair()
+        with child_end, line or contextlib.nullcontext():
             self._process = subprocess.Popen(
-                [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LAUNCH, str(ROOT), str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *given],
+                [interpreter(), "-I", "-S", "-B", "-X", "utf8", "-c", LAUNCH, str(ROOT), str(child_end.fileno())],
+                pass_fds=[child_end.fileno(), *descriptors],
                 env={},
                 cwd="/",
                 stdin=subprocess.DEVNULL,
@@ -176,8 +176,8 @@ class Sandbox:
             self._expect(b"R", deadline)
         except (EOFError, OSError) as error:
             self._process.kill()
-            said = b"" if self._process.stderr is None else self._process.stderr.read(4096)
-            reason = said.decode(errors="replace").strip().rpartition("\n")[2] or str(error) or "the launcher ended"
+            message = b"" if self._process.stderr is None else self._process.stderr.read(4096)
+            reason = message.decode(errors="replace").strip().rpartition("\n")[2] or str(error) or "the launcher ended"
             raise SandboxUnavailable(unavailable(f"start the launcher with {interpreter()}: {reason}")) from error
 
     def _expect(self, sign: bytes, deadline: float) -> None:
@@ -233,8 +233,8 @@ def _mounts() -> dict[str, list[Any]]:
     """
     binds: list[tuple[str, str]] = []
     links: list[tuple[str, str]] = []
-    own = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
-    for folder in ["/usr/lib", "/usr/lib64", "/lib", "/lib64", *sorted(set(own))]:
+    roots = [f"{prefix}/{name}" for prefix in {sys.base_prefix, sys.base_exec_prefix} for name in ("lib", sys.platlibdir)]
+    for folder in ["/usr/lib", "/usr/lib64", "/lib", "/lib64", *sorted(set(roots))]:
         if folder in {target for _, target in [*binds, *links]}:
             continue
         if os.path.islink(folder):
@@ -278,8 +278,8 @@ def check_available() -> None:
     with Sandbox("print(6 * 7)") as sandbox:
         outcome = sandbox.run(Case())
     if not outcome.succeeded or outcome.stdout != b"42\n":
-        said = outcome.stderr.decode(errors="replace") or f"{outcome.status}, exit code {outcome.exit_code}"
-        raise SandboxUnavailable(unavailable(f"run a first program: {said}"))
+        message = outcome.stderr.decode(errors="replace") or f"{outcome.status}, exit code {outcome.exit_code}"
+        raise SandboxUnavailable(unavailable(f"run a first program: {message}"))
 
 
 # ---- machines without a sandbox ----------------------------------------------------------------------

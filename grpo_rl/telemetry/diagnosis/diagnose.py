@@ -35,12 +35,12 @@ class Diagnosis:
 
 def diagnose(run: RunRecord) -> Diagnosis:
     """Return what the rules find, the gravest first; among equals in the order of RULES. One finding of a name is enough."""
-    found: dict[str, Finding] = {}
+    findings: dict[str, Finding] = {}
     for rule in RULES:
         finding = rule(run)
         if finding is not None:
-            found.setdefault(finding.name, finding)
-    return Diagnosis(tuple(sorted(found.values(), key=lambda one: one.weight)), run.num_steps)
+            findings.setdefault(finding.name, finding)
+    return Diagnosis(tuple(sorted(findings.values(), key=lambda one: one.weight)), run.num_steps)
 
 
 def as_text(diagnosis: Diagnosis, *, brief: bool = False) -> str:
@@ -53,13 +53,13 @@ def as_text(diagnosis: Diagnosis, *, brief: bool = False) -> str:
     elif not diagnosis.findings:
         lines = [f"Nothing is wrong with this run, as far as {len(RULES)} rules see in {diagnosis.num_steps} steps."]
     else:
-        grave = sum(one.weight == "ill" for one in diagnosis.findings)
+        grave = sum(entry.weight == "ill" for entry in diagnosis.findings)
         watched = len(diagnosis.findings) - grave
         lines = [f"{diagnosis.num_steps} steps: {grave} illness{'es' if grave != 1 else ''}, {watched} to watch."]
 
     def add(label: str, text: str, indent: int = 13) -> None:
-        shown = safe_text(text, limit=1000)
-        lines.extend(textwrap.wrap(shown, 100, initial_indent=label, subsequent_indent=" " * indent, break_long_words=False))
+        safe = safe_text(text, limit=1000)
+        lines.extend(textwrap.wrap(safe, 100, initial_indent=label, subsequent_indent=" " * indent, break_long_words=False))
 
     for number, finding in enumerate(diagnosis.findings):
         lines.append("")
@@ -91,9 +91,9 @@ class Alarms:
     def see(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
         """Return the illnesses that are seen with this step for the first time."""
         self._records.append({"step": step, **metrics})
-        found = diagnose(RunRecord(self._config, list(self._records))).findings
-        new = [one for one in found if one.name not in self._said]
-        self._said |= {one.name for one in new}
+        findings = diagnose(RunRecord(self._config, list(self._records))).findings
+        new = [finding for finding in findings if finding.name not in self._said]
+        self._said |= {finding.name for finding in new}
         return new
 
 

@@ -119,7 +119,7 @@ def learning_rate_too_high(run: RunRecord) -> Finding | None:
     is_stale = max(run.series("staleness/max").values, default=0.0) > 1
     moves = [] if is_stale else [(step, abs(value)) for step, value in run.series("actor/ppo_kl").points]
     # A KL that grows from step to step has other causes; one step that does more than all before it is too large.
-    moves += [(at, value - before) for (_, before), (at, value) in itertools.pairwise(kl.points) if value > 3 * before]
+    moves += [(at, value - previous) for (_, previous), (at, value) in itertools.pairwise(kl.points) if value > 3 * previous]
     large = [(step, value) for step, value in moves if value > KL_STEP and not _was_random(run, step)]
     if not large or not rewards or _gains(rewards):
         return None
@@ -132,8 +132,8 @@ def learning_rate_too_high(run: RunRecord) -> Finding | None:
 def _was_random(run: RunRecord, step: int) -> bool:
     """Return whether the entropy had grown by half before this step: then the policy was leaving already, for another cause."""
     points = run.entropy().points
-    before = [value for at, value in points if at < step]
-    return bool(before) and before[-1] > 1.5 * points[0][1]
+    earlier = [value for at, value in points if at < step]
+    return bool(earlier) and earlier[-1] > 1.5 * points[0][1]
 
 
 def _gains(rewards: Series) -> bool:
@@ -233,8 +233,8 @@ def off_policy(run: RunRecord) -> Finding | None:
     seen = [(series, words, holds) for key, words, holds in signs if (series := run.series(key)) and holds(series.last)]
     if not seen:
         return None
-    shown = "; ".join(f"{words} {series.last:.2f}" for series, words, _ in seen)
-    evidence = f"tokens are {staleness.last:.2f} versions old on average; {shown}"
+    signs_text = "; ".join(f"{words} {series.last:.2f}" for series, words, _ in seen)
+    evidence = f"tokens are {staleness.last:.2f} versions old on average; {signs_text}"
     return finding("off_policy", min(series.since(holds) for series, _, holds in seen), evidence, watch=True)
 
 
@@ -271,17 +271,17 @@ def length_without_reward(run: RunRecord) -> Finding | None:
 
 
 def repetition(run: RunRecord) -> Finding | None:
-    now, before = _repeating(run.last_rollouts), _repeating(run.first_rollouts)
-    if now is None or now < 0.2 or (before is not None and now < before + 0.1 and before < 0.5):
+    last, first = _repeating(run.last_rollouts), _repeating(run.first_rollouts)
+    if last is None or last < 0.2 or (first is not None and last < first + 0.1 and first < 0.5):
         return None
     begin, step = min(run.rollout_files), max(run.rollout_files)
-    evidence = f"{before or 0:.0%} in step {begin}, {now:.0%} in step {step}, by their compressed size"
-    return finding("repetition", step, evidence, watch=True, share=now)
+    evidence = f"{first or 0:.0%} in step {begin}, {last:.0%} in step {step}, by their compressed size"
+    return finding("repetition", step, evidence, watch=True, share=last)
 
 
 def _repeating(rollouts: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the share of long responses that compress to almost nothing; None if fewer than 8 are long."""
-    long = [str(one["response"]).encode() for one in rollouts if len(str(one.get("response", ""))) >= LONG]
+    long = [str(rollout["response"]).encode() for rollout in rollouts if len(str(rollout.get("response", ""))) >= LONG]
     if len(long) < 8:
         return None
     return statistics.fmean(float(len(zlib.compress(text)) < REPEATS * len(text)) for text in long)
@@ -298,7 +298,7 @@ def reward_failures(run: RunRecord) -> Finding | None:
     if not failed or failed < MANY_FAILURES * sampled:
         return None
     worst = max(("timeouts", "errors", "invalid"), key=lambda kind: totals[kind])
-    cause = next((str(one["failure_cause"]) for one in run.last_rollouts if one.get("failure_cause")), "")
+    cause = next((str(rollout["failure_cause"]) for rollout in run.last_rollouts if rollout.get("failure_cause")), "")
     return finding(
         "reward_failures",
         next(step for step, value in kinds[worst].points if value > 0),
@@ -318,8 +318,8 @@ def reward_constant(run: RunRecord) -> Finding | None:
         return None
     if constant <= 0 and cut and min(cut.values) > 0.95 and not run.setting("actor_rollout_ref.rollout.ignore_eos"):
         return None  # `truncation` names the cause
-    one = next((one for one in run.last_rollouts if one.get("response")), None)
-    example = f"; for instance {one['response'][:60]!r} where {str(one.get('ground_truth'))[:60]!r} is right" if one else ""
+    row = next((row for row in run.last_rollouts if row.get("response")), None)
+    example = f"; for instance {row['response'][:60]!r} where {str(row.get('ground_truth'))[:60]!r} is right" if row else ""
     sampled = f"{_rollouts_per_step(run) * run.num_steps:.0f} responses of {run.num_steps} steps"
     evidence = f"the reward of all {sampled} is {constant:g}{example}"
     name = "reward_constant" if constant > 0 else "reward_never_seen"
@@ -347,18 +347,18 @@ def validation_falls(run: RunRecord) -> Finding | None:
             continue
         best = max(measured.values)
         at, end = measured.points[measured.values.index(best)][0], measured.points[-1][0]
-        after = Series([point for point in rewards.points if point[0] > at])
-        before = Series([point for point in rewards.points if point[0] <= at] or rewards.points[:1])
-        prompts = len({prompt_key(one) for one in run.validated(end)})
+        later = Series([point for point in rewards.points if point[0] > at])
+        earlier = Series([point for point in rewards.points if point[0] <= at] or rewards.points[:1])
+        prompts = len({prompt_key(rollout) for rollout in run.validated(end)})
         margin = 2 * math.sqrt(max(0.0, measured.now * (1 - measured.now)) / prompts) if prompts else 0.0
-        if at == end or best - measured.now <= max(0.05, margin) or len(after) < 3 or after.last < before.last + 0.02:
+        if at == end or best - measured.now <= max(0.05, margin) or len(later) < 3 or later.last < earlier.last + 0.02:
             continue
         hacked = any("reward_model" in name or "judge" in name for name in _parts(run))
         return finding(
             "reward_model_hacked" if hacked else "validation_falls",
             at,
-            f"{key} was {best:.3f} at step {at} and is {measured.now:.3f} now; the training reward went from {before.last:.3f} "
-            f"to {after.last:.3f}",
+            f"{key} was {best:.3f} at step {at} and is {measured.now:.3f} now; the training reward went from {earlier.last:.3f} "
+            f"to {later.last:.3f}",
             best=f"step {at}",
         )
     return None
@@ -440,9 +440,9 @@ def format_without_answer(run: RunRecord) -> Finding | None:
         if len(shape) < 5 or not answers or shape.last < 0.8 or shape.last < shape.first + 0.1:
             continue
         if all(values.last < 0.1 and values.last <= values.first + 0.02 for values in answers.values()):
-            others = ", ".join(f"{name} {values.last:.3f}" for name, values in answers.items())
+            ends = ", ".join(f"{name} {values.last:.3f}" for name, values in answers.items())
             since = shape.since(lambda value: value >= 0.8)
-            return finding("format_without_answer", since, f"{form} {shape.ends(2)}; {others}", form=form)
+            return finding("format_without_answer", since, f"{form} {shape.ends(2)}; {ends}", form=form)
     return None
 
 
@@ -468,8 +468,8 @@ def _constant_reward(run: RunRecord) -> float | None:
 
 def _parts(run: RunRecord) -> list[str]:
     keys = dict.fromkeys(key for record in run.training for key in record if key.startswith("reward/"))
-    own = {f"reward/{name}" for name in (*OVERALL, *FAILURES)}
-    return [key.removeprefix("reward/") for key in keys if key not in own and not key.endswith("/std")]
+    overall = {f"reward/{name}" for name in (*OVERALL, *FAILURES)}
+    return [key.removeprefix("reward/") for key in keys if key not in overall and not key.endswith("/std")]
 
 
 def _rollouts_per_step(run: RunRecord) -> float:

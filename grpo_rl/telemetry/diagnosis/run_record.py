@@ -111,8 +111,8 @@ class RunRecord:
     def series(self, key: str, *, validation: bool = False) -> Series:
         """Return the finite values of a metric over the training steps; with `validation` also that before training."""
         records = self.records if validation else self.training
-        found = [(int(record["step"]), float(record[key])) for record in records if key in record]
-        return Series([(step, value) for step, value in found if math.isfinite(value)])
+        points = [(int(record["step"]), float(record[key])) for record in records if key in record]
+        return Series([(step, value) for step, value in points if math.isfinite(value)])
 
     @cached_property
     def validation_keys(self) -> list[str]:

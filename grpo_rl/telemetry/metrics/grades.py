@@ -18,26 +18,26 @@ def measured(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     `perf/memory/actor_gib` and so on are the most that torch gave out to a rank of this role in any phase. Empty for fewer than three
     steps.
     """
-    steps = [one for one in records if one["step"] > 0 and "timing_s/step" in one and "response_length/mean" in one][1:]
+    steps = [row for row in records if row["step"] > 0 and "timing_s/step" in row and "response_length/mean" in row][1:]
     if len(steps) < 2:
         return {}
 
     def median(name: str, *without: str) -> float:
-        return statistics.median(one.get(name, 0.0) - sum(one.get(other, 0.0) for other in without) for one in steps)
+        return statistics.median(row.get(name, 0.0) - sum(row.get(other, 0.0) for other in without) for row in steps)
 
-    found = {name: median(name) for name in steps[-1] if name.startswith("timing_s/")}
-    found["timing_s/step"] = median("timing_s/step", "timing_s/testing", "timing_s/save")
-    if (waited := found.get("timing_s/rollout_waits_for_trainer")) is not None:
-        found["timing_s/gen"] = max(0.0, found["timing_s/step"] - waited)
-    for name, value in ((name, value) for one in steps for name, value in one.items() if name.startswith(_MEMORY)):
+    medians = {name: median(name) for name in steps[-1] if name.startswith("timing_s/")}
+    medians["timing_s/step"] = median("timing_s/step", "timing_s/testing", "timing_s/save")
+    if (waited := medians.get("timing_s/rollout_waits_for_trainer")) is not None:
+        medians["timing_s/gen"] = max(0.0, medians["timing_s/step"] - waited)
+    for name, value in ((name, value) for row in steps for name, value in row.items() if name.startswith(_MEMORY)):
         if name.endswith("/allocated_gib"):
             role = f"{_MEMORY}{name.split('/')[2]}_gib"
-            found[role] = max(value, found.get(role, 0.0))
-    return {name: value for name, value in found.items() if value > 0}
+            medians[role] = max(value, medians.get(role, 0.0))
+    return {name: value for name, value in medians.items() if value > 0}
 
 
 def grades(records: Sequence[Mapping[str, float]]) -> list[tuple[str, float, float]]:
     """Return name, prediction and measurement of whatever has both."""
-    found = measured(records)
-    names = [name.removeprefix(PREDICTED) for name in (records[-1] if found else ()) if name.startswith(PREDICTED)]
-    return [(name, records[-1][PREDICTED + name], found[name]) for name in names if name in found]
+    medians = measured(records)
+    names = [name.removeprefix(PREDICTED) for name in (records[-1] if medians else ()) if name.startswith(PREDICTED)]
+    return [(name, records[-1][PREDICTED + name], medians[name]) for name in names if name in medians]

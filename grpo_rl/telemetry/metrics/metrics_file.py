@@ -87,8 +87,8 @@ class MetricsFile:
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, so that a resumed run continues its own curve."""
-        kept = [record for record in read_records(self.path) if record["step"] <= step]
-        write_whole(self.path, "".join(map(dump_line, kept)), durable=True)
+        records = [record for record in read_records(self.path) if record["step"] <= step]
+        write_whole(self.path, "".join(map(dump_line, records)), durable=True)
 
     def close(self) -> None:
         """Write what is waiting, if that is possible now; say how many steps are lost."""

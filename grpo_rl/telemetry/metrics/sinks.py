@@ -232,11 +232,11 @@ class _Wandb(Tracker):
         self._run.log(dict(metrics))
 
     def table(self, step: int, file: Path, rows: int) -> None:
-        shown = [[record.get(column) for column in TABLE] for record in read_rollouts(file)[:rows]]
-        shown = [
-            [value if isinstance(value, str | float | int | None) else json.dumps(value) for value in row] for row in shown
+        table_rows = [[record.get(column) for column in TABLE] for record in read_rollouts(file)[:rows]]
+        table_rows = [
+            [value if isinstance(value, str | float | int | None) else json.dumps(value) for value in row] for row in table_rows
         ]
-        self._run.log({"val/generations": self._table(columns=list(TABLE), data=shown), STEP: step})
+        self._run.log({"val/generations": self._table(columns=list(TABLE), data=table_rows), STEP: step})
 
     def close(self) -> None:
         self._run.finish()
@@ -382,7 +382,7 @@ def tracker_metrics(step: int, metrics: Mapping[str, float]) -> dict[str, float]
     named: dict[str, float] = {STEP: float(step)}
     for name, value in metrics.items():
         kind = name.removeprefix("reward/")
-        source = next((one for one in sources if name.startswith(f"val/{one}/")), "")
+        source = next((candidate for candidate in sources if name.startswith(f"val/{candidate}/")), "")
         if name.startswith("reward/") and kind in ("mean", "max", "min"):
             named[f"critic/score/{kind}"] = value
             if "actor/reward_kl_penalty" not in metrics:

@@ -64,9 +64,9 @@ class Timeline:
         interval = Interval(self.step if step is None else step, role, what, start, max(start, end))
         with self._lock:
             place = self._newest.get(interval[:3], -1)
-            before = self._waiting[place] if place >= 0 else None
-            if before is not None and before.start <= start <= before.end + CLOSED_GAP_S:
-                self._waiting[place] = before._replace(end=max(before.end, interval.end))
+            previous = self._waiting[place] if place >= 0 else None
+            if previous is not None and previous.start <= start <= previous.end + CLOSED_GAP_S:
+                self._waiting[place] = previous._replace(end=max(previous.end, interval.end))
             else:
                 self._newest[interval[:3]] = len(self._waiting)
                 self._waiting.append(interval)
@@ -99,10 +99,10 @@ class Timeline:
         """Drop the intervals of later steps, and go on where the last kept one ended. To be called before any is recorded."""
         if self.path is None:
             return
-        kept = [interval for interval in read_timeline(self.path) if interval.step <= step]
-        self._origin = time.perf_counter() - max((interval.end for interval in kept), default=0.0)
+        intervals = [interval for interval in read_timeline(self.path) if interval.step <= step]
+        self._origin = time.perf_counter() - max((interval.end for interval in intervals), default=0.0)
         try:
-            write_whole(self.path, "".join(map(_line, kept)))
+            write_whole(self.path, "".join(map(_line, intervals)))
         except OSError as error:
             self._failed(error)
 
@@ -117,15 +117,15 @@ def read_timeline(path: Path, last_steps: int | None = None) -> list[Interval]:
 
     An absent file is an empty list.
     """
-    found = []
+    spans = []
     for record in read_records(path):
         start, end = record.get("start"), record.get("end")
         if is_number(start) and is_number(end) and math.isfinite(start) and math.isfinite(end):
-            found.append(Interval(record["step"], str(record.get("role")), str(record.get("what")), float(start), float(end)))
-    if last_steps is not None and found:
-        first = max(interval.step for interval in found) - last_steps
-        found = [interval for interval in found if interval.step > first]
-    return sorted(found, key=lambda interval: interval.start)
+            spans.append(Interval(record["step"], str(record.get("role")), str(record.get("what")), float(start), float(end)))
+    if last_steps is not None and spans:
+        first = max(interval.step for interval in spans) - last_steps
+        spans = [interval for interval in spans if interval.step > first]
+    return sorted(spans, key=lambda interval: interval.start)
 
 
 def _line(interval: Interval) -> str:

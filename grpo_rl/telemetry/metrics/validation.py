@@ -44,12 +44,12 @@ def validation_score(metrics: Mapping[str, float]) -> float | None:
 def shown_keys(records: Sequence[Mapping[str, float]]) -> list[str]:
     """Return the keys `val/<source>/mean@N`, and after each `val/<source>/reward` if it was ever another number."""
     keys = dict.fromkeys(key for record in records for key in validation_keys(record))
-    shown = []
+    names = []
     for key in keys:
         reward = f"{key.rsplit('/', 1)[0]}/reward"
         differs = any(abs(record[key] - record.get(reward, record[key])) > 1e-9 for record in records if key in record)
-        shown += [key, reward] if differs else [key]
-    return shown
+        names += [key, reward] if differs else [key]
+    return names
 
 
 def validation_name(key: str) -> str:
@@ -60,8 +60,8 @@ def validation_name(key: str) -> str:
 def results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
     """Return all that a run changed, as name, first and last point: validation of prompts, then `other_results`."""
     validated = {key: [(record["step"], record[key]) for record in records if key in record] for key in shown_keys(records)}
-    shown = [(validation_name(key), points[0], points[-1]) for key, points in validated.items() if points]
-    return shown + other_results(records)
+    changes = [(validation_name(key), points[0], points[-1]) for key, points in validated.items() if points]
+    return changes + other_results(records)
 
 
 def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Point, Point]]:
@@ -69,19 +69,19 @@ def other_results(records: Sequence[Mapping[str, float]]) -> list[tuple[str, Poi
 
     The reward is the mean of the first training steps and of the last, five if there are ten.
     """
-    found = []
+    changes = []
     of_steps = any("val/good" in record for record in records)
     for key, name in LOSSES.items():
         if points := [(record["step"], record[key]) for record in records if key in record]:
             name = name.replace("pairs in the right order", "steps judged right") if of_steps else name
-            found.append((name, points[0], points[-1]))
+            changes.append((name, points[0], points[-1]))
     rewards = [(record["step"], record["reward/mean"]) for record in records if "reward/mean" in record]
     if len(rewards) > 1:
         k = min(5, len(rewards) // 2)
-        before, after = (statistics.fmean(value for _, value in part) for part in (rewards[:k], rewards[-k:]))
+        start, end = (statistics.fmean(value for _, value in part) for part in (rewards[:k], rewards[-k:]))
         name = f"training reward (first and last {k} steps)" if k > 1 else "training reward (first and last step)"
-        found.append((name, (rewards[0][0], before), (rewards[-1][0], after)))
-    return found
+        changes.append((name, (rewards[0][0], start), (rewards[-1][0], end)))
+    return changes
 
 
 def logged_value(record: Mapping[str, Any]) -> float:

@@ -57,18 +57,18 @@ def write_page(
         parts = []
         for number, run in enumerate(runs):
             folder = files if len(runs) == 1 else files / str(number)
-            found = run_data(run, folder, state, INLINE_BYTES, keep=keep, trusted=trusted)
-            found["chunks"]["folder"] = folder.relative_to(out.parent).as_posix()
+            page_data = run_data(run, folder, state, INLINE_BYTES, keep=keep, trusted=trusted)
+            page_data["chunks"]["folder"] = folder.relative_to(out.parent).as_posix()
             # For links to the run's files; the dot keeps the name of a folder from being read as the scheme of an address.
-            found["base"] = f"./{os.path.relpath(run.resolve(), out.resolve().parent)}"
-            parts.append(found)
+            page_data["base"] = f"./{os.path.relpath(run.resolve(), out.resolve().parent)}"
+            parts.append(page_data)
         is_live = any(part["status"].get("state") not in (*ENDED, None) for part in parts)
         version = round(time.time(), 3)
         data = {"version": version, "written": version, "live": f"{files.name}/{LIVE}.js" if is_live else None, "runs": parts}
-        for left in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
-            writer = left.name.split(".")[-2]
+        for leftover in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+            writer = leftover.name.split(".")[-2]
             if writer.isdecimal() and not is_running(int(writer)):  # it was killed
-                left.unlink(missing_ok=True)
+                leftover.unlink(missing_ok=True)
         write_whole(out, document(data))
         if is_live or (files / f"{LIVE}.js").exists():
             # Pages that are open look here for a newer version of themselves.

@@ -60,7 +60,7 @@ def chunks_of(
     if not is_inlined:
         folder.mkdir(parents=True, exist_ok=True)
     earlier = _earlier(folder) if keep and not is_inlined else {}
-    there = {(entry["kind"], entry["step"]): entry for entry in earlier.get("steps", ())}
+    known = {(entry["kind"], entry["step"]): entry for entry in earlier.get("steps", ())}
     index: dict[str, Any] = {"format": FORMAT, "steps": []}
     """All that the page needs to list, filter and find groups without their texts."""
     index |= {name: list(earlier.get(name, ())) for name in ("prompts", "sources", "failures")}
@@ -69,9 +69,9 @@ def chunks_of(
     inlined: dict[str, str] = {}
     for (kind, step), path in sorted(files.items()):
         try:
-            found = path.stat()
-            stamp = [found.st_size, found.st_mtime_ns]
-            entry = there.get((kind, step)) if earlier.get("stamps", {}).get(f"{kind}/{step}") == stamp else None
+            stat = path.stat()
+            stamp = [stat.st_size, stat.st_mtime_ns]
+            entry = known.get((kind, step)) if earlier.get("stamps", {}).get(f"{kind}/{step}") == stamp else None
             records = [] if entry is not None else read_rollouts(path)
         except (OSError, DataError):
             continue
@@ -91,9 +91,9 @@ def chunks_of(
     if is_inlined:
         return index, inlined
     write_chunk(folder, INDEX, pack(index | {"stamps": stamps}))
-    kept = {name for entry in index["steps"] for name, _, _ in entry["chunks"]}
+    names = {name for entry in index["steps"] for name, _, _ in entry["chunks"]}
     for path in folder.glob("*.js"):  # of steps that are no longer there: a resumed run writes them anew
-        if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem) and path.stem not in kept:
+        if re.fullmatch(r"(rollouts|val)_\d+_\d+", path.stem) and path.stem not in names:
             with suppress(OSError):
                 path.unlink()
     return index, None
@@ -147,14 +147,16 @@ def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: di
         places[key] = len(places)
         preview = prompt if len(prompt) <= PREVIEW else "…" + prompt[-PREVIEW:]
         index["prompts"].append([key, preview, row if row.startswith("row ") else ""])
-    rewards, values = ([rounded(one) for one in each] for each in ([r.get("reward") for r in group], map(logged_value, group)))
+    rewards, values = (
+        [rounded(number) for number in column] for column in ([r.get("reward") for r in group], map(logged_value, group))
+    )
     return [
         places[key],
         _place(index["sources"], str(group[0].get("data_source", ""))),
         rewards,
         [record.get("response_length") for record in group],
         [at for at, record in enumerate(group) if record.get("finish_reason") == "length"],
-        [[at, _place(index["failures"], str(one["failure"]))] for at, one in enumerate(group) if one.get("failure")],
+        [[at, _place(index["failures"], str(number["failure"]))] for at, number in enumerate(group) if number.get("failure")],
         *([values] if kind == "val" and values != rewards else ()),
     ]
 
@@ -167,16 +169,16 @@ def _texts(group: Sequence[Record], pieces: Pieces | None) -> dict[str, Any]:
     """Return all that is logged of a group, what its rollouts share only once."""
     rollouts = []
     for record in group:
-        kept = {
+        shared = {
             name: jsonable(rounded(value) if isinstance(value, float) else value)
             for name, value in record.items()
             if name not in _SHARED and not name.startswith("token_") and value is not None
         }
-        kept["reward_parts"] = {name: rounded(value) for name, value in (record.get("reward_parts") or {}).items()}
+        shared["reward_parts"] = {name: rounded(value) for name, value in (record.get("reward_parts") or {}).items()}
         ids, logprobs = record.get("token_ids") or (), record.get("token_logprobs") or ()
         if pieces and len(ids) == len(logprobs) and (texts := pieces(ids)):
-            kept |= {"tokens": texts, "logprobs": [rounded(value, 3) for value in logprobs]}
-        rollouts.append(kept)
+            shared |= {"tokens": texts, "logprobs": [rounded(value, 3) for value in logprobs]}
+        rollouts.append(shared)
     return {name: jsonable(group[0].get(name)) for name in _SHARED} | {"rollouts": rollouts}
 
 
@@ -227,8 +229,8 @@ def _of_hub(name: str) -> Path | None:
     from huggingface_hub.errors import HFValidationError
 
     with suppress(HFValidationError):  # a folder that is gone is no name
-        found = try_to_load_from_cache(name, FILE)
-        return Path(found) if isinstance(found, str) else None
+        path = try_to_load_from_cache(name, FILE)
+        return Path(path) if isinstance(path, str) else None
     return None
 
 

@@ -67,7 +67,7 @@ def run_data(
         "folder": str(run),
         "status": status,
         "plan": redact(_text(run / "plan.txt")),
-        "findings": [asdict(one) for one in diagnosis.findings],
+        "findings": [asdict(finding) for finding in diagnosis.findings],
         "num_rules": len(RULES),
         "undecided": diagnosis.is_undecided,
         "num_steps": diagnosis.num_steps,
@@ -77,7 +77,7 @@ def run_data(
         "rewards": bands(index, "rollouts"),
         "validation": measured,
         "results": results(record.records, index, measured),
-        "timeline": [one._asdict() for one in read_timeline(run / "timeline.jsonl", TIMELINE_STEPS)],
+        "timeline": [finding._asdict() for finding in read_timeline(run / "timeline.jsonl", TIMELINE_STEPS)],
         "configuration": configuration(run, record.config),
         "setting": setting(record.config),
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
@@ -93,15 +93,15 @@ def results(
 
     Intervals are there if the responses of a validation were logged.
     """
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for name, series in measured.items():
         fields = {"value": "mean"} | ({"low": "low", "high": "high"} if "low" in series else {})
         ends = [{"step": series["steps"][at]} | {to: series[of][at] for to, of in fields.items()} for at in (0, -1)]
         changed = change(index, series["source"], series["value"]) if "low" in series and series["source"] else None
         prompts = series["prompts"][-1] if "prompts" in series else None
-        found.append({"name": f"validation {name}", "before": ends[0], "after": ends[1], "change": changed, "prompts": prompts})
-    others = other_results(records)
-    return found + [{"name": name, "before": _point(before), "after": _point(after)} for name, before, after in others]
+        rows.append({"name": f"validation {name}", "before": ends[0], "after": ends[1], "change": changed, "prompts": prompts})
+    unvalidated = other_results(records)
+    return rows + [{"name": name, "before": _point(first), "after": _point(last)} for name, first, last in unvalidated]
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def interval(by_prompt: Sequence[Sequence[float]], *, single: bool) -> tuple[flo
         # At the ends the bound is exactly 0 or 1, up to rounding.
         return mean, max(0.0, round(middle - half, 12)), min(1.0, round(middle + half, 12))
     half = _half_width(means)
-    if all(0.0 <= one <= 1.0 for one in means) and not math.isnan(half):  # shares stay shares
+    if all(0.0 <= share <= 1.0 for share in means) and not math.isnan(half):  # shares stay shares
         return mean, max(0.0, mean - half), min(1.0, mean + half)
     return mean, mean - half, mean + half
 
@@ -173,23 +173,23 @@ def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[st
     of interval at all of its steps. Of several sources of training `all` is the mean over all prompts.
     """
     by_source: dict[str, dict[int, list[list[float]]]] = {}
-    for entry in sorted((one for one in index["steps"] if one["kind"] == kind), key=lambda one: one["step"]):
+    for entry in sorted((step for step in index["steps"] if step["kind"] == kind), key=lambda step: step["step"]):
         for group in entry["groups"]:
             if values := _values(group, kind, value):
                 for name in (index["sources"][group[1]], "all"):
                     by_source.setdefault(name, {}).setdefault(entry["step"], []).append(values)
     if kind == "val" or len(by_source) == 2:
         by_source.pop("all", None)
-    found = {}
+    curves = {}
     for source, steps in by_source.items():
         single = all(len(set(values)) == 1 and values[0] in (0.0, 1.0) for groups in steps.values() for values in groups)
         bounds = [interval(groups, single=single) for groups in steps.values()]
-        found[source] = {
+        curves[source] = {
             "steps": list(steps),
-            **{name: [rounded(one[at]) for one in bounds] for at, name in enumerate(("mean", "low", "high"))},
+            **{name: [rounded(step[at]) for step in bounds] for at, name in enumerate(("mean", "low", "high"))},
             "prompts": [len(groups) for groups in steps.values()],
         }
-    return found
+    return curves
 
 
 def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]) -> dict[str, Series]:
@@ -197,18 +197,18 @@ def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]
 
     Intervals are there if the responses were logged. Of several sources their mean comes first, which the console prints.
     """
-    found: dict[str, Series] = {}
+    curves: dict[str, Series] = {}
     for key in shown_keys(records):
         source, _, value = key.removeprefix("val/").rpartition("/")
         points = [(int(record["step"]), rounded(record[key])) for record in records if key in record]
         measured: Series = {"steps": [step for step, _ in points], "mean": [mean for _, mean in points]}
-        found[f"{source}/{value}"] = bands(index, "val", value).get(source, measured) | {"source": source, "value": value}
-    main = [series for series in found.values() if series["value"] != "reward"]
+        curves[f"{source}/{value}"] = bands(index, "val", value).get(source, measured) | {"source": source, "value": value}
+    main = [series for series in curves.values() if series["value"] != "reward"]
     if len(main) < 2 or any(series["steps"] != main[0]["steps"] for series in main):
-        return found
+        return curves
     ends: Series = {"steps": main[0]["steps"], "source": None, "value": main[0]["value"]}
-    ends["mean"] = [rounded(statistics.fmean(means)) for means in zip(*(one["mean"] for one in main), strict=True)]
-    return {f"mean of {len(main)} sources, {ends['value']}": ends} | found
+    ends["mean"] = [rounded(statistics.fmean(means)) for means in zip(*(curve["mean"] for curve in main), strict=True)]
+    return {f"mean of {len(main)} sources, {ends['value']}": ends} | curves
 
 
 def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict[str, Any] | None:
@@ -216,29 +216,29 @@ def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict
 
     The interval is that of the mean of the differences of prompts that both have: pairing takes out how hard each is.
     """
-    entries = sorted((one for one in index["steps"] if one["kind"] == "val"), key=lambda one: one["step"])
+    entries = sorted((step for step in index["steps"] if step["kind"] == "val"), key=lambda step: step["step"])
     if len(entries) < 2:
         return None
     number = index["sources"].index(source)
-    before, after = (
+    first, last = (
         {group[0]: statistics.fmean(_values(group, "val", value)) for group in entries[place]["groups"] if group[1] == number}
         for place in (0, -1)
     )
-    both = [(before[prompt], after[prompt]) for prompt in before if prompt in after]
-    if len(both) < 2:
+    pairs = [(first[prompt], last[prompt]) for prompt in first if prompt in last]
+    if len(pairs) < 2:
         return None
-    differences = [later - earlier for earlier, later in both]
+    differences = [later - earlier for earlier, later in pairs]
     mean = statistics.fmean(differences)
     half = _half_width(differences)
-    limit = 1.0 if all(0.0 <= one <= 1.0 for pair in both for one in pair) else math.inf
+    limit = 1.0 if all(0.0 <= step <= 1.0 for pair in pairs for step in pair) else math.inf
     low, high = max(mean - half, -limit), min(mean + half, limit)  # NaN stays NaN
-    return {"mean": rounded(mean), "low": rounded(low), "high": rounded(high), "prompts": len(both)}
+    return {"mean": rounded(mean), "low": rounded(low), "high": rounded(high), "prompts": len(pairs)}
 
 
 def _values(group: Sequence[Any], kind: str, value: str) -> list[float]:
     """Return the values of a group's responses: rewards, or for mean@N what the index has in their place if it differs."""
     values = group[6] if value != "reward" and len(group) > 6 else group[2]
-    return [one or 0.0 for one in values] if kind == "val" else [one for one in values if one is not None]
+    return [number or 0.0 for number in values] if kind == "val" else [number for number in values if number is not None]
 
 
 def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,9 +254,9 @@ def configuration(run: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         }
         for key, (value, default) in changed(flat(config)).items()
     ]
-    others = [word for word in words if word.partition("=")[0] not in (_NAME, _FOLDER)]
+    settings = [word for word in words if word.partition("=")[0] not in (_NAME, _FOLDER)]
     commands = {
-        what: shlex.join(["python", "-m", "grpo_rl.main", *others, f"{_FOLDER}={run.parent}", f"{_NAME}={name}"])
+        what: shlex.join(["python", "-m", "grpo_rl.main", *settings, f"{_FOLDER}={run.parent}", f"{_NAME}={name}"])
         for what, name in (("repeat", f"{run.name}_again"), ("resume", run.name))
     }
     return {"different": different, "whole": _text(run / "config.yaml")} | commands

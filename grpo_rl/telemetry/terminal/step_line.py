@@ -147,9 +147,9 @@ def _rewards(metrics: Metrics) -> list[Piece]:
     ]
     pieces = []
     if len(names) > 1:
-        shown = "".join(f"  {safe_text(name, limit=16)}{number(parts[name], 7)}" for name in names[:MOST_COMPONENTS])
-        more = f"  and {len(names) - MOST_COMPONENTS} more" if len(names) > MOST_COMPONENTS else ""
-        pieces.append((f"  |{shown}{more}", "dim"))
+        components = "".join(f"  {safe_text(name, limit=16)}{number(parts[name], 7)}" for name in names[:MOST_COMPONENTS])
+        rest = f"  and {len(names) - MOST_COMPONENTS} more" if len(names) > MOST_COMPONENTS else ""
+        pieces.append((f"  |{components}{rest}", "dim"))
     failures = {"timed out": "timeouts", "in error": "errors", "invalid": "invalid"}
     counts = {text: parts[name] for text, name in failures.items() if parts.get(name)}
     if counts:
@@ -170,8 +170,8 @@ def _validation(metrics: Metrics) -> Piece:
 
 def _short_duration(seconds: float) -> str:
     """Return `45s`, `12m05s`, `7h03m` or `3d07h`: at most 7 columns below a thousand days."""
-    whole = round(seconds)
+    rounded = round(seconds)
     for unit, size, smaller, smaller_size in (("d", 86_400, "h", 3_600), ("h", 3_600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // smaller_size:02d}{smaller}"
-    return f"{whole}s"
+        if rounded >= size:
+            return f"{rounded // size}{unit}{rounded % size // smaller_size:02d}{smaller}"
+    return f"{rounded}s"

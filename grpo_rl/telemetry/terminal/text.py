@@ -26,9 +26,9 @@ def safe_text(text: str, limit: int | None = None, keep_newlines: bool = False) 
     if limit is not None and len(text) > limit:
         head = (limit - 5) * 2 // 3
         text = text[:head] + " ... " + text[len(text) - (limit - 5 - head) :]
-    kept = "\n" if keep_newlines else ""
+    newlines = "\n" if keep_newlines else ""
     return "".join(
-        _escape(char) if unicodedata.category(char) in _UNSAFE_CATEGORIES and char not in kept else char for char in text
+        _escape(char) if unicodedata.category(char) in _UNSAFE_CATEGORIES and char not in newlines else char for char in text
     )
 
 
@@ -81,9 +81,9 @@ def duration(seconds: float) -> str:
         return f"{seconds:.2f} s"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
+    rounded = round(seconds)
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
     minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
@@ -116,7 +116,7 @@ class Bar:
         took, share = time.monotonic() - self._began, self.done / self.total if self.total else 0.0
         bar = f" [{'=' * round(width * min(1.0, share)):-<{width}}]" if width and self.total else ""
         count = f" {self.done:g} of {self.total:g}" if self.total is not None else ""
-        left = took * (1 / share - 1) if share and self._is_even else None
-        left = left if self._ends_at is None else self._ends_at - time.monotonic()
-        rest = f", about {duration(max(0.0, left))} left" if left is not None else ""
+        remaining = took * (1 / share - 1) if share and self._is_even else None
+        remaining = remaining if self._ends_at is None else self._ends_at - time.monotonic()
+        rest = f", about {duration(max(0.0, remaining))} left" if remaining is not None else ""
         return f"{self.title}{bar}{count}{self.note and f': {self.note}'}, {duration(took)} so far{rest}"
