@@ -37,6 +37,7 @@ FLOORS = {
     "processes": 0,
     "machine_memory": 0,
     "gpu_allocator": 0,
+    "freed_memory": 0,
     "source_code": 0,
     "config": 0,
     "protocols": 1,

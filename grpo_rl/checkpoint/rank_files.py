@@ -26,6 +26,7 @@ from grpo_rl.background import has_ended, in_background
 from grpo_rl.checkpoint.files import Files, flush, not_written, write_file
 from grpo_rl.checkpoint.manifest import TRAINING
 from grpo_rl.checkpoint.tensors import HostMemory, Part, Shards, write_parts
+from grpo_rl.config.derived import COPIED_BYTES
 from grpo_rl.errors import CheckpointError
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
@@ -66,8 +67,9 @@ class RankFiles:
     def save(self, folder: Path, *, background: bool = False, texts: Mapping[str, str] | None = None) -> None:
         """Write this rank's files into `folder`; in the background, a thread does it all while the training goes on.
 
-        What it writes is the state of this moment: an optimizer step waits until it is copied. `texts` are files that rank 0
-        writes beside its own. `saved` returns the outcome. Raises CheckpointError when an earlier save does not end.
+        What it writes is the state of this moment: an optimizer step waits until it is copied, and a state of more than COPIED_BYTES
+        in host memory, of which there is no copy, until it is written. `texts` are files that rank 0 writes beside its own. `saved`
+        returns the outcome. Raises CheckpointError when an earlier save does not end.
         """
         if self._saving is not None and not has_ended(self._saving, self.patience_s):
             raise CheckpointError(f"the save before the one into {folder} is still writing; is the disk hanging?")
@@ -83,8 +85,12 @@ class RankFiles:
                 self._saving.set_exception(error)
             return
         self._copied.clear()
+        tensors = [part.tensor for parts in shares[0].parts.values() for part in parts.values()]
+        on_gpu = [tensor.device for tensor in tensors if tensor.is_cuda]
+        if not on_gpu and sum(tensor.nbytes for tensor in tensors) > COPIED_BYTES:
+            self._saving = in_background("checkpoint", lambda: self._written_in_place(folder, shares.pop(), texts))
+            return
         # A stream whose copies wait for the GPU's work until now, and for none that the training starts after it.
-        on_gpu = [part.tensor.device for parts in shares[0].parts.values() for part in parts.values() if part.tensor.is_cuda]
         stream = torch.cuda.Stream(on_gpu[0]) if on_gpu else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(on_gpu[0]))
@@ -132,6 +138,12 @@ class RankFiles:
             raise CheckpointError(
                 f"the state of rank {self.rank} was not copied for its checkpoint within {self.patience_s:.0f} s"
             )
+
+    def _written_in_place(self, folder: Path, share: Share, texts: Mapping[str, str]) -> Files:
+        try:
+            return self._written(folder, share, texts)
+        finally:
+            self._copied.set()
 
     def _copied_and_written(
         self, folder: Path, shares: list[Share], texts: Mapping[str, str], stream: torch.cuda.Stream | None

@@ -38,6 +38,9 @@ Pool = Literal["actor", "rollout", "teacher", "reward_model"]
 """Roles that may have devices of their own."""
 
 
+COPIED_BYTES = 512 << 20
+"""The most bytes of a rank's state on a CPU that a save copies so that optimizer steps go on while a thread writes. A larger state
+is written as it lies, and the next optimizer step waits for that: it has the time of a step's sampling, and memory is short first."""
 MOST_ON_A_NODE = 32
 """The most processes of one kind that a node gets unless the configuration says more."""
 

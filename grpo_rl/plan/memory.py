@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_rl.config.derived import Machine, MicroBatchRule, is_offline, lm_head_chunk, longest_sequence
+from grpo_rl.config.derived import COPIED_BYTES, Machine, MicroBatchRule, is_offline, lm_head_chunk, longest_sequence
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.model import FsdpConfig, ModelConfig, RefFsdpConfig
 from grpo_rl.config.schema.tree import Config
@@ -221,14 +221,15 @@ def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, L
 def host_bytes(plan: Plan) -> int:
     """Return what all processes of a run need together if this machine's processors compute; 0 for any other.
 
-    Each rank keeps a copy of its state, from which a thread writes checkpoints while the training goes on (`checkpoint/tensors.py`).
+    Of a state of at most COPIED_BYTES each rank keeps a copy, from which a thread writes checkpoints (`checkpoint/rank_files.py`).
     """
     if plan.machine.device != "cpu" or plan.machine.cluster or plan.machine.name:
         return 0
     engine = VLLM_WORKER if plan.engine is not None and plan.engine.name == "vllm" else WORKER
     tensors = {need.role: need.num_bytes for need in plan.memory}
     trainer = plan.config.trainer
-    copies = checkpoint_bytes(plan) * (trainer.save_freq > 0 or trainer.recover != "off")
+    saved = checkpoint_bytes(plan)
+    copies = saved * (trainer.save_freq > 0 or trainer.recover != "off") * (saved <= COPIED_BYTES * plan.world_size)
     return (
         BESIDE_WORKERS
         + copies

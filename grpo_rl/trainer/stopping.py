@@ -160,6 +160,7 @@ class Stop:
             if time.monotonic() > self._deadline:
                 self.give_back_terminal()
                 self.on_deadline()
+                write_now("\nthe grace period is over: ended in the middle of a phase; the last commit is untouched\n")
                 os._exit(PREEMPTED_CODE)
             if self._interruptible and not self._fits():
                 # Python runs handlers in the main thread, and only there an exception reaches the training loop.

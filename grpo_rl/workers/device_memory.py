@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from grpo_rl import freed_memory
 from grpo_rl.checkpoint.tensors import HostMemory
 from grpo_rl.models import fsdp
 from grpo_rl.models.forward import PackedModel
@@ -113,7 +114,9 @@ class DeviceMemory:
 
     def free_cache(self) -> None:
         """Give memory that the allocator holds and nothing uses back to the device."""
-        if self.device.type == "cuda":
+        if self.device.type == "cpu":
+            freed_memory.give_back()
+        else:
             # Memory that another process had mapped is kept until this process asks whether it still does.
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from grpo_rl import freed_memory
 from grpo_rl.columns import Block
 from grpo_rl.errors import ClusterError
 from grpo_rl.faults import fault_point
@@ -154,6 +155,7 @@ class RolloutWorker:
                 engine.load_bucket(bucket)
             engine.finish_weight_update(keep_cache)
             self._updating = False
+            freed_memory.give_back()
             return engine.weight_version
 
         return self._call("finish_weight_update", finish)
@@ -284,6 +286,8 @@ class RolloutWorker:
                 self._num_tokens += sum(len(completion.response_ids) for completion in ended)
                 self._ended.extend(ended)
                 self._changed.notify_all()
+        if not engine.num_unfinished:
+            freed_memory.give_back()
 
     def _abort(self, engine: RolloutEngine) -> None:
         engine.abort_all()

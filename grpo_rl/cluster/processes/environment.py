@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
+from grpo_rl.freed_memory import KEPT_BYTES
 from grpo_rl.rollout.engine_environment import SPIN_COUNT
 
-KEPT_BYTES = 256 << 20
-"""Bytes of freed memory that a process keeps for what it allocates next.
-
-With glibc's defaults a step's tensors, which are megabytes each, are given back and mapped anew, and the kernel clears every
-page again: 14,000 to 37,000 page faults in a step of 1.1 M parameters, and 4 % of its time (scripts/bench_sft.py). A second arena,
-which is what a thread beside the first one gets, gives back even more often."""
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),

@@ -20,12 +20,18 @@ def safe_text(text: str, limit: int | None = None, keep_newlines: bool = False) 
     """Return `text` with every character escaped that a terminal would obey instead of show.
 
     What a model wrote is not to be trusted: it may contain ANSI sequences, carriage returns or
-    right-to-left overrides. With `limit`, the middle is cut out of a longer text. Secrets are hidden.
+    right-to-left overrides. With `limit`, the middle is cut out of a longer text, between words if they are short. Secrets are
+    hidden.
     """
     text = redact(text)
     if limit is not None and len(text) > limit:
         head = (limit - 5) * 2 // 3
-        text = text[:head] + " ... " + text[len(text) - (limit - 5 - head) :]
+        begin, end = text[:head], text[len(text) - (limit - 5 - head) :]
+        if (space := begin.rfind(" ")) > head // 2 and text[head] != " ":
+            begin = begin[:space]
+        if 0 < (space := end.find(" ") + 1) < len(end) // 2 and text[-len(end) - 1] != " ":
+            end = end[space:]
+        text = f"{begin} ... {end}"
     newlines = "\n" if keep_newlines else ""
     return "".join(
         _escape(char) if unicodedata.category(char) in _UNSAFE_CATEGORIES and char not in newlines else char for char in text

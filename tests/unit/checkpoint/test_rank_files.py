@@ -106,6 +106,29 @@ def test_an_optimizer_step_waits_until_the_state_is_copied_and_changes_nothing_o
     assert load_file(tmp_path / "optimizer_rank0.safetensors")["exp_avg:weight"].tolist() == moment
 
 
+def test_an_optimizer_step_waits_until_a_state_too_large_for_a_copy_is_written(rank, tmp_path, monkeypatch):
+    rank.train()
+    expected = rank.model.weight.tolist()
+    written, may_write = rank_files.write_parts, threading.Event()
+
+    def slow(*arguments: Any) -> Any:
+        assert may_write.wait(WAIT_S)
+        return written(*arguments)
+
+    monkeypatch.setattr(rank_files, "COPIED_BYTES", 0)
+    monkeypatch.setattr(rank_files, "copied", lambda *_: pytest.fail("it was copied"))
+    monkeypatch.setattr(rank_files, "write_parts", slow)
+    rank.files.save(tmp_path, background=True)
+    training = threading.Thread(target=rank.train)
+    training.start()
+    training.join(0.2)
+    assert training.is_alive() and rank.model.weight.tolist() == expected, "the step did not wait"
+    may_write.set()
+    training.join(WAIT_S)
+    assert rank.files.saved(WAIT_S) is not None and rank.model.weight.tolist() != expected
+    assert load_file(tmp_path / "weights_rank0.safetensors")["weight"].tolist() == expected
+
+
 def test_a_copy_that_fails_is_told_and_lets_the_training_go_on(rank, tmp_path, monkeypatch):
     def fail(*_: Any) -> Any:
         raise MemoryError("no room")

@@ -92,6 +92,9 @@ def test_every_kind_of_run_gets_its_picture_without_a_warning(tmp_path: Path, re
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plot_curves(run_dir).read_bytes().startswith(b"\x89PNG")
+    panels = curves_figure("a", [{"step": step, **record} for step, record in enumerate(records)]).axes
+    measured = any(math.isfinite(value) for record in records for value in record.values())
+    assert [axes.has_data() for axes in panels] == [measured] * len(panels), "an empty panel"
 
 
 def test_smoothing_follows_the_gaussian_worked_out_by_hand() -> None:

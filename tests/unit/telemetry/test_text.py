@@ -35,6 +35,13 @@ def test_safe_text_is_printable_on_one_line_whatever_comes_in(raw: str) -> None:
     shown.encode("utf-8")
 
 
+def test_a_long_text_is_cut_between_words_and_one_long_word_anywhere() -> None:
+    words = " ".join(f"word{number}" for number in range(100, 200))
+    shown = safe_text(words, limit=80)
+    assert len(shown) <= 80 and set(shown.split()) <= {*words.split(), "..."}
+    assert safe_text("x" * 100, limit=35) == "x" * 20 + " ... " + "x" * 10
+
+
 @given(st.text(), st.sampled_from(["ascii", "latin-1", "cp1252", "utf-8"]))
 def test_any_text_can_be_made_encodable(text: str, encoding: str) -> None:
     encodable(safe_text(text), encoding).encode(encoding)
