@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from grpo_rl.cluster import warm_start
 from grpo_rl.cluster.roles.function_host import EnvironmentSpec, FunctionSpec, ScorerSpec
 from grpo_rl.cluster.roles.reward_model_role import ModelRewards
-from grpo_rl.cluster.start_roles import decoder
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.row_set import BadRows, RowSet, TrainingRows, TrainingSet
@@ -161,3 +160,8 @@ def _data(
         if data.val_files:
             val_prompts = read(PromptDataset, validation, "val", data.val_files, data)
         return train_prompts, val_prompts, None
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Return the function that turns response tokens into the text that a reward function sees."""
+    return lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True)

@@ -69,7 +69,8 @@ def ready_folder(path: str, machine: Machine, log_dir: Path, console: Console) -
 
 def _train(name: str, warm: Path, machine: Machine, log_dir: Path, console: Console) -> None:
     """Train the model and put it into `warm`."""
-    from grpo_rl.cluster.start_roles import Cluster, actor_spec, make_actor
+    from grpo_rl.cluster.role_specs import actor_spec, make_actor
+    from grpo_rl.cluster.start_roles import Cluster
 
     unstarted = unstarted_folder(name, warm)
     tokenizer = load_tokenizer(unstarted)

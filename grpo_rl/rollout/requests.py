@@ -1,13 +1,15 @@
-"""Names and seeds of requests: the same for a response wherever and whenever it is sampled; and batches of them."""
+"""Names and seeds of requests: the same for a response wherever and whenever it is sampled; and the pools that they go through."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from grpo_rl.types import GREEDY, Prompt, Rollout, Sampling
+from grpo_rl.errors import WeightVersionError
+from grpo_rl.types import GREEDY, Completion, Prompt, Request, Rollout, Sampling
 
 if TYPE_CHECKING:
     from grpo_rl.protocols import RolloutPool
@@ -67,3 +69,130 @@ class WholeBatches:
             raise
         self.rest()
         return [finished[one] for one in ids]
+
+
+class RequestPool(WholeBatches):
+    """The part that pools of engines share: which rollouts are wanted, which have ended, and how they are handed over."""
+
+    longest_wait_s = 4.0
+    """Seconds that one `_collect` may wait."""
+
+    def __init__(self, max_staleness: int | None) -> None:
+        """`max_staleness`: see `check_versions`."""
+        self.max_staleness = max_staleness
+        self.version = 0
+        """Version of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
+        self._wanted: dict[str, tuple[Prompt, int]] = {}
+        """The rollouts that were asked for and have not been handed over, by request id."""
+        self._ended: dict[str, Completion] = {}
+        """Completions that were not handed over yet, in the order in which their requests ended."""
+
+    def _send(self, requests: list[Request], *, at_once: bool) -> None:
+        """Give requests to the engines: now, or with the next `_collect`."""
+        raise NotImplementedError
+
+    def _collect(self, wait_s: float) -> None:
+        """Add what the engines have completed to `_ended`; wait up to `wait_s` for the first of it."""
+        raise NotImplementedError
+
+    def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
+        """Ask for n rollouts per prompt; return their ids, by prompt and sample. `completed` hands the rollouts over.
+
+        With `greedy` each prompt's are followed by one more, sampled at temperature 0 beside the others, whose sample
+        index is `GREEDY`. Rollouts that were asked for before go on beside these. Raises ValueError, and asks for
+        none, if an id is taken: if this prompt's rollouts were asked for and have not been handed over.
+        """
+        wanted: dict[str, tuple[Prompt, int]] = {}
+        requests: list[Request] = []
+        for prompt in prompts:
+            for sample in [*range(n), *([GREEDY] if greedy else [])]:
+                wanted[rollout_id(prompt, sample)] = (prompt, sample)
+                settings = sampling_of(sampling, prompt.uid, sample)
+                requests.append(Request(rollout_id(prompt, sample), prompt.token_ids, settings))
+        return self._add(wanted, requests, at_once=True)
+
+    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
+        """Ask for one rollout per prompt, each sampled exactly as it says, and the turn of a conversation; return their ids.
+
+        They go to the engines with the next look at `completed`, so that many small requests cost few calls. Raises ValueError
+        as `submit` does.
+        """
+        wanted = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
+        requests = [
+            Request(rollout_id(prompt, 0), prompt.token_ids, sampling, conversation) for prompt, sampling, conversation in turns
+        ]
+        return self._add(wanted, requests, at_once=False)
+
+    def _add(self, wanted: dict[str, tuple[Prompt, int]], requests: list[Request], *, at_once: bool) -> list[str]:
+        taken = sorted(wanted.keys() & self._wanted.keys())
+        if taken or len(wanted) < len(requests):
+            raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5]) or 'a prompt comes twice'}")
+        self._wanted |= wanted
+        self._send(requests, at_once=at_once)
+        return list(wanted)
+
+    def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
+        """Yield rollouts as they end, until none that was asked for is missing, or for `wait_s` seconds.
+
+        `only` are the ids of those that are wanted now; others that end meanwhile are kept for a later call. More may
+        be submitted while this is iterated over, and an iteration that is given up loses nothing.
+
+        Raises WeightVersionError for a rollout with a token of other weights than `max_staleness` allows, ClusterError
+        when a replica fails that cannot be replaced, or when nothing ends for `trainer.step_timeout_s`.
+        """
+        deadline = None if wait_s is None else time.monotonic() + wait_s
+        chosen = None if only is None else set(only)
+        while True:
+            ready = [name for name in self._ended if chosen is None or name in chosen]
+            for name in ready:
+                # The caller may do anything between two of them, such as to forget some.
+                if name in self._ended:
+                    yield self._hand_over(name)
+            if ready:
+                continue
+            if not self._wanted or (chosen is not None and chosen.isdisjoint(self._wanted)):
+                return
+            left_s = self.longest_wait_s if deadline is None else min(self.longest_wait_s, deadline - time.monotonic())
+            if left_s < 0:
+                return
+            self._collect(left_s)
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Hand these rollouts over no more."""
+        for name in ids:
+            self._wanted.pop(name, None)
+            self._ended.pop(name, None)
+
+    def _hand_over(self, request_id: str) -> Rollout:
+        """Return a rollout that has ended, and forget it. Raises WeightVersionError."""
+        ended, (prompt, sample) = self._ended.pop(request_id), self._wanted.pop(request_id)
+        check_versions(ended, self.version, self.max_staleness)
+        return Rollout(
+            prompt=prompt,
+            sample_index=sample,
+            response_ids=ended.response_ids,
+            rollout_logprobs=ended.logprobs,
+            finish_reason=ended.finish_reason,
+            versions=ended.versions,
+            support=ended.support,
+            text=ended.text,
+            cached_tokens=ended.cached_tokens,
+        )
+
+
+def check_versions(completion: Completion, version: int, max_staleness: int | None) -> None:
+    """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older.
+
+    None allows any age.
+    """
+    name = f"rollout {completion.request_id}"
+    for sampled_with, _ in completion.versions:
+        oldest = 0 if max_staleness is None else version - max_staleness
+        if not oldest <= sampled_with <= version:
+            allowed = f", and at most {max_staleness} versions older are allowed" if max_staleness else ""
+            raise WeightVersionError(
+                f"{name} was sampled with weights of version {sampled_with}, the actor's are {version}{allowed}"
+            )
+    labelled = sum(num_tokens for _, num_tokens in completion.versions)
+    if labelled != completion.num_tokens:
+        raise WeightVersionError(f"{name} has {completion.num_tokens} tokens, and weight versions for {labelled}")

@@ -48,6 +48,8 @@ def join_set(rank: Rank, *, in_host_memory: bool = False) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         use_expandable_segments()
+    if rank.world_size == 1 and dist.is_initialized():  # several roles of one rank each, in one process
+        return device
     interface = interface_of(rank.address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

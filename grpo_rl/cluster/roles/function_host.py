@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from grpo_rl.cluster.processes.worker_group import StoredBlock
 from grpo_rl.config.derived import processes_on
 from grpo_rl.config.schema.model import EnvironmentConfig
 from grpo_rl.config.schema.reward import RewardConfig
@@ -35,11 +34,14 @@ from grpo_rl.rewards.runtime.process import Job
 from grpo_rl.rewards.runtime.processes import RewardProcesses
 from grpo_rl.rewards.sandbox.sandbox import check_available
 
+if TYPE_CHECKING:
+    from grpo_rl.cluster.processes.worker_group import StoredBlock
+
 GATHER_S = 0.005
 """Seconds for which outcomes gather while more are to come, to be told at once."""
 LOOK_S = 1.0
 """Seconds after which environments are looked at without an event."""
-Text = str | tuple[StoredBlock, int, int]
+Text: TypeAlias = "str | tuple[StoredBlock, int, int]"
 """A response's text, or the block with its place: start and length."""
 SentJob = tuple[int, Sequence[str], bool, int, list[tuple[str, Text, Any, dict[str, Any]]]]
 """A job on its way to a host: number, functions, whether they take lists, characters, and the arguments of each response."""

@@ -6,11 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.cluster.roles.trained_roles import ActorRole, Dispatched, SavedRole
 from grpo_rl.columns import RemoteColumn
 from grpo_rl.config.derived import MicroBatchRule
@@ -19,6 +18,9 @@ from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.errors import DataError
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from grpo_rl.cluster.processes.worker_group import WorkerGroup
 
 
 class ReferenceRole:

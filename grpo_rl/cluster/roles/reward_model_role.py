@@ -9,11 +9,10 @@ from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.data.balance import cut_shards, split_over_ranks
 from grpo_rl.errors import ClusterError, ConfigError
 from grpo_rl.models.heads import load_score_config
@@ -26,6 +25,9 @@ from grpo_rl.rewards.models.rendering import Scorable, ScorableRenderer, tokeniz
 from grpo_rl.rewards.steps import Decode
 from grpo_rl.types import Rollout
 from grpo_rl.workers.specs import ScoreBatch
+
+if TYPE_CHECKING:
+    from grpo_rl.cluster.processes.worker_group import WorkerGroup
 
 ERROR, INVALID = "reward_model_error", "reward_model_invalid"
 

@@ -18,9 +18,9 @@ from grpo_rl.cluster.roles.trained_roles import ActorRole
 from grpo_rl.errors import ClusterError, WeightVersionError
 from grpo_rl.rollout.engine import NcclRendezvous, WeightBackend
 from grpo_rl.rollout.reports import Report, unpack
-from grpo_rl.rollout.requests import WholeBatches, rollout_id, sampling_of
+from grpo_rl.rollout.requests import RequestPool
 from grpo_rl.rollout.weights import check_digests, merge_ranks
-from grpo_rl.types import GREEDY, Completion, Metrics, Prompt, Request, Rollout, Sampling
+from grpo_rl.types import Metrics, Request
 
 HOMES = 2**17
 """The most conversations whose replica is remembered."""
@@ -219,7 +219,7 @@ class PoolOptions:
     """True where the engines gave their memory back when they were built, and their weights with it."""
 
 
-class ReplicaPool(WholeBatches):
+class ReplicaPool(RequestPool):
     """protocols.RolloutPool over engine replicas in processes of their own. It is used from one thread.
 
     Replicas may die or freeze at any time (see `Replicas`): what they had not answered is asked of others, with the same
@@ -234,24 +234,19 @@ class ReplicaPool(WholeBatches):
         options: PoolOptions,
     ) -> None:
         """`transfer` is None in a run whose engines keep the weights of the model's folder."""
+        super().__init__(options.max_staleness)
         self.replicas = replicas
         self.transfer = transfer
         self.options = options
-        self.version = 0
-        """Version of the weights that the engines hold: 0 are those of the model folder, which they have loaded."""
         self._actor: ActorRole | None = None
         self._sleeping: set[Worker] = set(replicas.serving) if options.starts_asleep else set()
         """The replicas that have given their memory back, and have no weights."""
         self._keeps_weights = False
         self._updates_in_flight: bool | None = None
         """True where the engines take weights while requests are unfinished; None as long as none has said so."""
-        self._wanted: dict[str, tuple[Prompt, int]] = {}
-        """The rollouts that were asked for and have not been handed over, by request id."""
         self._ledger: Ledger[Worker] = Ledger()
         self._polls: dict[ray.ObjectRef, tuple[Worker, StoredBlock]] = {}
         """The reports that are waited for, by their references, each with its replica and the block that comes with it."""
-        self._ended: dict[str, Completion] = {}
-        """Reports that were not handed over yet, in the order in which their requests ended."""
         self._quiet_s = 0.0
         """Seconds that the pool has waited since a response ended."""
 
@@ -349,78 +344,17 @@ class ReplicaPool(WholeBatches):
 
     # ---- sampling ------------------------------------------------------------------------------------
 
-    def submit(self, prompts: Sequence[Prompt], n: int, sampling: Sampling, *, greedy: bool = False) -> list[str]:
-        """Ask for n rollouts per prompt; return their ids, by prompt and sample. `completed` hands the rollouts over.
-
-        With `greedy` each prompt's are followed by one more, sampled at temperature 0 beside the others, whose sample
-        index is `GREEDY`. Rollouts that were asked for before go on beside these. Raises ValueError, and asks for
-        none, where an id is taken: where this prompt's rollouts were asked for and have not been handed over.
-        """
-        wanted: dict[str, tuple[Prompt, int]] = {}
-        requests: list[Request] = []
-        for prompt in prompts:
-            for sample in [*range(n), *([GREEDY] if greedy else [])]:
-                wanted[rollout_id(prompt, sample)] = (prompt, sample)
-                settings = sampling_of(sampling, prompt.uid, sample)
-                requests.append(Request(rollout_id(prompt, sample), prompt.token_ids, settings))
-        self._add(wanted, requests)
-        self._admit()
-        self._top_up()
-        return list(wanted)
-
-    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
-        """Ask for one rollout per prompt, each sampled exactly as it says, and the turn of a conversation; return their ids.
-
-        They go to the replicas with the next look at `completed`, so that many small requests cost few calls. Raises ValueError
-        as `submit` does.
-        """
-        wanted = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
-        requests = [
-            Request(rollout_id(prompt, 0), prompt.token_ids, sampling, conversation) for prompt, sampling, conversation in turns
-        ]
-        self._add(wanted, requests)
-        return list(wanted)
-
-    def _add(self, wanted: dict[str, tuple[Prompt, int]], requests: list[Request]) -> None:
-        taken = sorted(wanted.keys() & self._wanted.keys())
-        if taken or len(wanted) < len(requests):
-            raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5]) or 'a prompt comes twice'}")
-        self._wanted |= wanted
+    def _send(self, requests: list[Request], *, at_once: bool) -> None:
         self._ledger.add(requests)
         self._quiet_s = 0.0
-
-    def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Yield rollouts as they end, until none that was asked for is missing, or for `wait_s` seconds.
-
-        `only` are the ids of those that are wanted now; others that end meanwhile are kept for a later call. More may
-        be submitted while this is iterated over, and an iteration that is given up loses nothing.
-
-        Raises WeightVersionError for a rollout with a token of other weights than `max_staleness` allows, ClusterError
-        when a replica fails that cannot be replaced, or when nothing ends for `trainer.step_timeout_s`.
-        """
-        deadline = None if wait_s is None else time.monotonic() + wait_s
-        chosen = None if only is None else set(only)
-        while True:
-            found = [one for one in self._ended if chosen is None or one in chosen]
-            for one in found:
-                # The caller may do anything between two of them, such as to forget some.
-                if one in self._ended:
-                    yield self._hand_over(one)
-            if found:
-                continue
-            if not self._wanted or (chosen is not None and chosen.isdisjoint(self._wanted)):
-                return
-            left_s = POLL_S * 2 if deadline is None else min(POLL_S * 2, deadline - time.monotonic())
-            if left_s < 0:
-                return
-            self._collect(left_s)
+        if at_once:
+            self._admit()
+            self._top_up()
 
     def forget(self, ids: Collection[str]) -> None:
         """Hand these rollouts over no more. Engines that have begun them end them, and their answers are dropped."""
         self._ledger.forget(ids)
-        for one in ids:
-            self._wanted.pop(one, None)
-            self._ended.pop(one, None)
+        super().forget(ids)
 
     def rest(self) -> None:
         """Let the engines give their memory back, where they do that and nothing is asked for."""
@@ -499,37 +433,3 @@ class ReplicaPool(WholeBatches):
         refill_below = capacity - (capacity - self.options.max_num_seqs) // 2
         given = self._ledger.dispatch(capacity, refill_below)
         self._settle({worker: worker.call("submit", requests) for worker, requests in given.items()}, "submit")
-
-    def _hand_over(self, request_id: str) -> Rollout:
-        """Return a rollout that has ended, and forget it. Raises WeightVersionError."""
-        ended, (prompt, sample) = self._ended.pop(request_id), self._wanted.pop(request_id)
-        check_versions(ended, self.version, self.options.max_staleness)
-        return Rollout(
-            prompt=prompt,
-            sample_index=sample,
-            response_ids=ended.response_ids,
-            rollout_logprobs=ended.logprobs,
-            finish_reason=ended.finish_reason,
-            versions=ended.versions,
-            support=ended.support,
-            text=ended.text,
-            cached_tokens=ended.cached_tokens,
-        )
-
-
-def check_versions(completion: Completion, version: int, max_staleness: int | None) -> None:
-    """Raise WeightVersionError unless every token was sampled with weights of `version` or at most `max_staleness` older.
-
-    None allows any age.
-    """
-    where = f"rollout {completion.request_id}"
-    for sampled_with, _ in completion.versions:
-        oldest = 0 if max_staleness is None else version - max_staleness
-        if not oldest <= sampled_with <= version:
-            allowed = f", and at most {max_staleness} versions older are allowed" if max_staleness else ""
-            raise WeightVersionError(
-                f"{where} was sampled with weights of version {sampled_with}, the actor's are {version}{allowed}"
-            )
-    labelled = sum(num_tokens for _, num_tokens in completion.versions)
-    if labelled != completion.num_tokens:
-        raise WeightVersionError(f"{where} has {completion.num_tokens} tokens, and weight versions for {labelled}")

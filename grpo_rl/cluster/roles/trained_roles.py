@@ -26,7 +26,6 @@ from grpo_rl.algos.losses.value import explained_variance
 from grpo_rl.algos.objective import Objective
 from grpo_rl.algos.shaping import AdaptiveEntropy
 from grpo_rl.checkpoint.files import Files, make_folder, merge, whole_folder
-from grpo_rl.cluster.processes.worker_group import WorkerGroup
 from grpo_rl.columns import RemoteColumn, values
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
@@ -36,6 +35,7 @@ from grpo_rl.types import Batch, Counts, Metrics, segments_at
 from grpo_rl.workers.specs import OptimizerStep, Rows, Update
 
 if TYPE_CHECKING:
+    from grpo_rl.cluster.processes.worker_group import WorkerGroup
     from grpo_rl.plan.decisions import OldLogprobs
 
 FORWARD_COLUMNS = (

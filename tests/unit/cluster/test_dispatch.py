@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.cluster.processes.worker_group import WorkerGroup
+from grpo_rl.cluster.role_specs import critic_spec
 from grpo_rl.cluster.roles.trained_roles import ActorRole, CriticRole, Dispatched, combine_stats
-from grpo_rl.cluster.start_roles import critic_spec
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine, MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, PolicyLossConfig

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from grpo_rl.cluster.start_roles import _built_from, actor_spec
+from grpo_rl.cluster.role_specs import actor_spec, rank_of
 from grpo_rl.config.compose import compose
 from grpo_rl.config.derived import Machine
 from grpo_rl.plan.make import make_plan
@@ -25,10 +22,9 @@ def policies(*words: str) -> dict[str, PolicySpec]:
     """Return what the ranks of each role compute with."""
     plan = make_plan(compose([*WORDS, *words]), Machine(0, 2, "cpu"))
     actor = actor_spec(plan, "folder")
-    cluster: Any = SimpleNamespace(plan=plan, reward_model_path="")
     built = {"actor": actor.policy}
     for name in ("reference", "teacher", "critic"):
-        _, spec, _ = _built_from(name, cluster, actor)  # type: ignore[arg-type]
+        _, spec, _ = rank_of(name, plan, actor, "")  # type: ignore[arg-type]
         built[name] = spec.model if name == "critic" else spec[0]
     return built
 

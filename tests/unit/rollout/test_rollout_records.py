@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo_rl.cluster.roles.rollout_pool import check_versions
 from grpo_rl.errors import WeightVersionError
 from grpo_rl.models import builtin
 from grpo_rl.rollout.engine import EngineSpec
+from grpo_rl.rollout.requests import check_versions
 from grpo_rl.rollout.weights import WeightBucket, WeightTransferError, WeightUpdate, pack_buckets
 from grpo_rl.types import Completion, Prompt, Request, Rollout, Sampling, Versions, extended
 from grpo_rl.workers.rollout import RolloutWorker

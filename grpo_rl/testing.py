@@ -1,0 +1,280 @@
+"""A session whose roles live in this process: an embedded model on the CPU and no Ray, for tests of loops and functions.
+
+    from grpo_rl import testing
+    from grpo_rl.schedules import sync
+
+    with testing.session("recipe=arithmetic/grpo", "reward.functions=[my_reward.py:brief]") as s:
+        sync.train(s)
+        assert s.version == 2
+
+The model, its updates, the sampling and the rewards are those of a run; only Ray, and so everything about processes, is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from grpo_rl.checkpoint.store import CheckpointStore
+from grpo_rl.cluster.inputs import Inputs, read_inputs
+from grpo_rl.cluster.role_specs import actor_spec, rank_of, roles_over
+from grpo_rl.config.compose import compose
+from grpo_rl.config.derived import Machine
+from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
+from grpo_rl.errors import ConfigError
+from grpo_rl.models import builtin
+from grpo_rl.plan.decisions import RoleName
+from grpo_rl.plan.make import make_plan
+from grpo_rl.rewards.audit import Audit
+from grpo_rl.rewards.models.judge_question import JudgeSpec
+from grpo_rl.rewards.runtime.judge_process import JudgeProcess
+from grpo_rl.rewards.runtime.runner import JudgeRunner, RewardRunner
+from grpo_rl.rollout.model_info import stop_token_ids
+from grpo_rl.rollout.requests import RequestPool
+from grpo_rl.telemetry.metrics.sinks import Sinks
+from grpo_rl.telemetry.rollout_log import RolloutLog
+from grpo_rl.telemetry.rundir import RunDir
+from grpo_rl.telemetry.terminal.console import Console
+from grpo_rl.trainer.parts import Output, Roles
+from grpo_rl.trainer.run import RunLoop
+from grpo_rl.trainer.session import Session
+from grpo_rl.types import Completion, Metrics, Prompt, Request
+from grpo_rl.workers.rollout import RolloutWorker
+from grpo_rl.workers.specs import Rank
+
+SMALL = {
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "4",
+    "actor_rollout_ref.rollout.n": "4",
+    "actor_rollout_ref.rollout.name": "hf",
+    "data.train_batch_size": "4",
+    "reward.num_workers": "1",
+    "trainer.device": "cpu",
+    "trainer.logger": "[console]",
+    "trainer.n_gpus_per_node": "1",
+    "trainer.nnodes": "1",
+    "trainer.save_at_end": "false",
+    "trainer.test_freq": "-1",
+    "trainer.total_training_steps": "2",
+    "trainer.val_before_train": "false",
+}
+"""The values of keys that the words of a test do not name."""
+LOGPROB = -1.0
+"""The log-prob of every token of an answer that a test gives."""
+WAIT_S = 60.0
+
+Answers = Callable[[Prompt, int], str]
+"""(prompt, sample index; -1 for a greedy response) -> the text of the response."""
+
+
+@contextmanager
+def session(*words: str, answers: Answers | None = None, folder: str | Path | None = None) -> Iterator[Session]:
+    """Yield the session of a small run with the words of a command line, as `grpo_rl.session` does, in a second or two.
+
+    `SMALL` has what the words leave open: two steps of four prompts with four responses. An embedded model has its first, random
+    weights. `answers` gives the responses in place of the engine, so that a test knows the rewards. The run's folder is
+    a temporary one, or lies in `folder`; a named run (trainer.experiment_name) goes on from its newest checkpoint there.
+
+    Raises what `grpo_rl.session` raises, and ConfigError for a layout of several ranks.
+    """
+    named = {word.lstrip("+~").partition("=")[0] for word in words}
+    with ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_rl-testing-")))
+        values = SMALL | {"trainer.default_local_dir": str(folder or temporary)}
+        composed = compose([*words, *(f"{key}={value}" for key, value in values.items() if key not in named)])
+        plan = make_plan(composed, Machine(num_gpus=0, num_cpus=1, device="cpu"))
+        if several := [role.name for role in plan.roles if role.num_workers > 1]:
+            raise ConfigError(f"grpo_rl.testing has one process for everything, and the words ask for several of {several[0]}")
+        trainer = composed.config.trainer
+        run_dir = RunDir.create(trainer.default_local_dir, trainer.experiment_name)
+        stack.callback(run_dir.release)
+        run_dir.write_config(composed.yaml(), composed.overrides)
+        console = Console(io.StringIO())
+        inputs = read_inputs(plan, run_dir, console)
+        stack.enter_context(_one_rank())
+        roles = _roles(inputs, answers, temporary / "models", stack)
+        sinks = Sinks(run_dir, trainer, composed.resolved, console.warn, console.info)
+        stack.callback(sinks.close)
+        rollouts = RolloutLog(run_dir)
+        stack.callback(rollouts.close)
+        verbs = Session(
+            composed.config,
+            roles,
+            Output(run_dir, console, sinks, rollouts),
+            train_data=inputs.train_data,
+            val_data=inputs.val_data,
+            rows=inputs.rows,
+            total_steps=inputs.plan.sizes.total_steps or 0,
+            objective=inputs.plan.objective,
+        )
+        training = RunLoop(verbs, inputs.plan.schedule)
+        checkpoint = CheckpointStore(run_dir.checkpoints, warn=console.warn).latest(console.warn)
+        if checkpoint is not None:
+            training.resume(checkpoint)
+        with training.guarded():
+            yield verbs
+            training.leave()
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Be a process group of one inside of this context, and leave the caller's random state and threads as they are."""
+    num_threads, joins = torch.get_num_threads(), not dist.is_initialized()
+    if joins:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+        if joins:
+            dist.destroy_process_group()
+
+
+def _roles(inputs: Inputs, answers: Answers | None, models: Path, stack: ExitStack) -> Roles:
+    """Return the roles of the plan, embedded models being made in `models`; `stack` ends what they have besides this process."""
+    plan, config = inputs.plan, inputs.plan.config
+
+    def folder_of(path: str | None) -> str:
+        if path is None or not path.startswith(builtin.PREFIX):
+            return path or ""
+        return str(builtin.build(path, models / path.removeprefix(builtin.PREFIX)))
+
+    policy, scorer = folder_of(config.actor_rollout_ref.model.path), folder_of(config.reward.reward_model.model_path)
+    teachers = ((name, replace(teacher, model_path=folder_of(teacher.model_path) or None)) for name, teacher in plan.teachers)
+    plan = replace(plan, teachers=tuple(teachers))
+    engine = None if plan.engine is None else replace(plan.engine, model_path=policy)
+    trainer, actor = config.trainer, actor_spec(plan, policy, engine)
+    rank = Rank(0, 1, "127.0.0.1", 0, "cpu", trainer.collective_timeout_s, deterministic=trainer.deterministic)
+    ranks: dict[RoleName, Any] = {}
+    for role in plan.roles:
+        if role.name != "rollout":
+            worker, spec, options = rank_of(role.name, plan, actor, scorer)
+            module, _, kind = worker.rpartition(".")
+            made = getattr(importlib.import_module(f"grpo_rl.workers.{module}"), kind)(spec, rank, **options)
+            ranks[role.name] = LocalRanks(role.name, made)
+    roles = roles_over(plan, ranks, inputs.tokenizer)
+    if engine is not None:
+        worker = RolloutWorker(engine, WAIT_S, WAIT_S)
+        stack.callback(worker.close)
+        roles.rollout = pool = LocalPool(worker, plan.overlaps, inputs.tokenizer, answers)
+        if inputs.episodes is not None:
+            environments = EnvironmentPool(inputs.episodes.host, 1)
+            stack.callback(environments.close)
+            stop_ids = frozenset(stop_token_ids(engine))
+            roles.rollout = inputs.episodes.pool(pool, environments, inputs.tokenizer, stop_ids, engine.max_model_len)
+    if plan.reward.scores:
+        rules = None if inputs.reward is None else RewardRunner(inputs.reward, config.reward)
+        judge = None
+        if plan.reward.judge:
+            judge = JudgeRunner(config.reward.judge, partial(JudgeProcess, JudgeSpec.of(config.reward)))
+        roles.rewarder = inputs.models.beside(rules, ranks.get("reward_model"), judge)
+        stack.callback(roles.rewarder.close)
+    if config.reward.audit and inputs.train_data is not None:
+        roles.audit = Audit(config.reward, inputs.audit, stack)
+    return roles
+
+
+class LocalBlock(dict[str, Any]):
+    """What a rank has computed, where Ray's object store would have it."""
+
+    @property
+    def ref(self) -> LocalBlock:
+        """The block itself: nothing has to be fetched."""
+        return self
+
+
+class LocalRanks:
+    """A worker group of one rank that is an object in this process: what the roles ask of `WorkerGroup`."""
+
+    call_timeout_s = WAIT_S
+
+    def __init__(self, role: str, worker: Any) -> None:
+        self.role, self.worker = role, worker
+
+    def __len__(self) -> int:
+        return 1
+
+    def store(self, shards: Sequence[Any]) -> list[Any]:
+        return list(shards)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self.call_each(method, [arguments])
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        return [getattr(self.worker, method)(*map(_read, own)) for own in arguments]
+
+    def call_for_two(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, LocalBlock]]:
+        return [(first, LocalBlock(second)) for first, second in self.call_each(method, arguments)]
+
+
+def _read(argument: Any) -> Any:
+    """Return a batch or an update with the values of its remote columns, as a worker's process does; all else as it is."""
+    local = getattr(argument, "local", None)
+    return argument if local is None else local(lambda blocks: [block.read() for block in blocks])
+
+
+class LocalPool(RequestPool):
+    """The `protocols.RolloutPool` of one replica in this process, or of answers that a test gives."""
+
+    longest_wait_s = WAIT_S
+
+    def __init__(self, worker: RolloutWorker, overlaps: bool, tokenizer: Any, answers: Answers | None) -> None:
+        """With `overlaps` the schedule looks at the age of weights."""
+        super().__init__(None if overlaps else 0)
+        self.worker, self.tokenizer, self.answers = worker, tokenizer, answers
+        self._queue: list[Request] = []
+
+    def sync_weights(self, actor: Any) -> Metrics:
+        """Bring the replica to the actor's weights, bucket by bucket."""
+        if self.version == actor.version:
+            return {}
+        ranks = actor.worker_group
+        [num_bytes] = ranks.call("begin_weight_sync")
+        self.worker.start_weight_update(actor.version)
+        while (bucket := ranks.call("next_bucket")[0][1]) is not None:
+            self.worker.load_bucket(bucket)
+        self.version = self.worker.finish_weight_update()
+        ranks.call("end_weight_sync")
+        return {"rollout/weight_bytes": float(num_bytes)}
+
+    def keep_weights(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def rest(self) -> None:
+        """Nothing: on a CPU an engine gives no memory back."""
+
+    def _send(self, requests: list[Request], *, at_once: bool) -> None:
+        self._queue += requests
+
+    def _collect(self, wait_s: float) -> None:
+        queue, self._queue = self._queue, []
+        if self.answers is not None:
+            self._ended |= {request.request_id: self._answered(request, self.answers) for request in queue}
+            return
+        self.worker.submit(queue)
+        deadline = time.monotonic() + wait_s
+        while not (ended := self.worker.poll(min(1.0, wait_s))) and time.monotonic() < deadline:
+            continue
+        self._ended |= {completion.request_id: completion for completion in ended if completion.request_id in self._wanted}
+
+    def _answered(self, request: Request, answers: Answers) -> Completion:
+        prompt, sample = self._wanted[request.request_id]
+        text = answers(prompt, sample)
+        ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+        cut = len(ids) > request.sampling.max_tokens
+        ids = ids[: request.sampling.max_tokens]
+        logprobs = np.full(len(ids), LOGPROB, dtype=np.float32)
+        versions = ((self.version, len(ids)),)
+        return Completion(request.request_id, ids, logprobs, "length" if cut else "stop", versions, text=text)
