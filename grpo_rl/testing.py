@@ -26,12 +26,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
 from grpo_rl.checkpoint.store import CheckpointStore
 from grpo_rl.cluster.inputs import Inputs, read_inputs
 from grpo_rl.cluster.role_specs import actor_spec, rank_of, roles_over
-from grpo_rl.config.compose import compose
+from grpo_rl.config import effects
+from grpo_rl.config.compose import Composed, compose
 from grpo_rl.config.derived import Machine
+from grpo_rl.config.schema.fields import value_of
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin
@@ -50,15 +53,18 @@ from grpo_rl.telemetry.terminal.console import Console
 from grpo_rl.trainer.parts import Output, Roles
 from grpo_rl.trainer.run import RunLoop
 from grpo_rl.trainer.session import Session
-from grpo_rl.types import Completion, Metrics, Prompt, Request
+from grpo_rl.types import Completion, FinishReason, Metrics, Prompt, Request
 from grpo_rl.workers.rollout import RolloutWorker
 from grpo_rl.workers.specs import Rank
 
 SMALL = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": "4",
     "actor_rollout_ref.rollout.n": "4",
+    "actor_rollout_ref.rollout.n_gpus_per_node": "1",
     "actor_rollout_ref.rollout.name": "hf",
+    "actor_rollout_ref.rollout.nnodes": "1",
     "data.train_batch_size": "4",
+    "data.val_files": "[]",
     "reward.num_workers": "1",
     "trainer.device": "cpu",
     "trainer.logger": "[console]",
@@ -67,9 +73,9 @@ SMALL = {
     "trainer.save_at_end": "false",
     "trainer.test_freq": "-1",
     "trainer.total_training_steps": "2",
-    "trainer.val_before_train": "false",
 }
-"""The values of keys that the words of a test do not name."""
+"""The values of keys that the words of a test do not name, as far as the run reads them."""
+CPU = Machine(num_gpus=0, num_cpus=1, device="cpu")
 LOGPROB = -1.0
 """The log-prob of every token of an answer that a test gives."""
 WAIT_S = 60.0
@@ -88,12 +94,10 @@ def session(*words: str, answers: Answers | None = None, folder: str | Path | No
 
     Raises what `grpo_rl.session` raises, and ConfigError for a layout of several ranks.
     """
-    named = {word.lstrip("+~").partition("=")[0] for word in words}
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="grpo_rl-testing-")))
-        values = SMALL | {"trainer.default_local_dir": str(folder or temporary)}
-        composed = compose([*words, *(f"{key}={value}" for key, value in values.items() if key not in named)])
-        plan = make_plan(composed, Machine(num_gpus=0, num_cpus=1, device="cpu"))
+        composed = _composed(words, str(folder or temporary))
+        plan = make_plan(composed, CPU)
         if several := [role.name for role in plan.roles if role.num_workers > 1]:
             raise ConfigError(f"grpo_rl.testing has one process for everything, and the words ask for several of {several[0]}")
         trainer = composed.config.trainer
@@ -101,6 +105,7 @@ def session(*words: str, answers: Answers | None = None, folder: str | Path | No
         stack.callback(run_dir.release)
         run_dir.write_config(composed.yaml(), composed.overrides)
         console = Console(io.StringIO())
+        disable_progress_bar()
         inputs = read_inputs(plan, run_dir, console)
         stack.enter_context(_one_rank())
         roles = _roles(inputs, answers, temporary / "models", stack)
@@ -125,6 +130,19 @@ def session(*words: str, answers: Answers | None = None, folder: str | Path | No
         with training.guarded():
             yield verbs
             training.leave()
+
+
+def _composed(words: Sequence[str], folder: str) -> Composed:
+    """Return the configuration of the words, with `SMALL` values of the keys that it reads and that they leave open."""
+    named = {word.lstrip("+~").partition("=")[0] for word in words}
+    small = {key: value for key, value in SMALL.items() if key not in named}
+    if "trainer.default_local_dir" not in named:
+        small["trainer.default_local_dir"] = folder
+    composed = compose([*words, *(f"{key}={value}" for key, value in small.items())])
+    read = effects.as_read(composed.config, CPU)
+    if unread := {key for key in small if value_of(read, key) != value_of(composed.config, key)}:
+        composed = compose([*words, *(f"{key}={value}" for key, value in small.items() if key not in unread)])
+    return composed
 
 
 @contextmanager
@@ -166,9 +184,9 @@ def _roles(inputs: Inputs, answers: Answers | None, models: Path, stack: ExitSta
             ranks[role.name] = LocalRanks(role.name, made)
     roles = roles_over(plan, ranks, inputs.tokenizer)
     if engine is not None:
-        worker = RolloutWorker(engine, WAIT_S, WAIT_S)
-        stack.callback(worker.close)
-        roles.rollout = pool = LocalPool(worker, plan.overlaps, inputs.tokenizer, answers)
+        replica = RolloutWorker(engine, WAIT_S, WAIT_S)
+        stack.callback(replica.close)
+        roles.rollout = pool = LocalPool(replica, plan.overlaps, inputs.tokenizer, answers)
         if inputs.episodes is not None:
             environments = EnvironmentPool(inputs.episodes.host, 1)
             stack.callback(environments.close)
@@ -272,9 +290,8 @@ class LocalPool(RequestPool):
     def _answered(self, request: Request, answers: Answers) -> Completion:
         prompt, sample = self._wanted[request.request_id]
         text = answers(prompt, sample)
-        ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
-        cut = len(ids) > request.sampling.max_tokens
-        ids = ids[: request.sampling.max_tokens]
+        whole = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+        ids = np.asarray(whole[: request.sampling.max_tokens], dtype=np.int32)
         logprobs = np.full(len(ids), LOGPROB, dtype=np.float32)
-        versions = ((self.version, len(ids)),)
-        return Completion(request.request_id, ids, logprobs, "length" if cut else "stop", versions, text=text)
+        ending: FinishReason = "stop" if len(ids) == len(whole) else "length"
+        return Completion(request.request_id, ids, logprobs, ending, ((self.version, len(ids)),), text=text)

@@ -259,7 +259,7 @@ def start_roles(
     began = time.monotonic()
     hosts = [] if functions is None else [cluster.start_functions(functions)]
     engines = None if engine_spec is None else cluster.start("rollout", engine_environment(engine_spec))
-    ranks = {role.name: cluster.start(role.name) for role in plan.roles if role.name != "rollout"}
+    ranks: dict[RoleName, WorkerGroup] = {role.name: cluster.start(role.name) for role in plan.roles if role.name != "rollout"}
 
     starts = list[Started]()
     if engines is not None and engine_spec is not None:

@@ -39,7 +39,8 @@ class Scene:
                 other.replicas.worker_group.shutdown()
             self._pools = {factory: self.ground.pool(2, factory, SECONDS_PER_STEP, self.actor.worker_group, self.supervisor)}
         pool = self._pools[factory]
-        pool.options = type(pool.options)(4, False, START_S, max_staleness)
+        pool.options = type(pool.options)(4, False, START_S)
+        pool.max_staleness = max_staleness
         pool.sync_weights(self.actor)
         return pool
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,12 @@ def test_the_task_makes_each_row_from_its_index_alone(files: Path) -> None:
     for row in rows:
         number = int(row["prompt"][0]["content"].partition("+")[0])
         assert 1 <= number <= 30 and row["reward_model"]["ground_truth"] == str(2 * number)
+
+
+def test_the_test_of_a_loss_passes_as_it_is_printed_and_fails_for_a_loss_without_its_width(files: Path) -> None:
+    name, printed, loss = "test_a_wider_clip_range_moves_the_weights_further", "test_my_loss.py", Path("my_loss.py").read_text()
+    runpy.run_path(printed)[name]()
+    Path("plain_loss.py").write_text(loss.replace("width * torch.tanh((ratio_T - 1.0) / width)", "ratio_T"))
+    Path("test_plain.py").write_text(Path(printed).read_text().replace("my_loss.py", "plain_loss.py"))
+    with pytest.raises(AssertionError):
+        runpy.run_path("test_plain.py")[name]()
