@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -294,8 +294,54 @@ class Counts:
         )
 
 
-@dataclass(slots=True)
-class Batch:
+C = TypeVar("C")
+Reader = Literal["shard", "actor", "critic", "reward_model"]
+"""What reads a column: each of a set of ranks, in every pass over its shard of the batch, or the update of one role."""
+
+
+def column(*read_by: Reader, need: str = "", dtype: torch.dtype = torch.float32) -> Any:
+    """Declare a column of a batch that may be absent. The suffix of its name is its axis.
+
+    It travels to the ranks that `read_by` names. With `need` a loss reads it only if it declares `@needs(need)`.
+    """
+    return field(default=None, metadata={"read_by": read_by, "need": need, "dtype": dtype})
+
+
+_SHARD = {"read_by": ("shard",)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossColumns(Generic[C]):
+    """The columns that a policy loss can read, by their names in a `Batch` and in a `LossInput`.
+
+    A field here is all that a new one needs besides what fills it: it is sent to the actor's ranks with the update, cut into
+    micro-batches by its axis, moved to their device, and given to the loss; the trial of losses makes numbers for it.
+    """
+
+    old_logprobs_T: C | None = column("actor")
+    """Log-probs before the first update of the batch. Filled by the actor or the engine; None: nothing reads them (`LossInput.old_T`)."""
+    ref_logprobs_T: C | None = column("actor", need="ref_logprobs")
+    """Log-probs under the frozen reference, which fills them."""
+    rollout_logprobs_T: C | None = column("shard")
+    """Log-probs that the engine reported when it sampled; None for tokens that no engine sampled, such as demonstrations."""
+    teacher_logprobs_T: C | None = column("actor")
+    """Log-probs under the teacher of each rollout, which fills them."""
+    teacher_top_logprobs_TK: C | None = column("actor")
+    """The highest log-probs of the teacher where each trained token was sampled, K of them, for divergences."""
+    weights_T: C | None = column("actor")
+    """Constant factors of the policy loss, which the objective applies after the loss. Filled where rollouts are corrected."""
+    selected_T: C | None = column(dtype=torch.bool)
+    """The tokens that the loss clips or penalises, chosen once for a whole mini-batch and sent with its step."""
+    chosen_N: C | None = column("actor", "reward_model", need="pairs", dtype=torch.bool)
+    """The side of each rollout in its pair, two rollouts of one group: True for the preferred one. Of labelled answers: the desirable ones."""
+    kl_N: C | None = column("actor", need="kl")
+    """An estimate of the policy's KL to the reference, the same for all rollouts, for loss_mode=kto."""
+    group_tokens_N: C | None = column("actor", need="group_tokens", dtype=torch.long)
+    """Trained tokens of each rollout's whole group in the mini-batch, for loss_agg_mode=prompt-mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(LossColumns[Column]):
     """Rollouts as columns over flat axes: no padding, so no masks.
 
     `token_ids_S` holds prompt and response of each rollout back to back. `positions_T` says which of these tokens are
@@ -308,79 +354,58 @@ class Batch:
     `local` all of a batch's. Ranks have only tensors.
     """
 
-    prompt_lengths_N: Tensor
-    response_lengths_N: Tensor
+    prompt_lengths_N: Tensor = field(metadata=_SHARD)
+    response_lengths_N: Tensor = field(metadata=_SHARD)
     """The number of tokens after each prompt, trained or not."""
-    group_N: Tensor
+    group_N: Tensor = field(metadata=_SHARD)
     """Index of the prompt group of each rollout; equal numbers belong to one prompt."""
-    token_ids_S: Column
-    rewards_N: Tensor
-    rollout_logprobs_T: Column | None = None
-    """Those that the engine reported; None for tokens that no engine sampled, such as demonstrations."""
-    positions_T: Tensor | None = None
+    token_ids_S: Column = field(metadata=_SHARD)
+    rewards_N: Tensor = field(metadata=_SHARD)
+    positions_T: Tensor | None = column("shard")
     """Positions of the trained tokens in `token_ids_S`, ascending. None: all of every response."""
-    trained_lengths_N: Tensor = None  # type: ignore[assignment]
+    trained_lengths_N: Tensor = column("shard")
     """The number of trained tokens of each rollout; left out together with `positions_T`."""
-    old_logprobs_T: Column | None = None
-    ref_logprobs_T: Column | None = None
-    support_counts_T: Column | None = None
+    support_counts_T: Column | None = column("shard")
     """The number of tokens the engine could sample from, where top_p, top_k or min_p leave some out."""
-    support_ids_M: Column | None = None
+    support_ids_M: Column | None = column("shard")
     """The ids of those tokens, int32; every log-prob of the batch is normalised over them."""
-    ref_hidden_TD: Column | None = None
+    ref_hidden_TD: Column | None = column("actor")
     """The reference's last hidden states, only for kl_loss_type=full: [T, D] travels instead of [T, V]."""
-    teacher_logprobs_T: Column | None = None
-    """Log-probs of the trained tokens under the teacher of each rollout."""
-    teacher_top_logprobs_TK: Column | None = None
-    """The highest log-probs of the teacher where each trained token was sampled, K of them, only for divergences."""
-    teacher_top_ids_TK: Column | None = None
-    """The ids of those K tokens, int32."""
-    values_T: Column | None = None
+    teacher_top_ids_TK: Column | None = column("actor")
+    """The ids of the tokens of `teacher_top_logprobs_TK`, int32."""
+    values_T: Column | None = column("critic")
     """The critic's value of the state before each token, as it was before the update."""
-    returns_T: Tensor | None = None
+    returns_T: Tensor | None = column("critic")
     """The targets of the critic."""
-    advantages_T: Tensor | None = None
-    advantages_N: Tensor | None = None
+    advantages_T: Tensor | None = column("actor")
+    advantages_N: Tensor | None = column("actor")
     """Advantages in place of `advantages_T`, where all tokens of a rollout have the same."""
-    baselines_N: Tensor | None = None
+    baselines_N: Tensor | None = column()
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
-    num_steps_N: Tensor | None = None
+    num_steps_N: Tensor | None = column()
     """The number of reasoning steps of each rollout, only for estimators that read them."""
-    step_ends_K: Tensor | None = None
+    step_ends_K: Tensor | None = column()
     """Index of each step's last token among its rollout's trained tokens."""
-    step_rewards_K: Tensor | None = None
-    step_states_K: Tensor | None = None
+    step_rewards_K: Tensor | None = column()
+    step_states_K: Tensor | None = column()
     """The number of the state that each step begins in, where the steps are turns of episodes."""
-    reward_parts_NP: Tensor | None = None
+    reward_parts_NP: Tensor | None = column()
     """The score of each reward function, before its factor."""
-    truncated_N: Tensor | None = None
+    truncated_N: Tensor | None = column()
     """Responses that were cut off at the longest length."""
-    masked_N: Tensor | None = None
+    masked_N: Tensor | None = column()
     """Rollouts that are compared and not trained, only where there are some."""
-    weights_T: Tensor | None = None
-    """Weights of the policy loss, where the rollouts are corrected."""
-    selected_T: Tensor | None = None
-    """The clipped tokens of a mini-batch, only for losses that choose them."""
-    chosen_N: Tensor | None = None
-    """The side of each rollout in its pair, True for the preferred one, only for losses over pairs.
-
-    A pair is two rollouts of one group, one of them chosen, and each with a trained token. Of labelled answers: the desirable ones.
-    """
-    kl_N: Tensor | None = None
-    """An estimate of the policy's KL to the reference, the same for all rollouts, only for loss_mode=kto."""
-    margins_N: Tensor | None = None
+    margins_N: Tensor | None = column("reward_model")
     """The distance by which the chosen rollout of a pair is better, on both of them; only for reward models that learn from pairs."""
-    labels_T: Tensor | None = None
+    labels_T: Tensor | None = column("reward_model")
     """Targets from 0 to 1 of the scores at the trained tokens, only for reward models that learn from rated steps."""
-    group_tokens_N: Tensor | None = None
-    """Trained tokens of each rollout's group in the mini-batch, only for loss_agg_mode=prompt-mean."""
-    experts_S: Tensor | None = None
+    experts_S: Tensor | None = column()
     """The experts [S, layers, top_k] of each token in an earlier pass, only where that pass's routing is replayed."""
 
     def __post_init__(self) -> None:
         assert self.positions_T is None or self.trained_lengths_N is not None
         if self.trained_lengths_N is None:
-            self.trained_lengths_N = self.response_lengths_N
+            object.__setattr__(self, "trained_lengths_N", self.response_lengths_N)
 
     def positions(self) -> Tensor:
         """Return the flat positions of the trained tokens."""
@@ -421,24 +446,27 @@ class Batch:
     def select(self, index_K: Tensor | list[int]) -> Batch:
         """Return the rollouts at `index_K`, in that order, with all their columns."""
         index_K = torch.as_tensor(index_K, dtype=torch.long)
-        by_rollout = {name: getattr(self, name) for name in _columns_with("_N", "_NP")}
-        columns: dict[str, Any] = {name: None if one is None else one[index_K] for name, one in by_rollout.items()}
-        lengths = {"_S": self.sequence_lengths_N} | dict.fromkeys(("_T", "_TD", "_TK"), self.trained_lengths_N)
-        if self.num_steps_N is not None:
-            lengths["_K"] = self.num_steps_N
-        if isinstance(self.support_counts_T, Tensor):
-            lengths["_M"] = _segment_sums(self.support_counts_T, self.trained_lengths_N)
-        elif self.support_counts_T is not None:
-            lengths["_M"] = self.trained_lengths_N  # not read: the ids are remote, too
-        for suffix, lengths_N in lengths.items():
-            for name in _columns_with(suffix):
-                columns[name] = segments_at(getattr(self, name), lengths_N, index_K)
+        columns: dict[str, Any] = {column.name: self.part_of(column.name, index_K) for column in dataclasses.fields(self)}
         if self.positions_T is not None:
             # A position is that of its rollout's first token and the distance from there; the first tokens have moved.
             starts_N, lengths_K = self.sequence_lengths_N.cumsum(0) - self.sequence_lengths_N, self.sequence_lengths_N[index_K]
             moved_K = lengths_K.cumsum(0) - lengths_K - starts_N[index_K]
             columns["positions_T"] = columns["positions_T"] + moved_K.repeat_interleave(self.trained_lengths_N[index_K])
         return Batch(**columns)
+
+    def part_of(self, name: str, index_K: Tensor) -> Any:
+        """Return the values of one column for the rollouts at `index_K`, one rollout after the other."""
+        column, axis = getattr(self, name), name.rpartition("_")[2]
+        if axis in ("N", "NP"):
+            return None if column is None else column[index_K]
+        lengths_N: Any = self.trained_lengths_N  # also of ids of a support that lies elsewhere: they are not cut here
+        if axis == "S":
+            lengths_N = self.sequence_lengths_N
+        elif axis == "K":
+            lengths_N = self.num_steps_N
+        elif axis == "M" and isinstance(self.support_counts_T, Tensor):
+            lengths_N = _segment_sums(self.support_counts_T, self.trained_lengths_N)
+        return segments_at(column, lengths_N, index_K)
 
     def keep(self, trained_T: Tensor) -> Batch:
         """Return the batch that trains the tokens of `trained_T` only, a bool for each token that is trained now.
@@ -471,6 +499,11 @@ class Batch:
             step_rewards_K=None,
             step_states_K=None,
         )
+
+    def loss_columns(self, move: Callable[[Tensor], Tensor] = lambda values: values) -> dict[str, Tensor | None]:
+        """Return the columns that a loss can read, by their names; `move` brings each to a device."""
+        named = {name: getattr(self, name) for name in LOSS_COLUMNS}
+        return {name: None if column is None else move(values(column)) for name, column in named.items()}
 
     def replace(self, **columns: Column | None) -> Batch:
         """Return the same batch with some columns exchanged."""
@@ -537,6 +570,14 @@ def _segment_sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
     before = torch.cat([torch.zeros(1, dtype=torch.long), x_T.long().cumsum(0)])
     ends_N = lengths_N.cumsum(0)
     return before[ends_N] - before[ends_N - lengths_N]
+
+
+LOSS_COLUMNS = tuple(column.name for column in dataclasses.fields(LossColumns))
+
+
+def columns_read_by(reader: Reader) -> tuple[str, ...]:
+    """Return the names of the columns that travel to these ranks."""
+    return tuple(column.name for column in dataclasses.fields(Batch) if reader in column.metadata.get("read_by", ()))
 
 
 def _columns_with(*suffixes: str) -> list[str]:

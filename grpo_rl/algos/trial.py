@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from grpo_rl.algos.losses.registered import POLICY_LOSSES, LossInput, selection_
 from grpo_rl.algos.segments import Segments
 from grpo_rl.errors import ConfigError, FunctionError
 from grpo_rl.registry import Registry, needs_of, own_options
+from grpo_rl.types import LossColumns
 
 T = TypeVar("T", AdvantageInput, LossInput)
 
@@ -87,19 +88,28 @@ def loss_input(*, one_update: bool = False, pairs: bool = False) -> LossInput:
     noise_T = 0.8 * torch.randn(num_tokens, generator=generator, dtype=torch.float64)
     old_T = (policy_T - SHIFTS_N.repeat_interleave(lengths_N) - noise_T).clamp(max=-0.01)
     advantages_T, entropy_T = 2.0 * torch.randn(2, num_tokens, generator=generator, dtype=torch.float64)
+    columns = {
+        "old_logprobs_T": policy_T.detach() if one_update else old_T,
+        "ref_logprobs_T": ref_T,
+        "rollout_logprobs_T": rollout_T,
+        "weights_T": torch.ones(num_tokens),
+        "chosen_N": torch.tensor([True, False, False, True, True, False, False, True]) if pairs else None,
+        "kl_N": torch.full((8,), 0.5) if pairs else None,
+        "group_tokens_N": group_tokens(lengths_N, group_N),
+    }
+    # Of a column that a loss has to declare, and that has no values above, any numbers will do.
+    sizes = {"T": (num_tokens,), "N": (len(lengths_N),), "TK": (num_tokens, 2)}
+    for column in fields(LossColumns):
+        if column.metadata["need"] and column.name not in columns:
+            numbers = torch.rand(sizes[column.name.rpartition("_")[2]], generator=generator)
+            columns[column.name] = (2.0 * numbers).to(column.metadata["dtype"])
     return LossInput(
         policy_logprobs_T=policy_T.requires_grad_(),
         advantages_T=advantages_T,
         segments=Segments(lengths_N),
-        old_logprobs_T=policy_T.detach() if one_update else old_T,
-        ref_logprobs_T=ref_T,
-        rollout_logprobs_T=rollout_T,
-        entropy_T=entropy_T.abs(),
-        weights_T=torch.ones(num_tokens),
         group_N=group_N,
-        chosen_N=torch.tensor([True, False, False, True, True, False, False, True]) if pairs else None,
-        kl_N=torch.full((8,), 0.5) if pairs else None,
-        group_tokens_N=group_tokens(lengths_N, group_N),
+        entropy_T=entropy_T.abs(),
+        **columns,
     )
 
 

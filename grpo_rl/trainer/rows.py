@@ -129,16 +129,9 @@ def with_kl(batch: Batch, actor: Actor) -> Batch:
 def loss_input(batch: Batch, policy_logprobs_T: Tensor) -> LossInput:
     """Return a whole batch as its loss reads it."""
     advantages_T = torch.ones(batch.num_trained_tokens) if batch.advantages_T is None else batch.advantages_T
-    return LossInput(
-        policy_logprobs_T,
-        advantages_T,
-        Segments(batch.trained_lengths_N),
-        ref_logprobs_T=None if batch.ref_logprobs_T is None else values(batch.ref_logprobs_T),
-        group_N=batch.group_N,
-        chosen_N=batch.chosen_N,
-        kl_N=batch.kl_N,
-        group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N),
-    )
+    batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
+    columns = batch.loss_columns()
+    return LossInput(policy_logprobs_T, advantages_T, Segments(batch.trained_lengths_N), batch.group_N, **columns)
 
 
 def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: int) -> dict[str, Tensor]:
@@ -151,7 +144,7 @@ def scored_rows(model: TrainedRewardModel, data: TrainingSet[Any], batch_size: i
             parts.append({"scores_K": scores, "labels_K": batch.labels_T})
             continue
         assert batch.chosen_N is not None
-        pairs = Pairs.of(batch.group_N, batch.chosen_N)
+        pairs = Pairs.of(batch.group_N, values(batch.chosen_N))
         margin_P = torch.zeros(len(pairs.chosen_P)) if batch.margins_N is None else batch.margins_N[pairs.chosen_P]
         parts.append({"chosen_P": scores[pairs.chosen_P], "rejected_P": scores[pairs.rejected_P], "margin_P": margin_P})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -177,20 +177,11 @@ class ActorWorker(Teaches, TrainedRank[ActorSpec, PolicyModel]):
             policy_logprobs_T=outputs.logprobs_T,
             advantages_T=to_device(advantages_T, self.device),
             segments=Segments(to_device(batch.trained_lengths_N, self.device), batch.num_trained_tokens),
-            old_logprobs_T=_to(batch.old_logprobs_T, self.device),
-            ref_logprobs_T=_to(batch.ref_logprobs_T, self.device),
-            rollout_logprobs_T=_to(batch.rollout_logprobs_T, self.device),
-            teacher_logprobs_T=_to(batch.teacher_logprobs_T, self.device),
-            teacher_top_logprobs_TK=_to(batch.teacher_top_logprobs_TK, self.device),
+            group_N=to_device(batch.group_N, self.device),
             policy_top_logprobs_TK=outputs.top_logprobs_TK,
             entropy_T=outputs.entropy_T,
             full_kl_T=outputs.full_kl_T,
-            weights_T=_to(batch.weights_T, self.device),
-            selected_T=_to(batch.selected_T, self.device),
-            group_N=to_device(batch.group_N, self.device),
-            chosen_N=_to(batch.chosen_N, self.device),
-            kl_N=_to(batch.kl_N, self.device),
-            group_tokens_N=_to(batch.group_tokens_N, self.device),
+            **batch.loss_columns(lambda column: to_device(column, self.device)),
         )
 
     def _reference_head(self) -> dict[str, Tensor | None]:

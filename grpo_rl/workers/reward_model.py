@@ -111,7 +111,7 @@ class TrainedRewardModelWorker(Scores, TrainedRank[TrainedRewardModelSpec, Score
     def _pair_loss(self, scores_T: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each pair; each rollout has one score."""
         assert batch.chosen_N is not None
-        pairs = Pairs.of(batch.group_N, batch.chosen_N)
+        pairs = Pairs.of(batch.group_N, values(batch.chosen_N))
         chosen_P, rejected_P = pairs.chosen_P.to(self.device), pairs.rejected_P.to(self.device)
         margins_N = batch.margins_N
         margin_P = None if margins_N is None else margins_N[pairs.chosen_P].to(self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -147,8 +147,6 @@ class Update:
     trained_T: Tensor | None
     """The mask of the shard's trained tokens that the update trains; None: all. The columns cover these only."""
     steps: tuple[OptimizerStep, ...]
-    per_rollout: dict[str, Tensor] = field(default_factory=dict)
-    """Columns over the trained tokens of which all tokens of a rollout have the same value: that of each rollout."""
 
     def local(self, fetch: Fetch) -> Update:
         """Return the update with the values of its remote columns, all of them fetched at once."""
@@ -157,8 +155,7 @@ class Update:
     def complete(self, shard: Batch) -> Batch:
         """Return the batch that the steps train on."""
         batch = shard if self.trained_T is None else shard.keep(self.trained_T)
-        spread = {name: values.repeat_interleave(batch.trained_lengths_N) for name, values in self.per_rollout.items()}
-        return batch.replace(**self.columns, **spread)
+        return batch.replace(**self.columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_rl.algos.segments import Segments
 from grpo_rl.registry import Registry
+from grpo_rl.types import LossColumns
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -23,44 +24,24 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class LossInput:
+class LossInput(LossColumns[Tensor]):
     """The trained tokens of one micro-batch, flat and on one device: response n owns `segments.lengths_N[n]` of them.
 
-    The optional columns are there when the loss, its average or its KL term need them: see `NEEDS`.
+    The optional columns, here and in `LossColumns`, are there if the loss, its average or its KL term needs them: see `NEEDS`.
     """
 
     policy_logprobs_T: Tensor
     """Log-probabilities of the sampled tokens under the policy that is trained, with gradient."""
     advantages_T: Tensor
     segments: Segments
-    old_logprobs_T: Tensor | None = None
-    """Log-probs before the first update of the batch; None means those of the present policy: see `old_T`."""
-    ref_logprobs_T: Tensor | None = None
-    """Log-probs under the frozen reference."""
-    rollout_logprobs_T: Tensor | None = None
-    """Log-probs that the engine reported when it sampled."""
+    group_N: Tensor | None = None
+    """The group of each response: equal numbers belong to one prompt."""
     entropy_T: Tensor | None = None
     """Entropy of the policy's distribution at each token, in nats, with gradient."""
     full_kl_T: Tensor | None = None
     """KL from the policy's whole distribution to the reference's at each token, with gradient."""
-    teacher_logprobs_T: Tensor | None = None
-    """Log-probs under the teacher, where there is one."""
-    teacher_top_logprobs_TK: Tensor | None = None
-    """The teacher's K highest log-probs at each token, for divergences."""
     policy_top_logprobs_TK: Tensor | None = None
-    """The policy's log-probs of the same K tokens, with gradient."""
-    weights_T: Tensor | None = None
-    """Constant factors of the policy loss, which the objective applies after the loss."""
-    selected_T: Tensor | None = None
-    """The tokens that the loss clips or penalises, chosen once for a whole mini-batch: see `selected_by`."""
-    group_N: Tensor | None = None
-    """The group of each response: equal numbers belong to one prompt."""
-    chosen_N: Tensor | None = None
-    """The side of each response in its pair, two responses of one group: True is the preferred one. For `kto`: whether it is desirable."""
-    kl_N: Tensor | None = None
-    """The policy's estimated KL to the reference, the same for all responses."""
-    group_tokens_N: Tensor | None = None
-    """The number of trained tokens of each response's whole group in the mini-batch."""
+    """The policy's log-probs of the K tokens of `teacher_top_logprobs_TK`, with gradient."""
 
     def old_T(self) -> Tensor:
         """Return the old log-probs; without any the policy's own without gradient, so that the ratio is exactly 1."""
@@ -99,15 +80,12 @@ Selection = Callable[..., Tensor]
 """(advantages_T, old_logprobs_T, generator, *, <own options with defaults>) -> selected_T, of booleans"""
 
 NEEDS: dict[str, tuple[str, ...]] = {
-    "ref_logprobs": ("ref_logprobs_T",),
+    **{column.metadata["need"]: (column.name,) for column in fields(LossColumns) if column.metadata["need"]},
     "entropy": ("entropy_T",),
-    "group_tokens": ("group_tokens_N",),
-    "pairs": ("chosen_N",),
-    "kl": ("kl_N",),
 }
-"""The things a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy,
-the entropy of every token's distribution, the number of trained tokens of the response's group, rollouts in pairs (see
-`preference.py`), single answers of labelled rows with an estimate of the KL. The other columns are always there."""
+"""The things a policy loss can need of the run (`@needs`), with the columns that it reads then: the reference policy, the number of
+trained tokens of the response's group, rollouts in pairs (see `preference.py`), single answers of labelled rows with an estimate of
+the KL, the entropy of every token's distribution. The other columns are always there."""
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry(
     "policy loss", "loss(inputs: LossInput, *, option=default, ...) -> TokenLoss(loss_T, stats)"

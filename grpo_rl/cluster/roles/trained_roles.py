@@ -31,26 +31,12 @@ from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
 from grpo_rl.data.balance import Prompts, cut_shards, split_over_ranks
 from grpo_rl.errors import CheckpointError
-from grpo_rl.types import Batch, Counts, Metrics, segments_at
+from grpo_rl.types import Batch, Counts, Metrics, columns_read_by, segments_at
 from grpo_rl.workers.specs import OptimizerStep, Rows, Update
 
 if TYPE_CHECKING:
     from grpo_rl.cluster.processes.worker_group import WorkerGroup
     from grpo_rl.plan.decisions import OldLogprobs
-
-FORWARD_COLUMNS = (
-    "prompt_lengths_N",
-    "response_lengths_N",
-    "group_N",
-    "token_ids_S",
-    "rewards_N",
-    "rollout_logprobs_T",
-    "positions_T",
-    "trained_lengths_N",
-    "support_counts_T",
-    "support_ids_M",
-)
-"""The columns a shard is stored with: those that exist before any pass over the batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +70,7 @@ class Dispatched:
         lengths, prompts = batch.sequence_lengths_N.tolist(), _prompts(batch, rule)
         num_shards = len(ranks) // rule.sequence_ranks
         shards = split_over_ranks(lengths, num_shards, units=units, mini_batches=mini_batches, prompts=prompts)
-        bare = Batch(**{name: getattr(batch, name) for name in FORWARD_COLUMNS})
+        bare = Batch(**{name: getattr(batch, name) for name in columns_read_by("shard")})
         return cls(ranks, batch, mini_batches, shards, ranks.store([bare.select(shard) for shard in shards]), units)
 
     def holds(self, batch: Batch) -> bool:
@@ -164,18 +150,13 @@ class Dispatched:
             trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
             trained_S[batch.positions()] = True
             trained_T = trained_S[self.batch.positions()]
-        columns = {name: getattr(batch, name) for name in names if getattr(batch, name) is not None}
-        # What all tokens of a rollout share, as most advantages are, is sent once for each rollout.
-        spread = {} if batch.advantages_N is None or "advantages_T" not in names else {"advantages_T": batch.advantages_N}
+        names = [name for name in names if getattr(batch, name) is not None]
         updates = []
         for shard, rank_steps in zip(self.shards, steps, strict=True):
             rows = torch.tensor(shard, dtype=torch.long)
-            own = {
-                name: column[rows] if name.endswith("_N") else segments_at(column, batch.trained_lengths_N, rows)
-                for name, column in columns.items()
-            }
-            kept = None if trained_T is None else segments_at(trained_T, self.batch.trained_lengths_N, rows)
-            updates.append(Update(own, kept, tuple(rank_steps), {name: values[rows] for name, values in spread.items()}))
+            of_shard = {name: batch.part_of(name, rows) for name in names}
+            kept_T = None if trained_T is None else segments_at(trained_T, self.batch.trained_lengths_N, rows)
+            updates.append(Update(of_shard, kept_T, tuple(rank_steps)))
         return updates
 
 
@@ -374,8 +355,8 @@ class ActorRole(TrainedRole):
             batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
         metrics = self.train(
             batch,
-            # Where the engine's log-probs are the old ones, the ranks have them.
-            [*_OF_UPDATE, *(["old_logprobs_T"] if self.old_from != "engine" else [])],
+            # If the engine's log-probs are the old ones, the ranks have them.
+            [name for name in columns_read_by("actor") if name != "old_logprobs_T" or self.old_from != "engine"],
             entropy_coeff=coefficient,
             selected=self._selected(batch) if self.objective.needs_selection else None,
             zero_advantage_N=batch.zero_advantage() if self.objective.skips_zero_advantage else None,
@@ -427,21 +408,6 @@ class ActorRole(TrainedRole):
         return selected
 
 
-_OF_UPDATE = (
-    "advantages_T",
-    "ref_logprobs_T",
-    "ref_hidden_TD",
-    "teacher_logprobs_T",
-    "teacher_top_logprobs_TK",
-    "teacher_top_ids_TK",
-    "weights_T",
-    "chosen_N",
-    "kl_N",
-    "group_tokens_N",
-)
-"""The columns that an actor's update reads beside those of the ranks' shards and the old log-probs."""
-
-
 class CriticRole(TrainedRole):
     """The `protocols.Critic` whose work is done by FSDP2 ranks."""
 
@@ -466,7 +432,7 @@ class CriticRole(TrainedRole):
     def update(self, batch: Batch) -> Metrics:
         """Take `epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
         assert batch.values_T is not None and batch.returns_T is not None
-        metrics = self.train(batch, ("values_T", "returns_T"))
+        metrics = self.train(batch, columns_read_by("critic"))
         values_T, returns_T = values(batch.values_T), batch.returns_T
         if len(values_T):
             # How well the critic predicted the returns before it learnt them, over the trained tokens.
@@ -502,7 +468,7 @@ class TrainedRewardModelRole(TrainedRole):
         """Take one optimizer step on the whole batch; return its metrics. Raises ValueError for a batch of another kind."""
         if (batch.chosen_N if self.pairs else batch.labels_T) is None:
             raise ValueError("a batch of pairs has chosen_N, one of labelled steps labels_T")
-        return self.train(self._scored(batch), ("chosen_N", "margins_N", "labels_T"))
+        return self.train(self._scored(batch), columns_read_by("reward_model"))
 
     def scores(self, batch: Batch) -> Tensor:
         """Return the score of each rollout of pairs, or that at each labelled position, in the batch's order."""

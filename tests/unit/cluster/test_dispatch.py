@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from grpo_rl.config.schema.tree import ActorConfig, AdaptiveEntropyConfig, Polic
 from grpo_rl.errors import CheckpointError
 from grpo_rl.plan.decisions import OldLogprobs, decide
 from grpo_rl.rollout.requests import sample_seed, sampling_of
-from grpo_rl.types import GREEDY, Batch, Counts, Sampling
+from grpo_rl.types import GREEDY, LOSS_COLUMNS, Batch, Counts, Sampling
 from grpo_rl.workers.specs import OptimizerStep, PolicySpec, Rows, Update
 
 
@@ -329,6 +330,23 @@ def test_token_ids_go_to_a_rank_once_per_step_and_later_calls_carry_new_columns_
     assert len(ranks.sent) == 2, "another step is another batch"
     assert group.version == 2, "every update makes new weights"
     assert actor(Ranks(2, echo), "none").old_logprobs(INTERLEAVED).old_logprobs_T is None, "where the plan has none"
+
+
+def test_every_column_that_a_loss_can_read_reaches_it_by_its_declaration_alone():
+    total, size = INTERLEAVED.num_trained_tokens, INTERLEAVED.num_rollouts
+    # Number i stands for trained token i, or for rollout i.
+    marks = {"T": torch.arange(total), "TK": torch.arange(total)[:, None].expand(-1, 2), "N": torch.arange(size)}
+    columns = {name: marks[name.rpartition("_")[2]] for name in LOSS_COLUMNS if name != "selected_T"}
+    ranks = Ranks(2, empty_stats)
+    actor(ranks).update(with_advantages(INTERLEAVED).replace(**columns))
+    seen: dict[str, list[int]] = defaultdict(list)
+    for shard, update in ranks.asked[-1][1]:
+        batch = update.complete(shard)
+        for name, column in batch.loss_columns().items():
+            seen[name] += [] if column is None else column.flatten().tolist()
+            if column is not None and "T" in name.rpartition("_")[2]:
+                assert column.flatten()[:: column[0].numel()].tolist() == batch.rollout_logprobs_T.tolist()
+    assert {name: sorted(seen[name]) for name in columns} == {name: sorted(x.flatten().tolist()) for name, x in columns.items()}
 
 
 def test_rollouts_without_a_trained_token_are_not_passed_through_the_model():
