@@ -12,6 +12,7 @@ The model, its updates, the sampling and the rewards are those of a run; only Ra
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import io
 import tempfile
@@ -150,7 +151,9 @@ def _one_rank() -> Iterator[None]:
     """Be a process group of one inside of this context, and leave the caller's random state and threads as they are."""
     num_threads, joins = torch.get_num_threads(), not dist.is_initialized()
     if joins:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=WAIT_S)
+        )
     try:
         with torch.random.fork_rng(devices=[]):
             yield
