@@ -34,10 +34,7 @@ FOLDER = Path("evaluations")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate the models that the command line names, and print and write the results. Returns 0.
-
-    Raises this package's errors: ConfigError for words, DataError for data, and what sampling can end with.
-    """
+    """Evaluate the models that the command line names; print and write the results. Returns 0."""
     options, words = _parser().read_with_settings(argv)
     if not options.targets:
         raise ConfigError("grpo-rl eval needs a model or a run: grpo-rl eval runs/grpo_rl/my_run --data FILE")

@@ -72,10 +72,7 @@ class Machine:
     """Bytes of host memory of each of them; 0 if it was not looked up."""
 
     def devices(self, config: Config, role: Pool) -> tuple[int, int]:
-        """Return the nodes of a role, and its devices on each: those of its own pool, or the actor's.
-
-        The actor's are all GPUs of a node, or one process, unless the configuration says otherwise.
-        """
+        """Return the nodes of a role, and its devices on each: those of its own pool, or the actor's."""
         trainer, scorer = config.trainer, config.reward.reward_model
         per_node = trainer.n_gpus_per_node or (max(self.num_gpus, 1) if self.device == "cuda" else 1)
         pools: dict[str, Any] = {

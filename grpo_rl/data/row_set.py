@@ -215,10 +215,7 @@ class RowSet(ABC, Generic[Row]):
         return self._source.row(row if self._rows is None else int(self._rows[row]))
 
     def usable(self, row: int) -> bool:
-        """Return whether row `row` can be trained on, which depends on the row alone.
-
-        Raises DataError for a bad row under data.on_bad_row=error, and for a long one that is neither filtered nor cut.
-        """
+        """Return whether a row can be trained on. Raises DataError for one that may not be skipped."""
         if self._rows is not None:
             return True
         try:

@@ -36,10 +36,7 @@ class Example:
 
 
 def example(row: dict[str, Any], where: str, config: DataConfig) -> Example:
-    """The row with its columns checked; `config` says which they are.
-
-    Raises BadRow with file, row, column, what was found and what was expected.
-    """
+    """Return the row with the columns that `config` names, checked. Raises BadRow."""
     check_row(row, where)
     keys = {"data.prompt_key": config.prompt_key, "data.ground_truth_key": config.ground_truth_key}
     if config.data_source is None:

@@ -167,10 +167,7 @@ def _by_cost(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _options(plan: Plan) -> Iterator[list[tuple[float, dict[str, Any]]]]:
-    """Yield the ways of each kind of change with their costs.
-
-    The costs order by what a change costs in speed: smaller micro-batches and recomputation before copies over PCIe.
-    """
+    """Yield the ways of each kind of change with their costs, which order them by what they cost in speed."""
     parts = plan.config.actor_rollout_ref
     fsdp, model = parts.actor.fsdp_config, parts.model
     yield _smaller_passes(plan)

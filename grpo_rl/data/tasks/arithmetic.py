@@ -106,10 +106,7 @@ def _conversation(row: Row, problem: Problem, *, calls: bool) -> list[dict[str, 
 
 
 def without_carries(problem: Problem) -> int:
-    """Return the answer without any carry or borrow: 473+58 is 421, 47+68 is 105. A product is right.
-
-    The last column is written out in full, as one does on paper.
-    """
+    """Return the answer without any carry or borrow: 473+58 is 421, 47+68 is 105. A product is right."""
     first, operation, right = problem
     if operation == "*":
         return problem.answer

@@ -63,10 +63,7 @@ class Demonstration:
 
 
 def conversation(row: dict[str, Any], where: str, config: DataConfig) -> Chat | Rendered:
-    """Return the row with its columns checked; `config` says which they are.
-
-    Raises BadRow with file, row, column, what was found and what was expected.
-    """
+    """Return the row with the columns that `config` names, checked. Raises BadRow."""
     check_row(row, where)
     if config.messages_key in row:
         return Chat(_messages(row[config.messages_key], where, config.messages_key), _options(row, where, config))

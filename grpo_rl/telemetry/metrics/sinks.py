@@ -54,10 +54,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Sinks:
-    """All destinations of one run. `log` costs milliseconds whatever a tracking server does.
-
-    Raises ConfigError for a port that is taken.
-    """
+    """All destinations of one run. `log` costs milliseconds whatever a tracking server does."""
 
     def __init__(
         self,
