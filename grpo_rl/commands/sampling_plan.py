@@ -219,8 +219,8 @@ def sampling_plan(keys: Mapping[str, Any], words: Sequence[str], model: str, rec
 
     typed = _typed(words)
 
-    def planned(more: Mapping[str, Any]) -> tuple[Composed, Plan]:
-        untyped = {key: value for key, value in {**fixed, **more, **keys}.items() if key not in typed}
+    def planned(extra: Mapping[str, Any]) -> tuple[Composed, Plan]:
+        untyped = {key: value for key, value in {**fixed, **extra, **keys}.items() if key not in typed}
         tree = nested(relative_paths.from_folder(untyped, Path.cwd()))
         recipe.parent.mkdir(parents=True, exist_ok=True)
         recipe.write_text(yaml.safe_dump(tree, sort_keys=True, allow_unicode=True), encoding="utf-8")

@@ -185,9 +185,9 @@ def refuse_model(run: Path, model: Mapping[str, Any]) -> None:
     _refuse(list(map(str, links)), "is a link out of its folder")
 
 
-def _refuse(found: Sequence[str], why: str) -> None:
-    if found:
-        raise ConfigError([f"{item}: {why}; {FLAG} allows it, if the run is yours or you have read it" for item in found])
+def _refuse(items: Sequence[str], why: str) -> None:
+    if items:
+        raise ConfigError([f"{item}: {why}; {FLAG} allows it, if the run is yours or you have read it" for item in items])
 
 
 def _is_harmless(key: str, value: Any) -> bool:

@@ -204,15 +204,15 @@ def _one_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _implied(tree: dict[str, Any], given: Collection[str]) -> Iterator[str]:
-    """Set what follows from other keys if nobody has `given` it, and yield a line for each: the KL's place, an adapter's shape."""
+def _implied(tree: dict[str, Any], named_keys: Collection[str]) -> Iterator[str]:
+    """Set what follows from other keys if nobody has `named_keys` it, and yield a line for each: the KL's place, an adapter's shape."""
     verl_answers.in_lists(tree["algorithm"]["rollout_correction"])
     parts, actor = tree["actor_rollout_ref"], "actor_rollout_ref.actor.use_kl_loss"
-    if tree["algorithm"]["use_kl_in_reward"] and actor not in given:
+    if tree["algorithm"]["use_kl_in_reward"] and actor not in named_keys:
         parts["actor"]["use_kl_loss"] = False
         yield f"{actor}=false: the KL is in the reward (algorithm.use_kl_in_reward=true)"
     folder, prefix = parts["model"]["lora_adapter_path"], "actor_rollout_ref.model."
-    if not folder or f"{prefix}lora_rank" in given:
+    if not folder or f"{prefix}lora_rank" in named_keys:
         return
     try:
         adapter = json.loads((Path(str(folder)).expanduser() / "adapter_config.json").read_text(encoding="utf-8"))
@@ -220,7 +220,7 @@ def _implied(tree: dict[str, Any], given: Collection[str]) -> Iterator[str]:
     except (OSError, ValueError, TypeError, LookupError):
         return  # what lacks is said by the checks
     for name, value in shape.items():
-        if f"{prefix}{name}" not in given:
+        if f"{prefix}{name}" not in named_keys:
             parts["model"][name] = [value] if isinstance(value, str) else value
             yield f"{prefix}{name}={show(value)}: is the adapter's in {prefix}lora_adapter_path"
 

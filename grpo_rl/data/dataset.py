@@ -75,8 +75,8 @@ class PromptDataset(RowSet[PromptRow]):
         token_ids = truncate(row.token_ids, self.longest, self.config.truncation)
         return PromptRow(row.example, unmarked(self.renderer.tokenizer.decode(token_ids.tolist())), token_ids)
 
-    def _keep(self, index: int, found: PromptRow | BadRow) -> PromptRow:
-        row = super()._keep(index, found)
+    def _keep(self, index: int, tokenized: PromptRow | BadRow) -> PromptRow:
+        row = super()._keep(index, tokenized)
         self._data_sources.add(row.example.data_source)
         return row
 

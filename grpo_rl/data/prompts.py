@@ -70,21 +70,21 @@ class Renderer:
     def has_template(self) -> bool:
         return self.options.get("chat_template") is not None or getattr(self.tokenizer, "chat_template", None) is not None
 
-    def render(self, asked: Asked, where: str) -> str:
+    def render(self, prompt: Asked, where: str) -> str:
         """The prompt as text. Raises BadRow for messages that the template refuses, DataError if there is no template."""
-        if isinstance(asked, str):
+        if isinstance(prompt, str):
             if self.system_prompt is not None:
                 raise BadRow(
                     f"{where}: column {self.prompt_key!r} is plain text, which data.system_prompt cannot be put before; "
                     "expected a list of {role, content} messages"
                 )
-            return str(self.words.marked(asked))
+            return str(self.words.marked(prompt))
         if not self.has_template:
             raise DataError(
                 f"{where}: the prompt is a list of chat messages, but the tokenizer has no chat template; "
                 f"take an instruction-tuned model, give one as data.chat_template, or plain strings as prompts"
             )
-        messages = self.with_system(asked)
+        messages = self.with_system(prompt)
         continues = messages[-1]["role"] == "assistant"
         if continues and not self.continue_final_message:
             raise BadRow(
@@ -203,9 +203,9 @@ class Renderer:
         decoded = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return ids if "".join(decoded.split()) == "".join(text.split()) else None
 
-    def messages(self, asked: Asked) -> tuple[Message, ...] | None:
+    def messages(self, prompt: Asked) -> tuple[Message, ...] | None:
         """The chat messages that a prompt's text is rendered from; None for a plain string."""
-        return None if isinstance(asked, str) else tuple(self.with_system(asked))
+        return None if isinstance(prompt, str) else tuple(self.with_system(prompt))
 
     def with_system(self, messages: list[Any]) -> list[Any]:
         """Return the messages after `data.system_prompt`, unless they begin with a system message."""
@@ -241,11 +241,11 @@ class Renderer:
         marked = self.words.marked(messages)
         return self.words.tokenizer_of([marked, marked_options]).apply_chat_template(marked, **{**options, **marked_options})
 
-    def tokenize(self, asked: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
+    def tokenize(self, prompts: Sequence[Asked], texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered prompts; a template brings its own special tokens, a plain string gets the tokenizer's."""
         ids: list[list[int]] = [[] for _ in texts]
         for is_plain in (False, True):
-            chosen = [index for index, prompt in enumerate(asked) if isinstance(prompt, str) == is_plain]
+            chosen = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
             if chosen:
                 encoded = self.words.encode([texts[index] for index in chosen], add_special_tokens=is_plain)["input_ids"]
                 for index, token_ids in zip(chosen, encoded, strict=True):
@@ -288,18 +288,18 @@ def _cause(error: Exception) -> str:
     return str(error) if isinstance(error, (TemplateError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
-def template_text(given: str) -> str:
+def template_text(template: str) -> str:
     """The template that `data.chat_template` gives: itself if it has Jinja's braces, else what the file of that name holds."""
-    if "{{" in given or "{%" in given:
-        return given
-    path = Path(given).expanduser()
+    if "{{" in template or "{%" in template:
+        return template
+    path = Path(template).expanduser()
     if kind := irregular(path):
-        raise ConfigError(f"data.chat_template={given}: is {kind}; give a Jinja template ({{{{ ... }}}}) or a regular file")
+        raise ConfigError(f"data.chat_template={template}: is {kind}; give a Jinja template ({{{{ ... }}}}) or a regular file")
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"data.chat_template={given}: neither a Jinja template ({{{{ ... }}}}) nor a readable file: {error}"
+            f"data.chat_template={template}: neither a Jinja template ({{{{ ... }}}}) nor a readable file: {error}"
         ) from error
 
 

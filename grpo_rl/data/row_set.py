@@ -267,31 +267,31 @@ class RowSet(ABC, Generic[Row]):
             self._rows = np.setdiff1d(np.arange(total), np.asarray(unusable, dtype=np.int64))
         return self
 
-    def _keep(self, index: int, found: Row | BadRow) -> Row:
+    def _keep(self, index: int, tokenized: Row | BadRow) -> Row:
         """Keep a row that was read, cut if it is too long and may be cut. Raises BadRow, and TooLongRow for a long one."""
-        if isinstance(found, BadRow):
-            raise found
-        if self.vocab_size is not None and (token := largest_token(found)) >= self.vocab_size:
+        if isinstance(tokenized, BadRow):
+            raise tokenized
+        if self.vocab_size is not None and (token := largest_token(tokenized)) >= self.vocab_size:
             text = self.renderer.tokenizer.convert_ids_to_tokens(token)
             raise BadRow(
                 f"{self._source.where(index)}: has the token {text!r}, number {token}, and the model's embedding has "
                 f"{self.vocab_size}; expected text without it, or the tokenizer that belongs to the model"
             )
-        length = self._length(found)
+        length = self._length(tokenized)
         self.report.longest = max(self.report.longest, length)
         if length > self.longest:
             where = self._source.where(index)
             may_cut = not self.config.filter_overlong_prompts and self.config.truncation != "error"
-            cut = self._cut(found, where) if may_cut else None
+            cut = self._cut(tokenized, where) if may_cut else None
             if cut is None:
                 text = self.too_long.format(length=length, longest=self.longest)
                 raise TooLongRow(f"{where}: {text}")
             self.report.num_truncated += 1
-            found = cut
-        self._kept[index] = found
+            tokenized = cut
+        self._kept[index] = tokenized
         if len(self._kept) > self.kept_rows:
             self._kept.popitem(last=False)
-        return found
+        return tokenized
 
 
 def largest_token(row: Any) -> int:

@@ -261,11 +261,11 @@ def _check_text(text: str, where: str, column: str) -> None:
             ) from error
 
 
-def wrong(where: str, column: str, found: Any, expected: str) -> BadRow:
+def wrong(where: str, column: str, value: Any, expected: str) -> BadRow:
     """The error for a column of another type or value."""
-    text = repr(found)
+    text = repr(value)
     text = text if len(text) <= 80 else text[:77] + "..."
-    return BadRow(f"{where}: column {column!r} is {text} ({type(found).__name__}); expected {expected}")
+    return BadRow(f"{where}: column {column!r} is {text} ({type(value).__name__}); expected {expected}")
 
 
 def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, expected: str) -> None:

@@ -273,20 +273,20 @@ class StepTime:
         return self.tokens / self.total / self.gpus
 
 
-def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) -> StepTime | None:
-    """Return the estimate for a run on a named machine, or on this one as it was measured (`here`).
+def step_time(plan: Plan, size: ModelSize | None, fitted: Fitted | None = None) -> StepTime | None:
+    """Return the estimate for a run on a named machine, or on this one as it was measured (`fitted`).
 
     None for a machine that is neither, for a model of unknown size, and if nothing samples.
     """
     if size is None or plan.engine is None or plan.role("actor") is None:
         return None
-    if here is not None:
+    if fitted is not None:
         device = CORES if plan.machine.device == "cpu" else DEVICES["H100-80GB"]
     elif plan.machine.name and plan.machine.device == "cuda":
         device = named(plan.machine.name).device
     else:
         return None
-    run = here or Fitted({})
+    run = fitted or Fitted({})
     config, rollouts, n = plan.config, plan.sizes.rollouts_per_step, plan.config.actor_rollout_ref.rollout.n
     lengths, prompt = Lengths.of(config, run.response, run.spread), run.prompt * config.data.max_prompt_length
     groups = rollouts / n if plan.passes.update.shares_prompts else rollouts
@@ -309,9 +309,9 @@ def step_time(plan: Plan, size: ModelSize | None, here: Fitted | None = None) ->
     phases["sampling"] = max(sampling, controller)
     phases["weight transfer"] = transfer_s(size, plan.engine_width)
     phases["switch and offload"] = SWITCH_S * (plan.colocated and plan.engine.sleep_mode) + _copies(plan, size, device)
-    if here is not None:
+    if fitted is not None:
         phases |= {"switch and offload": 0.0, "reward": rollouts * REWARD_S, "other": 1.0}
-        phases = {name: seconds * here.of(name) for name, seconds in phases.items()}
+        phases = {name: seconds * fitted.of(name) for name, seconds in phases.items()}
     phases = {name: phases[name] for name in ("sampling", *phases) if phases[name] > 0}
     untrained = ("sampling", "weight transfer", "switch and offload", "reward", "other")
     training = sum(seconds for name, seconds in phases.items() if name not in untrained)
@@ -368,30 +368,32 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
     # Attention of a response costs by its square: its mean context is that of a token, not of a response.
     context = prompt + 2 * lengths.age
 
-    def of(own: ModelSize, rule: MicroBatchRule, batches: int = 1, epochs: float = 1.0, *, training: int = 0) -> float:
+    def of(model: ModelSize, rule: MicroBatchRule, batches: int = 1, epochs: float = 1.0, *, training: int = 0) -> float:
         # A sequence is computed by one rank, or by those that share it: in each mini-batch the busiest has at least the longest.
         longest = (prompt + lengths.longest_of(rollouts / batches)) / passes.update.sequence_ranks
         busiest = max(tokens / ranks / batches, longest)
-        computing = busiest * token_s(own, device, context) * (training or FORWARD)
+        computing = busiest * token_s(model, device, context) * (training or FORWARD)
         # Gathers run beside the computing, and last where they take longer. Weights travel as bfloat16 for the forward pass and the
         # backward pass, and gradients as float32.
         micro_batches = max(1.0, busiest / (rule.max_tokens or int(context)))
-        shards = own.num_params * (ranks - 1) / ranks
+        shards = model.num_params * (ranks - 1) / ranks
         gathers = micro_batches * shards * (2 + 2 + 4 if training else 2) / (link * 1e9 * LINK)
         if (
-            own.experts
+            model.experts
         ):  # all experts' weights and gradients are read for each micro-batch, and few tokens may be all that each gets
-            computing += micro_batches * own.num_params * (4 + 4 + 4 if training else 2) / (device.memory_gbs * 1e9 * DECODING)
+            computing += (
+                micro_batches * model.num_params * (4 + 4 + 4 if training else 2) / (device.memory_gbs * 1e9 * DECODING)
+            )
         python = device.call_s + device.prompt_s * prompts / ranks / batches * (training or FORWARD)
         return epochs * batches * (max(computing, gathers) + python)
 
     def learns(
-        own: ModelSize, rule: MicroBatchRule, updates: int, batches: int, *, checkpointing: bool, on_host: bool
+        model: ModelSize, rule: MicroBatchRule, updates: int, batches: int, *, checkpointing: bool, on_host: bool
     ) -> float:
-        seconds = of(own, rule, batches, updates / max(1, batches), training=RECOMPUTED if checkpointing else STORED)
+        seconds = of(model, rule, batches, updates / max(1, batches), training=RECOMPUTED if checkpointing else STORED)
         # Weight, gradient and two moments are read and all but the gradient written, in float32; Muon reads and writes one moment.
         muon = plan.config.actor_rollout_ref.actor.optim.optimizer.lower() == "muon"
-        trained = adapter_params(plan.config.actor_rollout_ref.model, own) or own.num_params
+        trained = adapter_params(plan.config.actor_rollout_ref.model, model) or model.num_params
         rate = HOST_UPDATE_GBS * 1e9 * plan.config.trainer.nnodes if on_host else device.memory_gbs * 1e9 * DECODING * ranks
         return seconds + updates * (20 if muon else 28) * trained / rate + device.fixed_s
 

@@ -417,12 +417,12 @@ def _engine(config: Config, machine: Machine, roles: list[RolePlan]) -> EngineSp
     return dataclasses.replace(engine, weight_backend="object_store", sleep_mode=False)
 
 
-def _pools(config: Config, machine: Machine, wanted: set[str]) -> tuple[PoolPlan, ...]:
+def _pools(config: Config, machine: Machine, used: set[str]) -> tuple[PoolPlan, ...]:
     """The pools that some role uses; the actor's is the first to be reserved."""
     of_engines, spans = "actor" if derived.is_colocated(config) else "rollout", derived.nodes_per_engine(config, machine)
     names: tuple[derived.Pool, ...] = ("actor", "rollout", "teacher", "reward_model")
     return tuple(
-        PoolPlan(name, *machine.devices(config, name), spans if name == of_engines else 1) for name in names if name in wanted
+        PoolPlan(name, *machine.devices(config, name), spans if name == of_engines else 1) for name in names if name in used
     )
 
 

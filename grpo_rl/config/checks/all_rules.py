@@ -270,9 +270,9 @@ def _batches(config: Config) -> Iterator[str]:
         )
 
 
-def _nearest_divisors(number: int, wanted: int) -> str:
-    below = next((value for value in range(min(wanted - 1, number), 0, -1) if number % value == 0), None)
-    above = next((value for value in range(wanted + 1, number + 1) if number % value == 0), None)
+def _nearest_divisors(number: int, divisor: int) -> str:
+    below = next((value for value in range(min(divisor - 1, number), 0, -1) if number % value == 0), None)
+    above = next((value for value in range(divisor + 1, number + 1) if number % value == 0), None)
     return " or ".join(str(value) for value in (below, above) if value is not None)
 
 

@@ -59,23 +59,23 @@ def _read(text: str) -> dict[str, Answer]:
 ANSWERS = _read(Path(__file__).with_name("keys.txt").read_text(encoding="utf-8"))
 
 
-def looks_like_verls(given: Collection[str], model: str, train_files: Collection[str]) -> bool:
+def looks_like_verls(named_keys: Collection[str], model: str, train_files: Collection[str]) -> bool:
     """Return whether a command that sets these keys, and builds on no recipe of this package, may be one of verl's.
 
     verl has no recipes, tasks and embedded models: its commands name a model and files themselves, and rely on verl's defaults for
     what they leave out.
     """
-    names_both = {"actor_rollout_ref.model.path", "data.train_files"} <= set(given) and "data.responses" not in given
+    names_both = {"actor_rollout_ref.model.path", "data.train_files"} <= set(named_keys) and "data.responses" not in named_keys
     return names_both and not any(name.startswith(("builtin:", "task:")) for name in (model, *train_files))
 
 
-def other_defaults(given: Collection[str], defaults: Mapping[str, Any]) -> str | None:
-    """Return the line that names the defaults which are not verl's, of the keys that nobody `given`; None for none."""
+def other_defaults(named_keys: Collection[str], defaults: Mapping[str, Any]) -> str | None:
+    """Return the line that names the defaults which are not verl's, of the keys that nobody `named_keys`; None for none."""
     path = recipes.conf() / "verl" / "ppo_trainer.yaml"
     named = [
         f"{'.'.join(key.split('.')[-2:])}={show(defaults[key])} ({show(verls)})"
         for key, verls in flat(recipes.read(path, path.stem).entries).items()
-        if key not in given
+        if key not in named_keys
     ]
     return f"other defaults than verl's (in brackets; -cn ppo_trainer has them): {', '.join(named)}" if named else None
 

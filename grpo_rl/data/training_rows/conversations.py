@@ -123,46 +123,46 @@ class Tokenizing:
         self.num_from_text = 0
         """Sampled responses without their tokens, which were made of their texts."""
 
-    def __call__(self, found: Chat | Rendered, where: str) -> Demonstration:
+    def __call__(self, chat: Chat | Rendered, where: str) -> Demonstration:
         """Return the tokens of a conversation. Raises BadRow if its trained tokens cannot be found exactly."""
-        if isinstance(found, Rendered):
-            return self._rendered(found, where)
-        messages = self.renderer.with_system(found.messages)
-        if "enable_thinking" in found.options and not self.renderer.reads("enable_thinking"):
+        if isinstance(chat, Rendered):
+            return self._rendered(chat, where)
+        messages = self.renderer.with_system(chat.messages)
+        if "enable_thinking" in chat.options and not self.renderer.reads("enable_thinking"):
             raise BadRow(
-                f"{where}: the row has enable_thinking={found.options['enable_thinking']}, which the chat template does not read; "
+                f"{where}: the row has enable_thinking={chat.options['enable_thinking']}, which the chat template does not read; "
                 "take the column out, or give another template as data.chat_template"
             )
         if not self.renderer.has_template:
-            if found.of_strings and len(messages) == 2:
+            if chat.of_strings and len(messages) == 2:
                 return self._plain(messages[0]["content"], messages[1]["content"], where)
             raise BadRow(
                 f"{where}: these are chat messages, but the tokenizer has no chat template; take an instruction-tuned model, "
                 "give one as data.chat_template, or plain strings as prompt and response"
             )
-        self.renderer.check_shown(messages, where, **found.options)
-        return self._by_marks(messages, found, where) if self._has_marks else self._by_growth(messages, found, where)
+        self.renderer.check_shown(messages, where, **chat.options)
+        return self._by_marks(messages, chat, where) if self._has_marks else self._by_growth(messages, chat, where)
 
     # ---- plain texts -----------------------------------------------------------------------------------
 
-    def _rendered(self, found: Rendered, where: str) -> Demonstration:
+    def _rendered(self, rendered: Rendered, where: str) -> Demonstration:
         words = self.renderer.words
         # A template wrote its control words into the prompt; a plain prompt got the tokenizer's special tokens.
-        for prompt, plain in itertools.product((found.prompt, words.marked(found.prompt)), (False, True)):
+        for prompt, plain in itertools.product((rendered.prompt, words.marked(rendered.prompt)), (False, True)):
             prompt_ids = words.ids(prompt, add_special_tokens=plain)
-            if len(prompt_ids) == found.prompt_length:
+            if len(prompt_ids) == rendered.prompt_length:
                 break
-        if len(prompt_ids) != found.prompt_length:
+        if len(prompt_ids) != rendered.prompt_length:
             raise BadRow(
-                f"{where}: this tokenizer makes {len(self._ids(found.prompt))} tokens of the prompt, and the run that sampled the response had "
-                f"{found.prompt_length}: it was another one; expected rollouts of a model with the same tokenizer"
+                f"{where}: this tokenizer makes {len(self._ids(rendered.prompt))} tokens of the prompt, and the run that sampled the response had "
+                f"{rendered.prompt_length}: it was another one; expected rollouts of a model with the same tokenizer"
             )
-        response_ids = self.renderer.sampled(found.response_ids, found.response)
+        response_ids = self.renderer.sampled(rendered.response_ids, rendered.response)
         if response_ids is None:
             self.num_from_text += 1
-            of_template = self.renderer.has_template and words.marked(found.prompt) != found.prompt
+            of_template = self.renderer.has_template and words.marked(rendered.prompt) != rendered.prompt
             end = self.renderer.turn_end if of_template else self.tokenizer.eos_token_id
-            response_ids = [*self._ids(words.marked(found.response)), *([end] if found.ends else [])]
+            response_ids = [*self._ids(words.marked(rendered.response)), *([end] if rendered.ends else [])]
         return _answer(prompt_ids, response_ids)
 
     def _plain(self, prompt: str, response: str, where: str) -> Demonstration:
@@ -179,9 +179,9 @@ class Tokenizing:
         template = self.renderer.options.get("chat_template") or self.tokenizer.get_chat_template()
         return _GENERATION_MARK.search(template) is not None
 
-    def _by_marks(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
+    def _by_marks(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> Demonstration:
         out = self.renderer.apply(
-            messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **found.options
+            messages, where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **chat.options
         )
         token_ids, mask = np.asarray(out["input_ids"], dtype=np.int32), np.asarray(out["assistant_masks"])
         positions = np.flatnonzero(mask)
@@ -189,9 +189,9 @@ class Tokenizing:
             raise BadRow(f"{where}: the chat template marks no token as the assistant's ({{% generation %}})")
         return _predictable(Demonstration(token_ids[: positions[-1] + 1], positions), where)
 
-    def _by_growth(self, messages: list[dict[str, Any]], found: Chat, where: str) -> Demonstration:
+    def _by_growth(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> Demonstration:
         """Return the tokens with those trained that a turn of the assistant adds, if the template does nothing but add."""
-        texts = self._growing(messages, found, where)
+        texts = self._growing(messages, chat, where)
         ids = self.renderer.words.encode(texts, add_special_tokens=False)["input_ids"]
         if any(longer[: len(shorter)] != shorter for shorter, longer in itertools.pairwise(ids)):
             ids = self._in_pieces(texts, where)
@@ -199,14 +199,14 @@ class Tokenizing:
         spans = [np.arange(begin, end) for begin, end in zip(lengths[0::2], lengths[1::2], strict=True)]
         return _predictable(Demonstration(token_ids, np.concatenate(spans)), where)
 
-    def _growing(self, messages: list[dict[str, Any]], found: Chat, where: str) -> list[str]:
+    def _growing(self, messages: list[dict[str, Any]], chat: Chat, where: str) -> list[str]:
         """Return the text before and after every assistant turn, each of which has to begin with the one before it."""
         texts: list[str] = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
-            prefix = self.renderer.text(messages[:number], where, **found.options)
-            extended = self.renderer.text(messages[: number + 1], where, add_generation_prompt=False, **found.options)
+            prefix = self.renderer.text(messages[:number], where, **chat.options)
+            extended = self.renderer.text(messages[: number + 1], where, add_generation_prompt=False, **chat.options)
             for text, what in ((prefix, f"message {number - 1}"), (extended, f"message {number}, the assistant's,")):
                 if texts and not text.startswith(texts[-1]):
                     raise BadRow(f"{where}: {_rewritten(texts[-1], text, what)}")
@@ -241,21 +241,21 @@ def _answer(prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> Demonstrati
     return Demonstration(token_ids, np.arange(len(prompt_ids), len(token_ids)))
 
 
-def _predictable(found: Demonstration, where: str) -> Demonstration:
+def _predictable(demonstration: Demonstration, where: str) -> Demonstration:
     """Return a demonstration whose first trained token has one before it. Raises BadRow for another."""
-    if found.positions[0] == 0:
+    if demonstration.positions[0] == 0:
         raise BadRow(f"{where}: the assistant's first token has nothing before it, so no model can predict it")
-    return found
+    return demonstration
 
 
-def _rewritten(before: str, now: str, what: str) -> str:
+def _rewritten(old: str, new: str, what: str) -> str:
     """Return the reason why a template cannot be used: what it made of the same messages before and with one more."""
-    before, now = unmarked(before), unmarked(now)
-    place = next((n for n, (a, b) in enumerate(zip(before, now, strict=False)) if a != b), min(len(before), len(now)))
+    old, new = unmarked(old), unmarked(new)
+    place = next((n for n, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     start = max(0, place - 20)
     return (
         f"the chat template does not only append: with {what} the text before it is another one, "
-        f"{before[start : place + 30]!r} became {now[start : place + 30]!r}; so the assistant's tokens cannot be found exactly. "
+        f"{old[start : place + 30]!r} became {new[start : place + 30]!r}; so the assistant's tokens cannot be found exactly. "
         "Give a data.chat_template that appends, or marks them by {% generation %}, or rows of one assistant turn"
     )
 
@@ -291,14 +291,14 @@ class DemonstrationSet(TrainingSet[Demonstration]):
         return cut
 
 
-def cut_to(found: Demonstration, limit: int, side: str) -> Demonstration:
+def cut_to(demonstration: Demonstration, limit: int, side: str) -> Demonstration:
     """Return `limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends.
 
     The first token that is left is not trained, for nothing comes before it.
     """
-    places = truncate(np.arange(len(found.token_ids)), limit, side)
-    positions = np.flatnonzero(np.isin(places, found.positions))
-    return Demonstration(found.token_ids[places], positions[positions > 0])
+    places = truncate(np.arange(len(demonstration.token_ids)), limit, side)
+    positions = np.flatnonzero(np.isin(places, demonstration.positions))
+    return Demonstration(demonstration.token_ids[places], positions[positions > 0])
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:

@@ -170,15 +170,15 @@ def tokenized_pair(texts: PairTexts, renderer: Renderer, where: str, sampled: Se
     return Pair(prompt_ids, chosen_ids, rejected_ids, margin)
 
 
-def _tokens(asked: Asked, answers: Sequence[str], renderer: Renderer, where: str) -> tuple[np.ndarray, list[np.ndarray]]:
+def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer, where: str) -> tuple[np.ndarray, list[np.ndarray]]:
     """Return a prompt and its answers as the chat template makes them, in tokens (int32). Raises BadRow for a prompt without any."""
-    prompt = renderer.render(asked, where)
-    texts = [renderer.answer(asked, prompt, answer, where) for answer in answers]
-    (prompt_ids,) = renderer.tokenize([asked], [prompt])
+    prompt = renderer.render(prompt_row, where)
+    texts = [renderer.answer(prompt_row, prompt, answer, where) for answer in answers]
+    (prompt_ids,) = renderer.tokenize([prompt_row], [prompt])
     if not prompt_ids:
         raise BadRow(f"{where}: the prompt has no tokens")
     return np.asarray(prompt_ids, np.int32), [
-        np.asarray(ids, np.int32) for ids in renderer.tokenize_answers(texts, isinstance(asked, str))
+        np.asarray(ids, np.int32) for ids in renderer.tokenize_answers(texts, isinstance(prompt_row, str))
     ]
 
 

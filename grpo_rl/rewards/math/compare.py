@@ -151,23 +151,23 @@ def _read(found: Tokens, nesting: int = 0) -> MathAnswer:
     return _expression(found, text)
 
 
-def _expression(found: Tokens, text: str) -> MathAnswer:
-    if all(token.startswith('"') or (token.isalpha() and len(token) > 4) for token in found):
+def _expression(parts: Tokens, text: str) -> MathAnswer:
+    if all(token.startswith('"') or (token.isalpha() and len(token) > 4) for token in parts):
         return MathAnswer("word", text)
-    percent = found[-1] == "%"
-    if found == ("\\emptyset",):
+    percent = parts[-1] == "%"
+    if parts == ("\\emptyset",):
         return MathAnswer("word", text)
-    if found in (("\\infty",), ("+", "\\infty"), ("-", "\\infty")):
-        return MathAnswer("word", "-\\infty" if found[0] == "-" else "\\infty")
+    if parts in (("\\infty",), ("+", "\\infty"), ("-", "\\infty")):
+        return MathAnswer("word", "-\\infty" if parts[0] == "-" else "\\infty")
     try:
-        value = values(found[:-1] if percent else found)
+        value = values(parts[:-1] if percent else parts)
     except TwoNumbers:
         return MathAnswer("word", text)
     except NoExpression:
         return MathAnswer("unreadable", text)
     digits = -1
-    if all(token in "+-" for token in found[: -1 - percent]) and found[-1 - percent].replace(".", "", 1).isdigit():
-        digits = len(found[-1 - percent].replace(".", "").lstrip("0"))
+    if all(token in "+-" for token in parts[: -1 - percent]) and parts[-1 - percent].replace(".", "", 1).isdigit():
+        digits = len(parts[-1 - percent].replace(".", "").lstrip("0"))
     return MathAnswer("number", text, value, marks="%" if percent else "", decimals=digits)
 
 
@@ -247,30 +247,30 @@ def _rounds_to(exact: MathAnswer, rounded: MathAnswer) -> bool:
         return False
 
 
-def _split(found: Tokens, separator: str) -> list[Tokens]:
+def _split(parts: Tokens, separator: str) -> list[Tokens]:
     """The pieces between separators that stand in no brackets."""
     pieces: list[Tokens] = []
     depth = start = 0
-    for place, token in enumerate(found):
+    for place, token in enumerate(parts):
         if token in OPENING or token == "\\begin":
             depth += 1
         elif token in CLOSING or token == "\\end":
             depth -= 1
         elif token == separator and depth == 0:
-            pieces.append(found[start:place])
+            pieces.append(parts[start:place])
             start = place + 1
-    return [*pieces, found[start:]]
+    return [*pieces, parts[start:]]
 
 
-def _between(found: Tokens) -> Tokens | None:
+def _between(parts: Tokens) -> Tokens | None:
     """Return what the outermost brackets hold, if they hold everything."""
-    if len(found) < 3 or found[0] not in OPENING or found[-1] not in CLOSING:
+    if len(parts) < 3 or parts[0] not in OPENING or parts[-1] not in CLOSING:
         return None
     depth = 0
-    for place, token in enumerate(found):
+    for place, token in enumerate(parts):
         depth += (token in OPENING) - (token in CLOSING)
         if depth == 0:
-            return found[1:-1] if place == len(found) - 1 else None
+            return parts[1:-1] if place == len(parts) - 1 else None
     return None
 
 
@@ -286,33 +286,33 @@ def _flat(pieces: list[Tokens]) -> list[Tokens]:
     return flat
 
 
-def _same(one: MathAnswer, other: MathAnswer) -> bool | None:
-    if one.spelling == other.spelling and (one.kind == other.kind or not (one.parts or other.parts)):
+def _same(first: MathAnswer, other: MathAnswer) -> bool | None:
+    if first.spelling == other.spelling and (first.kind == other.kind or not (first.parts or other.parts)):
         return True
-    kinds = {one.kind, other.kind}
+    kinds = {first.kind, other.kind}
     if "either" in kinds:
-        tries, others = (it.parts if it.kind == "either" else (it,) for it in (one, other))
+        tries, others = (it.parts if it.kind == "either" else (it,) for it in (first, other))
         verdicts = [_same(a, b) for a in tries for b in others]
         return True if True in verdicts else None if None in verdicts else False
     if "equation" in kinds and not kinds <= {"equation", "solution", "unreadable"}:
         return False
-    if "equation" in kinds and any(one.value) and one.value in (other.value, tuple(-value for value in other.value)):
+    if "equation" in kinds and any(first.value) and first.value in (other.value, tuple(-value for value in other.value)):
         return True  # `x = 5` is `x - 5 = 0` and `5 = x`
     if "solution" in kinds and "equation" not in kinds:
-        return _same_solution(one, other) if one.kind == "solution" else _same_solution(other, one)
+        return _same_solution(first, other) if first.kind == "solution" else _same_solution(other, first)
     if "number" in kinds and "unreadable" in kinds:
-        number, text = (one, other) if one.kind == "number" else (other, one)
+        number, text = (first, other) if first.kind == "number" else (other, first)
         if len(number.value) == 1 and RELATIONS & set(text.spelling.split("\0")):
             return False  # 5/2 is not `>= 5/2`
     if kinds & {"equation", "unreadable"}:
-        return False if "_" in one.spelling + other.spelling else None
+        return False if "_" in first.spelling + other.spelling else None
     if len(kinds) > 1:
         return False
-    if one.kind == "number":
-        return _same_numbers(one, other)
-    if one.marks != other.marks or one.kind == "word":
+    if first.kind == "number":
+        return _same_numbers(first, other)
+    if first.marks != other.marks or first.kind == "word":
         return False
-    return (_same_sets if one.kind == "set" else _same_each)(one.parts, other.parts)
+    return (_same_sets if first.kind == "set" else _same_each)(first.parts, other.parts)
 
 
 def _same_each(some: Sequence[MathAnswer], others: Sequence[MathAnswer]) -> bool | None:
@@ -359,15 +359,15 @@ def _same_solution(solution: MathAnswer, other: MathAnswer) -> bool | None:
     return False
 
 
-def _same_numbers(one: MathAnswer, other: MathAnswer) -> bool:
-    rounded = max(one.decimals, other.decimals) >= SIGNIFICANT and min(one.decimals, other.decimals) < 0
+def _same_numbers(first: MathAnswer, other: MathAnswer) -> bool:
+    rounded = max(first.decimals, other.decimals) >= SIGNIFICANT and min(first.decimals, other.decimals) < 0
     tolerance = 1e-6 if rounded else 1e-9
-    if _agree(one.value, other.value, tolerance):
+    if _agree(first.value, other.value, tolerance):
         return True
-    if one.marks == other.marks:
+    if first.marks == other.marks:
         return False
     # One of them is a percentage: 50% is 0.5, and 50 where percent was asked for.
-    plain, percent = (other, one) if one.marks else (one, other)
+    plain, percent = (other, first) if first.marks else (first, other)
     return _agree(plain.value, tuple(value / 100 for value in percent.value), tolerance)
 
 

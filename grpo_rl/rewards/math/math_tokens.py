@@ -143,11 +143,11 @@ def tokens(text: str) -> tuple[str, ...]:
     return readings(text)[0].tokens
 
 
-def differ(one: Reading, other: Reading) -> bool:
+def differ(first: Reading, other: Reading) -> bool:
     """Return whether both have units, and each one that the other lacks. Two times of day have the same half of the day."""
-    if ":" in one.tokens and ":" in other.tokens and one.units & HALVES != other.units & HALVES:
+    if ":" in first.tokens and ":" in other.tokens and first.units & HALVES != other.units & HALVES:
         return True
-    return bool(one.units - other.units and other.units - one.units)
+    return bool(first.units - other.units and other.units - first.units)
 
 
 def readings(text: str) -> list[Reading]:
@@ -222,10 +222,10 @@ def _tokens(plain: str) -> Reading:
     return Reading(kept, frozenset(units | _measured(words)))
 
 
-def spelling(found: tuple[str, ...]) -> str:
+def spelling(parts: tuple[str, ...]) -> str:
     """One text for all ways to write an answer that differ in letter case of words, in `\\text` around them, or in braces around one token, only."""
     words: list[str] = []
-    for token in found:
+    for token in parts:
         words.append(token.removeprefix('"'))
         if token == "}" and words[-3:-2] == ["{"]:
             words[-3:] = words[-2:-1]
@@ -250,9 +250,9 @@ def _word(word: str) -> str:
     return '"' + (word if len(word) == 1 else word.casefold())
 
 
-def _without_units(found: list[str]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
+def _without_units(parts: list[str]) -> tuple[tuple[str, ...], list[tuple[str, str]]]:
     """The tokens without the units at their end, and those units with their powers; `and` between elements is a comma."""
-    rest, units = ["," if token.strip('"') in AND else token for token in found], list[tuple[str, str]]()
+    rest, units = ["," if token.strip('"') in AND else token for token in parts], list[tuple[str, str]]()
     halves = HALVES if ":" in rest else ()
     while len(rest) > 1:
         power = 2 if len(rest) > 2 and rest[-2] == "^" else 4 if len(rest) > 4 and rest[-4] == "^" and rest[-1] == "}" else 0

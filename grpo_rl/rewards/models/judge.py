@@ -210,11 +210,11 @@ class Judge:
             raise RewardFailure(INVALID, f"{number:g} is not within {low:g} to {high:g}; {excerpt}")
         return number
 
-    def _body(self, asked: str) -> bytes:
+    def _body(self, question: str) -> bytes:
         system = [] if self.config.system is None else [{"role": "system", "content": self.config.system}]
         request = {
             "model": self.config.model,
-            "messages": [*system, {"role": "user", "content": asked}],
+            "messages": [*system, {"role": "user", "content": question}],
             "max_tokens": self.config.max_tokens,
             "temperature": self.config.temperature,
             **self.config.extra_body,

@@ -88,14 +88,14 @@ def split_steps(text: str, separator: str) -> list[int]:
     return ends
 
 
-def tokenizer_for(policy: Any, own: Any, rerender: str) -> Any | None:
+def tokenizer_for(policy: Any, scorer: Any, rerender: str) -> Any | None:
     """The reward model's tokenizer if rollouts have to be rendered anew, None if the policy's tokens can be read as they are.
 
     Raises ConfigError for tokens that would mean something else, and for a tokenizer that cannot render.
     """
     key = "reward.reward_model.rerender"
-    same_tokens = policy.get_vocab() == own.get_vocab()
-    same_template = policy.chat_template == own.chat_template
+    same_tokens = policy.get_vocab() == scorer.get_vocab()
+    same_template = policy.chat_template == scorer.chat_template
     if rerender == "never":
         if not same_tokens:
             raise ConfigError(
@@ -104,8 +104,8 @@ def tokenizer_for(policy: Any, own: Any, rerender: str) -> Any | None:
         return None
     if rerender == "auto" and same_tokens and same_template:
         return None
-    if not getattr(own, "is_fast", False):
+    if not getattr(scorer, "is_fast", False):
         raise ConfigError(
-            f"{key}={rerender}: needs a fast tokenizer, which says where each token begins; it is {type(own).__name__}"
+            f"{key}={rerender}: needs a fast tokenizer, which says where each token begins; it is {type(scorer).__name__}"
         )
-    return own
+    return scorer

@@ -355,17 +355,17 @@ def read_tests(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -
     return setup, tests
 
 
-def _listed(given: Sequence[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def _listed(tests: Sequence[Any], extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return a list of tests as a dict: LiveCodeBench's of {input, output, testtype}, else assertions."""
-    if not given or not all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in given):
-        return {"asserts": given}
+    if not tests or not all(isinstance(test, Mapping) and {"input", "output"} <= test.keys() for test in tests):
+        return {"asserts": tests}
     name = next((extra[key] for key in ("func_name", *FUNCTION_NAMES) if extra.get(key)), None)
-    calls = [test.get("testtype") == "functional" for test in given]
+    calls = [test.get("testtype") == "functional" for test in tests]
     if any(calls) and (not all(calls) or name is None):
         raise RewardError(
             "functional tests of a code task need the function's name as extra_info.func_name, and no others beside them"
         )
-    pairs = {"inputs": [test["input"] for test in given], "outputs": [test["output"] for test in given]}
+    pairs = {"inputs": [test["input"] for test in tests], "outputs": [test["output"] for test in tests]}
     return pairs | ({"fn_name": name} if any(calls) else {})
 
 
@@ -391,23 +391,23 @@ def _lines(text: Any) -> str:
     return text if isinstance(text, str) else "\n".join(map(str, text)) if isinstance(text, Sequence) else str(text)
 
 
-def _pair(function: str | None, given: Any, wanted: Any) -> Test:
+def _pair(function: str | None, stdin: Any, expected: Any) -> Test:
     if function is None:
-        output = _lines(wanted)
-        return Test(Case(stdin=_lines(given)), lambda text: same_output(text, output))
-    if isinstance(given, str):  # a JSON value on each line, and the output as JSON
+        output = _lines(expected)
+        return Test(Case(stdin=_lines(stdin)), lambda text: same_output(text, output))
+    if isinstance(stdin, str):  # a JSON value on each line, and the output as JSON
         try:
-            given, wanted = [json.loads(line) for line in given.split("\n") if line.strip()], json.loads(wanted)
+            stdin, expected = [json.loads(line) for line in stdin.split("\n") if line.strip()], json.loads(expected)
         except (ValueError, TypeError) as error:
-            raise RewardError(f"arguments of {function} are not JSON, a value on each line: {short(given)}: {error}") from None
-    case = Case(function=function, arguments=tuple(given))
-    return Test(case, lambda value: same_value(value, wanted))
+            raise RewardError(f"arguments of {function} are not JSON, a value on each line: {short(stdin)}: {error}") from None
+    case = Case(function=function, arguments=tuple(stdin))
+    return Test(case, lambda value: same_value(value, expected))
 
 
-def same_value(value: Any, wanted: Any) -> bool:
+def same_value(value: Any, expected: Any) -> bool:
     """Return whether a value is the JSON value that is expected, or the one element of the list that is (APPS wraps them)."""
     plain = _as_json(value)
-    return _equal(plain, wanted) or (isinstance(wanted, list) and len(wanted) == 1 and _equal(plain, wanted[0]))
+    return _equal(plain, expected) or (isinstance(expected, list) and len(expected) == 1 and _equal(plain, expected[0]))
 
 
 def _as_json(value: Any) -> Any:
@@ -418,42 +418,42 @@ def _as_json(value: Any) -> Any:
     return value
 
 
-def _equal(value: Any, wanted: Any) -> bool:
+def _equal(value: Any, expected: Any) -> bool:
     """Equality, but True is not 1, as it is not in JSON."""
-    if isinstance(value, bool) != isinstance(wanted, bool):
+    if isinstance(value, bool) != isinstance(expected, bool):
         return False
-    if isinstance(value, list) and isinstance(wanted, list):
-        return len(value) == len(wanted) and all(map(_equal, value, wanted))
-    if isinstance(value, float) and isinstance(wanted, float):
-        return _near(value, wanted, repr(wanted))
-    return bool(value == wanted)
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_equal, value, expected))
+    if isinstance(value, float) and isinstance(expected, float):
+        return _near(value, expected, repr(expected))
+    return bool(value == expected)
 
 
-def same_output(text: str, wanted: str) -> bool:
+def same_output(text: str, expected: str) -> bool:
     """Return whether two outputs have the same words on the same lines; expected numbers with a point within 1e-6."""
-    text, wanted = text.rstrip(), wanted.rstrip()
-    if text.count("\n") != wanted.count("\n"):  # before millions of lines are made of an output
+    text, expected = text.rstrip(), expected.rstrip()
+    if text.count("\n") != expected.count("\n"):  # before millions of lines are made of an output
         return False
-    lines, wanted_lines = ([line.split() for line in output.split("\n")] for output in (text, wanted))
+    lines, wanted_lines = ([line.split() for line in output.split("\n")] for output in (text, expected))
     return list(map(len, lines)) == list(map(len, wanted_lines)) and all(
         map(_same_word, itertools.chain(*lines), itertools.chain(*wanted_lines))
     )
 
 
-def _same_word(word: str, wanted: str) -> bool:
-    if word == wanted:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
     # Digits with a sign, a point, an exponent: no `nan`, no underscores, and not too long.
-    if "." not in wanted or max(len(word), len(wanted)) > 400 or set(word + wanted) - set("0123456789+-.eE"):
+    if "." not in expected or max(len(word), len(expected)) > 400 or set(word + expected) - set("0123456789+-.eE"):
         return False
     try:
-        return _near(float(word), float(wanted), wanted)
+        return _near(float(word), float(expected), expected)
     except (ValueError, ArithmeticError):
         return False
 
 
-def _near(value: float, wanted: float, text: str) -> bool:
+def _near(value: float, expected: float, text: str) -> bool:
     """Return whether a number is within 1e-6 of the one that is expected, or of what that rounds: 0 is not 1e-9."""
     last_place = Decimal(text).as_tuple().exponent
     half = 0.5 * 10.0**last_place if isinstance(last_place, int) else 0.0
-    return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=min(1e-6, half))
+    return math.isclose(value, expected, rel_tol=1e-6, abs_tol=min(1e-6, half))

@@ -333,8 +333,8 @@ def _answer(control: int, setup: dict[str, Any], case: dict[str, Any], nonce: by
     return status + exit_code.to_bytes(4, "little", signed=True) + lengths + b"".join(outputs)
 
 
-def _watch(control: int, watched: int, reads: list[int], most: int, time_s: float) -> tuple[bytes, list[bytes]]:
-    """Read until the candidate has ended, its time is over, or it has written more than `most` bytes in one place; then kill it."""
+def _watch(control: int, watched: int, reads: list[int], limit: int, time_s: float) -> tuple[bytes, list[bytes]]:
+    """Read until the candidate has ended, its time is over, or it has written more than `limit` bytes in one place; then kill it."""
     outputs, totals = [bytearray() for _ in reads], [0] * len(reads)
     poll = select.poll()
     for descriptor in (*reads, watched, control):
@@ -363,12 +363,12 @@ def _watch(control: int, watched: int, reads: list[int], most: int, time_s: floa
                 del outputs[index][STDERR_BYTES:]
             if not part:
                 poll.unregister(reads[index])
-            elif totals[index] > most:
+            elif totals[index] > limit:
                 status, ended = b"O", True
     _kill_all()  # before its pipes close: it would take that for an error of its own, and answer once more
     for descriptor in reads:
         os.close(descriptor)
-    return status, [bytes(output[:most]) for output in outputs]
+    return status, [bytes(output[:limit]) for output in outputs]
 
 
 def _kill_all() -> None:

@@ -416,12 +416,12 @@ def _moments(record: Mapping[str, float], name: str) -> np.ndarray:
     return float(record[f"{name}/num_prompts"]) * np.array([1.0, *means, *(spreads**2 + means**2)])
 
 
-def _rises(before: np.ndarray, now: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _rises(old: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return how far reward and audit have risen since each block, in standard errors, [blocks]; from sums of `_moments`."""
-    means, now_mean = before[:, 1:3] / before[:, :1], now[1:3] / now[0]
-    pooled = before + now
+    means, now_mean = old[:, 1:3] / old[:, :1], new[1:3] / new[0]
+    pooled = old + new
     variance = pooled[:, 3:] / pooled[:, :1] - (pooled[:, 1:3] / pooled[:, :1]) ** 2
-    error = np.sqrt(np.maximum(variance, TINY) * (1 / before[:, :1] + 1 / now[0]))
+    error = np.sqrt(np.maximum(variance, TINY) * (1 / old[:, :1] + 1 / new[0]))
     reward, audit = ((now_mean - means) / error).T
     return reward, audit
 
