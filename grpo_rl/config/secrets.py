@@ -158,7 +158,7 @@ def scrub(files: Iterable[Path]) -> list[Path]:
 
     What a library prints past Python's streams, and a child of a worker, is found only here.
     """
-    parts = []
+    scrubbed = []
     for file in files:
         with contextlib.suppress(OSError):
             temporary, lines = file.with_name(f".{file.name}.tmp"), HiddenLines()
@@ -170,8 +170,8 @@ def scrub(files: Iterable[Path]) -> list[Path]:
                 temporary.unlink()
             else:
                 os.replace(temporary, file)
-                parts.append(file)
-    return parts
+                scrubbed.append(file)
+    return scrubbed
 
 
 def _redacted(data: bytes) -> bytes:

@@ -309,7 +309,7 @@ def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
         moments_away=isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload,
         offloads_inputs=model.enable_activation_offload and not scores,
         shared_keys=int(groups * group_size * (prompt + response)) if group_size > 1 else 0,
-        others=sum(entry.num_params for entry in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
+        others=sum(model.num_params for model in _teacher_sizes(plan)) - size.num_params if name == "teacher" else 0,
         ref_head=name == "actor" and objective.needs_full_kl,
         adapters=adapters,
         half_base=bool(adapters) and _rests_in_half(plan),
@@ -529,13 +529,13 @@ def host_need(plan: Plan, size: ModelSize) -> int:
     nodes = max(1, plan.config.trainer.nnodes)
     config, total = plan.config, HOST_OF_RUN
     for name, model, load in _loads(plan, size):
-        width = 4 * load.weights_away + 8 * (load.moments_away and load.trains)
+        param_bytes = 4 * load.weights_away + 8 * (load.moments_away and load.trains)
         if load.in_host_memory:
-            width = 16 if load.trains else 4
+            param_bytes = 16 if load.trains else 4
         if load.trains and config.trainer.save_freq > 0:
-            width += 12
+            param_bytes += 12
         inputs = model.layers * load.tokens * model.hidden * load.width if load.offloads_inputs else 0
-        total += -(-plan.num_workers(name) // nodes) * (HOST_OF_RANK + model.num_params * width // load.ranks + inputs)
+        total += -(-plan.num_workers(name) // nodes) * (HOST_OF_RANK + model.num_params * param_bytes // load.ranks + inputs)
     if plan.engine is not None:
         total += HOST_OF_RANK * -(-plan.num_replicas * plan.engine.tensor_parallel_size // nodes)
     return total

@@ -268,13 +268,13 @@ def _without_units(parts: list[str]) -> tuple[tuple[str, ...], list[tuple[str, s
 def _measured(units: list[tuple[str, str]]) -> set[str]:
     """The units of measure among the words: `square feet`, and `feet` with the power 2, are `ft^2`."""
     measures: list[str] = []
-    previous = ""
+    implied = ""
     for word, power in units:
         if word in ("squared", "cubed") and measures:
             measures[-1] += POWERS[word]
         elif word in MEASURES:
-            measures += [name + (f"^{power}" if power else previous) for name in MEASURES[word].split("*")]
-        previous = POWERS.get(word, "")
+            measures += [name + (f"^{power}" if power else implied) for name in MEASURES[word].split("*")]
+        implied = POWERS.get(word, "")
     return set(measures)
 
 

@@ -156,7 +156,7 @@ def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: di
         rewards,
         [record.get("response_length") for record in group],
         [at for at, record in enumerate(group) if record.get("finish_reason") == "length"],
-        [[at, _place(index["failures"], str(number["failure"]))] for at, number in enumerate(group) if number.get("failure")],
+        [[at, _place(index["failures"], str(record["failure"]))] for at, record in enumerate(group) if record.get("failure")],
         *([values] if kind == "val" and values != rewards else ()),
     ]
 

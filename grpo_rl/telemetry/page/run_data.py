@@ -77,7 +77,7 @@ def run_data(
         "rewards": bands(index, "rollouts"),
         "validation": measured,
         "results": results(record.records, index, measured),
-        "timeline": [finding._asdict() for finding in read_timeline(run / "timeline.jsonl", TIMELINE_STEPS)],
+        "timeline": [busy._asdict() for busy in read_timeline(run / "timeline.jsonl", TIMELINE_STEPS)],
         "configuration": configuration(run, record.config),
         "setting": setting(record.config),
         "num_rollouts": sum(entry["num"] for entry in index["steps"]),
@@ -186,7 +186,7 @@ def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[st
         bounds = [interval(groups, single=single) for groups in steps.values()]
         curves[source] = {
             "steps": list(steps),
-            **{name: [rounded(step[at]) for step in bounds] for at, name in enumerate(("mean", "low", "high"))},
+            **{name: [rounded(bound[at]) for bound in bounds] for at, name in enumerate(("mean", "low", "high"))},
             "prompts": [len(groups) for groups in steps.values()],
         }
     return curves
@@ -230,7 +230,7 @@ def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict
     differences = [later - earlier for earlier, later in pairs]
     mean = statistics.fmean(differences)
     half = _half_width(differences)
-    limit = 1.0 if all(0.0 <= step <= 1.0 for pair in pairs for step in pair) else math.inf
+    limit = 1.0 if all(0.0 <= share <= 1.0 for pair in pairs for share in pair) else math.inf
     low, high = max(mean - half, -limit), min(mean + half, limit)  # NaN stays NaN
     return {"mean": rounded(mean), "low": rounded(low), "high": rounded(high), "prompts": len(pairs)}
 
