@@ -65,9 +65,6 @@ def reading(folders: Sequence[Path], config_name: str) -> Iterator[Reading]:
         _CURRENT.reset(token)
 
 
-# ---- Hydra's plugins ---------------------------------------------------------------------------------------------
-
-
 class _SearchPath(SearchPathPlugin):
     """Puts the recipes and all folders of `Reading` on Hydra's search path."""
 
@@ -215,9 +212,6 @@ def _settings(path: Path, file: YamlFile, config_path: str) -> Settings:
         if key not in ("defaults", "hydra"):
             settings.take(f"{prefix}{key}", value)
     return settings
-
-
-# ---- the defaults list of a file -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,9 +85,6 @@ def _text(record: Record, key: str) -> str:
     return value
 
 
-# ---- the command -------------------------------------------------------------------------------------
-
-
 def main(argv: Sequence[str]) -> int:
     """Write the file. Returns 0. Raises ConfigError for wrong options, DataError for rows that cannot be read."""
     print(prepare(_parser().read(argv)))

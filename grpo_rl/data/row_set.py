@@ -168,8 +168,6 @@ class RowSet(ABC, Generic[Row]):
         self._rows: np.ndarray | None = None
         self._kept: OrderedDict[int, Row] = OrderedDict()
 
-    # ---- each kind of rows -------------------------------------------------------------------------------
-
     def _tokenized(self, row: dict[str, Any], where: str) -> Row:
         """Return a row of the source, at this place, as tokens. Raises BadRow."""
         raise NotImplementedError
@@ -190,8 +188,6 @@ class RowSet(ABC, Generic[Row]):
             except BadRow as error:
                 yield index, error
             self.report.num_control += self.renderer.words.num_texts > num_texts
-
-    # ---- what all share ----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self.report.num_rows if self._rows is None else len(self._rows)
@@ -298,9 +294,6 @@ def largest_token(row: Any) -> int:
     """Return the largest token id in the arrays of a row whose names end in `ids`, -1 without any."""
     arrays = [getattr(row, field.name) for field in fields(row) if field.name.endswith("ids")]
     return max((int(ids.max()) for ids in arrays if len(ids)), default=-1)
-
-
-# ---- rows that are trained as they stand -----------------------------------------------------------------
 
 
 class TrainingSet(RowSet[Row]):

@@ -179,9 +179,6 @@ def from_json(value: Any, where: str, key: str) -> Any:
     return parsed
 
 
-# ---- values ---------------------------------------------------------------------------------------
-
-
 def finite(value: Any) -> float:
     """The value as a float; NaN for whatever is no finite number."""
     # Not isinstance: true is no number here.

@@ -141,9 +141,6 @@ class Trial:
                 waiting = self._worker.ask(waiting)
 
 
-# ---- rows and their right responses --------------------------------------------------------------------
-
-
 def read_rows(names: Sequence[str], count: int, response: str | None, data: DataConfig, functions: Sequence[str]) -> list[Row]:
     """Return the first `count` rows of data files, folders or tasks, read as a run with these columns reads them.
 
@@ -264,9 +261,6 @@ def _solve(terms: list[tuple[Fraction, str]], target: Fraction) -> str | None:
             if expression is not None:
                 return expression
     return None
-
-
-# ---- what is shown ------------------------------------------------------------------------------------
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -137,8 +137,6 @@ def _written(run_dir: RunDir) -> str:
     return "\n".join([f"Written to {run_dir.path}", *lines])
 
 
-# ---- the picture ----
-
 Records = Sequence[dict[str, float]]
 
 STYLE: dict[Any, Any] = {

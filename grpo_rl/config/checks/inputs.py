@@ -37,9 +37,6 @@ def problems(config: Config) -> Iterator[str]:
     yield from _run(config)
 
 
-# ---- data --------------------------------------------------------------------------------------------
-
-
 def _data(config: Config) -> Iterator[str]:
     data, custom = config.data, config.data.custom_cls
     if not data.train_files and not config.trainer.val_only:
@@ -83,9 +80,6 @@ def _data_file(file: str, *, elsewhere: bool) -> str | None:
     names = difflib.get_close_matches(path.name, os.listdir(path.parent), n=2) if path.parent.is_dir() else []
     hint = f"; there is {' and '.join(str(path.parent / name) for name in names)}" if names else ""
     return f"there is no file {path.absolute()}{hint}"
-
-
-# ---- models ------------------------------------------------------------------------------------------
 
 
 def _models(config: Config) -> Iterator[str]:
@@ -184,9 +178,6 @@ def brings_code(file: Path) -> bool:
     return isinstance(content, dict) and "auto_map" in content
 
 
-# ---- rewards ------------------------------------------------------------------------------
-
-
 def _rewards(config: Config) -> Iterator[str]:
     reward = config.reward
     scores = derived.samples_answers(config) or derived.collects(config)
@@ -219,9 +210,6 @@ def _judge(config: Config) -> Iterator[str]:
         yield f"{_JUDGE}.base_url: has a user, password or query in it; give a key by {_JUDGE}.api_key_env"
     if judge.model is None:
         yield f"{_JUDGE}.model is not set: the name of the model at {_JUDGE}.base_url"
-
-
-# ---- the run -----------------------------------------------------------------------------------------
 
 
 def _run(config: Config) -> Iterator[str]:

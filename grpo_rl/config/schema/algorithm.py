@@ -103,9 +103,6 @@ class AlgorithmConfig:
     rejection: RejectionConfig = field(RejectionConfig, needs="data.responses=initial_policy")
 
 
-# ---- distillation.* ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class DistillationLossConfig:
     loss_mode: str = "k3"

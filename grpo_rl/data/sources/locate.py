@@ -141,9 +141,6 @@ def _named(files: list[Path]) -> str:
     return ", ".join(file.name for file in files[:5]) + (", ..." if len(files) > 5 else "")
 
 
-# ---- a first look ----------------------------------------------------------------------------------------
-
-
 def check_data_files(config: DataConfig, read: Callable[[dict[str, Any], str, DataConfig], Any] = example) -> list[str]:
     """Return the problems of the files in `data.train_files` and `data.val_files`, each with the file and its line or row.
 

@@ -127,9 +127,6 @@ def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, 
     return name, options
 
 
-# ---- the data in a checkpoint ------------------------------------------------------------------------
-
-
 def fingerprint_of(sources: Sequence[RowSource]) -> Fingerprint:
     """Return name, size in bytes, number of rows, and SHA-256 over some rows, for each source.
 

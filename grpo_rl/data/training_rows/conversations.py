@@ -143,8 +143,6 @@ class Tokenizing:
         self.renderer.check_shown(messages, where, **chat.options)
         return self._by_marks(messages, chat, where) if self._has_marks else self._by_growth(messages, chat, where)
 
-    # ---- plain texts -----------------------------------------------------------------------------------
-
     def _rendered(self, rendered: Rendered, where: str) -> Demonstration:
         words = self.renderer.words
         # A template wrote its control words into the prompt; a plain prompt got the tokenizer's special tokens.
@@ -170,8 +168,6 @@ class Tokenizing:
         words = self.renderer.words
         prompt_ids = words.ids(words.marked(prompt), add_special_tokens=True)
         return _predictable(_answer(prompt_ids, [*self._ids(words.marked(response)), self.tokenizer.eos_token_id]), where)
-
-    # ---- chat templates ----------------------------------------------------------------------------------
 
     @cached_property
     def _has_marks(self) -> bool:
@@ -258,9 +254,6 @@ def _rewritten(old: str, new: str, what: str) -> str:
         f"{old[start : place + 30]!r} became {new[start : place + 30]!r}; so the assistant's tokens cannot be found exactly. "
         "Give a data.chat_template that appends, or marks them by {% generation %}, or rows of one assistant turn"
     )
-
-
-# ---- a whole data set --------------------------------------------------------------------------------
 
 
 class DemonstrationSet(TrainingSet[Demonstration]):

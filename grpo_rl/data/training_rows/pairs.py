@@ -43,9 +43,6 @@ class Pair:
     margin: float | None = None
 
 
-# ---- one row -----------------------------------------------------------------------------------------
-
-
 def pair_texts(row: dict[str, Any], where: str, config: DataConfig, *, with_margin: bool = False) -> PairTexts:
     """Return the pair that a row holds, in the columns that `config` names; with its margin, if it has one and it is wanted.
 
@@ -129,9 +126,6 @@ def _of_messages(prompt: Any, chosen: Any, rejected: Any, where: str, config: Da
     return messages, sides[0][-1]["content"], sides[1][-1]["content"]
 
 
-# ---- a whole data set --------------------------------------------------------------------------------
-
-
 class PairSet(TrainingSet[Pair]):
     ways_out = (
         "Raise data.max_length, or drop such rows with data.filter_overlong_prompts=true: a cut answer would be another one"
@@ -180,9 +174,6 @@ def _tokens(prompt_row: Asked, answers: Sequence[str], renderer: Renderer, where
     return np.asarray(prompt_ids, np.int32), [
         np.asarray(ids, np.int32) for ids in renderer.tokenize_answers(texts, isinstance(prompt_row, str))
     ]
-
-
-# ---- labelled answers ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +228,6 @@ class LabelledSet(TrainingSet[Labelled]):
         asked, text, label = labelled_texts(row, where, self.config)
         prompt_ids, (answer_ids,) = _tokens(asked, [text], self.renderer, where)
         return Labelled(prompt_ids, answer_ids, label)
-
-
-# ---- batches -----------------------------------------------------------------------------------------
 
 
 def pair_batch(pairs: Sequence[Pair]) -> Batch:

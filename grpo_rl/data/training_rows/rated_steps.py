@@ -39,9 +39,6 @@ class RatedSteps:
     """float32 [labelled steps]"""
 
 
-# ---- one row -----------------------------------------------------------------------------------------
-
-
 def rated_row(row: dict[str, Any], where: str, config: DataConfig) -> RatedTexts:
     """Return the solution of a row. Raises BadRow, with the place, for what is not one."""
     check_row(row, where)
@@ -69,9 +66,6 @@ def _label(label: Any, where: str, number: int) -> float | None:
     if not 0 <= value <= 1:
         raise wrong(where, f"labels[{number}]", label, "true or false, a number from 0 to 1, or null for none")
     return value
-
-
-# ---- a whole data set --------------------------------------------------------------------------------
 
 
 class RatedStepSet(TrainingSet[RatedSteps]):

@@ -239,9 +239,6 @@ def _retry_after(headers: httpx.Headers) -> float:
         return 0.0
 
 
-# ---- inside the process ----------------------------------------------------------------------------------
-
-
 def begin(setup: dict[str, Any], parent: Parent) -> Callable[[Any], None]:
     """Ask who is there, and return what takes questions and limits."""
     rubric = setup["rubric"] and tuple(Criterion(*criterion) for criterion in setup["rubric"])

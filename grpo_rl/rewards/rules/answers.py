@@ -114,8 +114,6 @@ def final_answer(text: str) -> str | None:
     return tagged if tagged is not None else after_phrase(text)
 
 
-# ---- the ground truth ------------------------------------------------------------------------------------
-
 SOLUTION_MARK = "####"
 """Stands before the answer in GSM8K's solutions."""
 

@@ -124,8 +124,6 @@ def _same(value: Any, gold: Any) -> bool:
     return bool(value == gold)
 
 
-# ---- instructions -------------------------------------------------------------------------------------------
-
 _WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 _CHECKS: dict[str, Callable[[str, list[str], Any], bool]] = {
     "at_most_words": lambda text, words, value: len(words) <= value,

@@ -113,8 +113,6 @@ def _letter(answer: str, choices: list[str]) -> str | None:
     return named if named is not None and named in LETTERS else None
 
 
-# ---- form: to be added to a reward of the content ------------------------------------------------------------
-
 TAGS = (OPEN_THINK, CLOSE_THINK, OPEN_ANSWER, CLOSE_ANSWER)
 
 

@@ -133,8 +133,6 @@ def last_program(text: str) -> str | None:
     return blocks.get(True, blocks.get(False)) if has_fence else text or None
 
 
-# ---- values that come out of the sandbox -----------------------------------------------------------------
-
 DEEPEST = 200
 """Nesting of a returned value."""
 MOST_ALIKE = 50
@@ -206,9 +204,6 @@ class Test:
             return self.judge(decode(outcome.value))
         except (ValueError, TypeError, ArithmeticError, RecursionError, AttributeError):
             return False
-
-
-# ---- assertions -------------------------------------------------------------------------------------------
 
 
 def assertions(text: str, function: str | None) -> list[Test]:
@@ -376,9 +371,6 @@ def _parsed(text: str) -> Any:
         if "assert" in text:
             return {"test": text}
         raise RewardError(f"the ground truth of a code task is neither JSON nor assertions: {short(text)}; {FORMS}") from None
-
-
-# ---- inputs and outputs -----------------------------------------------------------------------------------
 
 
 def _pairs(inputs: Sequence[Any], outputs: Sequence[Any], function: str | None) -> list[Test]:

@@ -282,9 +282,6 @@ def check_available() -> None:
         raise SandboxUnavailable(unavailable(f"run a first program: {message}"))
 
 
-# ---- machines without a sandbox ----------------------------------------------------------------------
-
-
 class SandboxUnavailable(RewardError):
     """An error: this machine has no sandbox. It names the step that failed, and the remedy."""
 

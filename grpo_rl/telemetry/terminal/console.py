@@ -58,8 +58,6 @@ class Console:
         self._header: list[step_line.Piece] = []
         self._log: TextIO | None = None
 
-    # ---- messages ----------------------------------------------------------------------------------
-
     def info(self, message: str) -> None:
         """Print a message; its line breaks are kept."""
         self._print([(message, "")])
@@ -81,8 +79,6 @@ class Console:
         widths = [max(map(len, column)) for column in itertools.zip_longest(*cells, fillvalue="")]
         for line in (title, *("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)):
             self.info(line)
-
-    # ---- progress ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def progress(self, title: str, total: float | None = None, keep: bool = True, since: float | None = None) -> Iterator[Bar]:
@@ -146,8 +142,6 @@ class Console:
         with contextlib.suppress(OSError, ValueError):
             os.write(self._rich.file.fileno(), f"{erased}\x1b[?25h".encode())
 
-    # ---- steps -------------------------------------------------------------------------------------
-
     def step(self, step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> None:
         """Print one line for a training step, under a header that comes back every 25 lines, and if the columns change.
 
@@ -159,8 +153,6 @@ class Console:
             self._header, self._lines_since_header = header, 0
         self._print(step_line.line(step, total, metrics, left_s))
         self._lines_since_header += 1
-
-    # ---- underneath --------------------------------------------------------------------------------
 
     def log_to(self, path: Path) -> None:
         """Append every line from now on also to `path`, with the time."""
