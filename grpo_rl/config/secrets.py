@@ -82,9 +82,9 @@ def _without(text: str, value: str) -> str:
     return re.sub(rf"(?<![\w.]){re.escape(value)}(?![\w.])", HIDDEN, text) if value in text else text
 
 
-def remember_environment(environment: Mapping[str, str] | None = None) -> None:
+def remember_environment() -> None:
     """Hide the values of all environment variables whose names look like those of secrets."""
-    remember(value for name, value in (os.environ if environment is None else environment).items() if is_secret_name(name))
+    remember(value for name, value in os.environ.items() if is_secret_name(name))
 
 
 def known() -> list[str]:

@@ -117,11 +117,11 @@ def lack_of_memory(plan: Plan) -> str:
     return f"the likely cause is memory: the {has.owner} has {gib(int(has.total))}{need}"
 
 
-def some_rows(data: PromptDataset | None, number: int = NUM_ROWS) -> list[tuple[Prompt, Mapping[str, Any]]]:
+def some_rows(data: PromptDataset | None) -> list[tuple[Prompt, Mapping[str, Any]]]:
     """Return prompts of some usable rows, spread evenly over the data, each with the row as its file has it."""
     if data is None:
         return []
-    places = sorted({place * len(data) // number for place in range(number)} if len(data) else ())
+    places = sorted({place * len(data) // NUM_ROWS for place in range(NUM_ROWS)} if len(data) else ())
     samples = list[tuple[Prompt, Mapping[str, Any]]]()
     for place in places:
         with suppress(DataError):

@@ -150,7 +150,7 @@ OTHER_NAMES = {
 
 
 @lru_cache(maxsize=1024)
-def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
+def nearest(key: str) -> tuple[str, ...]:
     """Return the keys that may have been meant by `key`, the likeliest first: those of its own group before others."""
     key = key[:200]  # comparing is quadratic in the length
     group, _, last = key.rpartition(".")
@@ -158,14 +158,14 @@ def nearest(key: str, limit: int = 3) -> tuple[str, ...]:
         return (OTHER_NAMES[last],)
     names = {name.rpartition(".")[2] for name in leaves()}
     in_group = [name.rpartition(".")[2] for name in leaves() if name.rpartition(".")[0] == group]
-    near_in_group = [f"{group}.{name}" for name in difflib.get_close_matches(last, in_group, n=limit, cutoff=0.75)]
+    near_in_group = [f"{group}.{name}" for name in difflib.get_close_matches(last, in_group, n=3, cutoff=0.75)]
     # A right name in the wrong group is as near as a misspelt name in the right one.
-    meant = [last] if last in names else difflib.get_close_matches(last, names, n=limit, cutoff=0.75)
+    meant = [last] if last in names else difflib.get_close_matches(last, names, n=3, cutoff=0.75)
     candidates = {name for name in leaves() if name.rpartition(".")[2] in meant}
     if last not in names:
-        candidates.update(difflib.get_close_matches(key, leaves(), n=limit, cutoff=0.9 if candidates else 0.75))
+        candidates.update(difflib.get_close_matches(key, leaves(), n=3, cutoff=0.9 if candidates else 0.75))
     likeliest = sorted(candidates, key=lambda name: (-difflib.SequenceMatcher(None, name, key).ratio(), name))
-    return tuple(dict.fromkeys((*near_in_group, *likeliest)))[:limit]
+    return tuple(dict.fromkeys((*near_in_group, *likeliest)))[:3]
 
 
 def siblings(key: str) -> list[str]:

@@ -43,11 +43,11 @@ def last_boxed(text: str, bare_end: str = " \t\r\n$") -> str | None:
     return None
 
 
-def last_tagged(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER) -> str | None:
-    """Return what stands between the last closing tag and the opening one before it; None if they are not there."""
-    end = text.rfind(closing)
-    start = text.rfind(opening, 0, max(0, end))
-    return text[start + len(opening) : end] if 0 <= start < end else None
+def last_tagged(text: str) -> str | None:
+    """Return what stands between the last `</answer>` and the `<answer>` before it; None if they are not there."""
+    end = text.rfind(CLOSE_ANSWER)
+    start = text.rfind(OPEN_ANSWER, 0, max(0, end))
+    return text[start + len(OPEN_ANSWER) : end] if 0 <= start < end else None
 
 
 PROMPT_TAIL = "prompt_tail"
@@ -71,15 +71,15 @@ def after_thought(text: str, extra_info: Mapping[str, Any] | None = None) -> str
     return "" if OPEN_THINK in text else text
 
 
-def last_pair(text: str, opening: str = OPEN_ANSWER, closing: str = CLOSE_ANSWER) -> str | None:
-    """Return what the last pair of tags holds, pairs read from the left: the last match of `opening(.*?)closing`."""
+def last_pair(text: str) -> str | None:
+    """Return the last match of `<answer>(.*?)</answer>`, in time linear in the text."""
     pair, place = None, 0
     while True:
-        start = text.find(opening, place)
-        end = text.find(closing, start + len(opening)) if start >= 0 else -1
+        start = text.find(OPEN_ANSWER, place)
+        end = text.find(CLOSE_ANSWER, start + len(OPEN_ANSWER)) if start >= 0 else -1
         if end < 0:
             return pair
-        pair, place = text[start + len(opening) : end], end + len(closing)
+        pair, place = text[start + len(OPEN_ANSWER) : end], end + len(CLOSE_ANSWER)
 
 
 def after_phrase(text: str) -> str | None:
