@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from grpo_rl.config.derived import COPIED_BYTES, Machine, MicroBatchRule, is_offline, lm_head_chunk, longest_sequence
 from grpo_rl.config.schema.algorithm import TeacherConfig
@@ -44,7 +45,7 @@ BESIDE_WORKERS, WORKER, VLLM_WORKER = 830 * 2**20, 180 * 2**20, 550 * 2**20
 """Bytes that processes of a run on a CPU have beside their tensors, by the anonymous and shared part of their PSS in a run of
 arithmetic/grpo: controller (383 MiB), Ray's own (304) and what workers are copies of (139) together; a worker; one with vLLM."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MODEL_ROLES: tuple[RoleName, ...] = ("actor", "reference", "teacher", "critic", "reward_model")
+_MODEL_ROLES: tuple[RoleName, ...] = tuple(name for name in get_args(RoleName) if name != "rollout")
 
 
 # ---- one rank: tensors in each region of a pass ---------------------------------------------------------------------
