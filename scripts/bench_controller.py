@@ -34,7 +34,7 @@ import numpy as np
 STORE_BYTES = 6 * 2**30
 REWARDS = {"random": "", "rule": "exact_match", "program": "code"}
 """The functions of rewards, by the words for them."""
-ANSWER, TRUTH = "\n```python\nprint(42)\n```", ["assert 1 == 1"]
+ANSWER, TRUTH = "\n```python\nprint(42)\n```", {"inputs": [""], "outputs": ["42"]}
 START_S = 500.0
 
 
@@ -51,10 +51,10 @@ class Replica:
     def submit(self, requests: Sequence[Any]) -> None:
         self.waiting += requests
 
-    def poll(self, timeout_s: float) -> list[Any]:
+    def poll(self, count: int) -> list[Any]:
         from grpo_rl.types import Completion
 
-        ended, self.waiting = self.waiting[: self.reply], self.waiting[self.reply :]
+        ended, self.waiting = self.waiting[:count], self.waiting[count:]
         made = []
         for request in ended:
             num = request.sampling.max_tokens
@@ -64,10 +64,11 @@ class Replica:
             made.append(Completion(request.request_id, ids, logprobs, "stop", ((0, num),), text=text))
         return made
 
-    def report(self, timeout_s: float, longest_batch_s: float, enough: int) -> Any:
+    def report(self, further: Sequence[Any], timeout_s: float, longest_batch_s: float, enough: int) -> Any:
         from grpo_rl.rollout.reports import pack
 
-        return pack(self.poll(timeout_s))
+        self.submit(further)
+        return pack(self.poll(max(enough, self.reply)))
 
 
 class PretendedRank:
@@ -93,6 +94,9 @@ class Prompts:
 
     def __len__(self) -> int:
         return self.count
+
+    def entry_sizes(self) -> list[int]:
+        return [self.count]
 
     def usable(self, row: int) -> bool:
         return True
@@ -150,7 +154,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=16, help="responses to one prompt")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--reply", type=int, default=16, help="completions that a replica reports at once")
+    parser.add_argument("--reply", type=int, default=16, help="completions that a replica reports at once, at least")
     parser.add_argument("--chars-per-token", type=float, default=4.0, help="text that a response has for rewards")
     parser.add_argument("--reward", choices=REWARDS, default="random", help="what scores the responses")
     parser.add_argument("--reward-here", action="store_true", help="in child processes of the controller")

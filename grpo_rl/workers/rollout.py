@@ -65,6 +65,8 @@ class RolloutWorker:
         self._closed = False
         self._updating = False
         """True while a weight update is under way; read and written in the engine's thread."""
+        self._late: list[Request] = []
+        """Requests that came meanwhile."""
         self._decode = response_decoder(spec)
         self._merge: AdapterMerge | None = None
         """Where adapters arrive alone: what adds them to the model's own weights."""
@@ -85,8 +87,14 @@ class RolloutWorker:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue the requests; ValueError, and none is queued, when one of them does not fit."""
-        self._call("submit", lambda engine: engine.submit(requests))
+        self._call("submit", lambda engine: self._add(engine, requests))
         fault_point("rollout.submitted")
+
+    def _add(self, engine: RolloutEngine, requests: Sequence[Request]) -> None:
+        if self._updating:  # a report that brought them was overtaken by the start of an update
+            self._late += requests
+        else:
+            engine.submit(requests)
 
     def poll(
         self, timeout_s: float, min_batch_s: float = 0.005, longest_batch_s: float = 0.0, enough: int = 1
@@ -114,11 +122,15 @@ class RolloutWorker:
             ended, self._ended = self._ended, []
         return [replace(one, text=self._decode(np.asarray(one.response_ids))) for one in ended]
 
-    def report(self, timeout_s: float, longest_batch_s: float = 0.0, enough: int = 1) -> tuple[list[Report], Block]:
-        """Return what `poll` returns, as two objects: reports, which the controller reads, and the tokens of all of them.
+    def report(
+        self, further: Sequence[Request], timeout_s: float, longest_batch_s: float, enough: int
+    ) -> tuple[list[Report], Block]:
+        """Queue further requests; return what `poll` returns as two objects: reports for the controller, and all tokens.
 
         The tokens stay in the object store, where the ranks that train on them fetch them.
         """
+        if further:
+            self.submit(further)
         return pack(self.poll(timeout_s, longest_batch_s=longest_batch_s, enough=enough))
 
     def abort_all(self) -> None:
@@ -156,6 +168,9 @@ class RolloutWorker:
             engine.finish_weight_update(keep_cache)
             self._updating = False
             freed_memory.give_back()
+            late, self._late = self._late, []
+            if late:
+                engine.submit(late)
             return engine.weight_version
 
         return self._call("finish_weight_update", finish)
@@ -291,6 +306,7 @@ class RolloutWorker:
 
     def _abort(self, engine: RolloutEngine) -> None:
         engine.abort_all()
+        self._late = []
         with self._changed:
             self._ended, self._has_more = [], False
             self._changed.notify_all()

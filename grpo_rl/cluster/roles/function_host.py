@@ -37,8 +37,8 @@ from grpo_rl.rewards.sandbox.sandbox import check_available
 if TYPE_CHECKING:
     from grpo_rl.cluster.processes.worker_group import StoredBlock
 
-GATHER_S = 0.005
-"""Seconds for which outcomes gather while more are to come, to be told at once."""
+GATHER_S, LONGEST_GATHER_S = 0.05, 1.0
+"""Seconds for which outcomes gather, to be told at once, while more are to come: twice as long each time."""
 LOOK_S = 1.0
 """Seconds after which environments are looked at without an event."""
 Text: TypeAlias = "str | tuple[StoredBlock, int, int]"
@@ -116,6 +116,7 @@ class FunctionHost:
         _take_over(spec)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._services: dict[str, Service] = {}
+        self._gather_s = GATHER_S
         self.sizes = spec.sizes(cores)
         self.walls = ""
         """The walls around programs that a model writes, in words."""
@@ -149,11 +150,18 @@ class FunctionHost:
         events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             events.append(self._events.get(timeout=wait_s))
-            if any(service.is_busy for service in self._services.values()):
-                time.sleep(GATHER_S)
+            until = time.monotonic() + self._gather_s
+            while self._has_more(events):
+                events.append(self._events.get(timeout=max(0.0, until - time.monotonic())))
             while True:
                 events.append(self._events.get_nowait())
+        self._gather_s = min(LONGEST_GATHER_S, 2 * self._gather_s) if self._has_more(events) else GATHER_S
         return events
+
+    def _has_more(self, events: Sequence[Event]) -> bool:
+        """Return whether more is to come soon from the service that spoke last."""
+        service = self._services.get(events[-1][0]) if events else None
+        return service is not None and service.is_busy
 
     def close(self) -> None:
         """End all processes."""

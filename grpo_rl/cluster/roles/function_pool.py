@@ -41,7 +41,7 @@ AHEAD = 256
 """Responses that a host has at most for each of its reward processes: it gets more when half of them are done."""
 FIRST_JOINED = 1000
 """The first number among the logs of a host that has joined, and its multiples for further ones."""
-GATHER_S = 0.003
+GATHER_S = 0.01
 """Seconds for which jobs gather, to be sent in one call."""
 
 
@@ -226,9 +226,9 @@ class ScorerClient:
 
     def put(self, jobs: Sequence[Job]) -> None:
         """Have these jobs done; returns at once."""
-        with self._lock:
-            self._waiting.extend(jobs)
-        self._has_new.set()
+        self._waiting.extend(jobs)
+        if not self._has_new.is_set():
+            self._has_new.set()
 
     def check_started(self) -> None:
         """Return at once: hosts are built when their processes are ready."""

@@ -192,12 +192,12 @@ class Transfer:
         self._connected = tuple(workers)
 
 
-# A replica gets a little more than it samples at once, so that it never waits for the controller.
-QUEUE_AHEAD = 1.25
+LEAST_AHEAD = 0.25
+"""Requests that a replica has beyond those it samples at once, as a share of them: it never waits for the controller."""
 POLL_S = 2.0
-LONGEST_BATCH_S, MOST_IN_BATCH = 0.05, 32
-"""Responses that have ended wait so long for others, and for so many: a report costs several milliseconds of two processes,
-which on CPUs take turns with the engine's threads, and the engine steps on meanwhile."""
+REPORTS_PER_S = 40
+"""Reports that all replicas together make in a second, at most: one costs the controller about a millisecond, and a
+response that has ended waits so long for others. The engine steps on meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +349,7 @@ class ReplicaPool(RequestPool):
         self._quiet_s = 0.0
         if at_once:
             self._admit()
-            self._top_up()
+            self._submit(self._dispatch())
 
     def forget(self, ids: Collection[str]) -> None:
         """Hand these rollouts over no more. Engines that have begun them end them, and their answers are dropped."""
@@ -362,17 +362,21 @@ class ReplicaPool(RequestPool):
             self._sleeping.update(self._settle({worker: worker.call("sleep") for worker in self.replicas.serving}, "sleep"))
 
     def _collect(self, wait_s: float, *, top_up: bool = True) -> None:
-        """Take what the replicas have completed; wait up to `wait_s` for the first of them that reports."""
+        """Take what the replicas have completed; wait up to `wait_s` for the first of them that reports.
+
+        The call that asks a replica for its next report brings it further requests.
+        """
         began = time.monotonic()
         self._admit()
-        if top_up:
-            self._top_up()
         in_flight = self._ledger.in_flight
         self._polls = {ref: poll for ref, poll in self._polls.items() if poll[0] in in_flight}
         polled = {worker for worker, _ in self._polls.values()}
+        further = self._dispatch() if top_up else {}
+        self._submit({worker: further.pop(worker) for worker in polled & further.keys()})
         for worker, mine in in_flight.items():
             if mine and worker not in polled:
-                reports, block = worker.call_for_two("report", POLL_S, *self._patience(mine.values()))
+                patience = self._patience(next(iter(mine.values())))
+                reports, block = worker.call_for_two("report", further.get(worker, []), POLL_S, *patience)
                 self._polls[reports] = (worker, StoredBlock(block))
         if self._polls:
             done = ray.wait(list(self._polls), num_returns=1, timeout=wait_s)[0]
@@ -385,15 +389,25 @@ class ReplicaPool(RequestPool):
             waiting = ", ".join(f"{worker.name} ({len(mine)} in flight)" for worker, mine in in_flight.items() if mine)
             raise ClusterError(f"no response ended for {self.options.step_timeout_s:.0f} s on {waiting or 'no replica'}")
 
-    def _patience(self, requests: Iterable[Request]) -> tuple[float, int]:
-        """Return how long responses of these requests may wait for others, and for how many."""
-        if any(request.conversation for request in requests):
+    def _patience(self, request: Request) -> tuple[float, int]:
+        """Return how long responses to requests like this one may wait for others, and for how many."""
+        if request.conversation:
             return 0.0, 1  # the next turn waits for this one
-        if not self._ledger.waiting:
-            return LONGEST_BATCH_S, MOST_IN_BATCH
         # A replica must not run out of what it was given in advance.
-        ahead = int(self.options.max_num_seqs * QUEUE_AHEAD) - self.options.max_num_seqs
-        return LONGEST_BATCH_S, min(MOST_IN_BATCH, max(1, ahead // 2))
+        enough = max(1, self._ahead() // 2) if self._ledger.waiting else self.options.max_num_seqs
+        return len(self._ledger.in_flight) / REPORTS_PER_S, enough
+
+    def _ahead(self) -> int:
+        """Return how many requests a replica gets beyond those that it samples at once.
+
+        It is half of its share of those that wait: many in one call while there are many, and in the end so few that
+        no replica is at work for long when the others have none (guided self-scheduling: Polychronopoulos and Kuck
+        1987). If weights change while requests are unfinished, few go ahead: those that wait here are begun with the
+        newest.
+        """
+        most = self.options.max_num_seqs
+        share = len(self._ledger.waiting) // (2 * max(1, len(self._ledger.in_flight)))
+        return max(int(LEAST_AHEAD * most), min(most, share) if self.options.max_staleness == 0 else 0)
 
     def _take(self, ref: ray.ObjectRef) -> bool:
         """Keep the reports of one poll; return whether one of them was waited for. The block of tokens is not fetched."""
@@ -426,10 +440,11 @@ class ReplicaPool(RequestPool):
         for worker in self.replicas.serving:
             self._ledger.join(worker)
 
-    def _top_up(self) -> None:
-        """Give waiting requests to the replicas with the fewest in flight, up to their capacity."""
-        capacity = int(self.options.max_num_seqs * QUEUE_AHEAD)
-        # Half of what a replica has in advance is sent at once: a call costs the controller about as much as 30 requests.
-        refill_below = capacity - (capacity - self.options.max_num_seqs) // 2
-        given = self._ledger.dispatch(capacity, refill_below)
-        self._settle({worker: worker.call("submit", requests) for worker, requests in given.items()}, "submit")
+    def _dispatch(self) -> dict[Worker, list[Request]]:
+        """Take waiting requests for the replicas with the fewest in flight, half of what they have in advance at once."""
+        ahead = self._ahead()
+        capacity = self.options.max_num_seqs + ahead
+        return self._ledger.dispatch(capacity, capacity - ahead // 2)
+
+    def _submit(self, requests: Mapping[Worker, list[Request]]) -> None:
+        self._settle({worker: worker.call("submit", batch) for worker, batch in requests.items()}, "submit")
