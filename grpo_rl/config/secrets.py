@@ -26,7 +26,7 @@ _NAME = re.compile(
 _CAMEL = re.compile(r"(?<=[a-z])(?=[A-Z])")
 # Credentials inside an address, parameters of a query, and tokens that are recognised by their beginning. Before each
 # pattern are the words of which a text must contain one for a match: hardly any text does, and a search for a word takes
-# a hundredth of the pattern's time. Lengths are bounded where a long word would be read again from each of its letters.
+# a hundredth of the pattern's time. Lengths are bounded if a long word would be read again from each of its letters.
 _IN_TEXT = (
     (("://",), re.compile(r"(\b\w{1,32}://)[^\s/@:]*:[^\s/@]+@"), rf"\1{HIDDEN}@"),
     (

@@ -141,7 +141,7 @@ def messages_of(value: Any, where: str, key: str) -> list[Message]:
     messages = []
     for number, entry in enumerate(value):
         expect(entry, dict, where, f"{key}[{number}]", "a message {role, content}")
-        # Tables have every part in every message, with nothing in it where the message does not have it.
+        # Tables have every part in every message, with nothing in it if the message does not have it.
         message = {part: content for part, content in entry.items() if content is not None}
         if calls := message.get("tool_calls"):
             message = {"content": ""} | message | {"tool_calls": _calls_of(calls, where, f"{key}[{number}].tool_calls")}

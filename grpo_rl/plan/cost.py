@@ -373,7 +373,7 @@ def _training(plan: Plan, size: ModelSize, device: Device, tokens: float, length
         longest = (prompt + lengths.longest_of(rollouts / batches)) / passes.update.sequence_ranks
         busiest = max(tokens / ranks / batches, longest)
         computing = busiest * token_s(model, device, context) * (training or FORWARD)
-        # Gathers run beside the computing, and last where they take longer. Weights travel as bfloat16 for the forward pass and the
+        # Gathers run beside the computing, and last if they take longer. Weights travel as bfloat16 for the forward pass and the
         # backward pass, and gradients as float32.
         micro_batches = max(1.0, busiest / (rule.max_tokens or int(context)))
         shards = model.num_params * (ranks - 1) / ranks

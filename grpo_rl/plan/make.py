@@ -157,7 +157,7 @@ def _look_at_data(config: Config) -> int | None:
     data, trainer = config.data, config.trainer
     names = [*data.train_files, *data.val_files, *data.val_prompt_files]
     files = [name for name in names if not name.startswith((TASK_PREFIX, HUB_PREFIX))]
-    # Data may be missing where only a plan is made, for another machine; what is there is looked at.
+    # Data may be missing if only a plan is made, for another machine; what is there is looked at.
     away = trainer.machine is not None and any(not Path(name).expanduser().exists() for name in files)
     unusable = [] if away else _unusable(config)
     rows = None

@@ -171,7 +171,7 @@ def policy_settings(config: Config) -> dict[str, Any] | None:
             return settings | dict(model.override_config)
     if config.trainer.machine is not None and not folder.is_dir() and (known := known_settings(model.path)):
         return known | dict(model.override_config)  # planned for another machine, where the model need not be
-    # transformers takes a second to import: only where its own checks are needed.
+    # transformers takes a second to import: only if its own checks are needed.
     from grpo_rl.models.load import load_config
 
     loaded = load_config(model.path, trust_remote_code=model.trust_remote_code, override=model.override_config)
@@ -211,7 +211,7 @@ def _is_plain(settings: dict[str, Any]) -> bool:
 def _broken_files(folder: Path, key: str = _PATH) -> Iterator[str]:
     """Weight files that are cut short or are none, an adapter beside them, and a tokenizer's settings that are no JSON."""
     if (folder / "adapter_config.json").is_file():
-        # transformers would add it to the model where one process reads the whole, and ranks that read shards would not.
+        # transformers would add it to the model if one process reads the whole, and ranks that read shards would not.
         yield (
             f"{key}={folder}: has a peft adapter beside the model, and it is not clear whether that belongs to the policy; move "
             "it into a folder of its own, and name that in actor_rollout_ref.model.lora_adapter_path if it does"

@@ -208,7 +208,7 @@ def _panels(records: Records) -> list[tuple[str, list[str]]]:
             [("Answers to validation prompts", validation)] if validation else []
         )
     else:
-        # Where the reward is a model's opinion on a scale of its own, that of the rules, which validation has.
+        # If the reward is a model's opinion on a scale of its own, that of the rules, which validation has.
         reward = "reward/by-rule" if "reward/by-rule" in measured else "reward/mean"
         audits = sorted(
             key.removesuffix("/num_prompts") for key in measured if key.startswith("audit/") and key.endswith("_prompts")

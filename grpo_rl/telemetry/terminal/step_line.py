@@ -130,7 +130,7 @@ def _phases(metrics: Metrics) -> Piece:
     """Return the seconds of each phase, and those of the step that no phase has."""
     seconds = metrics.get("timing_s/step")
     phases = {name: metrics.get(key) for name, key in PHASES.items()}
-    # Where responses are sampled beside the training, what is waited for them.
+    # If responses are sampled beside the training, what is waited for them.
     phases["gen"] = metrics.get("timing_s/wait_for_rollouts", phases["gen"])
     other = None if seconds is None else max(0.0, seconds - sum(value or 0.0 for value in phases.values()))
     return "  |" + "".join(_number(value, 7, 2) for value in (*phases.values(), other)), "dim"
