@@ -61,7 +61,7 @@ class Arguments(argparse.ArgumentParser):
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Raise ConfigError where the block cannot write what an option names."""
+    """Raise ConfigError if the block cannot write what an option names."""
     try:
         yield
     except OSError as error:

@@ -42,7 +42,7 @@ class View:
     start: int
     length: int
     finite: bool = True
-    """False where the process that packed the values found one that is not finite."""
+    """False if the process that packed the values found one that is not finite."""
 
     def __len__(self) -> int:
         return self.length
@@ -106,7 +106,7 @@ class RemoteColumn:
     dtype: torch.dtype = torch.float32
     """The type of a column without values; others have that of their blocks."""
     finite: bool = True
-    """False where a process that made values found one that is not finite."""
+    """False if a process that made values found one that is not finite."""
 
     @staticmethod
     def of_pieces(
@@ -204,10 +204,10 @@ def read_columns(columns: Mapping[str, Any], fetch: Fetch) -> dict[str, Tensor]:
     """Return the values of the remote columns among `columns`; each block is fetched once, all of them together."""
     remote = {name: column for name, column in columns.items() if isinstance(column, RemoteColumn)}
     away = {id(one): one for column in remote.values() for one in column.blocks if not isinstance(one, Mapping)}
-    found = dict(zip(away, fetch(list(away.values())) if away else (), strict=True))
+    values_of = dict(zip(away, fetch(list(away.values())) if away else (), strict=True))
 
     def here(block: Block | RemoteBlock) -> Block:
-        return block if isinstance(block, Mapping) else found[id(block)]
+        return block if isinstance(block, Mapping) else values_of[id(block)]
 
     return {name: column.joined([here(block) for block in column.blocks]) for name, column in remote.items()}
 

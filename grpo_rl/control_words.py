@@ -85,7 +85,7 @@ class ControlWords:
     def encode(self, text: str | Sequence[str], **options: Any) -> Any:
         """Return what the tokenizer makes of a rendered text, or of several; offsets are places in the marked text."""
         texts = [text] if isinstance(text, str) else text
-        tokenizer = self._of_marked if any(MARK in one for one in texts) else self.tokenizer
+        tokenizer = self._of_marked if any(MARK in entry for entry in texts) else self.tokenizer
         return tokenizer(text if isinstance(text, str) else list(text), **options)
 
     def ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -93,7 +93,7 @@ class ControlWords:
         return list(self.encode(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def tokenizer_of(self, marked: Any) -> Any:
-        """Return the tokenizer for messages: another one only where some of their texts have a mark."""
+        """Return the tokenizer for messages: another one only if some of their texts have a mark."""
         return self._of_marked if MARK in str(marked) else self.tokenizer
 
     @cached_property
@@ -101,7 +101,7 @@ class ControlWords:
         """The tokenizer with a first step that takes the marks away, behind the search for control words."""
         if getattr(self.tokenizer, "backend_tokenizer", None) is None:  # one written in Python: a space breaks the words
             return lambda text, **options: self.tokenizer(
-                text.replace(MARK, " ") if isinstance(text, str) else [one.replace(MARK, " ") for one in text], **options
+                text.replace(MARK, " ") if isinstance(text, str) else [entry.replace(MARK, " ") for entry in text], **options
             )
         exact = self._normalizing("")
         special = set(exact.convert_tokens_to_ids(self._words)) - {exact.unk_token_id}
@@ -120,7 +120,7 @@ class ControlWords:
 
 
 def _around_plain_messages(tokenizer: Any, template: str | None) -> str:
-    """Return what the chat template makes of a conversation without words of its own; nothing where there is none that does."""
+    """Return what the chat template makes of a conversation without words of its own; nothing if there is none that does."""
     try:
         return str(tokenizer.apply_chat_template(_PLAIN, tokenize=False, chat_template=template))
     except Exception:  # a template is a program: one that does not like this conversation says so when it meets the rows

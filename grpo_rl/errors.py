@@ -46,9 +46,9 @@ class GrpoRlError(Exception):
 
     exit_code: int = 70
     where: str = ""
-    """The step and phase of the training in which it happened, where there was one."""
+    """The step and phase of the training in which it happened, if there was one."""
     advice: str = ""
-    """The remedy, where the message does not contain it already."""
+    """The remedy, if the message does not contain it already."""
 
 
 class ConfigError(GrpoRlError):
@@ -137,7 +137,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def headline(error: BaseException) -> str:
-    """Return the cause in one line: step and phase where they are known, the first line of the message, what to do."""
+    """Return the cause in one line: step and phase if they are known, the first line of the message, what to do."""
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else "no message"
     if not isinstance(error, GrpoRlError | Preempted):
@@ -156,15 +156,15 @@ def details(error: BaseException, limit: int = 20) -> list[str]:
     """
     lines = [line.strip() for line in str(error).strip().splitlines()[1:]]
     logs = [line for line in lines if line.startswith("log:")]
-    others = [line for line in lines if line and not line.startswith(("|", "log:"))]
-    more = [f"... and {len(others) - limit} more lines"] if len(others) > limit else []
-    return [*others[:limit], *more, *logs]
+    causes = [line for line in lines if line and not line.startswith(("|", "log:"))]
+    rest = [f"... and {len(causes) - limit} more lines"] if len(causes) > limit else []
+    return [*causes[:limit], *rest, *logs]
 
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 3) -> str:
-    """Return ` Did you mean A or B?` with those of the known names that are nearest to another one; empty where none is near."""
-    near = difflib.get_close_matches(name[:200], list(known), n=most, cutoff=0.5)
-    return f" Did you mean {' or '.join(near)}?" if near else ""
+    """Return ` Did you mean A or B?` with those of the known names that are nearest to another one; empty if none is near."""
+    nearest = difflib.get_close_matches(name[:200], list(known), n=most, cutoff=0.5)
+    return f" Did you mean {' or '.join(nearest)}?" if nearest else ""
 
 
 def users_line(error: BaseException) -> tuple[str, int, str] | None:

@@ -110,7 +110,7 @@ _unread = bool(os.environ.get("GRPO_FAULT"))
 def fault_point(name: str, **told: Any) -> str | None:
     """Do what is armed here. `nan` is returned for the caller to do; mostly there is nothing: None.
 
-    Raises InjectedFault or OSError where those are the armed action.
+    Raises InjectedFault or OSError if those are the armed action.
     """
     if _unread:
         arm()
@@ -145,8 +145,8 @@ def _is_due(entry: _Entry, context: dict[str, Any]) -> bool:
 def _note(entry: _Entry, context: dict[str, Any]) -> None:
     if _state is None:
         return
-    told = {key: str(value) for key, value in context.items()}
-    line = json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **told}) + "\n"
+    facts = {key: str(value) for key, value in context.items()}
+    line = json.dumps({"fault": entry.text, "pid": os.getpid(), "time": time.time(), **facts}) + "\n"
     descriptor = os.open(_state / "fired.jsonl", os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
     os.write(descriptor, line.encode())
     os.close(descriptor)
@@ -161,7 +161,7 @@ def tell(**context: Any) -> None:
 
 
 def told() -> dict[str, Any] | None:
-    """Return the facts that this process was given (step, worker), to be passed on with a call; None where nothing is armed."""
+    """Return the facts that this process was given (step, worker), to be passed on with a call; None if nothing is armed."""
     if _unread:
         arm()
     return dict(_context) if _armed else None

@@ -13,7 +13,7 @@ PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
 def why_unreachable() -> str | None:
-    """Return `huggingface.co cannot be reached (...)`; None where a connection can be made, or where only the client finds out.
+    """Return `huggingface.co cannot be reached (...)`; None if a connection can be made, or if only the client finds out.
 
     It takes `TIMEOUT_S` at most, the look-up of the name included.
     """

@@ -28,21 +28,21 @@ class MachineMemory(NamedTuple):
 
 
 def machine_memory() -> MachineMemory:
-    """Return what the machine has, or what a container may use where that is less. Raises OSError where nothing says it."""
+    """Return what the machine has, or what a container may use if that is less. Raises OSError if nothing says it."""
     fields = {}
     for line in MEMINFO.read_text().splitlines():
         name, _, rest = line.partition(":")
         fields[name] = int(rest.split()[0]) * 1024.0
-    found = MachineMemory(fields["MemAvailable"], fields["MemTotal"])
+    machine = MachineMemory(fields["MemAvailable"], fields["MemTotal"])
     for folder, limit_file, used_file in _groups():
         try:
             limit = float((folder / limit_file).read_text())
             used = float((folder / used_file).read_text()) - _kept_of_files(folder)
         except (OSError, ValueError):  # no such group here, or one without a limit
             continue
-        owner = "container" if limit < found.total else found.owner
-        found = MachineMemory(max(0.0, min(found.free, limit - used)), min(found.total, limit), owner)
-    return found
+        owner = "container" if limit < machine.total else machine.owner
+        machine = MachineMemory(max(0.0, min(machine.free, limit - used)), min(machine.total, limit), owner)
+    return machine
 
 
 def _groups() -> Iterator[tuple[Path, str, str]]:

@@ -216,7 +216,7 @@ class Course:
     code: str = ""
     """The digest of the sources."""
     rows: Path | None = None
-    """The collected rows that are trained on, where there are any."""
+    """The collected rows that are trained on, if there are any."""
     collected: Metrics = field(default_factory=dict)
     recoveries: Recoveries = None  # type: ignore[assignment]
     lost: tuple[str, float] | None = None
@@ -260,7 +260,7 @@ def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
         run_dir = RunDir.create(trainer.default_local_dir, trainer.experiment_name)
         stack.callback(run_dir.release)
         stack.callback(lambda: scrub(run_dir.logs.glob("*.log")))
-        left = clean_earlier(run_dir.session_file)
+        leftovers = clean_earlier(run_dir.session_file)
         stack.callback(shutil.rmtree, run_dir.recovery, ignore_errors=True)
         shutil.rmtree(run_dir.recovery, ignore_errors=True)
         checkpoint = None
@@ -269,13 +269,13 @@ def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
         elif trainer.resume_mode == "auto":
             checkpoint = _newest_in(run_dir.checkpoints, console)
         # What was sampled before a checkpoint was there is not sampled again where it is of the same data and weights.
-        kept = () if trainer.resume_mode == "disable" else (run_dir.collected,)
+        collected = () if trainer.resume_mode == "disable" else (run_dir.collected,)
         if checkpoint is not None and trainer.resume_mode == "auto":
             refuse_rewind(run_dir.path, checkpoint.step)
         if checkpoint is not None and checkpoint.folder.resolve().parent == run_dir.checkpoints.resolve():
             earlier = set_aside_after(run_dir, checkpoint.step) if trainer.resume_mode == "resume_path" else None
         else:
-            earlier = run_dir.start_fresh(keep=kept)
+            earlier = run_dir.start_fresh(keep=collected)
         console.log_to(run_dir.logs / "console.log")
         stack.callback(console.close)
         changes = [] if checkpoint is None else run_dir.changes(composed.yaml(), checkpoint.folder.parents[1])
@@ -285,11 +285,11 @@ def opened(composed: Composed, plan: Plan) -> Iterator[Course]:
         console.info(f"run folder: {run_dir.path}")
         if earlier is not None:
             console.info(f"what an earlier run of this name left, and this one does not go on from, is in {earlier}")
-        if left:
-            console.info(f"ended {len(left)} processes that an earlier run of this name had left")
+        if leftovers:
+            console.info(f"ended {len(leftovers)} processes that an earlier run of this name had left")
         if changes:
-            more = [f"... and {len(changes) - MOST_CHANGES} more"] if len(changes) > MOST_CHANGES else []
-            lines = ["this run goes on with another configuration than at its last start:", *changes[:MOST_CHANGES], *more]
+            rest = [f"... and {len(changes) - MOST_CHANGES} more"] if len(changes) > MOST_CHANGES else []
+            lines = ["this run goes on with another configuration than at its last start:", *changes[:MOST_CHANGES], *rest]
             console.warn("\n  ".join(lines))
         for warning in of_memory(plan):
             console.warn(warning)
@@ -352,7 +352,7 @@ def prepare(course: Course) -> None:
 
 
 def _go_back(course: Course, error: WorkerFailed) -> None:
-    """Set the newest checkpoint as the state to go on from. Raises `error` where it is to end the run, ClusterError at the
+    """Set the newest checkpoint as the state to go on from. Raises `error` if it is to end the run, ClusterError at the
     end of the budget for restarts."""
     recoveries = course.recoveries
     if not recoveries.restarts or not (course.session.status.has_begun or course.lost):
@@ -475,7 +475,7 @@ def leaving_results(course: Course, training: RunLoop) -> Iterator[None]:
 def look_at_inputs(plan: Plan) -> None:
     """Read tokenizer, data and rewards as a start would, and print what it would warn of. Raises what it would raise.
 
-    Left out where a start would first make or fetch something, and where it would happen on another machine.
+    Left out if a start would first make or fetch something, and if it would happen on another machine.
     """
     path = Path(plan.config.actor_rollout_ref.model.path)
     if plan.machine.name or plan.collection is not None or not path.is_dir():

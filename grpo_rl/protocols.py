@@ -53,7 +53,7 @@ class Actor(Trained, Protocol):
         """The version of the weights: the number of batches they were trained on."""
 
     def old_logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `old_logprobs_T` filled where something reads them, unchanged otherwise."""
+        """Return the batch with `old_logprobs_T` filled if something reads them, unchanged otherwise."""
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the present policy's log-probability of each trained token."""
@@ -66,14 +66,14 @@ class Reference(Protocol):
     """The frozen policy that the KL term compares with."""
 
     def logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` where the full KL reads it."""
+        """Return the batch with `ref_logprobs_T` filled, and `ref_hidden_TD` if the full KL reads it."""
 
 
 class Teacher(Protocol):
     """The models whose distributions the policy learns."""
 
     def logprobs(self, batch: Batch, rollouts: Sequence[Rollout] = ()) -> tuple[Batch, Metrics]:
-        """Return the batch with `teacher_logprobs_T`, and the teachers' likeliest tokens where a divergence reads them; and metrics.
+        """Return the batch with `teacher_logprobs_T`, and the teachers' likeliest tokens if a divergence reads them; and metrics.
 
         `rollouts` are those of the batch, in its order; without any it is one of given answers.
         """
@@ -95,7 +95,7 @@ class Critic(Trained, Protocol):
 
 
 class TrainedRewardModel(Trained, Protocol):
-    """The reward model where the run trains it. The same processes score rollouts for the reward, with the weights they have."""
+    """The reward model if the run trains it. The same processes score rollouts for the reward, with the weights they have."""
 
     def update(self, batch: Batch) -> Metrics:
         """Take one optimizer step on the whole batch; return its metrics.
@@ -144,7 +144,7 @@ class RolloutPool(Protocol):
         """
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
-        """Yield rollouts as they end, until none is missing of those asked for (of `only`, where given), or for `wait_s`.
+        """Yield rollouts as they end, until none is missing of those asked for (of `only`, if given), or for `wait_s`.
 
         Raises WeightVersionError for a rollout with a token that was sampled with older weights than the pool allows.
         """
@@ -153,7 +153,7 @@ class RolloutPool(Protocol):
         """Hand these rollouts over no more."""
 
     def rest(self) -> None:
-        """Let the engines give their memory back, where they do that and nothing is asked for."""
+        """Let the engines give their memory back, if they do that and nothing is asked for."""
 
     def generate(
         self,

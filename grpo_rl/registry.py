@@ -197,19 +197,19 @@ def ranges_of(function: Callable[..., Any]) -> dict[str, Any]:
         hints = typing.get_type_hints(called, include_extras=True)
     except Exception:  # a user's annotation that cannot be looked up
         hints = {}
-    found = {name: bounds for name, hint in hints.items() if (bounds := _range_in(hint)) is not None}
+    ranges = {name: bounds for name, hint in hints.items() if (bounds := _range_in(hint)) is not None}
     selection = getattr(function, "selection", None)
-    return found if selection is None else ranges_of(selection) | found
+    return ranges if selection is None else ranges_of(selection) | ranges
 
 
 def _range_in(hint: Any) -> Any:
-    own = (entry for entry in getattr(hint, "__metadata__", ()) if hasattr(entry, "problem"))
+    direct = (entry for entry in getattr(hint, "__metadata__", ()) if hasattr(entry, "problem"))
     inner = (bounds for part in typing.get_args(hint) if (bounds := _range_in(part)) is not None)
-    return next(own, None) or next(inner, None)
+    return next(direct, None) or next(inner, None)
 
 
 def fits(value: Any, default: Any) -> bool:
-    """Return whether an option's value is of the type of its default; anything is where that is None."""
+    """Return whether an option's value is of the type of its default; anything is if that is None."""
     if default is None:
         return True
     if isinstance(default, bool) or isinstance(value, bool):
@@ -223,7 +223,7 @@ def needs(*names: str, unless: str | None = None) -> Callable[[F], F]:
     """Return a decorator that notes what a function needs of the run beyond its standing arguments.
 
     The names are those that the function's registry documents; several decorators add up. `unless` is a switch among the
-    function's options: where it is true, nothing of this is needed. A user's own function can carry it too.
+    function's options: if it is true, nothing of this is needed. A user's own function can carry it too.
     """
 
     def note(function: F) -> F:
@@ -237,7 +237,7 @@ def needs(*names: str, unless: str | None = None) -> Callable[[F], F]:
 
 
 def needs_of(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> frozenset[str]:
-    """Return the needs that the function declared with `@needs`, none where it declared none; with `options`, those that hold with them."""
+    """Return the needs that the function declared with `@needs`, none if it declared none; with `options`, those that hold with them."""
     needed: frozenset[str] = getattr(function, "needs", frozenset())
     if options is None:
         return needed
@@ -254,7 +254,7 @@ def formula_of(function: Callable[..., Any]) -> str:
 
 
 def coefficient_of(function: Callable[..., Any]) -> str:
-    """Return the text after `Gradient:` in the docstring: the factor of ∇log π in the function's gradient, empty where it has none.
+    """Return the text after `Gradient:` in the docstring: the factor of ∇log π in the function's gradient, empty if it has none.
 
     For a loss it is the gradient coefficient of DeepSeekMath (arXiv 2402.03300), section 5.2.1: its sign is that of -loss. For
     a KL estimator it is that of the estimate.

@@ -42,20 +42,20 @@ def opened(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a file. Raises DataError where that cannot be had."""
+    """Return the content of a file. Raises DataError if that cannot be had."""
     try:
         with opened(path) as file:
-            found = file.read(most + 1)
+            data = file.read(most + 1)
     except OSError as error:
         reason = "it is a link" if path.is_symlink() else error.strerror or error
         raise DataError(f"{path}: cannot be read: {reason}") from error
-    if len(found) > most:
+    if len(data) > most:
         raise DataError(f"{path}: cannot be read: it has more than {most:,} bytes")
-    return found
+    return data
 
 
 def read_text(path: Path) -> str:
-    """Return a text of at most MOST_TEXT_BYTES. Raises DataError where that cannot be had."""
+    """Return a text of at most MOST_TEXT_BYTES. Raises DataError if that cannot be had."""
     try:
         return read_bytes(path, MOST_TEXT_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -63,7 +63,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file. Raises DataError where there is none."""
+    """Return the value in a JSON file. Raises DataError if there is none."""
     try:
         return parsed(read_text(path))
     except ValueError as error:
@@ -71,7 +71,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys and values in a YAML file without aliases. Raises DataError where there are none."""
+    """Return the keys and values in a YAML file without aliases. Raises DataError if there are none."""
     try:
         text, depth = read_text(path), 0
         for event in yaml.parse(text, Loader=_YAML):
@@ -80,18 +80,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_DEPTH:
                 raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
-        found = _plain(_YAML(text).get_single_data())
+        content = _plain(_YAML(text).get_single_data())
     except (ValueError, OverflowError, yaml.YAMLError) as error:
         raise DataError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise DataError(f"{path}: cannot be read: it is no mapping of keys")
-    return found
+    return content
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield number and object of each line of a JSON Lines file; None for a line that is no object.
 
-    Raises DataError where the file cannot be read.
+    Raises DataError if the file cannot be read.
     """
     content = read_bytes(path)
     if sum(map(content.count, (b"\n", b"[", b"{"))) > MOST_PARTS:
@@ -100,10 +100,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
         if not line:
             continue
         try:
-            found = parsed(line.decode("utf-8", errors="replace"))
+            record = parsed(line.decode("utf-8", errors="replace"))
         except ValueError:
-            found = None
-        yield number, found if isinstance(found, dict) else None
+            record = None
+        yield number, record if isinstance(record, dict) else None
 
 
 def write_whole(path: Path, content: str | bytes, *, durable: bool = False) -> None:
@@ -136,12 +136,12 @@ def append_lines(path: Path, lines: Iterable[str], *, durable: bool = False) -> 
 def parsed(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError for another text, and for one that is nested too deeply."""
     try:
-        found = json.loads(text, parse_int=_whole) if _LONG_NUMBER.search(text) else json.loads(text)
+        value = json.loads(text, parse_int=_whole) if _LONG_NUMBER.search(text) else json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if text.count("[") + text.count("{") > MOST_DEPTH:
-        _refuse_depth(found, MOST_DEPTH)
-    return found
+        _refuse_depth(value, MOST_DEPTH)
+    return value
 
 
 def _whole(text: str) -> int | float:

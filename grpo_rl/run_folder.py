@@ -32,11 +32,11 @@ class Run:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Open the run in `folder`, which may also be a name below `runs`. Raises DataError where there is none."""
-        found = named_run(str(folder))
-        if found is None:
+        """Open the run in `folder`, which may also be a name below `runs`. Raises DataError if there is none."""
+        folder_of_run = named_run(str(folder))
+        if folder_of_run is None:
             raise DataError(no_run(str(folder)))
-        self.path = found
+        self.path = folder_of_run
         """The run's folder."""
         self._folder = RunDir(self.path)
 
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def status(self) -> Mapping[str, Any]:
-        """The content of status.json: state, phase, step, total, last_commit, error and more; empty where there is none."""
+        """The content of status.json: state, phase, step, total, last_commit, error and more; empty if there is none."""
         return read_status(self.path)
 
     @property
@@ -58,7 +58,7 @@ class Run:
         """The state of the run.
 
         `running`, `done`, `preempted` (stopped by a signal, and saved), `failed` (`status["error"]` has the cause), or `lost`:
-        its process ended without a word. `unknown` where the folder has no status.
+        its process ended without a word. `unknown` if the folder has no status.
         """
         state = current_status(self.path).get("state")
         return state if state in get_args(State) else "unknown"  # type: ignore[return-value]
@@ -107,7 +107,7 @@ class Run:
         return [step for step, _ in step_files(self._rollouts_folder(val))]
 
     def rollouts(self, step: int | None = None, *, val: bool = False) -> DataFrame:
-        """Return the responses of one step, one row each; of the last logged one where none is named.
+        """Return the responses of one step, one row each; of the last logged one if none is named.
 
         Columns are prompt, response, ground_truth, reward, `reward/NAME` for each of its parts, advantage, lengths, `uid` (equal
         for all responses to one prompt) and more. `val` chooses the responses to validation prompts. Raises DataError
@@ -126,14 +126,14 @@ class Run:
     def checkpoints(self) -> dict[int, Path]:
         """The committed checkpoints by step, ascending. `trainer.resume_from_path` takes one of them."""
         folder = self._folder.checkpoints
-        found = [(_CHECKPOINT.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
+        matches = [(_CHECKPOINT.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
         # A folder gets its name by a rename when everything is in it: one with a manifest is whole.
-        whole = {int(match[1]): path for match, path in found if match and (path / "manifest.json").is_file()}
-        return dict(sorted(whole.items()))
+        complete = {int(match[1]): path for match, path in matches if match and (path / "manifest.json").is_file()}
+        return dict(sorted(complete.items()))
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model, in Hugging Face's format. Raises DataError where it was not exported, or not yet."""
+        """The folder of the trained model, in Hugging Face's format. Raises DataError if it was not exported, or not yet."""
         for folder in (self._folder.model, self._folder.reward_model):
             if (folder / "config.json").is_file():
                 return folder
@@ -162,7 +162,7 @@ class Run:
     def plot(self, *names: str) -> Figure:
         """Return a Matplotlib figure: the curves of the report, or one panel for each of these metrics.
 
-        A notebook shows it where it is the last value of a cell; `savefig` writes it to a file. Raises DataError for a name
+        A notebook shows it if it is the last value of a cell; `savefig` writes it to a file. Raises DataError for a name
         that no step has, with the nearest one.
         """
         from grpo_rl.telemetry.report import curves_figure

@@ -14,8 +14,8 @@ DIGITS = 16
 
 def sources(own_files: Iterable[str] = ()) -> dict[str, str]:
     """Return the SHA-256 of every source file of the package, and of those of the user's files that are there, by name."""
-    found = {f"{PACKAGE.name}/{path.relative_to(PACKAGE)}": _sha256(path) for path in sorted(PACKAGE.rglob("*.py"))}
-    return found | user_sources(own_files)
+    digests = {f"{PACKAGE.name}/{path.relative_to(PACKAGE)}": _sha256(path) for path in sorted(PACKAGE.rglob("*.py"))}
+    return digests | user_sources(own_files)
 
 
 def user_sources(files: Iterable[str]) -> dict[str, str]:

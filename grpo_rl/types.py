@@ -67,7 +67,7 @@ class Prompt(_ComparesArrays):
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     messages: tuple[dict[str, str], ...] | None = None
-    """The chat messages that `text` was rendered from; None where the row has a plain string."""
+    """The chat messages that `text` was rendered from; None if the row has a plain string."""
 
     def __post_init__(self) -> None:
         _as_array(self, "token_ids", np.int32)
@@ -86,7 +86,7 @@ class Sampling:
     ignore_eos: bool = False
     seed: int | None = None
     keep_support: bool = False
-    """Return which tokens could be sampled, where top_p, top_k or min_p leave some out."""
+    """Return which tokens could be sampled, if top_p, top_k or min_p leave some out."""
 
     @property
     def returns_support(self) -> bool:
@@ -132,11 +132,11 @@ class Completion(_ComparesArrays):
     versions: Versions
     """The version of the weights that each token was sampled with, as runs of equal versions."""
     support: Support | None = None
-    """The tokens that each one was sampled from, where the request's sampling returns them."""
+    """The tokens that each one was sampled from, if the request's sampling returns them."""
     text: str | TextView = ""
     """The response decoded without special tokens. Engines leave it empty; their process fills it in."""
     cached_tokens: int | None = field(default=None, compare=False)
-    """Tokens of the prompt whose keys and values the engine had already; None where it does not report that."""
+    """Tokens of the prompt whose keys and values the engine had already; None if it does not report that."""
 
     def __post_init__(self) -> None:
         _as_array(self, "response_ids", np.int32)
@@ -159,13 +159,13 @@ class PlayedTurn:
     start: int
     length: int
     reward: float | None = None
-    """The reward of the turn; None where the turn has none of its own."""
+    """The reward of the turn; None if the turn has none of its own."""
     cached_tokens: int | None = None
-    """Tokens of its context whose keys and values the engine had already; None where the engine does not report it."""
+    """Tokens of its context whose keys and values the engine had already; None if the engine does not report it."""
     context_tokens: int = 0
     """Tokens of its context, the prompt included."""
     state: int = 0
-    """A number for the state that it was taken in: equal in the turns of one prompt's episodes where the states are."""
+    """A number for the state that it was taken in: equal in the turns of one prompt's episodes if the states are."""
 
     @property
     def end(self) -> int:
@@ -188,7 +188,7 @@ class Episode:
     info: Mapping[str, float] = field(default_factory=dict)
     """The last value of each number that the environment reported."""
     failure: str | None = None
-    """environment_error or environment_timeout, where the environment itself failed."""
+    """environment_error or environment_timeout, if the environment itself failed."""
     failure_cause: str | None = None
 
     @property
@@ -213,7 +213,7 @@ class Rollout(_ComparesArrays):
     prompt: Prompt
     sample_index: int
     response_ids: Array
-    """int32 [tokens]. From a rollout pool it is a view of a block, which is read where something asks for values."""
+    """int32 [tokens]. From a rollout pool it is a view of a block, which is read if something asks for values."""
     rollout_logprobs: Array
     """float32 [tokens], likewise."""
     finish_reason: FinishReason
@@ -225,22 +225,22 @@ class Rollout(_ComparesArrays):
     reward_parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None
     """The reason why the rollout has no reward of its own: reward_timeout, reward_error, reward_invalid, the like of a
-    judge or reward model (judge_timeout), or baseline_failed. It is trained only where `reward` is a number all the
+    judge or reward model (judge_timeout), or baseline_failed. It is trained only if `reward` is a number all the
     same."""
     failure_cause: str | None = None
     """The failure in words."""
     baseline: float | None = None
-    """Reward of the greedy response to the same prompt, where the estimator compares with it."""
+    """Reward of the greedy response to the same prompt, if the estimator compares with it."""
     steps: tuple[tuple[int, float], ...] | None = None
     """Index of each reasoning step's last token in the response, ascending, and the step's reward."""
     support: Support | None = None
     episode: Episode | None = None
-    """The turns and their rewards, where the response is an episode of several turns: then only the turns' tokens were sampled.
+    """The turns and their rewards, if the response is an episode of several turns: then only the turns' tokens were sampled.
     `versions` counts these alone, and all others have a log-prob of 0 that nothing reads."""
     cached_tokens: int | None = field(default=None, compare=False)
-    """Tokens of the prompt that the engine did not have to compute; None where it does not report that."""
+    """Tokens of the prompt that the engine did not have to compute; None if it does not report that."""
     masked: bool = False
-    """True where the rollout is compared with its group and none of its tokens is trained."""
+    """True if the rollout is compared with its group and none of its tokens is trained."""
 
     def __post_init__(self) -> None:
         _as_array(self, "response_ids", np.int32)
@@ -259,11 +259,11 @@ class Rollout(_ComparesArrays):
         return min((version for version, _ in self.versions), default=None)
 
     def same_response(self, other: Rollout) -> bool:
-        """Return whether both have the same response tokens; where they lie in the same place, they are not read."""
-        mine, theirs = self.response_ids, other.response_ids
-        if mine is theirs or (isinstance(mine, View) and mine.same_place(theirs)):
+        """Return whether both have the same response tokens; if they lie in the same place, they are not read."""
+        response, other_response = self.response_ids, other.response_ids
+        if response is other_response or (isinstance(response, View) and response.same_place(other_response)):
             return True
-        return np.array_equal(mine, theirs)
+        return np.array_equal(response, other_response)
 
 
 def extended(versions: Versions, version: int, num_tokens: int) -> Versions:
@@ -329,7 +329,7 @@ class LossColumns(Generic[C]):
     teacher_top_logprobs_TK: C | None = column("actor")
     """The highest log-probs of the teacher where each trained token was sampled, K of them, for divergences."""
     weights_T: C | None = column("actor")
-    """Constant factors of the policy loss, which the objective applies after the loss. Filled where rollouts are corrected."""
+    """Constant factors of the policy loss, which the objective applies after the loss. Filled if rollouts are corrected."""
     selected_T: C | None = column(dtype=torch.bool)
     """The tokens that the loss clips or penalises, chosen once for a whole mini-batch and sent with its step."""
     chosen_N: C | None = column("actor", "reward_model", need="pairs", dtype=torch.bool)
@@ -366,7 +366,7 @@ class Batch(LossColumns[Column]):
     trained_lengths_N: Tensor = column("shard")
     """The number of trained tokens of each rollout; left out together with `positions_T`."""
     support_counts_T: Column | None = column("shard")
-    """The number of tokens the engine could sample from, where top_p, top_k or min_p leave some out."""
+    """The number of tokens the engine could sample from, if top_p, top_k or min_p leave some out."""
     support_ids_M: Column | None = column("shard")
     """The ids of those tokens, int32; every log-prob of the batch is normalised over them."""
     ref_hidden_TD: Column | None = column("actor")
@@ -379,7 +379,7 @@ class Batch(LossColumns[Column]):
     """The targets of the critic."""
     advantages_T: Tensor | None = column("actor")
     advantages_N: Tensor | None = column("actor")
-    """Advantages in place of `advantages_T`, where all tokens of a rollout have the same."""
+    """Advantages in place of `advantages_T`, if all tokens of a rollout have the same."""
     baselines_N: Tensor | None = column()
     """Rewards of greedy responses to the rollouts' prompts, only for estimators that compare with them."""
     num_steps_N: Tensor | None = column()
@@ -388,19 +388,19 @@ class Batch(LossColumns[Column]):
     """Index of each step's last token among its rollout's trained tokens."""
     step_rewards_K: Tensor | None = column()
     step_states_K: Tensor | None = column()
-    """The number of the state that each step begins in, where the steps are turns of episodes."""
+    """The number of the state that each step begins in, if the steps are turns of episodes."""
     reward_parts_NP: Tensor | None = column()
     """The score of each reward function, before its factor."""
     truncated_N: Tensor | None = column()
     """Responses that were cut off at the longest length."""
     masked_N: Tensor | None = column()
-    """Rollouts that are compared and not trained, only where there are some."""
+    """Rollouts that are compared and not trained, only if there are some."""
     margins_N: Tensor | None = column("reward_model")
     """The distance by which the chosen rollout of a pair is better, on both of them; only for reward models that learn from pairs."""
     labels_T: Tensor | None = column("reward_model")
     """Targets from 0 to 1 of the scores at the trained tokens, only for reward models that learn from rated steps."""
     experts_S: Tensor | None = column()
-    """The experts [S, layers, top_k] of each token in an earlier pass, only where that pass's routing is replayed."""
+    """The experts [S, layers, top_k] of each token in an earlier pass, only if that pass's routing is replayed."""
 
     def __post_init__(self) -> None:
         assert self.positions_T is None or self.trained_lengths_N is not None
@@ -567,9 +567,9 @@ def check_support(batch: Batch) -> None:
 
 def _segment_sums(x_T: Tensor, lengths_N: Tensor) -> Tensor:
     """Return the sum of each segment of a column of integers."""
-    before = torch.cat([torch.zeros(1, dtype=torch.long), x_T.long().cumsum(0)])
+    sums_before = torch.cat([torch.zeros(1, dtype=torch.long), x_T.long().cumsum(0)])
     ends_N = lengths_N.cumsum(0)
-    return before[ends_N] - before[ends_N - lengths_N]
+    return sums_before[ends_N] - sums_before[ends_N - lengths_N]
 
 
 LOSS_COLUMNS = tuple(column.name for column in dataclasses.fields(LossColumns))

@@ -51,8 +51,8 @@ def pass_at_k(passed_P: np.ndarray, n: int, k: int) -> np.ndarray:
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} needs at least {k} responses to each prompt; there are {n}")
     of_count = np.array([1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1)) for c in range(n + 1)])
-    found: np.ndarray = of_count[np.asarray(passed_P, dtype=np.int64)]
-    return found
+    chances_P: np.ndarray = of_count[np.asarray(passed_P, dtype=np.int64)]
+    return chances_P
 
 
 def ks_of(n: int) -> list[int]:
@@ -84,8 +84,8 @@ def paired_difference(first_P: np.ndarray, second_P: np.ndarray) -> Difference:
     differences_P = np.asarray(second_P, dtype=np.float64) - np.asarray(first_P, dtype=np.float64)
     if len(np.atleast_1d(first_P)) != len(np.atleast_1d(second_P)):
         raise ValueError(f"a paired test needs the same prompts: {len(first_P)} and {len(second_P)}")
-    found = interval(differences_P)
-    return Difference(found.mean, found.low, found.high, _sign_flips(differences_P))
+    difference = interval(differences_P)
+    return Difference(difference.mean, difference.low, difference.high, _sign_flips(differences_P))
 
 
 def _resampled_means(values: np.ndarray) -> np.ndarray:

@@ -38,13 +38,13 @@ class SourceResult:
     truncated: list[float]
     failures: list[int]
     binary: bool
-    """True where every value is 0 or 1."""
+    """True if every value is 0 or 1."""
 
 
 def results_of(models: Sequence[Groups], *, pass_at: float = 1.0) -> list[SourceResult]:
     """Return the results by data source, of all models on the same prompts; with several sources also those of all together.
 
-    A response passes whose value is at least `pass_at`. Raises ValueError where the models answered different prompts.
+    A response passes whose value is at least `pass_at`. Raises ValueError if the models answered different prompts.
     """
     if len({tuple(sorted(groups)) for groups in models}) != 1:
         raise ValueError("the models answered different prompts")
@@ -81,12 +81,12 @@ def _metrics(values_PN: np.ndarray, groups: Sequence[Sequence[Record]], pass_at:
     """Return each metric's value for every prompt, by name."""
     n = values_PN.shape[1]
     passed_P = (values_PN >= pass_at - 1e-9).sum(axis=1)
-    found = {f"mean@{n}": values_PN.mean(axis=1)}
-    found |= {f"pass@{k}": estimates.pass_at_k(passed_P, n, k) for k in estimates.ks_of(n)}
+    metrics = {f"mean@{n}": values_PN.mean(axis=1)}
+    metrics |= {f"pass@{k}": estimates.pass_at_k(passed_P, n, k) for k in estimates.ks_of(n)}
     if n > 1:
         answers = [[(record.get("reward_parts") or {}).get("answer") for record in group] for group in groups]
-        found[f"maj@{n}"] = np.array([majority(each) for each in map(zip, values_PN.tolist(), answers)])
-    return found
+        metrics[f"maj@{n}"] = np.array([majority(votes) for votes in map(zip, values_PN.tolist(), answers)])
+    return metrics
 
 
 def as_json(results: Sequence[SourceResult], labels: Sequence[str]) -> list[dict[str, Any]]:
@@ -97,15 +97,15 @@ def as_json(results: Sequence[SourceResult], labels: Sequence[str]) -> list[dict
 
     return [
         {
-            "data_source": one["source"],
-            "num_prompts": one["num_prompts"],
-            "metrics": {name: by_label(values) for name, values in one["metrics"].items()},
-            f"differences to {labels[0]}": {name: by_label(values) for name, values in one["differences"].items()},
-            "response_length": by_label(one["lengths"]),
-            "truncated": by_label(one["truncated"]),
-            "reward_failures": by_label(one["failures"]),
+            "data_source": result["source"],
+            "num_prompts": result["num_prompts"],
+            "metrics": {name: by_label(values) for name, values in result["metrics"].items()},
+            f"differences to {labels[0]}": {name: by_label(values) for name, values in result["differences"].items()},
+            "response_length": by_label(result["lengths"]),
+            "truncated": by_label(result["truncated"]),
+            "reward_failures": by_label(result["failures"]),
         }
-        for one in map(dataclasses.asdict, results)
+        for result in map(dataclasses.asdict, results)
     ]
 
 
@@ -114,8 +114,8 @@ def shown_metrics(result: SourceResult) -> list[str]:
     names = list(result.metrics)
     passes = [name for name in names if name.startswith("pass@")]
     # With values of 0 and 1 pass@1 is the mean.
-    kept = passes[1:] if result.binary else passes
-    some = kept if len(kept) <= 3 else [kept[0], kept[len(kept) // 2], kept[-1]]
+    shown_passes = passes[1:] if result.binary else passes
+    some = shown_passes if len(shown_passes) <= 3 else [shown_passes[0], shown_passes[len(shown_passes) // 2], shown_passes[-1]]
     return [name for name in names if not name.startswith("pass@") or name in some]
 
 
@@ -131,14 +131,14 @@ def table(result: SourceResult, labels: Sequence[str]) -> Table:
 def differences_table(result: SourceResult, labels: Sequence[str]) -> Table:
     """Return header and rows of the differences to the first model: a column for each of the others."""
     rows = [
-        [name, *(f"{_text(found, '+')} {p_text(found.p)}" for found in result.differences[name])]
+        [name, *(f"{_text(difference, '+')} {p_text(difference.p)}" for difference in result.differences[name])]
         for name in shown_metrics(result)
     ]
     return [f"minus {labels[0]}", *labels[1:]], rows
 
 
 def _text(found: Estimate | Difference, sign: str = "") -> str:
-    """Return `0.312 [0.281, 0.344]`; without the interval where there is none."""
+    """Return `0.312 [0.281, 0.344]`; without the interval if there is none."""
     ends = "" if math.isnan(found.low) else f" [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
     return f"{found.mean:{sign}.3f}{ends}"
 

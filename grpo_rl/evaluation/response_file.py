@@ -37,23 +37,23 @@ def settle(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def response_file(folder: Path, name: str, identity: Mapping[str, Any]) -> ResponseFile:
-    """Return the file of a model's responses. Raises ConfigError where the name stands for another model there."""
+    """Return the file of a model's responses. Raises ConfigError if the name stands for another model there."""
     place = folder / "models" / (re.sub(r"[^\w.@=-]+", "-", name, flags=re.ASCII).strip("-.") or "model")
     _note(place, MODEL, identity, f"{folder} has responses of another model of the name {name}")
     return ResponseFile(place / RESPONSES)
 
 
 def _note(folder: Path, file: str, found: Mapping[str, Any], problem: str) -> None:
-    """Write values, or raise ConfigError where the file has others."""
+    """Write values, or raise ConfigError if the file has others."""
     text = json.dumps(jsonable(found), indent=1, sort_keys=True)
     if (folder / file).is_file():
         try:
-            before = read_json(folder / file)
+            noted = read_json(folder / file)
         except DataError as error:
             raise ConfigError(f"{error}; give another --output") from error
-        before, now = before if isinstance(before, dict) else {}, json.loads(text)
-        keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
-        changed = [f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}" for key in keys]
+        noted, now = noted if isinstance(noted, dict) else {}, json.loads(text)
+        keys = [key for key in sorted({*noted, *now}) if noted.get(key) != now.get(key)]
+        changed = [f"{key}: {_short(noted.get(key))} -> {_short(now.get(key))}" for key in keys]
         if changed:
             raise ConfigError([f"{problem}; give the same again, or another --output:", *changed])
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,13 +68,13 @@ class ResponseFile:
 
     def groups(self, n: int) -> dict[int, list[Record]]:
         """Return the n responses to each prompt that is complete, by the prompt's row, in the order of the samples."""
-        found: dict[int, dict[int, Record]] = defaultdict(dict)
+        by_row: dict[int, dict[int, Record]] = defaultdict(dict)
         for _, record in read_lines(self.path) if self.path.is_file() else ():
             # A line that a killed process has left in part is no object.
             if record is not None and all(type(record.get(name)) is int and record[name] >= 0 for name in _NUMBERS):
-                found[record["row"]][record["sample"]] = record
-        whole = {row: group for row, group in sorted(found.items()) if set(group) == set(range(n))}
-        return {row: [group[sample] for sample in range(n)] for row, group in whole.items()}
+                by_row[record["row"]][record["sample"]] = record
+        complete = {row: group for row, group in sorted(by_row.items()) if set(group) == set(range(n))}
+        return {row: [group[sample] for sample in range(n)] for row, group in complete.items()}
 
     def is_complete(self, n: int) -> bool:
         """Return whether every prompt has its n responses; how many prompts there are is noted when the last is answered."""
