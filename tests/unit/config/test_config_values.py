@@ -51,6 +51,11 @@ def test_a_wrong_value_is_refused_with_its_key_its_value_and_the_rule(key: str, 
     assert problem.startswith(f"{key}=") and said in problem and "it takes" in problem
 
 
+def test_every_default_is_a_value_of_its_key() -> None:
+    # `field` of the schema returns Any, so that no type checker compares a default with its annotation.
+    assert [problem for key, leaf in leaves().items() if (problem := value_problem(key, leaf.default))] == []
+
+
 def test_all_wrong_values_are_reported_together() -> None:
     wrong = {key: value for key, value, _ in WRONG_VALUES}
     _, problems = convert_or_explain(nested(wrong))
