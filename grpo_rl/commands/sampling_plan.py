@@ -170,10 +170,7 @@ def answer_missing(
     console: Console,
     bare_prompts: Callable[[Any], PromptDataset] | None = None,
 ) -> None:
-    """Sample and score what is not in the files yet: of each model a label for the screen, its plan, its file.
-
-    `bare_prompts` makes the prompts, with the tokenizer, for plans without data.
-    """
+    """Sample and score what is not in the files yet: of each model a label for the screen, its plan, its file."""
     values = models[0][1].config.actor_rollout_ref.rollout.val_kwargs
     open_ones = [model for model in models if not model[2].is_complete(values.n)]
     if not open_ones:

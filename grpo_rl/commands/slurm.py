@@ -67,10 +67,7 @@ exit "$code"
 
 
 def job_file(words: Sequence[str], folder: Path) -> str:
-    """Return the job file of the run that `words` describe, started in `folder`, which all nodes see.
-
-    Raises ConfigError for what no plan can be made of, and for a run without a name, which would begin again after each preemption.
-    """
+    """Return the job file of the run that `words` describe, started in `folder`, which all nodes see. Raises ConfigError."""
     composed = compose([*words, "trainer.dry_run=true"])
     config = composed.config
     if config.trainer.experiment_name is None:

@@ -46,10 +46,7 @@ class Target:
 
 
 def find_target(text: str, *, trusted: bool = False) -> Target:
-    """Return what `text` names. Raises ConfigError for nothing, DataError for a run without that step.
-
-    If a run is not `trusted`, a model's name that its file computes by an expression is refused.
-    """
+    """Return what `text` names. Raises ConfigError for nothing, DataError for a run without that step."""
     if text.startswith(BUILTIN):
         from grpo_rl.models.builtin import get_builtin
 
@@ -164,19 +161,13 @@ def add_trust_option(parser: Arguments) -> None:
 
 
 def refuse_settings(run: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError with each of these settings of a run that may name code, a command, an address or a file.
-
-    What is harmless is listed, and not what is harmful: numbers, registered names, texts that nothing is run by.
-    """
+    """Raise ConfigError with each of these settings of a run that may name code, a command, an address or a file."""
     refused = [f"{key}={value!r}" for key, value in settings.items() if not _is_harmless(key, value)]
     _refuse(refused, f"stands in {run / 'config.yaml'}, and may run code or a command, or reach an address or a file")
 
 
 def refuse_model(run: Path, model: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the model that a run began with brings code, or it or the checkpoints are links to elsewhere.
-
-    `model` is the section `actor_rollout_ref.model` of the run. A tokenizer that is read is written into the export.
-    """
+    """Raise ConfigError if the model that a run began with brings code, or it or the checkpoints are links to elsewhere."""
     own_code = model.get("trust_remote_code")
     _refuse([f"actor_rollout_ref.model.trust_remote_code={own_code!r}"] if own_code else [], f"stands in {run / 'config.yaml'}")
     folders = [os.path.expanduser(str(model.get(key))) for key in ("path", "tokenizer_path")]

@@ -200,10 +200,7 @@ def policy_steps(total: int, reward_model_steps: int, steps_per_iteration: int) 
 
 
 def collection(config: Config) -> Config:
-    """Return the configuration of the phase in which a run collects its responses: it answers every training prompt once.
-
-    For engines and rewards it is that of a validation whose data are the training prompts.
-    """
+    """Return the configuration of the phase in which a run collects its responses: it answers every training prompt once."""
     data = config.data
     values = {
         "data.responses": "policy",

@@ -50,10 +50,7 @@ class Choice:
 
 
 def chosen_options(choice: Choice, section: ActorConfig | AlgorithmConfig, known: Collection[str]) -> dict[str, Any]:
-    """Return the options that the keys of a section set for a function whose options are `known`.
-
-    What a fixed key sets is left out if the function has no such option: the checks have refused all but verl's default.
-    """
+    """Return the options that the keys of a section set for a function whose options are `known`."""
     return {option: value for option, key, value in _settings(choice, section) if option in known or key not in choice.fixed}
 
 

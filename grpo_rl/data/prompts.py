@@ -176,10 +176,7 @@ class Renderer:
 
     @cached_property
     def turn_end(self) -> int:
-        """The token with which the assistant ends a turn: the first control token that the template writes behind it.
-
-        It is not always the tokenizer's end of sequence, which counts if the template writes none (Gemma 3 and Phi have two).
-        """
+        """The token with which the assistant ends a turn: the first control token that the template writes behind it."""
         end = int(self.tokenizer.eos_token_id)
         if not self.has_template:
             return end
@@ -223,10 +220,7 @@ class Renderer:
         return text
 
     def apply(self, messages: list[Any], where: str, **options: Any) -> Any:
-        """Return what `apply_chat_template` makes of the messages.
-
-        A template is a program that came with a model: it may fail in any way.
-        """
+        """Return what `apply_chat_template` makes of the messages."""
         options = {**self.options, **options}
         try:
             return self._apply(messages, options)

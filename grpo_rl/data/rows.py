@@ -272,10 +272,7 @@ def expect(value: Any, kind: type | tuple[type, ...], where: str, column: str, e
 
 
 def irregular(path: Path) -> str | None:
-    """Return what a path is that is neither a regular file nor a folder; None for these, and for what is not there.
-
-    To open a FIFO waits for a writer, and a device may have no end: neither is ever opened.
-    """
+    """Return what a path is that is neither a regular file nor a folder; None for these, and for what is not there."""
     kinds = {
         "a FIFO": path.is_fifo(),
         "a socket": path.is_socket(),

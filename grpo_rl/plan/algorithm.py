@@ -76,10 +76,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def without_effect_on_policy(config: Config) -> list[str]:
-    """Return the keys that were set and do nothing if one update per batch makes every ratio 1.
-
-    They are not refused, for people set clip bounds by habit, and the number of updates is changed more often than they are.
-    """
+    """Return the keys that were set and do nothing if one update per batch makes every ratio 1."""
     name = LOSS.name(config)
     if name not in POLICY_LOSSES or not _has_ratio(config):
         return []

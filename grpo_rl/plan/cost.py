@@ -477,10 +477,7 @@ def predict(plan: Plan, runs: Path) -> dict[str, float]:
 
 
 def expected(plan: Plan) -> Metrics:
-    """Return what the metrics of a step are to be by the plan, each under its name after `plan/`: `plan/timing_s/gen`.
-
-    Memory is that of GPUs, of roles whose tensors torch counts; the resident size of a process has more than its tensors.
-    """
+    """Return what the metrics of a step are to be by the plan, each under its name after `plan/`: `plan/timing_s/gen`."""
     seconds = predict(plan, Path(plan.config.trainer.default_local_dir).expanduser())
     metrics = {f"{PREDICTED}timing_s/{PHASES[name]}": value for name, value in seconds.items() if name in PHASES}
     for need in plan.memory if plan.machine.device == "cuda" else ():

@@ -322,10 +322,7 @@ def decide(config: Config, machine: Machine, *, num_train_rows: int | None = Non
 
 
 def _reference(config: Config, objective: Objective) -> str | None:
-    """Return the purpose of a reference, None if nothing reads one.
-
-    Raises ConfigError if the reference would be the base model and the run does not begin with that.
-    """
+    """Return the purpose of a reference, None if nothing reads one. Raises ConfigError."""
     readers = {
         "the KL in the loss": derived.has_kl_in_loss(config),
         "the KL in the reward": derived.has_kl_in_reward(config),
@@ -345,10 +342,7 @@ def _reference(config: Config, objective: Objective) -> str | None:
 def _roles(
     config: Config, machine: Machine, driven: frozenset[str], *, needs_critic: bool, reference: str | None, resumes: bool
 ) -> list[RolePlan]:
-    """Return the roles that start, of those that the schedule drives, with the reasons; `reference` is that of a reference.
-
-    A run that only validates drives engines, and needs an actor beside them only to read a checkpoint's weights.
-    """
+    """Return the roles that start, of those that the schedule drives, with the reasons; `reference` is that of a reference."""
     trains = "actor" in driven
     ranks = machine.world_size(config)
     rollout = config.actor_rollout_ref.rollout

@@ -131,10 +131,7 @@ def some_rows(data: PromptDataset | None) -> list[tuple[Prompt, Mapping[str, Any
 
 
 class RewardTrial:
-    """The reward of some rows' right answers, in each form that one may have, beside that of empty ones.
-
-    It is scored in the background once this is made.
-    """
+    """The reward of some rows' right answers, in each form that one may have, beside that of empty ones."""
 
     def __init__(self, rows: Sequence[tuple[Prompt, Mapping[str, Any]]], rules: RewardRunner, tokenizer: Any) -> None:
         self._rules = rules

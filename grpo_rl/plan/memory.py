@@ -93,10 +93,7 @@ class Load:
 
 
 def resident(size: ModelSize, load: Load, *, weights: bool = True, gradients: bool = True, moments: bool = True) -> int:
-    """Return the bytes of a rank's shards on its GPU: float32 weights and, if it trains, gradients and moments.
-
-    This is where kinds of training that hold other parameters than these add what they hold.
-    """
+    """Return the bytes of a rank's shards on its GPU: float32 weights and, if it trains, gradients and moments."""
     trained = load.adapters or size.num_params
     # Embedding and head are float32 in any case.
     blocks = size.num_params - size.vocab * size.hidden * (1 if size.tied else 2)
@@ -220,10 +217,7 @@ def _loads(plan: Plan, size: ModelSize) -> Iterator[tuple[RoleName, ModelSize, L
 
 
 def host_bytes(plan: Plan) -> int:
-    """Return what all processes of a run need together if this machine's processors compute; 0 for any other.
-
-    Of a state of at most COPIED_BYTES each rank keeps a copy, from which a thread writes checkpoints (`checkpoint/rank_files.py`).
-    """
+    """Return what all processes of a run need together if this machine's processors compute; 0 for any other."""
     if plan.machine.device != "cpu" or plan.machine.cluster or plan.machine.name:
         return 0
     engine = VLLM_WORKER if plan.engine is not None and plan.engine.name == "vllm" else WORKER
@@ -258,11 +252,7 @@ def _teacher_sizes(plan: Plan) -> list[ModelSize]:
 
 
 def load_of(plan: Plan, size: ModelSize, name: RoleName) -> Load:
-    """Return the largest micro-batch of one rank of a role, and what lies on its device beside it.
-
-    Of a micro-batch of the longest rollouts the responses' part runs through the head, and each response to a shared prompt has a
-    copy of its keys.
-    """
+    """Return the largest micro-batch of one rank of a role, and what lies on its device beside it."""
     config, objective, passes = plan.config, plan.objective, plan.passes
     parts, critic, scorer = config.actor_rollout_ref, config.critic, config.reward.reward_model
     ranks = max(1, plan.num_workers(name))
@@ -322,10 +312,7 @@ _FUSED = ("phi3",)
 
 
 def adapter_params(model: ModelConfig, size: ModelSize) -> int:
-    """Return the number of parameters of the LoRA adapters: rank x (in + out) of each layer; 0 without adapters.
-
-    Of the usual layers of a decoder, by the last words of their names; what a model calls otherwise is not counted.
-    """
+    """Return the number of parameters of the LoRA adapters: rank x (in + out) of each layer; 0 without adapters."""
     heads, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
     shapes = {
         "q_proj": (size.hidden, heads), "k_proj": (size.hidden, keys), "v_proj": (size.hidden, keys),

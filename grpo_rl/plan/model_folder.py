@@ -76,10 +76,7 @@ class ModelSize:
 
 
 def check_policy(config: Config, machine: Machine) -> None:
-    """Raise ConfigError with everything in the policy's folder that this run, or its engine, is certain to refuse.
-
-    A name on the hub is asked for its config.json only, and if the hub cannot be reached that is the problem.
-    """
+    """Raise ConfigError with everything in the policy's folder that this run, or its engine, is certain to refuse."""
     settings = policy_settings(config)
     if settings is None:
         return

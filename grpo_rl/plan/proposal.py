@@ -42,10 +42,7 @@ class Proposal:
 
 
 def propose(plan: Plan, size: ModelSize) -> Proposal | None:
-    """Return the nearest configuration that fits: with as few and as small changes as possible; None if none was found.
-
-    First on the machines that are named, then on twice as many, and so on.
-    """
+    """Return the nearest configuration that fits: with as few and as small changes as possible; None if none was found."""
     machine, nodes = plan.machine, plan.config.trainer.nnodes
     machine_changes: dict[str, Any] = {}
     while nodes <= MOST_MACHINES:
@@ -78,10 +75,7 @@ def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
 
 
 def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposal | None:
-    """Return keys that spend free memory on a shorter update of the actor, up to `share` of a GPU's; None if there are none.
-
-    Activations that are kept are not computed again, logits of one large chunk neither, and compiled layers move less.
-    """
+    """Return keys that spend free memory on a shorter update of the actor, up to `share` of a GPU's; None if there are none."""
     judged, parts = fit_of(plan, size), plan.config.actor_rollout_ref
     if judged is None or not judged.fits or not plan.trains or not plan.role("actor"):
         return None

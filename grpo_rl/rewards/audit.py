@@ -28,11 +28,7 @@ PREFIX = "audit/"
 
 
 class Audit:
-    """Scores `reward.audit_share` of a step's responses with the functions of `reward.audit`, beside the training.
-
-    They run in a reward process of their own. It gets copies: no rollout, no random number and no reward that is trained on
-    depends on an audit, and one that fails stops nothing.
-    """
+    """Scores `reward.audit_share` of a step's responses with the functions of `reward.audit`, beside the training."""
 
     def __init__(
         self,
@@ -116,10 +112,7 @@ def auditing(config: RewardConfig, data_sources: Iterable[str]) -> RewardFunctio
 
 
 def sample(rollouts: Sequence[Rollout], share: float) -> list[Rollout]:
-    """Return a share of the rollouts that have a reward, at least one, spread over as many prompts as there can be.
-
-    The choice is a function of the names of the rollouts: a run that is resumed makes the same one.
-    """
+    """Return a share of the rollouts that have a reward, at least one, spread over as many prompts as there can be."""
     candidates = [item for item in rollouts if item.reward is not None and item.failure is None and item.sample_index != GREEDY]
     places: dict[str, int] = defaultdict(int)
     ordered = []

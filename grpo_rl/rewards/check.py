@@ -216,10 +216,7 @@ def _last_answer(row: Mapping[str, Any]) -> str | None:
 
 
 def gold_response(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str | None:
-    """Return a response with the right answer, in all the forms that the rules read; None if it cannot be made.
-
-    GSM8K's own solution, the sum itself for arithmetic, a solved countdown, the ground truth in a box and after `####`.
-    """
+    """Return a response with the right answer, in all the forms that the rules read; None if it cannot be made."""
     solution = extra_info.get("answer")
     if isinstance(solution, str) and "####" in solution:
         return solution

@@ -38,11 +38,7 @@ def final_report(run_dir: RunDir, seconds: float | None = None, num_samples: int
 
 
 def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int = 4) -> str:
-    """Return the report of a run as far as it has come, plain text that is safe to print.
-
-    The samples are drawn at random with a fixed seed from the validation prompts, good and bad alike.
-    `seconds` is the duration of the whole run.
-    """
+    """Return the report of a run as far as it has come, plain text that is safe to print."""
     records = read_metrics(run_dir.metrics_file)
     health = ""
     if any(record["step"] > 0 for record in records):
@@ -61,10 +57,7 @@ def report_text(run_dir: RunDir, seconds: float | None = None, num_samples: int 
 
 
 def _before_after(records: Sequence[dict[str, float]]) -> str:
-    """Return the table of results: validation, losses on given answers, and training reward, at first and at last.
-
-    What was measured at one step alone has neither a before nor a change.
-    """
+    """Return the table of results: validation, losses on given answers, and training reward, at first and at last."""
     rows = [
         f"  {safe_text(name, limit=54):<54}"
         + (f" {number(old, 9)} {number(new, 9)} {_signed(new - old)}" if first != last else f" {number(new, 19)}")
@@ -178,10 +171,7 @@ def plot_curves(run_dir: RunDir) -> Path:
 
 
 def curves_figure(name: str, records: Records, keys: Sequence[str] = ()) -> Figure:
-    """Return a figure with one panel for each of these metrics over the steps, under the name of the run.
-
-    Without `keys`: reward and validation, or the losses of a run on rows, and the first metrics of TITLES that were measured.
-    """
+    """Return a figure with one panel for each of these metrics over the steps, under the name of the run."""
     # Matplotlib takes a second to import, which only a run that draws should pay.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg

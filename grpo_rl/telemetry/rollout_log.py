@@ -140,10 +140,7 @@ class RolloutLog:
 def write_rollouts(
     path: Path, rollouts: Sequence[Rollout], advantages: Sequence[float | None] | None = None, token_groups: int = 0
 ) -> Path:
-    """Write one line per rollout to `path`, which is complete or not there at all, and return it.
-
-    Rollouts of the first `token_groups` groups have their tokens' ids and log-probs in it.
-    """
+    """Write one line per rollout to `path`, which is complete or not there at all, and return it."""
     uids = set(list(dict.fromkeys(rollout.prompt.uid for rollout in rollouts))[:token_groups])
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
@@ -270,10 +267,7 @@ FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def prompt_key(record: Mapping[str, Any]) -> tuple[str, str]:
-    """Return what names the prompt of a logged rollout at every step: its row of the data, and its text.
-
-    Two rows may have the same text, such as games with one opening. A log without uids has the right answer in the row's place.
-    """
+    """Return what names the prompt of a logged rollout at every step: its row of the data, and its text."""
     row = re.search(r"-r?(\d+)$", str(record.get("uid")))
     return f"row {row[1]}" if row else f"answer {record.get('ground_truth')}", str(record.get("prompt", ""))
 

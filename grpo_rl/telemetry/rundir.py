@@ -146,10 +146,7 @@ class RunDir:
         return [f"{key}: {was} -> {current}" for key, (was, current) in texts.items() if was != current]
 
     def start_fresh(self, keep: Sequence[Path] = ()) -> Path | None:
-        """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing.
-
-        For a run that does not resume: so it starts in an empty folder and nothing is overwritten. The files and folders `keep` stay.
-        """
+        """Move what an earlier run of this name left into `earlier/N`, and return that folder; None if there was nothing."""
         untouched = (_EARLIER, LOCK_FILE, *(path.name for path in keep))
         entries = [entry for entry in sorted(self.path.iterdir()) if entry.name not in untouched]
         if not any(entry.is_file() or any(entry.iterdir()) for entry in entries):
@@ -232,10 +229,7 @@ def no_run(text: str, nor: str = "") -> str:
 
 
 def refuse_links(run: Path) -> None:
-    """Raise DataError for a link in a run's folder that leads out of it: what is read or copied from a run lies in the run.
-
-    `checkpoints` may be a link to a larger disk; commands that read it ask.
-    """
+    """Raise DataError for a link in a run's folder that leads out of it: what is read or copied from a run lies in the run."""
     for link in links_out(run):
         if link != Path(os.path.realpath(run), "checkpoints"):
             raise DataError(
@@ -245,10 +239,7 @@ def refuse_links(run: Path) -> None:
 
 
 def links_out(folder: Path, *, deep: bool = True) -> Iterator[Path]:
-    """Yield the links in a folder that lead out of it: anywhere, or with `deep=False` in itself and its direct subfolders.
-
-    Those of a snapshot of the hub's cache may lead to its blobs.
-    """
+    """Yield the links in a folder that lead out of it: anywhere, or with `deep=False` in itself and its direct subfolders."""
     root = os.path.realpath(folder)
     inside = [root]
     if Path(root).parent.name == "snapshots":
@@ -277,10 +268,7 @@ def _named_path(base: Path, name: str) -> Path:
 
 
 def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
-    """Raise ConfigError if another process is running under this name; leave everything as it is.
-
-    `RunDir.create` decides the same, and for certain: this is for a quick answer before anything is prepared.
-    """
+    """Raise ConfigError if another process is running under this name; leave everything as it is."""
     if experiment_name is None:
         return
     path = _named_path(Path(base).expanduser(), experiment_name)
@@ -290,10 +278,7 @@ def refuse_taken(base: str | Path, experiment_name: str | None) -> None:
 
 
 def _refuse_prepared(run: Path) -> None:
-    """Raise ConfigError if a run that goes on in this folder would read or write elsewhere: links out of it, pipes, devices.
-
-    Direct subfolders may be links, to a larger disk. Checkpoints have a check of their own (`checkpoint/manifest.py`).
-    """
+    """Raise ConfigError if a run that goes on in this folder would read or write elsewhere: links out of it, pipes, devices."""
     links = [link for link in links_out(run) if link.parent != Path(os.path.realpath(run)) or not link.is_dir()]
     places = (Path(place, name) for place, _, names in os.walk(run) for name in names)
     for path in (*links, *(path for path in places if not (path.is_file() or path.is_symlink()))):

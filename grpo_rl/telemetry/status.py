@@ -25,11 +25,7 @@ MOST_TIME = 10**11
 
 
 class Status:
-    """One JSON object, replaced as a whole, so that a reader never sees half of it.
-
-    A thread writes the newest version; `update` only hands it over, and costs microseconds however slow the disk
-    is. A disk that fails costs nothing but the file.
-    """
+    """One JSON object, replaced as a whole, so that a reader never sees half of it."""
 
     def __init__(self, path: Path | None = None, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
         """`fields` are those of a process that has ended."""

@@ -20,10 +20,7 @@ SUPERVISED_LOSS = "sft"
 
 
 def check(config: Config, machine: Machine) -> list[str]:
-    """Return everything that is wrong between the keys, a line each with key, value, rule and remedy; nothing if it can run.
-
-    The functions that are named are looked up later, by the plan.
-    """
+    """Return everything that is wrong between the keys, a line each with key, value, rule and remedy; nothing if it can run."""
     run = settled(config)
     problems = [*_without_machine(config, run), *_machine(run, machine), *effects.problems(config, machine)]
     return list(dict.fromkeys(problems))

@@ -63,10 +63,7 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _data_file(file: str, *, elsewhere: bool) -> str | None:
-    """Return what is wrong with the name of one entry; a file that is not here is no problem if the run is `elsewhere`.
-
-    What is in the files is looked at for the plan.
-    """
+    """Return what is wrong with the name of one entry; a file that is not here is no problem if the run is `elsewhere`."""
     if file.startswith("task:"):
         return None
     if file.startswith("hf:"):

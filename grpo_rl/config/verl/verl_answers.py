@@ -60,11 +60,7 @@ ANSWERS = _read(Path(__file__).with_name("keys.txt").read_text(encoding="utf-8")
 
 
 def looks_like_verls(named_keys: Collection[str], model: str, train_files: Collection[str]) -> bool:
-    """Return whether a command that sets these keys, and builds on no recipe of this package, may be one of verl's.
-
-    verl has no recipes, tasks and embedded models: its commands name a model and files themselves, and rely on verl's defaults for
-    what they leave out.
-    """
+    """Return whether a command that sets these keys, and builds on no recipe of this package, may be one of verl's."""
     names_both = {"actor_rollout_ref.model.path", "data.train_files"} <= set(named_keys) and "data.responses" not in named_keys
     return names_both and not any(name.startswith(("builtin:", "task:")) for name in (model, *train_files))
 

@@ -99,10 +99,7 @@ def _parsed(data: bytes, where: Callable[[int], str], start: int = 0) -> Any:
 
 
 def _index(file: IO[bytes], most_bytes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Start and end of each line that is not blank, in bytes, and its number from 1; None if no line is blank.
-
-    Reading stops behind `most_bytes`; a line that goes on there is left out, unless it is the only one.
-    """
+    """Start and end of each line that is not blank, in bytes, and its number from 1; None if no line is blank."""
     starts: list[np.ndarray] = []
     firsts: list[np.ndarray] = []
     base, at_start = 0, True

@@ -128,11 +128,7 @@ def split_options(spec: str, known: Sequence[str] = ()) -> tuple[str, dict[str, 
 
 
 def fingerprint_of(sources: Sequence[RowSource]) -> Fingerprint:
-    """Return name, size in bytes, number of rows, and SHA-256 over some rows, for each source.
-
-    A checkpoint has it, so that a change of the data is noticed before the run goes on. The name is without its folder:
-    data that were moved are the same data.
-    """
+    """Return name, size in bytes, number of rows, and SHA-256 over some rows, for each source."""
     return [
         {
             "name": Path(source.name).name if source.num_bytes else source.name,

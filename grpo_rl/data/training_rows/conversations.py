@@ -285,29 +285,20 @@ class DemonstrationSet(TrainingSet[Demonstration]):
 
 
 def cut_to(demonstration: Demonstration, limit: int, side: str) -> Demonstration:
-    """Return `limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends.
-
-    The first token that is left is not trained, for nothing comes before it.
-    """
+    """Return `limit` of the tokens: `left` and `right` cut off that side, `middle` keeps both ends."""
     places = truncate(np.arange(len(demonstration.token_ids)), limit, side)
     positions = np.flatnonzero(np.isin(places, demonstration.positions))
     return Demonstration(demonstration.token_ids[places], positions[positions > 0])
 
 
 def supervised_batch(demonstrations: Sequence[Demonstration]) -> Batch:
-    """Return the demonstrations as a batch, each in a group of its own.
-
-    The prompt of each ends before its first trained token; what is not trained after that is context between turns.
-    """
+    """Return the demonstrations as a batch, each in a group of its own."""
     prompt_lengths = [int(demonstration.positions[0]) for demonstration in demonstrations]
     return batch_of_sequences(demonstrations, prompt_lengths, rewards=1.0)
 
 
 def task_demonstrations(task: str, tokenizer: Any) -> list[Demonstration]:
-    """Return one demonstration per row of `task:NAME?...`, for the supervised warm start of an embedded model.
-
-    The answer to imitate is `extra_info.demonstration` if the task made one (it may be wrong on purpose), else the ground truth.
-    """
+    """Return one demonstration per row of `task:NAME?...`, for the supervised warm start of an embedded model."""
     made, truth = (DataConfig(response_key=key) for key in ("extra_info.demonstration", "reward_model.ground_truth"))
     tokenizing = Tokenizing(Renderer(truth, tokenizer))
     demonstrations = []

@@ -82,10 +82,7 @@ def answer_rows(records: Sequence[Mapping[str, Any]], min_reward: float) -> Rows
 
 
 def pair_rows(records: Sequence[Mapping[str, Any]]) -> Rows:
-    """Return a row with the best and the worst logged response of each group whose rewards differ, and whose texts do.
-
-    `messages` of a record are the prompt's chat messages, None for a plain text.
-    """
+    """Return a row with the best and the worst logged response of each group whose rewards differ, and whose texts do."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         if record["reward"] is not None and math.isfinite(record["reward"]) and record["response_length"]:

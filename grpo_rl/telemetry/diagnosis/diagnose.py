@@ -44,10 +44,7 @@ def diagnose(run: RunRecord) -> Diagnosis:
 
 
 def as_text(diagnosis: Diagnosis, *, brief: bool = False) -> str:
-    """Return the diagnosis for people, safe to print: what is wrong first, then what to change.
-
-    With `brief` only the first finding is shown in full, as it often brought about the others.
-    """
+    """Return the diagnosis for people, safe to print: what is wrong first, then what to change."""
     if diagnosis.is_undecided:
         lines = [f"{diagnosis.num_steps} training steps are too few to judge; nothing is wrong so far."]
     elif not diagnosis.findings:

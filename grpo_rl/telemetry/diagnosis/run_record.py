@@ -138,11 +138,7 @@ class RunRecord:
         return (rewards.last - rewards.first) / (high - low) if rewards and high > low else 0.0
 
     def entropy(self) -> Series:
-        """Return the entropy in nats per token by step: the exact one, which is measured on demand, or else its estimate.
-
-        Minus the log-probability of a sampled token is an unbiased estimate of the entropy of the distribution that it
-        was sampled from.
-        """
+        """Return the entropy in nats per token by step: the exact one, which is measured on demand, or else its estimate."""
         return self.series("actor/entropy") or self.series("rollout/entropy")
 
     @cached_property

@@ -22,10 +22,7 @@ LOSSES = {
 
 
 def validation_keys(metrics: Mapping[str, float]) -> list[str]:
-    """Return the keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes.
-
-    Not `val/<source>/<function>/mean@N`, which stands beside that of its source and has no length of its own.
-    """
+    """Return the keys `val/<source>/mean@N` in `metrics`; a source may itself contain slashes."""
     means = [key for key in metrics if key.startswith("val/") and key.rsplit("/", 1)[-1].startswith("mean@")]
     places = {key.rsplit("/", 1)[0] for key in means}
     return [

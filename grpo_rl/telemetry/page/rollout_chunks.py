@@ -137,10 +137,7 @@ def _parted(records: Sequence[Record]) -> Iterator[list[list[Record]]]:
 
 
 def _entry(group: Sequence[Record], kind: str, index: dict[str, Any], places: dict[str, int]) -> list[Any]:
-    """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables.
-
-    After them, of validation, the values that mean@N is of, if they are others than the rewards.
-    """
+    """Return prompt, source, rewards, lengths, truncated samples and failures of a group: numbers and places in tables."""
     row, prompt = prompt_key(group[0])
     key = hashlib.sha1(f"{row}\0{prompt}".encode(errors="replace")).hexdigest()[:12]
     if key not in places:

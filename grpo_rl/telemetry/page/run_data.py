@@ -89,10 +89,7 @@ def run_data(
 def results(
     records: Sequence[Mapping[str, float]], index: Mapping[str, Any], measured: Mapping[str, Series]
 ) -> list[dict[str, Any]]:
-    """Return what the run changed: validation with intervals, losses on given answers, and the training reward.
-
-    Intervals are there if the responses of a validation were logged.
-    """
+    """Return what the run changed: validation with intervals, losses on given answers, and the training reward."""
     rows: list[dict[str, Any]] = []
     for name, series in measured.items():
         fields = {"value": "mean"} | ({"low": "low", "high": "high"} if "low" in series else {})
@@ -109,10 +106,7 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def columns(records: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the metrics as one list per name over the steps, with the tokens and seconds of training until each step.
-
-    Seconds are those that steps took: a pause between two parts of a resumed run is not in them.
-    """
+    """Return the metrics as one list per name over the steps, with the tokens and seconds of training until each step."""
     every = max(1, math.ceil(len(records) / MOST_POINTS))
     tokens, seconds = (
         list(itertools.accumulate(rounded(record.get(name), 12) or 0.0 for record in records))
@@ -193,10 +187,7 @@ def bands(index: Mapping[str, Any], kind: str, value: str = "reward") -> dict[st
 
 
 def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]) -> dict[str, Series]:
-    """Return each number of validation that is shown, by the name of its metric without `val/`, over the steps.
-
-    Intervals are there if the responses were logged. Of several sources their mean comes first, which the console prints.
-    """
+    """Return each number of validation that is shown, by the name of its metric without `val/`, over the steps."""
     curves: dict[str, Series] = {}
     for key in shown_keys(records):
         source, _, value = key.removeprefix("val/").rpartition("/")
@@ -212,10 +203,7 @@ def validations(index: Mapping[str, Any], records: Sequence[Mapping[str, float]]
 
 
 def change(index: Mapping[str, Any], source: str, value: str = "reward") -> dict[str, Any] | None:
-    """Return how the validation of a source changed between the first and the last one, by prompt.
-
-    The interval is that of the mean of the differences of prompts that both have: pairing takes out how hard each is.
-    """
+    """Return how the validation of a source changed between the first and the last one, by prompt."""
     entries = sorted((step for step in index["steps"] if step["kind"] == "val"), key=lambda step: step["step"])
     if len(entries) < 2:
         return None

@@ -143,10 +143,7 @@ class Console:
             os.write(self._rich.file.fileno(), f"{erased}\x1b[?25h".encode())
 
     def step(self, step: int, total: int, metrics: Mapping[str, float], left_s: float | None = None) -> None:
-        """Print one line for a training step, under a header that comes back every 25 lines, and if the columns change.
-
-        `left_s` is the time that the remaining steps will take.
-        """
+        """Print one line for a training step, under a header that comes back every 25 lines, and if the columns change."""
         header = step_line.header(metrics)
         if header and (header != self._header or self._lines_since_header >= HEADER_EVERY):
             self._print(header)

@@ -79,10 +79,7 @@ rated steps they are losses per step, and the share that it judges right."""
 
 
 def header(metrics: Metrics = MappingProxyType({})) -> list[Piece]:
-    """Return the names of the columns of the table that `line` writes for such metrics, each as wide as its values.
-
-    Nothing for metrics of validations of prompts alone, which every kind of run has, and whose line names them itself.
-    """
+    """Return the names of the columns of the table that `line` writes for such metrics, each as wide as its values."""
     if metrics and _is_validation(metrics):
         return []
     columns = _columns(metrics)

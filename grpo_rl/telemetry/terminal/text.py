@@ -60,10 +60,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def number(value: float | None, width: int, digits: int = 3) -> str:
-    """Return `value` right-aligned in exactly `width` columns (at least 7), with up to `digits` decimals; "-" for None.
-
-    Decimals are dropped, then k/M/G or an exponent used, before a column is broken.
-    """
+    """Return `value` right-aligned in exactly `width` columns (at least 7), with up to `digits` decimals; "-" for None."""
     if value is None:
         return "-".rjust(width)
     if not math.isfinite(value):
