@@ -39,7 +39,6 @@ WORDS = "/reset forgets the conversation, /quit ends"
 class Conversation:
     renderer: Renderer
     longest: int
-    """The most tokens of a prompt."""
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
 

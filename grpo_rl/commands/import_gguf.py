@@ -70,9 +70,7 @@ class GgufFile:
     types: str
     """Types of its tensors, the one with the most numbers first, such as `Q4_1, F32`."""
     numbers: int
-    """Numbers in all tensors."""
     blocks: int
-    """Decoder layers."""
 
 
 def read_header(path: Path) -> GgufFile:

@@ -32,7 +32,6 @@ _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 @dataclass(frozen=True, slots=True)
 class Target:
     label: str
-    """The name that tables show."""
     model: str
     """A folder, `builtin:NAME` or a name on the hub; empty if a checkpoint has to be exported first."""
     run: Path | None = None

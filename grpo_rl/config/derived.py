@@ -32,7 +32,6 @@ ONE_STEP_OFF, ASYNC = "one_step_off", "async"
 ITERATE = "iterate"
 """The schedule of iterated training: the reference and the reward model are refreshed at the beginning of each iteration."""
 REWARD_MODEL = "reward_model"
-"""The schedule that trains the reward model alone."""
 
 Pool = Literal["actor", "rollout", "teacher", "reward_model"]
 """Roles that may have devices of their own."""
@@ -55,7 +54,6 @@ class Machine:
     """A machine that a run is planned for, whether it is this one or not."""
 
     num_gpus: int
-    """GPUs of this machine."""
     num_cpus: int
     """Cores that the run's processes share."""
     device: Literal["cuda", "cpu"]
@@ -67,7 +65,6 @@ class Machine:
     name: str = ""
     """The name of a machine that is not this one, such as 8xH100-80GB."""
     nodes: int = 1
-    """Machines of that name."""
     host_memory: int = 0
     """Bytes of host memory of each of them; 0 if it was not looked up."""
 

@@ -29,12 +29,9 @@ class Choice:
     """A place where the configuration names a function. All keys are relative to `section`."""
 
     kind: str
-    """The registry's name for this kind of function."""
     section: str
     key: str
-    """The function's name."""
     options_key: str
-    """The mapping of its options."""
     fixed: Mapping[str, tuple[tuple[str, ...], Any]] = field(default_factory=dict)
     """Keys of verl's that set options by themselves: these options, and verl's default."""
 

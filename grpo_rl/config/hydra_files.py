@@ -40,7 +40,6 @@ class Reading:
     """The folders of primary files and choices, the first one first: of --config-path, conf/, of --config-dir."""
     config_name: str = PRIMARY
     settings: dict[str, Settings] = field(default_factory=dict)
-    """The settings of each file that was read, by its name for Hydra."""
     is_verls: bool = True
     """Whether nothing of this package but its defaults has been read."""
 

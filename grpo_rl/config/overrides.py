@@ -25,7 +25,6 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*", re.ASCII)
 SEEDS = ("trainer.seed", "data.seed", "actor_rollout_ref.rollout.seed")
 """The keys that `seed=N` sets: of new weights and dropout, of the order of the data, and of sampling."""
 MACHINE = "trainer.machine"
-"""The key that `machine=NAME` sets."""
 SHORT = {"seed": SEEDS, "machine": (MACHINE,)}
 """Words for keys that are often set, and the keys."""
 _MACHINE = re.compile(r"(?:(?:(\d+)x)?(\d+)x)?[A-Za-z].*")

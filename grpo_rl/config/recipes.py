@@ -16,7 +16,6 @@ from grpo_rl.errors import ConfigError, did_you_mean
 
 DEFAULT_RECIPE = "arithmetic/grpo"
 PRIMARY = "config"
-"""The name of the package's primary file."""
 _HEADER = re.compile(r"^#\s*@(\w+)\s+(\S+)\s*$", re.MULTILINE)
 _SUFFIXES = (".yaml", ".yml")
 _LARGEST_FILE = 1_000_000

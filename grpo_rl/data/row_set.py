@@ -29,12 +29,10 @@ from grpo_rl.types import Batch
 CHECKED_OF_MANY = 1000
 """Rows of a large data set that are checked at the start: so many first ones, and so many spread over all."""
 LISTED = 10
-"""Bad rows named in one message."""
 SHOWN = 5
 """Bad rows met later that are each shown as a line; the file has them all."""
 
 Row = TypeVar("Row")
-"""A row as tokens."""
 
 
 class BadRows:
@@ -87,9 +85,7 @@ class RowReport:
     """Rows in the files, after max_samples."""
     num_checked: int = 0
     num_dropped: int = 0
-    """Rows left out because they are too long."""
     num_truncated: int = 0
-    """Rows that were cut because they are too long."""
     num_bad: int = 0
     """Rows left out because something is wrong with them (data.on_bad_row=skip)."""
     longest: int = 0

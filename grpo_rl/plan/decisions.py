@@ -51,7 +51,6 @@ class RolePlan:
 
     name: RoleName
     pool: str
-    """The name of the pool whose devices they use."""
     num_workers: int
     threads: int
     """OpenMP threads of each process on a CPU."""
@@ -73,7 +72,6 @@ class Passes:
     """The readers of old log-probs beside the ratio, in the words of the plan's page."""
     update: MicroBatchRule
     old: MicroBatchRule
-    """The actor's pass for old log-probs."""
     reference: MicroBatchRule
     critic: MicroBatchRule
     replays_routing: bool = False
@@ -90,9 +88,7 @@ class Sizes:
     updates_per_step: int
     """Optimizer steps of the actor in one training step: mini-batches times passes over them."""
     critic_warmup: int
-    """First training steps in which the critic learns alone."""
     critic_mini_batch_size: int
-    """Prompts per optimizer step of the critic."""
     critic_epochs: int
     critic_updates_per_step: int
     num_train_rows: int | None = None
@@ -127,7 +123,6 @@ class RewardPlan:
     """The parts of the reward beside a reward model, which is a role."""
 
     scores: bool
-    """Anything is scored at all."""
     rules: bool
     """True if reward functions run, in processes of their own."""
     judge: bool
@@ -147,7 +142,6 @@ class RoleMemory:
     at_rest: int
     """What is kept between the phases of a step."""
     parts: str
-    """The parts of that memory, in words for people."""
 
 
 @dataclass(frozen=True, slots=True)

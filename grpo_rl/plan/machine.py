@@ -182,7 +182,6 @@ DEVICES = {
     name: Device(row[10], *map(float, row[:10]))
     for name, *row in (line.split(maxsplit=11) for line in _TABLE.strip().splitlines())
 }
-"""GPUs by name."""
 CORES = Device(
     "nominal; a run gives the factors",
     *(0.0, 0.2, 60, 10, 10, 1, 0, 1),
@@ -211,7 +210,6 @@ class NamedMachine:
     nodes: int
     """Machines like this one; 1 if the name has no number of them."""
     gpus: int
-    """GPUs of each."""
     device: Device
 
 

@@ -456,7 +456,6 @@ class Fit:
     cache_tokens: int
     """Tokens whose keys and values one replica of the engine holds; 0 without an engine."""
     cache_sequences: float
-    """Sequences of full length that these are."""
 
     @property
     def fits(self) -> bool:

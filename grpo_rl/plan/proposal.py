@@ -209,7 +209,6 @@ class Division:
 
     schedule: str
     changes: dict[str, Any]
-    """The keys that make a run of it."""
     plan: Plan
     time: StepTime
 

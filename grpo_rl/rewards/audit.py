@@ -24,7 +24,6 @@ from grpo_rl.rewards.runtime.runner import JobPool, JudgeRunner, RewardRunner
 from grpo_rl.types import GREEDY, Metrics, Rollout
 
 PREFIX = "audit/"
-"""What the parts and the metrics of an audit begin with."""
 
 
 class Audit:

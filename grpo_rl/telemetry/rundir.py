@@ -50,12 +50,9 @@ class RunDir:
     config_file = _Place("config.yaml")
     overrides_file = _Place("overrides.txt")
     plan_file = _Place("plan.txt")
-    """The plan as text, as the run showed it at its start."""
     page_file = _Place("page.html")
-    """The page with everything about the run."""
     metrics_file = _Place("metrics.jsonl")
     timeline_file = _Place("timeline.jsonl")
-    """The intervals in which each role was busy."""
     status_file = _Place("status.json")
     engine_orders = _Place("engine_orders.jsonl")
     """What `grpo-rl engines` asks of the run, one order a line."""
@@ -73,9 +70,7 @@ class RunDir:
     recovery = _Place("recovery")
     """The checkpoint that a run without `trainer.save_freq` keeps for itself while it lasts."""
     model = _Place("model")
-    """The exported policy."""
     reward_model = _Place("reward_model")
-    """The exported reward model of a run that trained one."""
 
     @property
     def name(self) -> str:

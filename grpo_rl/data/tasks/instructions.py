@@ -77,7 +77,6 @@ VALUES: dict[str, tuple[int | str, ...]] = {
     "with_word": ("blue", "often", "never", "quiet", "seven", "window"),
     "first_word": ("Today", "Sometimes", "Look", "Perhaps", "Once"),
 }
-"""The values of those constraints that have one."""
 EXCLUDE = (
     {"at_most_words", "at_least_words"},
     {"lowercase", "uppercase"},

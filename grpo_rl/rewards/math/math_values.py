@@ -16,7 +16,6 @@ from fractions import Fraction
 MAX_DEPTH = 40
 MAX_TOKENS = 500
 MAX_TYPED = 1_000
-"""Characters of an expression that is typed."""
 MAX_BITS = 8_000
 """Bits of a numerator or denominator: about 2,400 digits."""
 MAX_DIGITS = 1_000

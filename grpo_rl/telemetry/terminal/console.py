@@ -25,7 +25,6 @@ QUIET_S = 30.0
 CLOSE_S = 1.0
 """The longest wait for the thread that draws: a terminal that is held up (Ctrl-S) holds it up too."""
 DRAW_S = 0.1
-"""Seconds after which live bars are drawn again."""
 BAR_WIDTH = 30
 
 
