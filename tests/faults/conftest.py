@@ -12,9 +12,11 @@ import pytest
 import tiny_run
 from oracles import Training
 
+from grpo_rl import faults, testing
 from grpo_rl.cluster.session.ray_session import ray_session, set_environment
 from grpo_rl.config.schema.tree import RayInitConfig
 from grpo_rl.models import builtin
+from grpo_rl.schedules import sync
 
 set_environment()  # before a test's file imports Ray
 
@@ -42,11 +44,17 @@ def run_words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    """That training with nothing but its bad gradient, started by the first test that asks: `wait` for its end."""
-    made = Training(tmp_path_factory.mktemp("undisturbed"), "undisturbed", run_words, tiny_run.BAD_GRADIENT)
-    yield made.start()
-    made.end()
+def undisturbed(run_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of that training with nothing but its bad gradient, whose roles are in this process: its bits are those of one over Ray."""
+    words = [word for word in run_words if "n_gpus_per_node" not in word]  # how many replicas there are decides no token
+    faults.arm(tiny_run.BAD_GRADIENT)
+    try:
+        with testing.session(*words, folder=tmp_path_factory.mktemp("undisturbed")) as session:
+            sync.train(session)
+            session.actor.export(session.output.run_dir.model)
+            return session.output.run_dir.path
+    finally:
+        faults.arm("")
 
 
 @pytest.fixture(scope="session")

@@ -68,13 +68,6 @@ class Scene:
         return seconds
 
 
-@pytest.fixture(scope="module", autouse=True)
-def beside(request: pytest.FixtureRequest) -> None:
-    """One process at a time starts here: the training that others compare with, if any do, has a processor to itself."""
-    if any("undisturbed" in getattr(item, "fixturenames", ()) for item in request.session.items):
-        request.getfixturevalue("undisturbed")
-
-
 @pytest.fixture(scope="module")
 def scene(slots: Pool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     ground = Ground(slots, tmp_path_factory.mktemp("logs"))

@@ -10,14 +10,27 @@ from typing import Any
 import pytest
 
 import grpo_rl
+from grpo_rl import testing
 from grpo_rl.errors import ConfigError
+from grpo_rl.models import builtin
+from grpo_rl.schedules import sync
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 
 WORDS = (
     "recipe=arithmetic/grpo",
+    "data.train_files=task:arithmetic?num_rows=64",
+    "data.train_batch_size=8",
+    "data.val_files=[]",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.use_kl_loss=false",
+    "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.rollout.name=hf",
+    # Each role has one thread: sums depend on their number.
+    "ray_kwargs.ray_init.num_cpus=1",
+    "trainer.device=cpu",
+    "trainer.n_gpus_per_node=1",
     "trainer.total_training_steps=2",
-    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
 )
 LOOP = """
 import sys
@@ -51,9 +64,10 @@ def learnt(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(600)
-def test_two_sessions_in_a_row_and_the_command_give_the_same_metrics(tmp_path: Path) -> None:
+def test_two_sessions_in_a_row_the_command_and_a_session_without_ray_give_the_same_metrics(tmp_path: Path) -> None:
     (tmp_path / "my_loop.py").write_text(LOOP)
-    words = [*WORDS, f"trainer.default_local_dir={tmp_path}"]
+    model = builtin.build("builtin:arithmetic", tmp_path / "random")
+    words = [*WORDS, f"actor_rollout_ref.model.path={model}", f"trainer.default_local_dir={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "my_loop.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
     )
@@ -69,8 +83,10 @@ def test_two_sessions_in_a_row_and_the_command_give_the_same_metrics(tmp_path: P
     ]
     third = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert third.returncode == 0, third.stdout[-3000:] + third.stderr[-3000:]
-    runs = [learnt(tmp_path / name) for name in ("first", "second", "third")]
-    assert len(runs[0]) == 2 and runs[0] == runs[1] == runs[2]
+    with testing.session(*words, "trainer.experiment_name=without_ray") as session:
+        sync.train(session)
+    first, *others = (learnt(tmp_path / name) for name in ("first", "second", "third", "without_ray"))
+    assert len(first) == 2 and all(other == first for other in others)
     assert (tmp_path / "second" / "model" / "config.json").is_file()
 
 

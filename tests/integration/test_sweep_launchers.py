@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 WORDS = [
+    "data.train_files=task:arithmetic?num_rows=64",
     "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.actor.use_kl_loss=false",
     "trainer.total_training_steps=2",
     "data.train_batch_size=8",
     "actor_rollout_ref.rollout.n=2",

@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from whole_runs import RUN_TIMEOUT_S, Run, arithmetic, assert_trains_like_its_engine, train, without_times
 
+from grpo_rl import testing
 from grpo_rl.commands.export import main as export
 from grpo_rl.models import builtin
+from grpo_rl.schedules import offline
 
 pytestmark = pytest.mark.timeout(2 * RUN_TIMEOUT_S)
 # The engine hf starts in a second; what vLLM does with the same settings is tried in tests/integration/rollout.
@@ -206,7 +209,11 @@ def sft_words(model: Path, folder: Path) -> list[str]:
 def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_silence(model, tmp_path):
     (model / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.95}))
     words = sft_words(model, tmp_path)
-    whole = train(tmp_path, "longer", *words, "trainer.total_training_steps=3")
+    # Whose bits are those of the command.
+    with testing.session(*words, "actor_rollout_ref.actor.ppo_mini_batch_size=4", "trainer.total_training_steps=3") as session:
+        offline.train(session)
+        session.actor.export(tmp_path / "whole")
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
     first = train(tmp_path, "run", *words, "trainer.total_training_steps=2")
     assert [path.name for path in (first.path / "checkpoints").iterdir()] == ["step_2"]
     assert "saved at a stop and at the end (" in " ".join(first.output.split())
@@ -217,7 +224,7 @@ def test_a_finished_run_says_so_goes_on_from_its_end_and_is_never_rewound_in_sil
 
     longer = train(tmp_path, "run", *words, "trainer.total_training_steps=3")
     assert "at step 2" in longer.output and sorted(longer.steps) == [1, 2, 3]
-    assert all(torch.equal(weight, longer.weights()[name]) for name, weight in whole.weights().items())
+    assert all(torch.equal(weight, longer.weights()[name]) for name, weight in whole.items())
     shutil.rmtree(first.path / "checkpoints" / "step_3")
     refused = train(tmp_path, "run", *words, "trainer.total_training_steps=4", exit_code=2)
     assert "has ended with step 3, and its newest checkpoint is of step 2" in refused.output
