@@ -234,7 +234,7 @@ class LocalRanks:
         return self.call_each(method, [arguments])
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [getattr(self.worker, method)(*map(_read, own)) for own in arguments]
+        return [getattr(self.worker, method)(*map(_read, of_rank)) for of_rank in arguments]
 
     def call_for_two(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[tuple[Any, LocalBlock]]:
         return [(first, LocalBlock(second)) for first, second in self.call_each(method, arguments)]
@@ -293,8 +293,8 @@ class LocalPool(RequestPool):
     def _answered(self, request: Request, answers: Answers) -> Completion:
         prompt, sample = self._wanted[request.request_id]
         text = answers(prompt, sample)
-        whole = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
-        ids = np.asarray(whole[: request.sampling.max_tokens], dtype=np.int32)
+        token_ids = [*self.tokenizer(text, add_special_tokens=False).input_ids, self.tokenizer.eos_token_id]
+        ids = np.asarray(token_ids[: request.sampling.max_tokens], dtype=np.int32)
         logprobs = np.full(len(ids), LOGPROB, dtype=np.float32)
-        ending: FinishReason = "stop" if len(ids) == len(whole) else "length"
+        ending: FinishReason = "stop" if len(ids) == len(token_ids) else "length"
         return Completion(request.request_id, ids, logprobs, ending, ((self.version, len(ids)),), text=text)

@@ -34,12 +34,12 @@ def rank_of(name: RoleName, plan: Plan, actor: ActorSpec, reward_model_path: str
         return "reference.ReferenceWorker", (frozen,), {"offload": fsdp.param_offload}
     if name == "teacher":
         return "reference.ReferenceWorker", teacher_specs(plan, policy), {"offload": plan.config.distillation.param_offload}
-    own = plan.config.reward.reward_model
-    scorer = RewardModelSpec(reward_model_path, own.dtype, own.trust_remote_code, own.param_offload)
+    settings = plan.config.reward.reward_model
+    scorer = RewardModelSpec(reward_model_path, settings.dtype, settings.trust_remote_code, settings.param_offload)
     if not plan.trains_reward_model:
         return "reward_model.RewardModelWorker", scorer, {}
     trained = TrainedRewardModelSpec(
-        scorer, own.train, plan.sizes.reward_model_updates, plan.config.trainer.seed, policy.share_prompts
+        scorer, settings.train, plan.sizes.reward_model_updates, plan.config.trainer.seed, policy.share_prompts
     )
     return "reward_model.TrainedRewardModelWorker", trained, {}
 
@@ -79,7 +79,7 @@ def make_actor(plan: Plan, worker_group: WorkerGroup, tokenizer: Any) -> ActorRo
 
 
 def make_reference(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole | None) -> ReferenceRole | None:
-    """Return the reference's role over its processes, or over the actor's where it is the base model there; else None."""
+    """Return the reference's role over its processes, or over the actor's if it is the base model there; else None."""
     options: dict[str, Any] = {"rule": plan.passes.reference, "want_hidden": plan.objective.needs_full_kl}
     if plan.base_reference is not None and actor is not None:
         return BaseReferenceRole(actor, **options)
@@ -108,9 +108,9 @@ def teacher_specs(plan: Plan, policy: PolicySpec) -> tuple[PolicySpec, ...]:
 
 
 def make_teacher(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole, tokenizer: Any) -> TeacherRole | None:
-    """Return the teachers' role over their processes, and over the actor's where the policy itself teaches; None without teachers."""
-    taught, own = plan.objective.distillation, 0
-    if taught is None or not plan.teachers:
+    """Return the teachers' role over their processes, and over the actor's if the policy itself teaches; None without teachers."""
+    distillation, number = plan.objective.distillation, 0
+    if distillation is None or not plan.teachers:
         return None
     teachers = []
     for name, settings in plan.teachers:
@@ -118,22 +118,23 @@ def make_teacher(plan: Plan, worker_group: WorkerGroup | None, actor: ActorRole,
             method = "teacher_logprobs" if settings.ema_decay is None else "average_logprobs"
             teachers.append(Teacher(name, settings, actor.worker_group, method))
         else:
-            teachers.append(Teacher(name, settings, worker_group, "logprobs", (own,)))
-            own += 1
+            teachers.append(Teacher(name, settings, worker_group, "logprobs", (number,)))
+            number += 1
     # Their heads may have more rows than the tokenizer has tokens, each model its own number.
-    top = None if not taught.topk else (taught.topk if taught.topk > 0 else len(tokenizer), len(tokenizer))
+    topk = distillation.topk
+    top = None if not topk else (topk if topk > 0 else len(tokenizer), len(tokenizer))
     return TeacherRole(teachers, rule=plan.passes.update, top=top, renderer=Renderer(plan.config.data, tokenizer))
 
 
 def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) -> ActorSpec:
-    """Return what every actor rank is built from; its weights go to this engine, where there is one."""
+    """Return what every actor rank is built from; its weights go to this engine, if there is one."""
     config, actor = plan.config, plan.config.actor_rollout_ref.actor
     sender = SenderSpec()
     if engine is not None:
-        alone = engine.adapter_scaling is not None
-        dtype = None if alone else engine.dtype
+        sends_adapters = engine.adapter_scaling is not None
+        dtype = None if sends_adapters else engine.dtype
         readers = engine.engines_per_device
-        sender = SenderSpec(engine.weight_backend, engine.bucket_bytes, dtype, engine.verify_checksum, alone, readers)
+        sender = SenderSpec(engine.weight_backend, engine.bucket_bytes, dtype, engine.verify_checksum, sends_adapters, readers)
     policy = PolicySpec(
         model=replace(config.actor_rollout_ref.model, path=model_path),
         temperature=config.actor_rollout_ref.rollout.temperature,
@@ -160,17 +161,17 @@ def actor_spec(plan: Plan, model_path: str, engine: EngineSpec | None = None) ->
 
 def critic_spec(plan: Plan, actor: PolicySpec) -> CriticSpec:
     """Return what every critic rank is built from; the model is the actor's unless the plan names another."""
-    critic, own = plan.config.critic, plan.critic_model
+    critic, folder = plan.config.critic, plan.critic_model
     model = replace(
         actor.model,
         enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
         enable_activation_offload=critic.model.enable_activation_offload,
     )
-    if own is not None:
-        model = replace(model, path=own, override_config={})
+    if folder is not None:
+        model = replace(model, path=folder, override_config={})
     policy = actor.sharded_as(critic.fsdp, critic.ulysses_sequence_parallel_size)
     return CriticSpec(
-        model=replace(policy, model=model, train=True, path_key=actor.path_key if own is None else "critic.model.path"),
+        model=replace(policy, model=model, train=True, path_key=actor.path_key if folder is None else "critic.model.path"),
         optim=critic.optim,
         total_optimizer_steps=plan.sizes.critic_updates,
         seed=plan.config.trainer.seed,

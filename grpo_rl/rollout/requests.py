@@ -102,14 +102,14 @@ class RequestPool(WholeBatches):
         index is `GREEDY`. Rollouts that were asked for before go on beside these. Raises ValueError, and asks for
         none, if an id is taken: if this prompt's rollouts were asked for and have not been handed over.
         """
-        wanted: dict[str, tuple[Prompt, int]] = {}
+        rollouts: dict[str, tuple[Prompt, int]] = {}
         requests: list[Request] = []
         for prompt in prompts:
             for sample in [*range(n), *([GREEDY] if greedy else [])]:
-                wanted[rollout_id(prompt, sample)] = (prompt, sample)
+                rollouts[rollout_id(prompt, sample)] = (prompt, sample)
                 settings = sampling_of(sampling, prompt.uid, sample)
                 requests.append(Request(rollout_id(prompt, sample), prompt.token_ids, settings))
-        return self._add(wanted, requests, at_once=True)
+        return self._add(rollouts, requests, at_once=True)
 
     def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
         """Ask for one rollout per prompt, each sampled exactly as it says, and the turn of a conversation; return their ids.
@@ -117,19 +117,19 @@ class RequestPool(WholeBatches):
         They go to the engines with the next look at `completed`, so that many small requests cost few calls. Raises ValueError
         as `submit` does.
         """
-        wanted = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
+        rollouts = {rollout_id(prompt, 0): (prompt, 0) for prompt, _, _ in turns}
         requests = [
             Request(rollout_id(prompt, 0), prompt.token_ids, sampling, conversation) for prompt, sampling, conversation in turns
         ]
-        return self._add(wanted, requests, at_once=False)
+        return self._add(rollouts, requests, at_once=False)
 
-    def _add(self, wanted: dict[str, tuple[Prompt, int]], requests: list[Request], *, at_once: bool) -> list[str]:
-        taken = sorted(wanted.keys() & self._wanted.keys())
-        if taken or len(wanted) < len(requests):
+    def _add(self, rollouts: dict[str, tuple[Prompt, int]], requests: list[Request], *, at_once: bool) -> list[str]:
+        taken = sorted(rollouts.keys() & self._wanted.keys())
+        if taken or len(rollouts) < len(requests):
             raise ValueError(f"rollouts are being sampled already: {', '.join(taken[:5]) or 'a prompt comes twice'}")
-        self._wanted |= wanted
+        self._wanted |= rollouts
         self._send(requests, at_once=at_once)
-        return list(wanted)
+        return list(rollouts)
 
     def completed(self, wait_s: float | None = None, only: Collection[str] | None = None) -> Iterator[Rollout]:
         """Yield rollouts as they end, until none that was asked for is missing, or for `wait_s` seconds.

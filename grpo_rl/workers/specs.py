@@ -27,7 +27,7 @@ class Rank:
     timeout_s: float
     """The longest wait in a collective."""
     start_timeout_s: float = 0.0
-    """The longest wait for the others while models are loaded, where that is longer."""
+    """The longest wait for the others while models are loaded, if that is longer."""
     deterministic: bool = False
     """Compute by kernels only whose results have the same bits every time; an operation without one raises."""
     address: str = "127.0.0.1"
@@ -63,7 +63,7 @@ class PolicySpec:
     path_key: str = POLICY_KEY
     """The setting that named the model's folder, for error messages."""
     seed: int = 0
-    """The seed of the first values of adapters, where there are any."""
+    """The seed of the first values of adapters, if there are any."""
 
     def sharded_as(self, fsdp: FsdpConfig | RefFsdpConfig, sequence_ranks: int) -> PolicySpec:
         """Return the spec with the types and the layout of a role's section for FSDP."""
@@ -107,11 +107,11 @@ class ActorSpec:
     param_offload: bool = False
     optimizer_offload: bool = False
     old_from_engine: bool = False
-    """True where old log-probs are the engine's, so that they cannot be compared with the engine's."""
+    """True if old log-probs are the engine's, so that they cannot be compared with the engine's."""
     measures_engine: bool = False
-    """True where the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
+    """True if the ranks measure how far the engine is from the old log-probs: nothing else reads those of all tokens."""
     replays_routing: bool = False
-    """True where tokens take the same experts in an update as in the pass for old log-probs (router_replay.mode=R2)."""
+    """True if tokens take the same experts in an update as in the pass for old log-probs (router_replay.mode=R2)."""
     ema_decay: float | None = None
     """The decay of the moving average of the weights that a teacher has; None: no teacher has one."""
 
@@ -121,7 +121,7 @@ class ActorSpec:
 
 
 Rows = tuple[int, ...]
-"""The rollouts of one micro-batch, as rows of the rank's shard of the batch; empty where a rank only keeps step."""
+"""The rollouts of one micro-batch, as rows of the rank's shard of the batch; empty if a rank only keeps step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class OptimizerStep:
     zero_advantage: tuple[Rows, ...] = ()
     """Micro-batches of zero-advantage rollouts, which add nothing to the gradient: forward passes for the statistics only."""
     entropy_coeff: float | None = None
-    """Weight of the entropy bonus, where it is steered from step to step."""
+    """Weight of the entropy bonus, if it is steered from step to step."""
     selected_T: Tensor | None = None
     """The clipped tokens of this step: a bool for each trained token of the rank's shard."""
 

@@ -46,7 +46,7 @@ class Dispatched:
     ranks: WorkerGroup
     batch: Batch
     mini_batches: Sequence[Sequence[int]]
-    """The rollouts of each optimizer step that will be taken on the batch; none where it is only passed through a model."""
+    """The rollouts of each optimizer step that will be taken on the batch; none if it is only passed through a model."""
     shards: list[list[int]]
     """The rollouts of each rank, or of each group of ranks that compute a pass together, in the order of its shard."""
     stored: list[Any]
@@ -144,7 +144,7 @@ class Dispatched:
         return combine_stats(results, counts, self.ranks.role)
 
     def _updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
-        """Return each rank's part of an update on `batch`: the columns `names`, where they are there, and its steps."""
+        """Return each rank's part of an update on `batch`: the columns `names`, if they are there, and its steps."""
         trained_T = None
         if batch.positions_T is not self.batch.positions_T:
             trained_S = torch.zeros(len(batch.token_ids_S), dtype=torch.bool)
@@ -161,7 +161,7 @@ class Dispatched:
 
 
 def _prompts(batch: Batch, rule: MicroBatchRule) -> Prompts | None:
-    """Return which rollouts have a prompt in common, those of a group, where the rule shares prompts."""
+    """Return which rollouts have a prompt in common, those of a group, if the rule shares prompts."""
     return Prompts(batch.group_N.tolist(), batch.prompt_lengths_N.tolist()) if rule.shares_prompts else None
 
 
@@ -220,7 +220,7 @@ class SavedRole:
     absent: ClassVar[str] = ""
     """The error of a checkpoint without that folder: what it does not have, why, and what to do."""
     own_file: ClassVar[str | None] = None
-    """The file with the state that the role has in the controller; None where it has none."""
+    """The file with the state that the role has in the controller; None if it has none."""
 
     worker_group: WorkerGroup
 
@@ -331,7 +331,7 @@ class ActorRole(TrainedRole):
         """The version of the weights: the number of batches they were trained on."""
 
     def old_logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with `old_logprobs_T`, where something reads them.
+        """Return the batch with `old_logprobs_T`, if something reads them.
 
         Where the plan has none there is one update per batch, and the policy has not moved: the ratio is exactly 1.
         """
@@ -382,7 +382,7 @@ class ActorRole(TrainedRole):
             self.entropy.load_state_dict(state["entropy"])
 
     def units(self, batch: Batch) -> Sequence[int] | None:
-        """Return the pair of each rollout, whose two sides are compared in one micro-batch, where the loss is one over pairs."""
+        """Return the pair of each rollout, whose two sides are compared in one micro-batch, if the loss is one over pairs."""
         return batch.group_N.tolist() if self.objective.needs_pairs else None
 
     def mini_batches(self, batch: Batch) -> list[list[int]]:
@@ -454,7 +454,7 @@ class TrainedRewardModelRole(TrainedRole):
     def __init__(self, worker_group: WorkerGroup, *, rule: MicroBatchRule, pairs: bool, tokenizer: Any = None) -> None:
         super().__init__(worker_group, rule, tokenizer)
         self.pairs = pairs
-        """True where it learns from pairs, False where from labelled steps."""
+        """True if it learns from pairs, False if from labelled steps."""
 
     def mini_batches(self, batch: Batch) -> list[list[int]]:
         """Return all rollouts, as one optimizer step."""
