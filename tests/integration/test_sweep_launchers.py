@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 WORDS = [
+    "actor_rollout_ref.model.path=builtin:arithmetic",
     "data.train_files=task:arithmetic?num_rows=64",
     "actor_rollout_ref.rollout.name=hf",
     "actor_rollout_ref.actor.use_kl_loss=false",
