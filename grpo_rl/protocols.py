@@ -167,6 +167,13 @@ class RolloutPool(Protocol):
         """Return the rollouts of `submit`, ordered by prompt and sample. `on_finish` is called with each one as it ends."""
 
 
+class TurnPool(RolloutPool, Protocol):
+    """The pool that single turns of conversations are asked of."""
+
+    def ask(self, turns: Sequence[tuple[Prompt, Sampling, str]]) -> list[str]:
+        """Ask for one rollout per prompt, sampled exactly as it says, as a turn of a conversation; return their ids."""
+
+
 class Rewarder(Protocol):
     """Scores rollouts while others are still being sampled."""
 

@@ -12,6 +12,7 @@ from grpo_rl.cluster.roles.function_host import EnvironmentSpec, FunctionSpec, S
 from grpo_rl.cluster.roles.reward_model_role import ModelRewards
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
+from grpo_rl.data.draw_order import make_row_order
 from grpo_rl.data.row_set import BadRows, RowSet, TrainingRows, TrainingSet
 from grpo_rl.data.training_rows import rejection
 from grpo_rl.data.training_rows.conversations import DemonstrationSet
@@ -106,6 +107,8 @@ def read_inputs(
         decode = decoder(tokenizer) if plan.reward.steps_from == "rules" else None
         reward = RewardFunction.from_config(config.reward, decode=decode)
         reward.check_data_sources(data_sources)
+    if train is not None and config.data.curriculum is not None:
+        make_row_order(config, train).next_batch()  # what the function does wrong shows before any worker starts
     if train is not None:
         audit = auditing(config.reward, data_sources)
     trained = train if rows is None else rows.train

@@ -1,9 +1,13 @@
-"""The order in which rows are trained on: seeded per epoch, resumable to the exact row."""
+"""The order in which rows are trained on: seeded per epoch or chosen by a curriculum, resumable to the exact row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,32 @@ from grpo_rl.config import derived
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
 from grpo_rl.data.row_set import TrainingSet
-from grpo_rl.errors import ConfigError, DataError
+from grpo_rl.data.rows import Example
+from grpo_rl.errors import ConfigError, DataError, FunctionError
+from grpo_rl.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One question to a curriculum: which `size` rows come next? A row may be named more than once."""
+
+    size: int
+    num_rows: int
+    pass_rates: Mapping[int, float]
+    """Of each row that was answered: the share of its latest responses that pass (data.retire_metric, data.retire_score)."""
+    row: Callable[[int], Example]
+    """The row of a number, for its data_source or extra_info. Raises DataError for one that cannot be used."""
+    usable: Callable[[int], bool]
+    """Whether a row can be used; false only with data.on_bad_row=skip or filtered long prompts."""
+    rng: np.random.Generator
+    """Random numbers of this draw, the same after a resume."""
+    state: dict[str, Any]
+    """What the function remembers from draw to draw, as JSON; a part of every checkpoint."""
+
+
+CURRICULA: Registry[Callable[[Draw], Sequence[int]]] = Registry(
+    "curriculum", "next_rows(draw: grpo_rl.data.draw_order.Draw) -> list of draw.size row numbers"
+)
 
 
 class RowOrder:
@@ -48,6 +77,8 @@ class RowOrder:
         self._is_usable = is_usable
         self._identity: dict[str, Any] = {"num_rows": num_rows, "shuffle": shuffle, "seed": seed}
         self._identity |= {"shares": [list(share) for share in shares]} if shares else {}
+        self.num_named = 0
+        """The number of occurrences that `named` has made."""
         self.seek(0, 0)
 
     def seek(self, epoch: int, position: int) -> None:
@@ -57,11 +88,12 @@ class RowOrder:
     @contextmanager
     def rewinding(self) -> Iterator[None]:
         """After a DataError in the body the next draw begins with the same rows again."""
-        place = self.epoch, self.position
+        epoch, position, num_named = self.epoch, self.position, self.num_named
         try:
             yield
         except DataError:
-            self.seek(*place)
+            self.seek(epoch, position)
+            self.num_named = num_named
             raise
 
     def next_batch(self) -> list[tuple[int, str]]:
@@ -83,8 +115,17 @@ class RowOrder:
         occurrences = [divmod(entry, self._identity["num_rows"]) for entry in drawn]
         return [(row, f"e{epoch}{f'.{number}' if number else ''}-r{row}") for number, row in occurrences]
 
+    def named(self, rows: Sequence[int]) -> list[tuple[int, str]]:
+        """Return pairs as `next_batch` does for rows that somebody else has chosen. Raises ValueError for a row that is not there."""
+        num_rows = self._identity["num_rows"]
+        if wrong := [row for row in rows if not 0 <= row < num_rows]:
+            raise ValueError(f"there is no row {wrong[0]}: the training data have {num_rows} rows, from 0 on")
+        first, self.num_named = self.num_named, self.num_named + len(rows)
+        return [(row, f"s{number}-r{row}") for number, row in enumerate(rows, start=first)]
+
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position, **self._identity}
+        named = {"num_named": self.num_named} if self.num_named else {}
+        return {"epoch": self.epoch, "position": self.position, **self._identity, **named}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken. Raises DataError when the order would be another one."""
@@ -92,6 +133,7 @@ class RowOrder:
         if changes:
             raise DataError(f"cannot resume in the middle of the training data, its order has changed: {'; '.join(changes)}")
         self.seek(state["epoch"], state["position"])
+        self.num_named = int(state.get("num_named", 0))
 
     def _first_usable(self, entries: Iterator[int]) -> tuple[list[int], int] | None:
         """Return a batch of the first usable ones, and how many were looked at; None if there are fewer."""
@@ -128,6 +170,60 @@ class RowOrder:
         return np.concatenate(drawn or [np.arange(0)])[start - first * size :][:count]
 
 
+class Curriculum(RowOrder):
+    """Batches of the rows that a user's function chooses (`data.curriculum`); what it is told and remembers is in checkpoints."""
+
+    def __init__(self, name: str, data: PromptDataset, batch_size: int, seed: int, size_key: str) -> None:
+        super().__init__(len(data), batch_size, False, seed, size_key=size_key, is_usable=data.usable)
+        self._name, self._data, self._choose = name, data, CURRICULA.get(name)
+        self.pass_rates: dict[int, float] = {}
+        self.state: dict[str, Any] = {}
+
+    def next_batch(self) -> list[tuple[int, str]]:
+        """Return the rows that the function chooses. Raises FunctionError for others than it was asked for, DataError for a bad one."""
+        state = copy.deepcopy(self.state)
+        try:
+            rows = self._chosen()
+        except DataError:
+            self.state = state
+            raise
+        drawn = self.named(rows)
+        self.epoch = (self.num_named - 1) // len(self._data)
+        return drawn
+
+    def _chosen(self) -> list[int]:
+        num_rows, rng = len(self._data), np.random.default_rng((self._identity["seed"], self.num_named))
+        draw = Draw(
+            self.batch_size,
+            num_rows,
+            MappingProxyType(self.pass_rates),
+            lambda row: self._data.row(row).example,
+            self._is_usable,
+            rng,
+            self.state,
+        )
+        answer: Any = self._choose(draw)
+        try:
+            rows = [operator.index(row) for row in answer]
+        except TypeError:
+            rows = []
+        if len(rows) != self.batch_size or not all(0 <= row < num_rows for row in rows):
+            raise FunctionError(
+                f"curriculum {self._name} returned {str(answer)[:80]}; it returns {self.batch_size} row numbers from 0 to {num_rows - 1}"
+            )
+        if bad := [row for row in rows if not self._is_usable(row)]:
+            raise FunctionError(f"curriculum {self._name} chose row {bad[0]}, which cannot be used: leave out what draw.usable denies")
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"pass_rates": list(self.pass_rates.items()), "curriculum": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.pass_rates = {int(row): float(rate) for row, rate in state.get("pass_rates", ())}
+        self.state = copy.deepcopy(state.get("curriculum", {}))
+
+
 def make_row_order(
     config: Config, dataset: PromptDataset | TrainingSet[Any], is_retired: Callable[[int], bool] = lambda row: False
 ) -> RowOrder:
@@ -136,6 +232,9 @@ def make_row_order(
     Raises ConfigError for a batch larger than the data, and for a weight of an entry without rows.
     """
     data = config.data
+    size_key = "data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size"
+    if data.curriculum is not None and isinstance(dataset, PromptDataset):
+        return Curriculum(data.curriculum, dataset, derived.gen_batch_size(config), data.seed, size_key)
     sizes = dataset.entry_sizes()
     if data.train_weights is not None and 0 in sizes:
         raise ConfigError(
@@ -147,7 +246,7 @@ def make_row_order(
         derived.gen_batch_size(config),
         data.shuffle,
         data.seed,
-        size_key="data.train_batch_size" if data.gen_batch_size is None else "data.gen_batch_size",
+        size_key=size_key,
         is_usable=lambda row: not is_retired(row) and dataset.usable(row),
         shares=() if data.train_weights is None else list(zip(sizes, data.train_weights, strict=True)),
     )

@@ -32,12 +32,14 @@ from grpo_rl.config.function_options import (
 )
 from grpo_rl.config.schema.fields import value_of
 from grpo_rl.config.schema.tree import Config
+from grpo_rl.data.draw_order import CURRICULA
 from grpo_rl.errors import ConfigError
 from grpo_rl.models import builtin
 from grpo_rl.models.load import load_tokenizer
 from grpo_rl.registry import check_options, needs_of, options_of
 from grpo_rl.rewards.combined import factors_of, may_score_steps
 from grpo_rl.trainer.sampled.advantage import estimator_options
+from grpo_rl.trainer.sampled.sampler import ROLLOUTS
 from grpo_rl.trainer.sampled.selection import FILTERS, check_metric
 
 ACTS_AT_ONE = ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "negative_low", "negative_high")
@@ -60,12 +62,16 @@ def checks(config: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield "algorithm.adv_estimator: ", lambda: _refuse(_of_estimator(config))
     if not derived.trains_pairs(config):
         yield "algorithm.rollout_correction.", lambda: _refuse(_of_correction(config))
-    groups, data = config.algorithm.filter_groups, config.data
+    groups, data, function = config.algorithm.filter_groups, config.data, config.actor_rollout_ref.rollout.function
+    if function is not None:
+        yield "actor_rollout_ref.rollout.function: ", lambda: ROLLOUTS.check_call(function, "sampler", "prompts")
     if groups.enable and ":" in groups.metric:
         yield "algorithm.filter_groups.metric: ", lambda: FILTERS.check_call(groups.metric, "group")
     elif groups.enable:
         yield "algorithm.filter_groups.metric", lambda: check_metric(groups.metric, config)
-    if data.retire_above is not None:
+    if data.curriculum is not None:
+        yield "data.curriculum: ", lambda: CURRICULA.check_call(data.curriculum or "", "draw")
+    if data.retire_above is not None or data.curriculum is not None:
         yield "data.retire_metric", lambda: check_metric(data.retire_metric, config)
 
 
@@ -260,6 +266,8 @@ def _of_estimator(config: Config) -> Iterator[str]:
             "whole responses; name arithmetic_process, or your own path.py:function that returns 'steps' beside 'score'; or take a reward model with "
             "reward.reward_model.step_separator"
         )
+    if "baselines" in needed and config.actor_rollout_ref.rollout.function is not None:
+        yield f"{name} compares with greedy responses, which actor_rollout_ref.rollout.function does not make; another estimator"
     if not reads_token_rewards(needed):
         if algorithm.use_kl_in_reward:
             yield (

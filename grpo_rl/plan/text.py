@@ -332,6 +332,10 @@ def _selection(config: Config) -> Rows:
             f"groups in which at most {config.algorithm.replay.max_success:.3g} of the responses have the highest reward, for {_count(age, 'step')}, "
             "in place of groups without a signal",
         )
+    if (function := config.actor_rollout_ref.rollout.function) is not None:
+        yield "rollouts", f"those that {function} makes of a batch of prompts"
+    if data.curriculum is not None:
+        yield "curriculum", f"{data.curriculum} chooses the prompts that come next"
     if data.retire_above is not None:
         yield (
             "retire",

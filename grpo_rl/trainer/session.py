@@ -34,6 +34,7 @@ from grpo_rl.trainer.progress import StepProgress, Timer, advancing
 from grpo_rl.trainer.replay import GroupReplay, PairReplay
 from grpo_rl.trainer.rows import Rows, with_kl
 from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_baselines
+from grpo_rl.trainer.sampled.sampler import Sampler
 from grpo_rl.trainer.sampled.selection import Selected, Selection
 from grpo_rl.trainer.sampled.trained import TrainedTokens, penalize_overlong, scored
 from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
@@ -97,6 +98,8 @@ class Session:
         self.trained_tokens = TrainedTokens(algorithm)
         self.samples_greedily = "baselines" in self.advantage.needs
         """True if each prompt's responses are followed by its greedy one."""
+        self.sampler = Sampler(self)
+        """What the function of `rollout.function` works with."""
         self._selection = None if train_data is None else Selection(config, train_data, factors)
         self._flight: InFlight | None = None
         self.begin_step()
@@ -124,6 +127,7 @@ class Session:
         """The rollouts that this step trains on, which are kept for a look if its update is not finite."""
         self.has_trained = False
         """True once weights have changed in this step."""
+        self.sampler.begin_step()
         self._row_of: dict[str, int] = {}
         self._batch: Batch | None = None
         self._rows_batch: Batch | None = None
@@ -188,18 +192,26 @@ class Session:
 
     # ---- sampling --------------------------------------------------------------------------------------------------
 
-    def next_prompts(self) -> list[Prompt]:
-        """Return the next `data.train_batch_size` prompts. Raises DataError for a row that cannot be used."""
-        drawn = self.selection.prompts()
+    def next_prompts(self, rows: Sequence[int] | None = None) -> list[Prompt]:
+        """Return the next `data.train_batch_size` prompts, or those of the training data's `rows`, by their numbers from 0 on.
+
+        Raises DataError for a row that cannot be used, ValueError for one that is not there.
+        """
+        drawn = self.selection.prompts(rows)
         self._row_of |= {prompt.uid: row for row, prompt in drawn}
         return [prompt for _, prompt in drawn]
 
     def sample(self, prompts: Sequence[Prompt], n: int | None = None, sampling: Sampling | None = None) -> list[Rollout]:
         """Return n responses to each prompt (`rollout.n`, if None), ordered by prompt; each is scored as it ends.
 
-        With an estimator that needs a greedy baseline, each prompt's responses are followed by its greedy one.
+        With an estimator that needs a greedy baseline, each prompt's responses are followed by its greedy one. With
+        `rollout.function` that makes the rollouts instead, unless n or the sampling are given.
         """
-        n = self.config.actor_rollout_ref.rollout.n if n is None else n
+        function = self.config.actor_rollout_ref.rollout.function
+        if function is not None and n is None and sampling is None:
+            with self._timer("gen"):
+                return self.sampler.played(function, prompts)
+        n = self.sampler.n if n is None else n
         sampling, greedy = sampling or training_sampling(self.config, self.step), self.samples_greedily
         with self._timer("gen"):
             on_finish = self.progress.counting(self.rewarder.submit, len(prompts) * (n + greedy))
@@ -219,10 +231,11 @@ class Session:
         return rewarded
 
     def rewarded(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Return what `score` does without noting anything: for any thread."""
-        rewarded = scored(self.rewarder, rollouts, self.output.console.warn)
-        overlong, max_length = self.config.reward.overlong_buffer, self.config.data.max_response_length
-        return with_baselines(penalize_overlong(rewarded, overlong, max_length))
+        """Return what `score` does without noting anything: for any thread. What has its reward keeps it."""
+        unscored = [rollout for rollout in rollouts if rollout.reward is None and rollout.failure is None]
+        scored(self.rewarder, unscored, self.output.console.warn)
+        penalize_overlong(unscored, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+        return with_baselines(rollouts)
 
     def select(self, rollouts: Sequence[Rollout], max_staleness: int | None = None) -> list[Rollout]:
         """Return the rollouts to train: those with a reward, of the groups that `algorithm.filter_groups` keeps.
@@ -279,6 +292,8 @@ class Session:
         With `filter_groups.refill` a group without a signal gives its place to a further prompt. `in_order`: a batch takes the
         first groups that were drawn, so that all of a draw is asked for at once. Raises DataError as `next_prompts` and `select`.
         """
+        if (function := self.config.actor_rollout_ref.rollout.function) is not None:
+            raise ValueError(f"submit() samples single responses, and rollout.function={function} makes whole batches: use sample()")
         self.flight.room, self.flight.in_order = num_groups, in_order
         self.flight.top_up()
 
@@ -507,6 +522,8 @@ class Session:
             return state
         state |= {"sampler": self.selection.state_dict(), "advantage": self.advantage.state_dict()}
         state["num_rows"] = len(self.selection.data)
+        if self.config.actor_rollout_ref.rollout.function is not None:
+            state["rollout_function"] = self.sampler.state
         return state if self._flight is None else state | {"groups": self._flight.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -519,6 +536,7 @@ class Session:
         elif self._selection is not None:
             same_data = self.selection.load_state_dict(state["sampler"])
             self.advantage.load_state_dict(state["advantage"])
+            self.sampler.state = state.get("rollout_function", {})
             if "groups" in state or self._flight is not None:
                 none: dict[str, Any] = {"num_batches": 0, "waiting": []}
                 self.flight.load_state_dict(state.get("groups", none), same_data=same_data)

@@ -187,6 +187,12 @@ def _schedule(config: Config) -> Iterator[str]:
     if derived.overlaps(config):
         yield from _overlapping(config)
     yield from _old_samples(config)
+    if config.actor_rollout_ref.rollout.function is not None and not offline:
+        key = f"{_R}.function={config.actor_rollout_ref.rollout.function}"
+        if derived.plays_episodes(config):
+            yield f"{key}: makes the rollouts, and so does {_R}.multi_turn.enable=true; give one of them"
+        if derived.overlaps(config):
+            yield f"{key}: makes a batch at a time, and trainer.schedule={schedule} asks for single responses; trainer.schedule=sync"
 
 
 def _old_samples(config: Config) -> Iterator[str]:

@@ -79,11 +79,15 @@ class DataConfig:
         ],
     )
     """Prompts sampled at a time while groups without signal are replaced (algorithm.filter_groups), or with responses=initial_policy; null: train_batch_size."""
-    retire_above: PositiveFraction | None = field(None, part="policy")
+    curriculum: str | None = field(None, part="policy")
+    """Your own choice of the prompts that come next, `file.py:next_rows`, a function of a Draw (docs/data.md); null: shuffled epochs."""
+    retire_above: PositiveFraction | None = field(
+        None, part="policy", needs="curriculum=null | {curriculum} chooses the rows"
+    )
     """Do not sample a prompt in later epochs once this share of its responses passes, or more (ScaleRL: 0.9); null: sample all."""
-    retire_metric: str = field("score", part="policy", needs="retire_above")
-    """The metric by which a response passes: named as algorithm.filter_groups.metric is."""
-    retire_score: Factor = field(1.0, part="policy", needs="retire_above")
+    retire_metric: str = field("score", part="policy", needs="retire_above or curriculum")
+    """The metric by which a response passes, for retire_above and curriculum: named as algorithm.filter_groups.metric is."""
+    retire_score: Factor = field(1.0, part="policy", needs="retire_above or curriculum")
     """The least value of retire_metric with which a response passes."""
     max_prompt_length: Length = field(512, part="lengths")
     """Longest prompt in tokens; what happens to longer ones: filter_overlong_prompts, truncation."""
@@ -93,12 +97,13 @@ class DataConfig:
     """Drop rows whose prompt is longer than max_prompt_length, and say how many."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """The treatment of longer prompts that were not filtered: refuse them, or cut tokens off on that side."""
-    shuffle: bool = True
+    shuffle: bool = field(True, needs="curriculum=null | {curriculum} chooses the rows")
     """Draw the training rows of every epoch in a new seeded order."""
     seed: Seed = field(1, needs="shuffle=true")
     """Seed of the order of the training rows."""
     train_weights: list[Positive] | None = field(
-        None, needs=["shuffle=true", "responses=policy or rows | what the initial policy sampled is one file"]
+        None,
+        needs=["curriculum=null | {curriculum} chooses the rows", "shuffle=true", "responses=policy or rows | what the initial policy sampled is one file"]
     )
     """Weights of the entries of train_files, in their order: an entry has its weight over the sum of all as its share of an epoch's rows, drawn again and again if need be. null: the share of its rows."""
     train_max_samples: CountOrOff = -1

@@ -335,6 +335,8 @@ class RolloutConfig:
     """Engine: vllm, or hf (plain transformers: slower, with nothing to compile, for debugging and if vLLM is missing)."""
     n: Responses = field(8, part="samples")
     """Responses per prompt: the group of GRPO."""
+    function: str | None = field(None, part="policy")
+    """Your own way to the rollouts of a batch of prompts, `file.py:play`, a function of a Sampler and the prompts (docs/agents.md)."""
     temperature: Temperature = field(1.0, part="samples")
     """Temperature of sampling; the trainer's log-probs are taken at the same one."""
     top_p: PositiveFraction = field(1.0, part="samples")

@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.dataset import PromptDataset
-from grpo_rl.data.draw_order import RowOrder, make_row_order
+from grpo_rl.data.draw_order import Curriculum, RowOrder, make_row_order
 from grpo_rl.data.row_set import TrainingSet
 from grpo_rl.data.sources.source import differences
 from grpo_rl.errors import CheckpointError, ConfigError, DataError, FunctionError, RewardError
@@ -53,22 +53,26 @@ class Selection:
         """The rows of prompts that are learnt: their latest pass rate reached the bound. They stay retired."""
         self.sampler = make_row_order(config, data, self.retired.__contains__)
 
-    def prompts(self) -> list[tuple[int, Prompt]]:
-        """Return the next batch of prompts, each with its row.
+    def prompts(self, rows: Sequence[int] | None = None) -> list[tuple[int, Prompt]]:
+        """Return the next batch of prompts, each with its row; those of `rows`, if these are named.
 
         Raises DataError for a row that cannot be used; the next draw then begins with the same rows.
         """
         with self.sampler.rewinding():
-            return [(row, self.data.prompt(row, uid)) for row, uid in self.sampler.next_batch()]
+            drawn = self.sampler.next_batch() if rows is None else self.sampler.named(rows)
+            return [(row, self.data.prompt(row, uid)) for row, uid in drawn]
 
     def note(self, rows: Mapping[str, int], rollouts: Sequence[Rollout]) -> None:
         """Note how many responses to each prompt passed, if what is drawn next depends on it; `rows` are by uid."""
-        if self.settings.retire_above is None:
+        bound, curriculum = self.settings.retire_above, self.sampler if isinstance(self.sampler, Curriculum) else None
+        if bound is None and curriculum is None:
             return
         for uid, group in by_uid(with_reward(rollouts)).items():
             values = [metric_of(rollout, self.settings.retire_metric, self.factors) for rollout in group]
             passed = sum(value >= self.settings.retire_score for value in values)
-            if uid in rows and passed >= self.settings.retire_above * len(values):
+            if uid in rows and curriculum is not None:
+                curriculum.pass_rates[rows[uid]] = passed / len(values)
+            if uid in rows and bound is not None and passed >= bound * len(values):
                 self.retired.add(rows[uid])
 
     def choose(self, sampled: list[Rollout], draw_more: Callable[[], list[Rollout]], spared: int = 0) -> Selected:

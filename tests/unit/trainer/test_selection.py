@@ -161,6 +161,59 @@ def test_a_function_of_the_users_chooses_the_groups_and_refilling_asks_it_too(da
             step(selection, scores)
 
 
+NEXT_ROWS = """
+def next_rows(draw):
+    draw.state["draws"] = draw.state.get("draws", 0) + 1
+    rows = range(draw.num_rows) if draw.state["draws"] <= 4 else draw.rng.permutation(draw.num_rows)
+    return sorted(rows, key=lambda row: draw.pass_rates.get(row, 0.5))[: draw.size]
+
+
+def too_few(draw):
+    return [0]
+
+
+def outside(draw):
+    return [0, draw.num_rows]
+
+
+def nothing(draw):
+    draw.state["draws"] = 1
+"""
+
+
+def test_a_curriculum_chooses_by_pass_rates_and_a_restored_one_goes_on_alike(data, tmp_path):
+    (tmp_path / "my_order.py").write_text(NEXT_ROWS)
+    config = config_of(curriculum=f"{tmp_path / 'my_order.py'}:next_rows")
+    sample = answers({0: SOLVED, 1: SOLVED, 2: FAILED, 3: SOLVED, 4: FAILED, 5: SOLVED})
+    original, restored = (Selection(config, data, FACTORS) for _ in range(2))
+    drawn = [[int(uid.rpartition("r")[2]) for uid in uids(step(original, sample).sampled)] for _ in range(4)]
+    # Rows that nobody has answered count as one half; of each draw the rows that fail stay in front.
+    assert drawn == [[0, 1], [2, 3], [2, 4], [2, 4]]
+    assert original.epoch == 1 and original.sampler.state == {"draws": 4}
+    restored.load_state_dict(json.loads(json.dumps(original.state_dict())))
+    for _ in range(3):
+        assert uids(step(original, sample).sampled) == uids(step(restored, sample).sampled)
+
+
+@pytest.mark.parametrize("name", ["too_few", "outside", "nothing"])
+def test_a_curriculum_that_returns_something_else_is_told_what_it_returns(name, data, tmp_path):
+    (tmp_path / "my_order.py").write_text(NEXT_ROWS)
+    selection = Selection(config_of(curriculum=f"{tmp_path / 'my_order.py'}:{name}"), data, FACTORS)
+    with pytest.raises(FunctionError, match=r"it returns 2 row numbers from 0 to 5"):
+        selection.prompts()
+
+
+def test_prompts_of_named_rows_have_names_of_their_own_and_leave_the_order_as_it_is(data):
+    selection = Selection(config_of(), data, FACTORS)
+    assert [prompt.uid for _, prompt in selection.prompts([4, 4])] == ["s0-r4", "s1-r4"]
+    assert [prompt.uid for _, prompt in selection.prompts()] == ["e0-r0", "e0-r1"]
+    restored = Selection(config_of(), data, FACTORS)
+    restored.load_state_dict(json.loads(json.dumps(selection.state_dict())))
+    assert [prompt.uid for _, prompt in restored.prompts([0])] == ["s2-r0"]
+    with pytest.raises(ValueError, match="there is no row 6: the training data have 6 rows"):
+        selection.prompts([6])
+
+
 # ---- prompts that are learnt ------------------------------------------------------------------------------
 
 

@@ -20,8 +20,7 @@ import numpy as np
 
 from grpo_rl.control_words import MARK, ControlWords, opened_thought, unmarked
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.rows import BadRow
-from grpo_rl.envs.contract import Message
+from grpo_rl.data.rows import BadRow, Message
 from grpo_rl.errors import ConfigError, DataError
 
 _ANSWER = f"Zq7{secrets.token_hex(8)}Xk"
