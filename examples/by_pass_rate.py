@@ -5,10 +5,6 @@ A group's advantages are largest at a pass rate of one half: the variance of a r
     python -m grpo_rl.main recipe=arithmetic/grpo data.curriculum=examples/by_pass_rate.py:next_rows
 """
 
-from types import SimpleNamespace
-
-import numpy as np
-
 from grpo_rl.data.draw_order import Draw
 
 
@@ -22,13 +18,3 @@ def next_rows(draw: Draw) -> list[int]:
     nearest = sorted(order, key=distance)[: draw.size // 2]
     others = [row for row in order if row not in nearest and draw.usable(row)]
     return [*nearest, *others[: draw.size - len(nearest)]]
-
-
-def main() -> None:
-    pass_rates = {0: 1.0, 1: 0.5, 2: 0.25, 3: 0.0}
-    draw = SimpleNamespace(size=4, num_rows=6, pass_rates=pass_rates, usable=lambda row: True, rng=np.random.default_rng(0))
-    print(f"rows {next_rows(draw)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -32,7 +32,13 @@ PERHAPS = (
 """Keys whose values may also be a name on the hub, a text, or options: a path if it begins with a dot or is there."""
 FUNCTIONS = (
     *("algorithm.adv_estimator", "algorithm.kl_penalty", f"{_A}.kl_loss_type", f"{_A}.loss_agg_mode"),
-    *(f"{_A}.policy_loss.loss_mode", f"{_R}.name", f"{_R}.function", f"{_R}.multi_turn.environment.name", f"{_R}.multi_turn.format"),
+    *(
+        f"{_A}.policy_loss.loss_mode",
+        f"{_R}.name",
+        f"{_R}.function",
+        f"{_R}.multi_turn.environment.name",
+        f"{_R}.multi_turn.format",
+    ),
     *("data.custom_cls.path", "reward.functions", "reward.audit", "reward.batched", "reward.judge.parser"),
     *("algorithm.filter_groups.metric", "data.curriculum", "trainer.schedule"),
 )

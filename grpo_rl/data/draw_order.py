@@ -212,7 +212,9 @@ class Curriculum(RowOrder):
                 f"curriculum {self._name} returned {str(answer)[:80]}; it returns {self.batch_size} row numbers from 0 to {num_rows - 1}"
             )
         if bad := [row for row in rows if not self._is_usable(row)]:
-            raise FunctionError(f"curriculum {self._name} chose row {bad[0]}, which cannot be used: leave out what draw.usable denies")
+            raise FunctionError(
+                f"curriculum {self._name} chose row {bad[0]}, which cannot be used: leave out what draw.usable denies"
+            )
         return rows
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from grpo_rl.config.derived import plays_episodes
 from grpo_rl.config.schema.tree import Config, DataConfig, MultiTurnConfig
-from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.chat_deltas import ChatDeltas
+from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.environments import TOOLS, Named, class_of, interaction_file, tools_of
 from grpo_rl.envs.episode_pool import Environments, EpisodePool, TurnPool
 from grpo_rl.envs.runtime.episode_host import EpisodeHost, HostSetup

@@ -293,7 +293,9 @@ class Session:
         first groups that were drawn, so that all of a draw is asked for at once. Raises DataError as `next_prompts` and `select`.
         """
         if (function := self.config.actor_rollout_ref.rollout.function) is not None:
-            raise ValueError(f"submit() samples single responses, and rollout.function={function} makes whole batches: use sample()")
+            raise ValueError(
+                f"submit() samples single responses, and rollout.function={function} makes whole batches: use sample()"
+            )
         self.flight.room, self.flight.in_order = num_groups, in_order
         self.flight.top_up()
 

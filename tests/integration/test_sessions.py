@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_runs import Run, train
 
 import grpo_rl
 from grpo_rl import testing
@@ -88,6 +90,46 @@ def test_two_sessions_in_a_row_the_command_and_a_session_without_ray_give_the_sa
     first, *others = (learnt(tmp_path / name) for name in ("first", "second", "third", "without_ray"))
     assert len(first) == 2 and all(other == first for other in others)
     assert (tmp_path / "second" / "model" / "config.json").is_file()
+
+
+EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"
+
+
+def run_example(folder: Path, *words: str) -> Run:
+    small = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "data.val_files=[]"]
+    return train(folder, "example", *WORDS[:3], *small, *words)
+
+
+@pytest.mark.timeout(600)
+def test_rows_by_pass_rate_and_the_best_of_eight_are_learnt(tmp_path: Path) -> None:
+    run = run_example(
+        tmp_path,
+        f"data.curriculum={EXAMPLES / 'by_pass_rate.py'}:next_rows",
+        f"actor_rollout_ref.rollout.function={EXAMPLES / 'best_of_n.py'}:play",
+        "algorithm.adv_estimator=rft",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=reinforce",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+    )
+    uids = [record["uid"] for step in (1, 2) for record in run.rollouts(step)]
+    assert [uid.partition("-")[0] for uid in uids] == [f"s{number}" for number in range(32)]
+    # One in three answers of the model is right at most, and the best of eight nearly always.
+    assert all(row["reward/mean"] > 0.6 and row["actor/grad_norm"] > 0 for row in run.steps.values())
+    state = json.loads((run.path / "checkpoints" / "step_2" / "trainer.json").read_text())
+    assert state["sampler"]["num_named"] == 32 and len(state["sampler"]["pass_rates"]) == len(
+        {uid.partition("-")[2] for uid in uids}
+    )
+
+
+@pytest.mark.timeout(600)
+def test_two_turns_are_one_rollout_whose_answers_alone_are_trained(tmp_path: Path) -> None:
+    run = run_example(
+        tmp_path, f"actor_rollout_ref.rollout.function={EXAMPLES / 'self_correction.py'}:play", "data.max_response_length=24"
+    )
+    for step, row in run.steps.items():
+        assert row["episode/turns"] == 2 and row["episode/context_token_fraction"] > 0.2
+        # The trainer finds the engine's log-probs of the second turn: its context is that of the sampling, token for token.
+        assert row["rollout/logprob_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0
+        assert len(run.rollouts(step)) == 16 * 8
 
 
 def test_words_that_cannot_be_run_are_refused_before_anything_starts() -> None:

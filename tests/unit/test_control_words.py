@@ -8,10 +8,10 @@ from tokenizers import AddedToken
 
 from grpo_rl.config.schema.tree import DataConfig
 from grpo_rl.control_words import ControlWords, unmarked
+from grpo_rl.data.chat_deltas import ChatDeltas
 from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.training_rows.conversations import Chat, Tokenizing
 from grpo_rl.data.training_rows.pairs import tokenized_pair
-from grpo_rl.data.chat_deltas import ChatDeltas
 from grpo_rl.models.builtin import build_tokenizer
 
 QWEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "tokenizers" / "qwen2.5"

@@ -21,8 +21,8 @@ from grpo_rl.plan.make import make_plan
 EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"
 ALONE = ["grpo_loss.py", "mcp_tool.py", "own_environment.py", "own_estimator.py", "own_loss.py", "own_reward.py", "own_task.py"]
 OF_RUNS = ["read_a_run.py", "plot_runs.py"]
-RUNS = ["train_from_python.py", "rl_loop.py"]
-"""The examples that train: tests/integration/test_scripts.py runs them."""
+RUNS = ["train_from_python.py", "rl_loop.py", "best_of_n.py", "by_pass_rate.py", "self_correction.py"]
+"""The examples that train: tests/integration/test_scripts.py and test_sessions.py run them."""
 NOTEBOOKS = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 GAMES = ["answers_in_turns.py", "countdown.py", "grid_world.py", "word_game.py"]
 """The tasks and environments that have a registered name."""

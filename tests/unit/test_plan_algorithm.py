@@ -25,6 +25,7 @@ BASE = [
     f"{R}.n=8",
     "trainer.total_epochs=1",
 ]
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 E = "algorithm.adv_estimator"
 KL_IN_REWARD = [f"{A}.use_kl_loss=false", "algorithm.use_kl_in_reward=true"]
 GAE = [f"{E}=gae", "algorithm.gamma=0.99", "algorithm.lam=0.95"]
@@ -202,6 +203,12 @@ REFUSED: list[tuple[list[str], str]] = [
     ([f"{FILTER}.enable=true", f"{FILTER}.metric=nothing"], "algorithm.filter_groups.metric=nothing: no part"),
     ([f"{FILTER}.enable=true", f"{R}.n=1", f"{E}=reinforce_plus_plus"], "never has a signal"),
     (["data.retire_above=0.9", "data.retire_metric=nothing"], "data.retire_metric=nothing: no part"),
+    (["data.curriculum=absent.py:next_rows"], "data.curriculum: curriculum 'absent.py:next_rows': there is no file"),
+    ([f"data.curriculum={EXAMPLES}/own_reward.py:main"], "takes () -> None, and is called as (draw)"),
+    ([f"data.curriculum={EXAMPLES}/by_pass_rate.py:next_rows", "data.shuffle=false"], "data.shuffle=false: has no effect"),
+    ([f"{R}.function={EXAMPLES}/own_reward.py:main"], "takes () -> None, and is called as (sampler, prompts)"),
+    ([f"{R}.function={EXAMPLES}/best_of_n.py:play", f"{E}=remax"], "compares with greedy responses"),
+    ([f"{R}.function={EXAMPLES}/best_of_n.py:play", f"{R}.nnodes=1", "trainer.schedule=async"], "asks for single responses"),
     ([f"{FILTER}.enable=true", "data.gen_batch_size=2000"], "data.gen_batch_size=2000: larger than the training data"),
 ]
 

@@ -130,7 +130,9 @@ class Sampler:
             token_ids = [int(cast(int, token)) for token in content]
             text = renderer.tokenizer.decode(token_ids)
         if not 0 < len(token_ids) <= self._config.data.max_prompt_length:
-            raise ValueError(f"a prompt of {len(token_ids)} tokens: from 1 to data.max_prompt_length={self._config.data.max_prompt_length}")
+            raise ValueError(
+                f"a prompt of {len(token_ids)} tokens: from 1 to data.max_prompt_length={self._config.data.max_prompt_length}"
+            )
         number = self._num_prompts[source.uid] = self._num_prompts[source.uid] + 1
         uid = f"p{number}.{source.uid}"
         return Prompt(uid, np.array(token_ids), text, source.data_source, source.ground_truth, source.extra_info, messages)

@@ -8,8 +8,8 @@ import pytest
 from chat_templates import FAMILIES, QWEN25, REWRITING, tokenizer_of
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.chat_deltas import ChatDeltas
+from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.tool_formats import parse
 from grpo_rl.errors import ConfigError
 

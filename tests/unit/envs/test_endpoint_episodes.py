@@ -14,8 +14,8 @@ from engine_turns import EngineTurns
 from scripted import ScriptedEngine
 
 from grpo_rl.config.schema.tree import DataConfig
-from grpo_rl.data.prompts import Renderer
 from grpo_rl.data.chat_deltas import ChatDeltas
+from grpo_rl.data.prompts import Renderer
 from grpo_rl.envs.environments import Named
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool

@@ -13,9 +13,9 @@ import torch
 from engine_turns import EngineTurns
 
 from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.chat_deltas import ChatDeltas
 from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.chat_deltas import ChatDeltas
 from grpo_rl.envs.environments import ENVIRONMENTS, Named
 from grpo_rl.envs.episode_pool import EpisodePool
 from grpo_rl.envs.runtime.environment_pool import EnvironmentPool

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from scripted import ScriptedEngine, ScriptedEnvironments, answered
 
 from grpo_rl.config.schema.tree import DataConfig
+from grpo_rl.data.chat_deltas import ChatDeltas
 from grpo_rl.data.collate import collate
 from grpo_rl.data.prompts import Renderer
-from grpo_rl.data.chat_deltas import ChatDeltas
 from grpo_rl.envs.episode_pool import EpisodePool, Playing
 from grpo_rl.types import Prompt, Sampling
 

@@ -126,3 +126,53 @@ def test_a_row_that_cannot_be_used_ends_a_loop_and_what_was_trained_is_saved(mak
     with pytest.raises(DataError, match="line 7"):
         trainer.fit()
     assert trainer.store.steps() == [2] and isinstance(policy, Policy)
+
+
+PLAY = """
+def play(sampler, prompts):
+    sampler.state["calls"] = sampler.state.get("calls", 0) + 1
+    first = sampler.sample(prompts, n=2)
+    again = sampler.sample([sampler.prompt(prompts[0], prompts[0].text)] if sampler.state["calls"] % 2 else prompts, n=2)
+    return sampler.score([*first, *again])
+
+
+def nothing(sampler, prompts):
+    pass
+"""
+
+
+def with_function(config: Config, folder: Path, name: str = "play") -> Config:
+    (folder / "my_rollouts.py").write_text(PLAY)
+    parts = config.actor_rollout_ref
+    rollout = dataclasses.replace(parts.rollout, function=f"{folder / 'my_rollouts.py'}:{name}")
+    return dataclasses.replace(config, actor_rollout_ref=dataclasses.replace(parts, rollout=rollout))
+
+
+def test_rollouts_of_a_users_function_are_scored_once_grouped_by_prompt_and_go_on_after_a_resume(
+    make: Make, tmp_path: Path
+) -> None:
+    config = with_function(make_config(save_freq=2), tmp_path)
+    trainer, policy = make(config, total_steps=5, with_val=False)
+    waited, wait = list[int](), trainer.roles.rewarder.wait
+    trainer.roles.rewarder.wait = lambda rollouts: waited.append(len(rollouts)) or wait(rollouts)
+    trainer.fit()
+    trainer.roles.rewarder.wait = wait
+    assert waited == [6, 0, 8, 0, 6, 0, 8, 0, 6, 0]
+    groups = [
+        [record["uid"] for record in read_rollouts(trainer.output.run_dir.rollouts / f"step_{step}.jsonl")] for step in (1, 2)
+    ]
+    first, second = policy.prompts[0]
+    assert groups[0] == [first, first, second, second, f"p1.{first}", f"p1.{first}"]
+    # The second two responses to a prompt are further ones, with other seeds and numbers.
+    assert sorted(groups[1]) == sorted([*policy.prompts[2]] * 4) and policy.samplings[2].seed != policy.samplings[3].seed
+    resumed, other = make(config, total_steps=5, with_val=False)
+    resumed.resume(trainer.store.folder / "step_2")
+    assert resumed.session.sampler.state == {"calls": 2}
+    resumed.fit()
+    assert other.prompts == policy.prompts[4:] and other.samplings == policy.samplings[4:]
+
+
+def test_a_function_that_makes_no_rollouts_is_told_what_it_returns(make: Make, tmp_path: Path) -> None:
+    trainer, _ = make(with_function(make_config(), tmp_path, "nothing"), total_steps=1, with_val=False)
+    with pytest.raises(FunctionError, match=r"my_rollouts.py:nothing returned None; it returns a list of rollouts"):
+        trainer.fit()
