@@ -96,8 +96,8 @@ EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"
 
 
 def run_example(folder: Path, *words: str) -> Run:
-    small = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "data.val_files=[]"]
-    return train(folder, "example", *WORDS[:3], *small, *words)
+    small = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.test_freq=-1"]
+    return train(folder, "example", *WORDS, *small, *words)
 
 
 @pytest.mark.timeout(600)
