@@ -85,9 +85,10 @@ def session(*words: str) -> Iterator[Session]:
     from grpo_rl.plan.make import make_plan
 
     _, composed = _checked(words)
-    if composed.config.trainer.schedule != "sync":
+    schedule = composed.config.trainer.schedule
+    if schedule != "sync" and ":" not in schedule:
         raise ConfigError(
-            f"trainer.schedule={composed.config.trainer.schedule}: the loop over a session is the schedule; leave the key out"
+            f"trainer.schedule={schedule}: the loop over a session is the schedule; leave the key out, or name that loop"
         )
     if not _SESSION.acquire(blocking=False):
         raise ConfigError("a session is open in this process; leave its block first, or start a run by grpo_rl.train")

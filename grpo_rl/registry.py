@@ -245,6 +245,26 @@ def needs_of(function: Callable[..., Any], options: Mapping[str, Any] | None = N
     return needed - {name for name, switch in getattr(function, "spared", {}).items() if values.get(switch)}
 
 
+def samples_ahead(versions: int | None = None) -> Callable[[F], F]:
+    """Return a decorator for a schedule that samples while it trains.
+
+    No token that it trains is more than `versions` versions of the weights old; None: trainer.asynchronous.max_staleness, and weights
+    may be updated under unfinished responses.
+    """
+
+    def note(function: F) -> F:
+        function.samples_ahead = versions  # type: ignore[attr-defined]
+        return function
+
+    return note
+
+
+def versions_ahead_of(schedule: Callable[..., Any]) -> int | None:
+    """Return what a schedule declared by `@samples_ahead`: 0 if it did not, so that it samples and trains in turns."""
+    versions: int | None = getattr(schedule, "samples_ahead", 0)
+    return versions
+
+
 def formula_of(function: Callable[..., Any]) -> str:
     """Return the text after `Formula:` in the docstring, on one line; the function's name when it has none.
 

@@ -6,6 +6,7 @@ The decisions of a run are made in plan/decisions.py, and only from these functi
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.fields import leaves, replaced
 from grpo_rl.config.schema.tree import Config, ModelConfig, ProfilerConfig
 from grpo_rl.errors import ConfigError
+from grpo_rl.registry import load_function, versions_ahead_of
 
 LABEL_LOSSES = ("kto",)
 """The registered losses over single answers that are desirable or not."""
@@ -27,8 +29,8 @@ PAIR_AVERAGE = "seq-mean-token-mean"
 OFFLINE = "offline"
 """The schedule of a run whose trained responses are fixed, whatever `trainer.schedule` says."""
 
-ONE_STEP_OFF, ASYNC = "one_step_off", "async"
-"""The schedules that sample while they train, on devices of their own."""
+ASYNC = "async"
+"""The schedule with the keys `trainer.asynchronous`. Its file is `asynchronous.py`: `async` is a word of Python."""
 ITERATE = "iterate"
 """The schedule of iterated training: the reference and the reward model are refreshed at the beginning of each iteration."""
 REWARD_MODEL = "reward_model"
@@ -165,16 +167,32 @@ def is_iterated(config: Config) -> bool:
     return config.trainer.schedule == ITERATE and not is_offline(config)
 
 
+def versions_ahead(config: Config) -> int | None:
+    """Return by how many versions the schedule samples ahead, as `registry.samples_ahead` declares it.
+
+    0: it samples and trains in turns; None: trainer.asynchronous.max_staleness. A schedule that cannot be loaded is reported elsewhere.
+    """
+    name = config.trainer.schedule
+    if is_offline(config) or is_iterated(config):
+        return 0
+    try:
+        if ":" in name:
+            return versions_ahead_of(load_function(name))
+        module = importlib.import_module(f"grpo_rl.schedules.{'asynchronous' if name == ASYNC else name}")
+        return versions_ahead_of(module.train)
+    except (ConfigError, ImportError, AttributeError):
+        return 0
+
+
 def overlaps(config: Config) -> bool:
-    """Return whether responses are sampled while the policy is trained."""
-    return config.trainer.schedule in (ONE_STEP_OFF, ASYNC) and not is_offline(config)
+    """Return whether responses are sampled while the policy is trained, on devices of their own."""
+    return versions_ahead(config) != 0
 
 
 def max_staleness(config: Config) -> int:
     """Return the most versions by which the weights that sampled a token may be older than those that it trains."""
-    if not overlaps(config):
-        return 0
-    return 1 if config.trainer.schedule == ONE_STEP_OFF else config.trainer.asynchronous.max_staleness
+    versions = versions_ahead(config)
+    return config.trainer.asynchronous.max_staleness if versions is None else versions
 
 
 def oldest_sampler(config: Config) -> int:
@@ -184,7 +202,7 @@ def oldest_sampler(config: Config) -> int:
 
 def updates_in_flight(config: Config) -> bool:
     """Return whether engines get new weights while responses are unfinished, which then go on with them."""
-    return config.trainer.schedule == ASYNC and max_staleness(config) > 0 and config.trainer.asynchronous.partial_rollout
+    return versions_ahead(config) is None and max_staleness(config) > 0 and config.trainer.asynchronous.partial_rollout
 
 
 def policy_steps(total: int, reward_model_steps: int, steps_per_iteration: int) -> int:

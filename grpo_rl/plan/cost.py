@@ -296,7 +296,7 @@ def step_time(plan: Plan, size: ModelSize | None, fitted: Fitted | None = None) 
     requests, staleness = rollouts / plan.num_replicas, derived.max_staleness(config)
     controller = rollouts * lengths.mean * CONTROLLER_S
     tail = 0.0
-    if plan.overlaps and config.trainer.schedule != derived.ONE_STEP_OFF and staleness:
+    if derived.versions_ahead(config) is None and staleness:
         reads_again = not config.trainer.asynchronous.keep_cache
         sampling, filled = replica.steady_s(lengths, requests, requests * (staleness + 1), reads_again=reads_again)
         # No token may be older than the bound: the longest response of a batch ends within so many steps.

@@ -234,7 +234,7 @@ def divisions(plan: Plan, size: ModelSize) -> list[Division]:
     runs: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
         ("sync", {"trainer.schedule": "sync"}, [shared]),
         ("sync, apart", {"trainer.schedule": "sync"}, splits_apart),
-        ("one_step_off", {"trainer.schedule": derived.ONE_STEP_OFF}, splits_apart),
+        ("one_step_off", {"trainer.schedule": "one_step_off"}, splits_apart),
     ]
     for age in sorted({*STALENESS, plan.config.trainer.asynchronous.max_staleness} - {0}):
         keys = {"trainer.schedule": derived.ASYNC, "trainer.asynchronous.max_staleness": age}

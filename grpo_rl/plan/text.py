@@ -16,7 +16,6 @@ from grpo_rl.config.checks.inputs import INSTALL, missing_loggers
 from grpo_rl.config.compose import Composed
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import (
-    ONE_STEP_OFF,
     MicroBatchRule,
     collects,
     estimates_advantages,
@@ -26,6 +25,7 @@ from grpo_rl.config.derived import (
     max_staleness,
     oldest_sampler,
     processes_on,
+    versions_ahead,
 )
 from grpo_rl.config.schema.algorithm import TeacherConfig
 from grpo_rl.config.schema.tree import Config
@@ -293,16 +293,16 @@ def _step(config: Config, plan: Plan) -> Rows:
 
 
 def _overlap(config: Config) -> str:
-    asynchronous, staleness = config.trainer.asynchronous, max_staleness(config)
-    if config.trainer.schedule == ONE_STEP_OFF:
-        return "one_step_off: the next batch is sampled while this one is trained, by weights of one version before"
+    asynchronous, staleness, name = config.trainer.asynchronous, max_staleness(config), config.trainer.schedule
+    if versions_ahead(config) == 1:
+        return f"{name}: the next batch is sampled while this one is trained, by weights of one version before"
     if staleness == 0:
-        return "async with max_staleness=0: as sync, every batch is sampled by the weights that it trains"
+        return f"{name} with max_staleness=0: as sync, every batch is sampled by the weights that it trains"
     sent = "every step" if asynchronous.sync_every == 1 else f"every {asynchronous.sync_every} steps"
     cache = "keep their keys and values" if asynchronous.keep_cache else "compute keys and values anew"
     under = f"unfinished responses go on and {cache}" if asynchronous.partial_rollout else "responses that have begun end first"
     return (
-        f"async: {staleness + 1} batches of prompts in flight, no token more than {_count(staleness, 'version')} old; weights are "
+        f"{name}: {staleness + 1} batches of prompts in flight, no token more than {_count(staleness, 'version')} old; weights are "
         f"sent {sent}, {under}"
     )
 

@@ -15,11 +15,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from grpo_rl.trainer.in_flight import Group
-from grpo_rl.trainer.session import Session
+from grpo_rl.registry import samples_ahead
+
+if TYPE_CHECKING:
+    from grpo_rl.trainer.in_flight import Group
+    from grpo_rl.trainer.session import Session
 
 
+@samples_ahead()
 def train(s: Session) -> None:
     """Send the weights, ask for as much as the bound allows, wait for a batch, and train on it while others are sampled."""
     batch_size, settings = s.config.data.train_batch_size, s.config.trainer.asynchronous
@@ -38,7 +43,7 @@ def train(s: Session) -> None:
         room = max(0, bound + 1 - (s.version - s.engine_version)) * batch_size
         s.submit(room, in_order=bound == 0)
         rollouts = s.completed(in_time if bound else None)
-        trained = s.select(s.score(rollouts), max_staleness=bound)
+        trained = s.select(s.score(rollouts))
         step.log(s.train_beside_sampling(trained))
 
 

@@ -1,8 +1,16 @@
 """`one_step_off`: the next batch is sampled while this one is trained."""
 
-from grpo_rl.trainer.session import Session
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from grpo_rl.registry import samples_ahead
+
+if TYPE_CHECKING:
+    from grpo_rl.trainer.session import Session
 
 
+@samples_ahead(versions=1)
 def train(s: Session) -> None:
     """Train every batch by the policy after the one that sampled it.
 
@@ -16,7 +24,7 @@ def train(s: Session) -> None:
         s.submit(batch_size)
         rollouts = s.completed()
         s.sync_weights()
-        trained = s.select(s.score(rollouts), max_staleness=1)
+        trained = s.select(s.score(rollouts))
         s.submit(batch_size)
         step.log(s.train_beside_sampling(trained))
         if step.validates:  # new weights would come into the batch that is being sampled

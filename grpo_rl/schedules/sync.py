@@ -1,6 +1,11 @@
 """`sync`: every rollout is sampled by the policy that it then trains."""
 
-from grpo_rl.trainer.session import Session
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from grpo_rl.trainer.session import Session
 
 
 def train(s: Session) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from grpo_rl.algos.objective import Objective
 from grpo_rl.background import in_background
-from grpo_rl.config.derived import is_iterated
+from grpo_rl.config.derived import is_iterated, max_staleness, overlaps
 from grpo_rl.config.schema.tree import Config
 from grpo_rl.data.collate import collate
 from grpo_rl.data.dataset import PromptDataset
@@ -79,6 +79,8 @@ class Session:
         self.run_steps: Callable[[], Iterator[Step]] = lambda: iter(())
         """The steps of the run that drives this session; the run sets it."""
         self._reason_to_end: str | None = None
+        self.overlaps = overlaps(config)
+        """True if the schedule declares that it samples while it trains."""
         self.compares = self.objective.needs_pairs
         """True if the loss compares the best and the worst response of each group; no advantages are estimated then."""
         self.rows = None if rows is None else Rows(config, rows, roles, self.objective, output.console)
@@ -237,15 +239,14 @@ class Session:
         penalize_overlong(unscored, self.config.reward.overlong_buffer, self.config.data.max_response_length)
         return with_baselines(rollouts)
 
-    def select(self, rollouts: Sequence[Rollout], max_staleness: int | None = None) -> list[Rollout]:
+    def select(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Return the rollouts to train: those with a reward, of the groups that `algorithm.filter_groups` keeps.
 
         With `filter_groups.refill` further prompts are sampled until `data.train_batch_size` groups have a signal; raises
         DataError after `max_num_gen_batches`. With a loss that compares pairs, the best and the worst of each group. With
         `algorithm.replay` earlier groups in place of those without a signal.
 
-        Raises WeightVersionError for a token of weights more than `max_staleness` versions older than the actor's, unless
-        that is None.
+        Raises WeightVersionError for a token of weights more versions older than the actor's than the schedule declared.
         """
         selected = self._refilled
         if selected is None:
@@ -253,11 +254,11 @@ class Session:
             selected = self.selection.choose(list(rollouts), self._more_rollouts, num_spared)
         self._metrics |= selected.metrics
         trained = selected.trained
-        if max_staleness is not None:
-            staleness = staleness_metrics(trained, self.version)
-            if (oldest := staleness.get("staleness/max", 0.0)) > max_staleness:
+        if self.overlaps:
+            staleness, bound = staleness_metrics(trained, self.version), max_staleness(self.config)
+            if (oldest := staleness.get("staleness/max", 0.0)) > bound:
                 raise WeightVersionError(
-                    f"a token was sampled with weights {oldest:g} versions older than those it trains; at most {max_staleness} are allowed"
+                    f"a token was sampled with weights {oldest:g} versions older than those it trains; at most {bound} are allowed"
                 )
             self._metrics |= staleness
         if self.compares:
@@ -323,8 +324,13 @@ class Session:
         That thread alone uses the actor, the reference and the critic then, and nothing else: the main thread keeps the pool
         going, hands what ends to the rewards, and answers signals. A replica that comes back meanwhile gets its weights
         afterwards (`RolloutPool.keep_weights`): the ranks would hand out new ones under the old version, or meet in different
-        collectives.
+        collectives. Raises ValueError for a schedule that has not declared it.
         """
+        if not self.overlaps:
+            raise ValueError(
+                "train_beside_sampling() is for a schedule that declares how old its tokens may be: put "
+                "@grpo_rl.registry.samples_ahead(versions=1) on its function, and name it by trainer.schedule"
+            )
         # A signal must not leave the main thread while the weights change: it is answered when the step is done.
         self.output.stop.finishing()
         with self.rollout.keep_weights():

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from grpo_rl.config import derived, effects
 from grpo_rl.config.checks import engine_arguments, inputs
 from grpo_rl.config.convert import show
-from grpo_rl.config.derived import ASYNC, ITERATE, OFFLINE, Machine, settled
+from grpo_rl.config.derived import ITERATE, OFFLINE, Machine, settled
 from grpo_rl.config.schema.fields import leaves, nearest, value_of
 from grpo_rl.config.schema.tree import Config
 
@@ -225,7 +225,7 @@ def _overlapping(config: Config) -> Iterator[str]:
             f"{key}: samples while it trains, and with {_R}.nnodes=0 the engines share the actor's devices; give them their own: "
             f"{_R}.nnodes=1 {_R}.n_gpus_per_node=..., beside trainer.n_gpus_per_node"
         )
-    if config.trainer.schedule == ASYNC and asynchronous.sync_every > asynchronous.max_staleness + 1:
+    if derived.versions_ahead(config) is None and asynchronous.sync_every > asynchronous.max_staleness + 1:
         yield (
             f"trainer.asynchronous.sync_every={asynchronous.sync_every}: the weights would be older than max_staleness={asynchronous.max_staleness} "
             "before they are sent; at most max_staleness + 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,16 @@ from test_sync_trainer import make_config
 
 from grpo_rl.config.schema.trainer import AsynchronousConfig
 from grpo_rl.config.schema.tree import AlgorithmConfig, Config, FilterGroupsConfig
-from grpo_rl.errors import ClusterError, DataError, DivergedError, NoRewardError, Preempted, WeightVersionError
+from grpo_rl.errors import (
+    ClusterError,
+    DataError,
+    DivergedError,
+    FunctionError,
+    NoRewardError,
+    Preempted,
+    WeightVersionError,
+)
+from grpo_rl.schedules import one_step_off
 from grpo_rl.schedules.asynchronous import choose
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
@@ -96,6 +106,26 @@ def test_one_step_off_trains_each_batch_one_version_after_the_one_that_sampled_i
     # The second batch is asked for before the first one is trained, with the same weights.
     assert without[:4] == ["sync 0", "sync 0", "submit 2x4", "sync 0"]
     assert not pool.is_used_by_another_thread
+
+
+def test_a_copy_in_a_users_file_gives_what_the_shipped_schedule_gives_and_is_refused_without_its_declaration(make, tmp_path):
+    results = []
+    text = inspect.getsource(one_step_off)
+    (tmp_path / "my_schedule.py").write_text(text)
+    (tmp_path / "undeclared.py").write_text(text.replace("@samples_ahead(versions=1)\n", ""))
+    for name in ("one_step_off", f"{tmp_path / 'my_schedule.py'}:train"):
+        pool = Pool(long_tailed(1), slots=6)
+        run, _ = make(config_of(name, test_freq=2), 5, rows=30, policy=Actor(pool), pool=pool)
+        run.fit()
+        rows = read_metrics(run.output.run_dir.metrics_file)[-6:]
+        timings = ("time", "timing_s/", "perf/")
+        results.append([{key: row[key] for key in row if not key.startswith(timings)} for row in rows])
+        assert [row["staleness/max"] for row in rows[1:]] == [0, 1, 1, 1, 1]
+    assert results[0] == results[1]
+    pool = Pool(long_tailed(1), slots=6)
+    run, _ = make(config_of(f"{tmp_path / 'undeclared.py'}:train"), 5, rows=30, policy=Actor(pool), pool=pool)
+    with pytest.raises(FunctionError, match=r"put @grpo_rl.registry.samples_ahead\(versions=1\) on its function"):
+        run.fit()
 
 
 def test_a_validation_waits_for_the_batch_that_is_sampled_where_weights_must_not_change_in_it(make):
