@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from grpo_rl.checkpoint.files import Files
-from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import Batch, Counts, Metrics, Prompt, Rollout, Sampling
 
 
 @runtime_checkable
@@ -45,7 +45,17 @@ class Trained(Saved, Protocol):
         """Take all optimizer steps on one batch (epochs x mini-batches); return their metrics."""
 
 
-class Actor(Trained, Protocol):
+class TrainedInParts(Trained, Protocol):
+    """A role whose optimizer step may be made of several batches: the actor, the critic."""
+
+    def forward_backward(self, batch: Batch, whole: Counts) -> None:
+        """Add the gradient of a part of a mini-batch, whose counts are those of the `whole` one."""
+
+    def optim_step(self, whole: Counts) -> Metrics:
+        """Take the optimizer step of the gradients that have added up; return its metrics."""
+
+
+class Actor(TrainedInParts, Protocol):
     """The policy being trained."""
 
     @property
@@ -87,7 +97,7 @@ class MovingReference(Reference, Saved, Protocol):
         """Take over the weights of `actor`, a role of the same cluster, as they are now."""
 
 
-class Critic(Trained, Protocol):
+class Critic(TrainedInParts, Protocol):
     """The estimate of how good the state before each token is, which learns beside the policy."""
 
     def values(self, batch: Batch) -> Batch:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.background import in_background
 from grpo_rl.config.derived import is_iterated, max_staleness, overlaps
@@ -37,7 +38,7 @@ from grpo_rl.trainer.sampled.advantage import Advantage, check_finite, with_base
 from grpo_rl.trainer.sampled.sampler import Sampler
 from grpo_rl.trainer.sampled.selection import Selected, Selection
 from grpo_rl.trainer.sampled.trained import TrainedTokens, penalize_overlong, scored
-from grpo_rl.types import Batch, Metrics, Prompt, Rollout, Sampling
+from grpo_rl.types import Batch, Counts, Metrics, Prompt, Rollout, Sampling
 
 
 class Session:
@@ -134,11 +135,15 @@ class Session:
         self._batch: Batch | None = None
         self._rows_batch: Batch | None = None
         self._refilled: Selected | None = None
+        self._parts_of: Counts | None = None
+        """The counts of the mini-batch whose gradient is adding up."""
         if self._flight is not None:
             self._flight.has_taken = False
 
     def end_step(self, step: Step) -> None:
         """Write down what was sampled, and add the notes of the verbs to the metrics of the step; the run calls it."""
+        if self._parts_of is not None:
+            raise ValueError("the step ends with gradients of forward_backward() that optim_step() has not taken")
         metrics = self._metrics
         if self.sampled:
             metrics = rollout_metrics(self.sampled) | metrics | {"trainer/epoch": float(self.selection.epoch)}
@@ -419,6 +424,8 @@ class Session:
             self._batch = batch
             trained, metrics = self.trained_tokens(batch)
             self._metrics |= metrics
+            if self.objective.needs_group_tokens:  # before anybody takes a part of it
+                trained = trained.replace(group_tokens_N=group_tokens(trained.trained_lengths_N, trained.group_N))
         return trained
 
     def update(self, batch: Batch) -> Metrics:
@@ -426,17 +433,47 @@ class Session:
 
         The actor's are left out in the first `trainer.critic_warmup` steps. Raises ValueError for a batch without advantages.
         """
+        if self._parts_of is not None:
+            raise ValueError("update() after forward_backward(): optim_step() takes the step of its gradients first")
+        self._check_advantages("update")
+        return self._of_trained("update", batch)
+
+    def forward_backward(self, batch: Batch, whole: Batch | None = None) -> None:
+        """Add the gradient of a batch to those of earlier calls; `optim_step` takes the step.
+
+        `whole` is the batch that `advantages` returned, of which this one is a part (`whole.select([0, 1, ...])`); None: it is all. The
+        loss is averaged over the whole, so that parts which make it up have the gradient that `update` has on a mini-batch of it. Raises
+        ValueError for parts of different batches, and for a loss that looks at all of a mini-batch at once.
+        """
+        self._check_advantages("forward_backward")
+        counts = (batch if whole is None else whole).counts()
+        if self._parts_of not in (None, counts):
+            raise ValueError(
+                f"forward_backward() of a part of {counts}, after parts of {self._parts_of}: optim_step() comes between"
+            )
+        self._of_trained("forward_backward", batch, counts)
+        self._parts_of = counts
+
+    def optim_step(self) -> Metrics:
+        """Take one optimizer step of actor and critic, and return their metrics. Raises ValueError without `forward_backward`."""
+        if (counts := self._parts_of) is None:
+            raise ValueError("optim_step() needs the gradients of forward_backward() in this step")
+        self._parts_of = None
+        return self._of_trained("optim_step", counts)
+
+    def _check_advantages(self, verb: str) -> None:
         if self._batch is None and self._rows_batch is None:
-            raise ValueError("update() needs a batch that advantages() has returned in this step")
+            raise ValueError(f"{verb}() needs a batch that advantages() has returned in this step")
+
+    def _of_trained(self, verb: Literal["update", "forward_backward", "optim_step"], *arguments: Any) -> Metrics:
+        """Return the metrics of the critic's verb, and of the actor's after its warm-up."""
+        actor = self.actor if self.step > self.config.trainer.critic_warmup else None
         metrics: Metrics = {}
-        if self.roles.critic is not None:
-            with self._timer("update_critic"):
-                self.has_trained = True
-                metrics |= self.roles.critic.update(batch)
-        if self.step > self.config.trainer.critic_warmup:
-            with self._timer("update_actor"):
-                self.has_trained = True
-                metrics |= self.actor.update(batch)
+        for phase, role in (("update_critic", self.roles.critic), ("update_actor", actor)):
+            if role is not None:
+                with self._timer(phase):
+                    self.has_trained = True
+                    metrics |= getattr(role, verb)(*arguments) or {}
         return metrics
 
     def sync_weights(self) -> None:

@@ -53,6 +53,10 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
         offload["in_host_memory"] = spec.in_host_memory
         self.memory = DeviceMemory(self.model, self.device, self.optimizer, **offload)
         self.memory.release()
+        # They stay on the device until the step is taken: to read one is to wait for all that the device was given.
+        self._losses: list[Tensor] = []
+        self._stats: list[dict[str, Tensor]] = []
+        """Loss and statistics of each pass since the last optimizer step."""
 
     @abstractmethod
     def build(self) -> M:
@@ -84,21 +88,40 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
 
         A step whose loss or gradient is not finite is left out, on all ranks, with `same/nonfinite` 1.
         """
+        results = []
         self.memory.load_all()
         batch = update.complete(shard)
-        results = [self._optimizer_step(batch, step) for step in update.steps]
+        for step in update.steps:
+            self._losses.clear()  # of a step that an error ended
+            self._add_gradient(batch, step)
+            results.append(self._optimizer_step(step.counts))
         self.optimizer.zero_grad(set_to_none=True)
         self.memory.release()
         return results
 
-    def _optimizer_step(self, batch: Batch, step: OptimizerStep) -> dict[str, float]:
-        self._passes("start")
+    def forward_backward(self, shard: Batch, update: Update) -> None:
+        """Add the gradient of this rank's shard of a part of an optimizer step, which has one step, to that of the parts before."""
+        self.memory.load_all()
+        self._add_gradient(update.complete(shard), update.steps[0])
+        self.memory.release()
+
+    def optim_step(self, counts: Counts) -> list[dict[str, float]]:
+        """Take the optimizer step of all parts; return what `update` does for one step. `counts` are those of all of them."""
+        self.memory.load_all()
+        results = [self._optimizer_step(counts)]
         self.optimizer.zero_grad(set_to_none=True)
-        self.begin_step(batch, step)
+        self.memory.release()
+        return results
+
+    def _add_gradient(self, batch: Batch, step: OptimizerStep) -> None:
+        """Make the passes of a step, or of a part of one: gradients, losses and statistics add up to those of earlier parts."""
+        losses, passes = self._losses, self._stats
+        if not losses:
+            self._passes("start")
+            self.optimizer.zero_grad(set_to_none=True)
+            passes.clear()
+            self.begin_step(batch, step)
         batch = batch if step.selected_T is None else batch.replace(selected_T=step.selected_T)
-        # They stay on the device until the last pass: to read one is to wait for all that the device was given.
-        losses: list[Tensor] = []
-        passes: list[dict[str, Tensor]] = []
         # These passes come first: the last one of the step is the one that reduces gradients.
         for rows in step.zero_advantage:
             with torch.no_grad():
@@ -119,15 +142,19 @@ class TrainedRank(Saves, ABC, Generic[S, M]):
             losses.append(loss.detach())
             passes.append(micro_stats)
             self._passes("mid_backward", micro_batch=number)
-        total_loss = sum(numbers(losses), 0.0)
-        stats = combined(passes)
+
+    def _optimizer_step(self, counts: Counts) -> dict[str, float]:
+        """Take the step of the gradients that have added up, and return the statistics of all their passes."""
+        total_loss = sum(numbers(self._losses), 0.0)
+        stats = combined(self._stats)
+        self._losses.clear()
         grad_norm = clip_gradients(self.model, self.spec.optim.clip_grad)
         # `same/`: equal on all ranks.
         stats["same/lr"] = float(self.scheduler.get_last_lr()[0])
         stats["same/grad_norm"] = grad_norm
         stats |= self.end_step()
         self._passes("before_optimizer")
-        stats |= step_optimizer(self.optimizer, self.scheduler, step.counts, total_loss, grad_norm)
+        stats |= step_optimizer(self.optimizer, self.scheduler, counts, total_loss, grad_norm)
         self._passes("after_optimizer")
         if self.device.type == "cuda":
             stats["max/gpu_memory_share"] = _gpu_memory_share(self.device)

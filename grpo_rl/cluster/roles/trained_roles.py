@@ -115,6 +115,7 @@ class Dispatched:
         batch: Batch,
         names: Sequence[str],
         *,
+        whole: Counts | None = None,
         entropy_coeff: float | None = None,
         selected: Sequence[Tensor] | None = None,
         zero_advantage_N: Tensor | None = None,
@@ -124,11 +125,13 @@ class Dispatched:
         `batch` is the one that was dispatched, with the columns `names` that the update reads beside those of the shard.
         `selected` has, for each mini-batch, a bool for every trained token of the batch. The rollouts of `zero_advantage_N` add
         nothing to the gradient: they get micro-batches of their own, without a backward pass. All ranks have equally many of
-        either kind, because FSDP's collectives differ.
+        either kind, because FSDP's collectives differ. With `whole` the ranks take no step and only add up the gradient of the one
+        mini-batch, which is a part of a step with these counts.
         """
         forward_only = [False] * batch.num_rollouts if zero_advantage_N is None else zero_advantage_N.tolist()
         alive_N = (batch.trained_lengths_N > 0).tolist()
         counts = [Counts.of(batch.trained_lengths_N[indices], batch.group_N[indices]) for indices in self.mini_batches]
+        counts = counts if whole is None else [whole]
         steps: list[list[OptimizerStep]] = [[] for _ in self.shards]
         for number, mini_batch in enumerate(self.mini_batches):
             # A rollout without a trained token has no gradient: its pass is saved.
@@ -140,8 +143,9 @@ class Dispatched:
                 selected_T = None if selected is None else selected[number][batch.token_index(shard)]
                 own.append(OptimizerStep(counts[number], tuple(rows), tuple(more), entropy_coeff, selected_T))
         arguments = list(zip(self.stored, self._updates(batch, names, steps), strict=True))
-        results = self.ranks.call_each("update", _for_every_rank(arguments, rule))[:: rule.sequence_ranks]
-        return combine_stats(results, counts, self.ranks.role)
+        method = "update" if whole is None else "forward_backward"
+        results = self.ranks.call_each(method, _for_every_rank(arguments, rule))[:: rule.sequence_ranks]
+        return combine_stats(results, counts, self.ranks.role) if whole is None else {}
 
     def _updates(self, batch: Batch, names: Sequence[str], steps: Sequence[Sequence[OptimizerStep]]) -> list[Update]:
         """Return each rank's part of an update on `batch`: the columns `names`, if they are there, and its steps."""
@@ -283,11 +287,20 @@ class TrainedRole(SavedRole):
             self._dispatched = Dispatched.to(ranks, batch, self.rule, self.mini_batches(batch), units)
         return self._dispatched
 
-    def train(self, batch: Batch, names: Sequence[str], **options: Any) -> Metrics:
+    def train(self, batch: Batch, names: Sequence[str], whole: Counts | None = None, **options: Any) -> Metrics:
         """Return what `Dispatched.update` does. The step ends here for these ranks: the next batch takes the place of this one."""
-        metrics = self.dispatched(batch).update(self.rule, batch, names, **options)
+        dispatched = self.dispatched(batch) if whole is None else None
+        if dispatched is None:
+            part = [list(range(batch.num_rollouts))]
+            dispatched = Dispatched.to(self.worker_group, batch, self.rule, part, self.units(batch))
+        metrics = dispatched.update(self.rule, batch, names, whole=whole, **options)
         self._dispatched = None
         return metrics
+
+    def optim_step(self, whole: Counts) -> Metrics:
+        """Take the step of the gradients that `forward_backward` has added up, of a mini-batch with these counts; return its metrics."""
+        results = self.worker_group.call("optim_step", whole)[:: self.rule.sequence_ranks]
+        return combine_stats(results, [whole], self.worker_group.role)
 
     def export(self, folder: Path, dtype: str = "float32") -> None:
         """Write a Hugging Face folder with weights of this type, complete or not at all. Raises CheckpointError."""
@@ -349,24 +362,44 @@ class ActorRole(TrainedRole):
 
     def update(self, batch: Batch) -> Metrics:
         """Take `ppo_epochs` x mini-batches of optimizer steps; return their metrics, averaged over the steps."""
-        coefficient = None if self.entropy is None else self.entropy.value
-        if self.objective.needs_group_tokens:
+        metrics = self._trained(batch)
+        if self.config.shuffle:
+            self.num_shuffles += self.config.ppo_epochs
+        return self._stepped(metrics, batch.num_trained_tokens)
+
+    def forward_backward(self, batch: Batch, whole: Counts) -> None:
+        """Add the gradient of a part of an optimizer step. Raises ValueError for a loss that looks at all of a mini-batch at once."""
+        looks = {
+            "a loss that selects tokens of the mini-batch": self.objective.needs_selection,
+            "router_aux_loss_coef, which counts its experts": self.objective.router_aux_loss_coef > 0,
+            "router_replay, which is of a whole update": self.config.router_replay.mode != "disabled",
+        }
+        if refused := [what for what, is_there in looks.items() if is_there]:
+            raise ValueError(f"forward_backward() sees a part of the mini-batch, and this run has {refused[0]}: use update()")
+        self._trained(batch, whole)
+
+    def optim_step(self, whole: Counts) -> Metrics:
+        return self._stepped(super().optim_step(whole), whole.num_tokens)
+
+    def _trained(self, batch: Batch, whole: Counts | None = None) -> Metrics:
+        if self.objective.needs_group_tokens and batch.group_tokens_N is None:
             # A group lies in one mini-batch as a whole, so its tokens there are its tokens in the batch.
             batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
-        metrics = self.train(
+        return self.train(
             batch,
             # If the engine's log-probs are the old ones, the ranks have them.
             [name for name in columns_read_by("actor") if name != "old_logprobs_T" or self.old_from != "engine"],
-            entropy_coeff=coefficient,
+            whole,
+            entropy_coeff=None if self.entropy is None else self.entropy.value,
             selected=self._selected(batch) if self.objective.needs_selection else None,
             zero_advantage_N=batch.zero_advantage() if self.objective.skips_zero_advantage else None,
         )
-        if self.config.shuffle:
-            self.num_shuffles += self.config.ppo_epochs
+
+    def _stepped(self, metrics: Metrics, num_trained_tokens: int) -> Metrics:
         self.version += 1
-        if self.entropy is not None and coefficient is not None:
-            metrics["actor/entropy_coeff"] = coefficient
-            if batch.num_trained_tokens and math.isfinite(metrics["actor/entropy"]):
+        if self.entropy is not None:
+            metrics["actor/entropy_coeff"] = self.entropy.value
+            if num_trained_tokens and math.isfinite(metrics["actor/entropy"]):
                 self.entropy.update(metrics["actor/entropy"])
         return metrics
 
@@ -440,6 +473,10 @@ class CriticRole(TrainedRole):
             metrics["critic/values/mean"] = float(values_T.double().mean())
             metrics["critic/returns/mean"] = float(returns_T.double().mean())
         return metrics
+
+    def forward_backward(self, batch: Batch, whole: Counts) -> None:
+        """Add the gradient of a part of an optimizer step."""
+        self.train(batch, columns_read_by("critic"), whole)
 
 
 class TrainedRewardModelRole(TrainedRole):
