@@ -17,6 +17,7 @@ from rank_processes import (
     Trained,
     actor_group,
     assert_close,
+    assert_equal_bits,
     assert_same,
     largest,
     make_batch,
@@ -26,6 +27,7 @@ from rank_processes import (
 )
 from torch import Tensor
 
+from grpo_rl.algos.aggregate import group_tokens
 from grpo_rl.algos.objective import Objective
 from grpo_rl.config.derived import MicroBatchRule
 from grpo_rl.config.schema.tree import ActorConfig
@@ -412,3 +414,31 @@ def test_log_probs_over_the_tokens_that_could_be_sampled_are_those_of_one_rank(r
     assert len(whole) == batch.num_trained_tokens
     torch.testing.assert_close(logprobs_of(TOGETHER[BY_TOKENS], batch), whole, atol=2e-6, rtol=0)
     assert float((logprobs_of(ALONE, plain) - whole).abs().max()) > 0.1, "the supports have to matter"
+
+
+# ---- an update in parts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "prompt-mean"])
+def test_parts_of_a_mini_batch_add_up_to_the_gradient_of_one_update(ranks, path, mode):
+    objective, batch = grpo(mode), BATCHES[0]
+    batch = batch.replace(group_tokens_N=group_tokens(batch.trained_lengths_N, batch.group_N))
+    rollouts = list(range(batch.num_rollouts))
+
+    def in_parts(layout: Layout, parts: Sequence[Sequence[int]]) -> Trained:
+        processes = ranks[layout.ranks]
+        processes.build(spec_for(path, layout, objective))
+        actor = actor_group(processes, ActorConfig(), layout.rule, objective)
+        for part in parts:
+            actor.forward_backward(batch.select(list(part)), batch.counts())
+        metrics = [actor.optim_step(batch.counts())]
+        assert actor.version == 1
+        return Trained(processes.call("gradients")[0], processes.call("parameters")[0], metrics)
+
+    at_once = train(ranks, spec_for(path, ALONE, objective), ALONE, [batch])
+    # The same micro-batches: equal to the last digit. Others, also parts that cut groups: equal up to rounding.
+    whole = in_parts(ALONE, [rollouts])
+    assert_equal_bits(whole.parameters, at_once.parameters)
+    assert whole.metrics == at_once.metrics
+    assert_same(at_once, in_parts(ALONE, [rollouts[:4], rollouts[4:5], rollouts[5:]]))
+    assert_same(at_once, in_parts(TWO, [rollouts[::2], rollouts[1::2]]))

@@ -81,9 +81,7 @@ class DataConfig:
     """Prompts sampled at a time while groups without signal are replaced (algorithm.filter_groups), or with responses=initial_policy; null: train_batch_size."""
     curriculum: str | None = field(None, part="policy")
     """Your own choice of the prompts that come next, `file.py:next_rows`, a function of a Draw (docs/data.md); null: shuffled epochs."""
-    retire_above: PositiveFraction | None = field(
-        None, part="policy", needs="curriculum=null | {curriculum} chooses the rows"
-    )
+    retire_above: PositiveFraction | None = field(None, part="policy", needs="curriculum=null | {curriculum} chooses the rows")
     """Do not sample a prompt in later epochs once this share of its responses passes, or more (ScaleRL: 0.9); null: sample all."""
     retire_metric: str = field("score", part="policy", needs="retire_above or curriculum")
     """The metric by which a response passes, for retire_above and curriculum: named as algorithm.filter_groups.metric is."""
@@ -103,7 +101,11 @@ class DataConfig:
     """Seed of the order of the training rows."""
     train_weights: list[Positive] | None = field(
         None,
-        needs=["curriculum=null | {curriculum} chooses the rows", "shuffle=true", "responses=policy or rows | what the initial policy sampled is one file"]
+        needs=[
+            "curriculum=null | {curriculum} chooses the rows",
+            "shuffle=true",
+            "responses=policy or rows | what the initial policy sampled is one file",
+        ],
     )
     """Weights of the entries of train_files, in their order: an entry has its weight over the sum of all as its share of an epoch's rows, drawn again and again if need be. null: the share of its rows."""
     train_max_samples: CountOrOff = -1

@@ -15,6 +15,7 @@ from grpo_rl.config.schema.tree import AlgorithmConfig, Config
 from grpo_rl.errors import DataError, FunctionError
 from grpo_rl.telemetry.metrics.metrics_file import read_metrics
 from grpo_rl.telemetry.rollout_log import read_rollouts
+from grpo_rl.types import Batch, Counts, Metrics
 
 README = (Path(__file__).resolve().parents[3] / "README.md").read_text()
 LOOP = re.findall(r"# my_loop.py\n(.*?)\n\nif __name__", README, re.DOTALL)[0]
@@ -95,6 +96,14 @@ def test_a_loop_that_is_left_early_keeps_the_step_that_it_had_trained(make: Make
     ("change", "message"),
     [
         (("s.update(s.advantages(batch))", "s.update(batch)"), r"update\(\) needs a batch that advantages\(\) has returned"),
+        (
+            ("step.log(s.update(", "step.log(s.optim_step()) or (s.update("),
+            r"optim_step\(\) needs the gradients of forward_backward",
+        ),
+        (
+            ("step.log(s.update(s.advantages(batch)))", "s.forward_backward(batch)"),
+            r"forward_backward\(\) needs a batch that adv",
+        ),
         (("s.batch(trained)", "s.batch([])"), r"there are no rollouts to train"),
         (("s.logprobs(s.batch(trained))", "s.logprobs(s.batch(trained), of='teacher')"), r"this run has no such role"),
     ],
@@ -109,6 +118,36 @@ def test_a_verb_in_the_wrong_place_says_what_it_needs_and_names_the_users_line(
     with pytest.raises(FunctionError, match=message) as raised:
         trainer.fit()
     assert f"my_loop.py, line {1 + LOOP[: LOOP.index(change[0])].count(chr(10))}, in train" in str(raised.value)
+
+
+def test_an_update_in_parts_takes_one_step_and_says_what_comes_between(make: Make, tmp_path: Path) -> None:
+    class InParts(Policy):
+        def forward_backward(self, batch: Batch, whole: Counts) -> None:
+            self.calls.append(f"{batch.num_rollouts} of {whole.num_sequences}")
+
+        def optim_step(self, whole: Counts) -> Metrics:
+            self.version += 1
+            return {"actor/loss": 0.0}
+
+    def loop(last: str) -> str:
+        lines = ["batch = s.advantages(batch)", "for rows in ([0, 1, 2], [3, 4, 5, 6, 7]):"]
+        lines += ["    s.forward_backward(batch.select(rows), batch)", last]
+        return LOOP.replace("step.log(s.update(s.advantages(batch)))", ("\n" + 12 * " ").join(lines))
+
+    policy = InParts()
+    trainer, _ = make(with_loop(make_config(), tmp_path, loop("step.log(s.optim_step())")), 2, with_val=False, policy=policy)
+    trainer.fit()
+    assert policy.calls == ["sync", "generate 2x4", "old", "3 of 8", "5 of 8"] * 2 and policy.version == 2
+    for last, message in (
+        ("s.update(batch)", r"update\(\) after forward_backward\(\): optim_step\(\) takes the step"),
+        ("s.forward_backward(batch.select([0]))", r"optim_step\(\) comes between"),
+        ("pass", "the step ends with gradients of forward_backward"),
+    ):
+        folder = tmp_path / last[:8]
+        folder.mkdir()
+        trainer, _ = make(with_loop(make_config(), folder, loop(last)), 2, with_val=False, policy=InParts())
+        with pytest.raises((FunctionError, ValueError), match=message):
+            trainer.fit()
 
 
 def test_a_row_that_cannot_be_used_ends_a_loop_and_what_was_trained_is_saved(make: Make, tmp_path: Path) -> None:
