@@ -66,6 +66,8 @@ FLOORS = {
 NEIGHBOURS = {
     # What a child prints is written down with secrets hidden.
     ("processes", "config"),
+    # A schedule declares on its function whether it samples while it trains.
+    ("config", "registry"),
     # A rollout holds arrays, or views of blocks of them.
     ("types", "columns"),
     # A rollout of several turns contains their record.
