@@ -1,17 +1,23 @@
-"""More runs that learn from teachers than that of test_commands.py: with adapters, resumed to the bit, in other schedules, on rows."""
+"""More runs that learn from teachers than that of test_commands.py: with adapters, resumed to the bit, in other schedules, on rows.
+
+Their roles are in this process: a session without Ray has the bits of one with it (test_sessions.py).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_commands import TAUGHT, TEACHERS
-from whole_runs import arithmetic, train
+from whole_runs import REWARD, Run, arithmetic
 
+from grpo_rl import testing
 from grpo_rl.models import builtin
+from grpo_rl.schedules import asynchronous, offline, sync
 
-pytestmark = pytest.mark.campaign
 L = "distillation.distillation_loss"
 WORDS = [
     "actor_rollout_ref.rollout.name=hf",
@@ -25,35 +31,38 @@ WORDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("models")
-    student, teacher = (builtin.build(name, folder / name) for name in ("arithmetic_half", "arithmetic"))
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    Path("my_reward.py").write_text(REWARD)
+    student, teacher = (builtin.build(name, tmp_path / name) for name in ("arithmetic_half", "arithmetic"))
     return arithmetic(student, *WORDS, f"{TEACHERS}.other.model_path={teacher}")
 
 
-def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(words: list[str], tmp_path: Path) -> None:
-    whole = train(tmp_path, "whole", *words, "trainer.total_training_steps=3")
-    train(tmp_path, "parts", *words, "trainer.total_training_steps=2")
-    parts = train(tmp_path, "parts", *words, "trainer.total_training_steps=3")
-    one, other = whole.weights(), parts.weights()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def train(loop: Any, name: str, *words: str) -> Run:
+    with testing.session(*words, f"trainer.experiment_name={name}", folder="runs") as session:
+        loop(session)
+        session.actor.export(session.output.run_dir.path / f"model_{session.step}")
+        return Run(session.output.run_dir.path, "")
+
+
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(words: list[str]) -> None:
+    whole = train(sync.train, "whole", *words, "trainer.total_training_steps=3")
+    train(sync.train, "parts", *words, "trainer.total_training_steps=2")
+    parts = train(sync.train, "parts", *words, "trainer.total_training_steps=3")
+    mine, theirs = (load_file(run.path / "model_3" / "model.safetensors") for run in (whole, parts))
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert whole.steps[3]["actor/distillation_loss"] == parts.steps[3]["actor/distillation_loss"]
 
 
-def test_k1_trains_a_schedule_that_overlaps(words: list[str], tmp_path: Path) -> None:
+def test_k1_trains_a_schedule_that_overlaps(words: list[str]) -> None:
     ours = [word for word in words if "jsd" not in word and "topk" not in word and not word.startswith("trainer.save_freq")]
-    overlapping = [
-        "trainer.schedule=async",
-        "actor_rollout_ref.rollout.nnodes=1",
-        "actor_rollout_ref.rollout.n_gpus_per_node=1",
-    ]
     k1 = [f"{L}.loss_mode=k1", f"{L}.use_policy_gradient=true", f"{L}.discount=0.9", f"{L}.distillation_loss_coef=0.5"]
-    run = train(tmp_path, "async", *ours, *overlapping, *k1, "trainer.total_training_steps=2")
+    run = train(asynchronous.train, "async", *ours, *k1, "trainer.schedule=async", "trainer.total_training_steps=2")
     assert all(row["actor/grad_norm"] > 0 and row["actor/nonfinite"] == 0 for row in run.steps.values())
 
 
-def test_rows_learn_a_divergence(words: list[str], tmp_path: Path) -> None:
+def test_rows_learn_a_divergence(words: list[str]) -> None:
     others = (".self.", "reward.", "rollout.", "use_kl", "mini", "weight", "val_")
     rows = [
         *(word for word in words if not any(part in word for part in others)),
@@ -61,5 +70,5 @@ def test_rows_learn_a_divergence(words: list[str], tmp_path: Path) -> None:
         "data.response_key=reward_model.ground_truth",
         "actor_rollout_ref.actor.policy_loss.loss_mode=sft",
     ]
-    run = train(tmp_path, "rows", *rows, "trainer.test_freq=-1", "trainer.total_training_steps=2")
+    run = train(offline.train, "rows", *rows, "trainer.test_freq=-1", "trainer.total_training_steps=2")
     assert all(row["distillation/other/cross_entropy"] > 0 < row["actor/distillation_loss"] for row in run.steps.values())
