@@ -115,6 +115,31 @@ def test_a_run_whose_cluster_is_killed_says_so_and_ends(training: Any, run_words
     oracles.assert_nothing_left(run)
 
 
+STOPS_THE_RAYLET = """
+import os, signal, time
+from pathlib import Path
+from grpo_rl.cluster.session import launcher
+from grpo_rl.cluster.session.ray_session import ray_session
+from grpo_rl.config.schema.tree import RayInitConfig
+with ray_session(RayInitConfig(), 1):
+    import ray
+    family = launcher.processes(os.environ[launcher.TOKEN])
+    [raylet] = [pid for pid in family if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
+    os.kill(raylet, signal.SIGSTOP)
+    time.sleep(6.0)
+    os.kill(raylet, signal.SIGCONT)
+    print("answers", ray.get(ray.remote(lambda: 3).remote(), timeout=60))
+"""
+
+
+def test_a_local_raylet_that_gets_no_core_for_long_goes_on_afterwards() -> None:
+    """Ray's times are shortened: with its own threshold of five misses the raylet ends after one second."""
+    quick = {f"RAY_health_check_{name}_ms": "100" for name in ("period", "timeout", "initial_delay")}
+    words = [sys.executable, "-c", STOPS_THE_RAYLET]
+    done = subprocess.run(words, env=os.environ | quick, capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines()[-1:] == ["answers 3"], done.stderr
+
+
 def test_another_version_another_token_and_an_address_where_nobody_listens_are_named(slots):
     ours, nobody = ray.get_runtime_context().gcs_address, "127.0.0.1:1"
     same, other, lost = [connect(*words) for words in ((ours, ray.__version__), (ours, "2.0.0"), (nobody, ray.__version__))]

@@ -407,7 +407,7 @@ class ReplicaPool(RequestPool):
         """
         most = self.options.max_num_seqs
         share = len(self._ledger.waiting) // (2 * max(1, len(self._ledger.in_flight)))
-        return max(int(LEAST_AHEAD * most), min(most, share) if self.options.max_staleness == 0 else 0)
+        return max(int(LEAST_AHEAD * most), min(most, share) if self.max_staleness == 0 else 0)
 
     def _take(self, ref: ray.ObjectRef) -> bool:
         """Keep the reports of one poll; return whether one of them was waited for. The block of tokens is not fetched."""

@@ -39,6 +39,9 @@ OF_RAY, LOG_OF_RAY = "ray", "ray.log"
 LOOPBACK = "127.0.0.1"
 STAYS_ON_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's variable for systems without clusters: with 0, Ray does not replace 127.0.0.1 by the machine's address on the network."""
+NEVER_GIVEN_UP = {"RAY_health_check_failure_threshold": str(10**9)}
+"""Ray's head ends a raylet that does not answer for about a minute, as on a machine with far more to do than cores. A
+local cluster has nothing to go on with instead; if its raylet has ended, `liveness.ClusterWatch` notices."""
 PORTS = range(20_000, 32_768)
 """Below those that the kernel gives to connections, so that nothing takes a free one before Ray does."""
 SIGACTION_BYTES = 512
@@ -219,7 +222,7 @@ class Connection(threading.Thread):
         with shielded(), self._log.open("ab") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ray.scripts.scripts", *words],
-                env=os.environ | self._environment,
+                env={**NEVER_GIVEN_UP, **os.environ, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
