@@ -13,14 +13,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from grpo_rl import errors
-from grpo_rl.config.compose import Composed, compose
+from grpo_rl.config.compose import Composed, as_words, compose
 from grpo_rl.config.secrets import redact
 from grpo_rl.errors import ClusterError, ConfigError, GrpoRlError, exit_code_of
 from grpo_rl.run_folder import Run
@@ -67,7 +67,7 @@ def train(overrides: Sequence[str], *, quiet: bool = False) -> Run:
 
 
 @contextmanager
-def session(*words: str) -> Iterator[Session]:
+def session(*words: str | Mapping[str, Any]) -> Iterator[Session]:
     """Start the roles that the words of a command line describe, and yield their verbs for a loop in this process.
 
         with grpo_rl.session("recipe=arithmetic/grpo", "trainer.total_training_steps=20") as s:
@@ -75,6 +75,7 @@ def session(*words: str) -> Iterator[Session]:
                 s.sync_weights()
                 ...
 
+    A configuration that Hydra has composed (`hydra.compose`, the argument of a function under `@hydra.main`) may take the place of words.
     A named run (trainer.experiment_name) goes on from its newest checkpoint. Leaving the block commits the last state and
     exports the model. Ray runs on this machine or where `ray_kwargs.ray_init.address` says, and ends with the block.
 
@@ -104,14 +105,15 @@ def session(*words: str) -> Iterator[Session]:
         _SESSION.release()
 
 
-def _checked(overrides: Sequence[str]) -> tuple[list[str], Composed]:
+def _checked(overrides: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], Composed]:
     """Return the words and what they mean. Raises ConfigError with all problems that need no look at model or data."""
     if isinstance(overrides, str):
         raise ConfigError(
             f"overrides={overrides!r}: is one text; give a list of words, such as [{overrides.split()[0]!r}, ...]"
         )
-    words = list(overrides)
-    composed = compose(words)
+    with tempfile.TemporaryDirectory(prefix="grpo_rl-") as folder:
+        words = as_words(overrides, Path(folder))
+        composed = compose(words)
     if composed.config.trainer.dry_run:
         raise ConfigError(
             "trainer.dry_run=true: trains nothing; python -m grpo_rl.main trainer.dry_run=true ... prints the plan"

@@ -73,6 +73,25 @@ def compose(argv: Sequence[str]) -> Composed:
         return _checked_at_once(command, reading, argv)
 
 
+def as_words(settings: Sequence[str | Mapping[str, Any] | DictConfig], folder: Path) -> list[str]:
+    """Return the words of a command line; a configuration that Hydra has composed becomes a recipe in `folder`.
+
+    Relative paths start in the current folder. Raises ConfigError for something else.
+    """
+    words: list[str] = []
+    for entry in settings:
+        if isinstance(entry, str):
+            words.append(entry)
+        elif isinstance(entry, DictConfig):
+            tree: Any = OmegaConf.to_container(entry, resolve=False)
+            file = folder / f"composed_{len(words)}.yaml"
+            file.write_text(to_yaml(nested(relative_paths.from_folder(flat(tree), Path.cwd()))), encoding="utf-8")
+            words.append(f"recipe={file}")
+        else:
+            raise ConfigError(f"{entry!r:.80}: neither a word such as key=value nor a configuration that Hydra has composed")
+    return words
+
+
 def launch(command: Command, argv: Sequence[str], work: Callable[[Composed], T]) -> T:
     """Do the work on what Hydra's main composes of a command line, and return its result. Raises as `compose` and `work` do."""
     results: list[T] = []

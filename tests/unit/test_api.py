@@ -10,10 +10,14 @@ import threading
 import time
 from pathlib import Path
 
+import hydra
 import pytest
+from hydra import initialize_config_dir
 
 import grpo_rl
 from grpo_rl import api, errors
+from grpo_rl.config.compose import compose
+from grpo_rl.config.recipes import conf
 from grpo_rl.errors import ClusterError, ConfigError, DataError, GrpoRlError, Preempted
 
 
@@ -39,6 +43,23 @@ def test_every_problem_is_raised_before_any_process_starts(monkeypatch: pytest.M
     ):
         with pytest.raises(ConfigError, match=match):
             grpo_rl.train(wrong)  # type: ignore[arg-type]
+
+
+def test_a_configuration_that_hydra_has_composed_means_what_its_words_mean() -> None:
+    words = [
+        "model=arithmetic",
+        "data=arithmetic",
+        "data.train_batch_size=64",
+        "trainer.default_local_dir=runs/${trainer.seed}",
+    ]
+    with initialize_config_dir(str(conf()), version_base="1.3"):
+        composed = hydra.compose("config", words)
+    assert api._checked([composed, "trainer.seed=3"])[1].config == compose([*words, "trainer.seed=3"]).config
+    composed.trainer.seed = -1
+    with pytest.raises(ConfigError, match=r"trainer\.seed=-1"), grpo_rl.session(composed):
+        pass
+    with pytest.raises(ConfigError, match="3: neither a word such as key=value nor a configuration"), grpo_rl.session(3):  # type: ignore[arg-type]
+        pass
 
 
 def test_an_error_of_the_plan_comes_back_from_the_process_with_its_problems(
