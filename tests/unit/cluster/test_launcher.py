@@ -265,9 +265,10 @@ def test_a_controller_whose_launcher_is_killed_is_told_to_stop_and_cleans_up_its
     assert read_status(run.run)["state"] == "preempted"
 
 
-def test_what_starts_a_session_has_not_imported_ray_before() -> None:
+def test_what_starts_a_session_has_not_imported_ray_before_and_one_for_tests_never_does() -> None:
     program = (
         "import sys, grpo_rl.cluster.sampling, grpo_rl.cluster.run_session, grpo_rl.commands.chat, grpo_rl.cluster.warm_start; "
+        "import grpo_rl.testing; "
         "assert 'ray' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
