@@ -49,25 +49,25 @@ def episode_metrics(rollouts: Sequence[Rollout]) -> Metrics:
     episodes = [(rollout.episode, rollout) for rollout in rollouts if rollout.episode is not None]
     if not episodes:
         return {}
-    turns = [float(len(one.turns)) for one, _ in episodes]
+    turns = [float(len(episode.turns)) for episode, _ in episodes]
     metrics = {"episode/turns": _mean(turns), "episode/turns/max": max(turns), "episode/turns/min": min(turns)}
-    names = {*COUNTS, *(name for one, _ in episodes for name in one.counts)}
-    metrics |= {f"episode/{name}": _mean([one.counts.get(name, 0.0) for one, _ in episodes]) for name in sorted(names)}
+    names = {*COUNTS, *(name for episode, _ in episodes for name in episode.counts)}
+    metrics |= {f"episode/{name}": _mean([episode.counts.get(name, 0.0) for episode, _ in episodes]) for name in sorted(names)}
     for ending in TRUNCATED:
-        metrics[f"episode/truncated_{ending}"] = _mean([float(one.ended == ending) for one, _ in episodes])
-    metrics["episode/failed"] = _mean([float(one.ended == "failed") for one, _ in episodes])
-    if waits := [wait for one, _ in episodes for wait in one.waits_s]:
+        metrics[f"episode/truncated_{ending}"] = _mean([float(episode.ended == ending) for episode, _ in episodes])
+    metrics["episode/failed"] = _mean([float(episode.ended == "failed") for episode, _ in episodes])
+    if waits := [wait for episode, _ in episodes for wait in episode.waits_s]:
         metrics |= {"episode/wait_s": _mean(waits), "episode/wait_s/max": max(waits)}
     num_tokens = sum(len(rollout.response_ids) for _, rollout in episodes)
-    num_sampled = sum(one.num_sampled for one, _ in episodes)
+    num_sampled = sum(episode.num_sampled for episode, _ in episodes)
     metrics["episode/context_token_fraction"] = 1.0 - num_sampled / max(1, num_tokens)
     metrics["episode/sampled_tokens"] = num_sampled / len(episodes)
-    cached = [turn for one, _ in episodes for turn in one.turns if turn.cached_tokens is not None]
+    cached = [turn for episode, _ in episodes for turn in episode.turns if turn.cached_tokens is not None]
     if cached:
         hits = sum(turn.cached_tokens or 0 for turn in cached)
         metrics["episode/cache_hit_fraction"] = hits / max(1, sum(turn.context_tokens for turn in cached))
-    for name in sorted({name for one, _ in episodes for name in one.info}):
-        metrics[f"env/{name}"] = _mean([one.info[name] for one, _ in episodes if name in one.info])
+    for name in sorted({name for episode, _ in episodes for name in episode.info}):
+        metrics[f"env/{name}"] = _mean([episode.info[name] for episode, _ in episodes if name in episode.info])
     return metrics
 
 
@@ -125,7 +125,7 @@ def pair_metrics(pairs: Sequence[tuple[Rollout, Rollout]], num_groups: int) -> M
 
 
 def logged_advantages(sampled: Sequence[Rollout], trained: Sequence[Rollout], batch: Batch | None) -> list[float | None]:
-    """Return one number for each of `sampled`: the advantage of its last token, None where it is not among `trained`, the rollouts of `batch`."""
+    """Return one number for each of `sampled`: the advantage of its last token, None if it is not among `trained`, the rollouts of `batch`."""
     if batch is None:
         return [None] * len(sampled)
     lengths_N = batch.trained_lengths_N

@@ -44,8 +44,13 @@ class Kept:
     def of(cls, since: int, number: int, rollouts: Sequence[Rollout]) -> Kept:
         """Return copies of rollouts: the tokens of others lie in a block that is freed when its step is over."""
         copies = [
-            replace(one, response_ids=np.array(one.response_ids), rollout_logprobs=np.array(one.rollout_logprobs), text="")
-            for one in rollouts
+            replace(
+                rollout,
+                response_ids=np.array(rollout.response_ids),
+                rollout_logprobs=np.array(rollout.rollout_logprobs),
+                text="",
+            )
+            for rollout in rollouts
         ]
         return cls(since, number, copies)
 
@@ -80,7 +85,7 @@ class Kept:
         """Return the row of the file."""
         prompt = self.rollouts[0].prompt
         about = {name: _plain(getattr(prompt, name)) for name in ("uid", "token_ids", "text", "data_source")}
-        rows = [{name: _plain(getattr(one, name)) for name in _COLUMNS} for one in self.rollouts]
+        rows = [{name: _plain(getattr(rollout, name)) for name in _COLUMNS} for rollout in self.rollouts]
         return {"since": self.since, "number": self.number, "prompt": about, "rollouts": rows}
 
 
@@ -99,7 +104,7 @@ class Replay:
     def save(self, folder: Path, in_background: bool = False) -> None:
         """Write all of it, which is done when this returns: a few megabytes at most."""
         head = {"num_seen": self.num_seen}
-        lines = [json.dumps(row, ensure_ascii=False) for row in (head, *(one.row() for one in self.kept))]
+        lines = [json.dumps(row, ensure_ascii=False) for row in (head, *(group.row() for group in self.kept))]
         data = "\n".join([*lines, ""]).encode("utf-8", "backslashreplace")
         self._written = {self.file: write_file(folder / self.file, [data])}
 
@@ -139,11 +144,11 @@ class PairReplay(Replay):
         self.share, self.seed = share, seed
 
     def draw(self, num_new: int, iteration: int, step: int) -> list[Sequence[Rollout]]:
-        """Return pairs of earlier iterations that make up `share` of a batch with so many new ones; none where there are none.
+        """Return pairs of earlier iterations that make up `share` of a batch with so many new ones; none if there are none.
 
         The number is rounded up as often as brings about the share over all batches. It and the choice follow from seed and step.
         """
-        earlier, rng = [one.rollouts for one in self.kept if one.since < iteration], np.random.default_rng([self.seed, step])
+        earlier, rng = [pair.rollouts for pair in self.kept if pair.since < iteration], np.random.default_rng([self.seed, step])
         wanted = min(int(num_new * self.share / (1.0 - self.share) + rng.random()), len(earlier))
         return (
             [earlier[index] for index in sorted(rng.choice(len(earlier), size=wanted, replace=False).tolist())]
@@ -153,12 +158,12 @@ class PairReplay(Replay):
 
     def add(self, new: Sequence[Sequence[Rollout]], iteration: int) -> None:
         """Take in the new pairs of a batch that was learnt, and forget as many as are too many."""
-        found = [*self.kept, *(Kept.of(iteration, self.num_seen + place, pair) for place, pair in enumerate(new))]
+        pairs = [*self.kept, *(Kept.of(iteration, self.num_seen + place, pair) for place, pair in enumerate(new))]
         self.num_seen += len(new)
-        self.kept = sorted(sorted(found, key=self._priority)[: self.capacity], key=lambda one: one.number)
+        self.kept = sorted(sorted(pairs, key=self._priority)[: self.capacity], key=lambda pair: pair.number)
 
-    def _priority(self, one: Kept) -> bytes:
-        return hashlib.blake2b(f"{self.seed}:{one.number}".encode(), digest_size=8).digest()
+    def _priority(self, pair: Kept) -> bytes:
+        return hashlib.blake2b(f"{self.seed}:{pair.number}".encode(), digest_size=8).digest()
 
 
 class GroupReplay(Replay):
@@ -179,7 +184,9 @@ class GroupReplay(Replay):
 
     def of_step(self, step: int) -> list[Kept]:
         """Return the groups that this step may replay, the newest first."""
-        return sorted((one for one in self.kept if step - one.since <= self.max_age), key=lambda one: -one.since)[: self.most]
+        return sorted((group for group in self.kept if step - group.since <= self.max_age), key=lambda group: -group.since)[
+            : self.most
+        ]
 
     def fill(self, trained: Sequence[Rollout], step: int) -> tuple[list[Rollout], Metrics]:
         """Return what the step trains: groups without a signal are replaced by kept ones, the newest first, while there are any.
@@ -189,12 +196,12 @@ class GroupReplay(Replay):
         groups = by_uid(trained)
         useful = [group for group in groups.values() if _has_signal(group)]
         replayed = self.of_step(step)[: max(0, self.batch_size - len(useful))]
-        self.kept = [one for one in self.kept if step - one.since <= self.max_age]
-        # In the places of the others: where a step has several mini-batches, each has its share of both.
-        others = [old.rollouts for old in replayed]
-        filled = [others.pop(0) if others and not _has_signal(group) else group for group in groups.values()] + others
+        self.kept = [group for group in self.kept if step - group.since <= self.max_age]
+        # In the places of the others: if a step has several mini-batches, each has its share of both.
+        spare = [group.rollouts for group in replayed]
+        filled = [spare.pop(0) if spare and not _has_signal(group) else group for group in groups.values()] + spare
         self.kept += [Kept.of(step, 0, group) for group in useful if _success(group) <= self.max_success]
-        ages = [step - one.since for one in replayed]
+        ages = [step - group.since for group in replayed]
         metrics = {"replay/groups": float(len(replayed)), "replay/kept": float(len(self.kept))}
         if ages:
             metrics["replay/age_mean"] = sum(ages) / len(ages)

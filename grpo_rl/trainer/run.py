@@ -174,7 +174,7 @@ class RunLoop:
         self._end_step()
 
     def _check_finite(self, metrics: Metrics) -> None:
-        """Save what the step trained on to `nonfinite_step_N.jsonl` where a role left out an update, on all of its ranks.
+        """Save what the step trained on to `nonfinite_step_N.jsonl` if a role left out an update, on all of its ranks.
 
         Raises DivergedError when that happened in more steps in a row than `trainer.max_nonfinite_steps`.
         """
@@ -246,12 +246,12 @@ class RunLoop:
         return statistics.fmean(recent) * (self.total_steps - self.step) if recent else None
 
     def _answer_alarms(self) -> None:
-        """End the run, and save it, where an alarm of `trainer.stop_on` has begun and steps are left.
+        """End the run, and save it, if an alarm of `trainer.stop_on` has begun and steps are left.
 
         Raises StoppedByAlarm. Nothing is changed and tried again by itself: the same settings on the same data would lead
         to the same illness, and which remedy is right is for a person to say.
         """
-        finding = next((one for one in self._begun if one.name in self.config.trainer.stop_on), None)
+        finding = next((alarm for alarm in self._begun if alarm.name in self.config.trainer.stop_on), None)
         if finding is None or self.step >= self.total_steps:
             return
         self.output.stop.finishing()

@@ -63,7 +63,7 @@ class TrainerConfig:
     """The course of one training step with data.responses=policy. sync: sample with the current policy, score, train on it;
     one_step_off: sample the next batch while this one is trained; async: sample all the time, within a bound on staleness
     (asynchronous.*); iterate: sync in iterations, each of which begins with the reference and the reward model (iterate.*); or your own,
-    `path/to/file.py:Class`."""
+    `path/to/file.py:train`."""
     asynchronous: AsynchronousConfig = field(AsynchronousConfig, needs="schedule=async")
     iterate: IterateConfig = field(IterateConfig, needs="schedule=iterate")
     total_epochs: Count = field(30, needs="total_training_steps=null | {total_training_steps} says when it ends", harmless=True)

@@ -165,14 +165,14 @@ class Selection:
 def resume_order(
     sampler: RowOrder, data: PromptDataset | TrainingSet[Any], state: dict[str, Any], *, allow_change: bool
 ) -> bool:
-    """Let the sampler continue where `state` was taken; return False where the next epoch of other data begins instead.
+    """Let the sampler continue where `state` was taken; return False if the next epoch of other data begins instead.
 
     Raises CheckpointError for data that have changed, unless that is allowed.
     """
     changes = differences(state["data"], data.fingerprint) if "data" in state else []
-    before = state.get("num_rows")
-    if not changes and before is not None and before != len(data):
-        changes = [f"{before} rows were used, now {len(data)} are"]
+    num_rows = state.get("num_rows")
+    if not changes and num_rows is not None and num_rows != len(data):
+        changes = [f"{num_rows} rows were used, now {len(data)} are"]
     if not changes and (shares := sampler.state_dict().get("shares")) != state.get("shares"):
         changes = [f"rows and data.train_weights of the entries were {state.get('shares')}, now {shares}"]
     if changes and not allow_change:
