@@ -45,7 +45,7 @@ def test_the_task_makes_each_row_from_its_index_alone(files: Path) -> None:
 
 
 def test_the_test_of_a_loss_passes_as_it_is_printed_and_fails_for_a_loss_without_its_width(files: Path) -> None:
-    name, printed, loss = "test_a_wider_clip_range_moves_the_weights_further", "test_my_loss.py", Path("my_loss.py").read_text()
+    name, printed, loss = "test_the_width_decides_the_gradient", "test_my_loss.py", Path("my_loss.py").read_text()
     runpy.run_path(printed)[name]()
     Path("plain_loss.py").write_text(loss.replace("width * torch.tanh((ratio_T - 1.0) / width)", "ratio_T"))
     Path("test_plain.py").write_text(Path(printed).read_text().replace("my_loss.py", "plain_loss.py"))
