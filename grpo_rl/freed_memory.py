@@ -11,10 +11,9 @@ KEPT_BYTES = 256 << 20
 
 With glibc's defaults a step's tensors, which are megabytes each, are given back and mapped anew, and the kernel clears every
 page again: 14,000 to 37,000 page faults in a step of 1.1 M parameters, and 4 % of its time (scripts/bench_sft.py). A second arena,
-which is what a thread beside the first one gets, gives back even more often."""
-MOST_FREED_BYTES = 2 * KEPT_BYTES
-"""Freed memory above which the end of a phase gives it back. Actor and engine take turns: 135 M parameters left 2.9 GiB with the
-actor while the engine sampled, and clearing their pages again takes 3 % of an update."""
+which is what a thread beside the first one gets, gives back even more often. More than this goes back at the end of a phase, for
+actor and engine take turns: 135 M parameters left 2.9 GiB with the actor while the engine sampled. Clearing their pages again takes
+3 % of an update."""
 _FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
 
 
@@ -36,9 +35,9 @@ def _glibc() -> Any:
 
 
 def give_back() -> bool:
-    """Give freed memory back to the system if there is more than MOST_FREED_BYTES; return whether there was."""
+    """Give freed memory back to the system if there is more than KEPT_BYTES; return whether there was."""
     library = _glibc()
-    if library is None or library.mallinfo2().fordblks <= MOST_FREED_BYTES:
+    if library is None or library.mallinfo2().fordblks <= KEPT_BYTES:
         return False
-    library.malloc_trim(KEPT_BYTES)
+    library.malloc_trim(0)
     return True

@@ -48,7 +48,10 @@ class Renderer:
             names = set(re.findall(r"[a-z_]{4,}", self._template_text()))
             raise ConfigError(
                 [
-                    f"data.apply_chat_template_kwargs.{name}: {self._template} does not read it.{did_you_mean(name, names)}"
+                    f"{self._template} shows no tools, of which the run has some: the model would never see them. Give a "
+                    "data.chat_template that reads `tools`, or a model that was trained with tools"
+                    if name == "tools"
+                    else f"data.apply_chat_template_kwargs.{name}: {self._template} does not read it.{did_you_mean(name, names)}"
                     for name in unread
                 ]
             )

@@ -14,9 +14,10 @@ from grpo_rl.config.checks.all_rules import check
 from grpo_rl.config.convert import show
 from grpo_rl.config.derived import Machine, longest_sequence
 from grpo_rl.config.schema.fields import replaced
+from grpo_rl.machine_memory import machine_memory
 from grpo_rl.plan.cost import StepTime, step_time
 from grpo_rl.plan.decisions import Plan, decide
-from grpo_rl.plan.memory import TIGHT, Fit, engine_need, fit_of, token_bytes
+from grpo_rl.plan.memory import TIGHT, Fit, engine_need, fit_of, host_bytes, memory_by_role, token_bytes
 from grpo_rl.plan.model_folder import ModelSize
 
 A, R, REF, M = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref", "model"))
@@ -62,16 +63,28 @@ LONG_RUN = 50
 
 
 ROOMY = 0.8
-"""The share of a GPU's memory up to which the plan spends it by itself."""
+"""The share of a GPU's memory, or of a machine's without GPUs, up to which the plan spends it by itself."""
 
 
 def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
-    """Return values for what the configuration leaves to the plan: activations that are kept, chunks of the LM head, on GPUs."""
+    """Return values for what the configuration leaves to the plan: activations that are kept and, on GPUs, chunks of the LM head."""
     model = plan.config.actor_rollout_ref.model
+    if plan.machine.device == "cpu":
+        keeping = {f"{M}.enable_gradient_checkpointing": False}
+        undecided = plan.trains and model.enable_gradient_checkpointing is None
+        return keeping if undecided and _fits_on_cpus(plan, size, keeping) else {}
     faster = propose_faster(plan, size, ROOMY)
     undecided = {name for name in ("enable_gradient_checkpointing", "lm_head_chunk_tokens") if getattr(model, name) is None}
     changes = {} if faster is None else faster.changes
     return {key: value for key, value in changes.items() if key.removeprefix(f"{M}.") in undecided}
+
+
+def _fits_on_cpus(plan: Plan, size: ModelSize, changes: dict[str, Any]) -> bool:
+    """Return whether all processes have room in the memory of this machine; of a cluster, one of each role."""
+    tried = decide(replaced(plan.config, changes), plan.machine)
+    tried = dataclasses.replace(tried, model=size, memory=memory_by_role(tried, size))
+    needed = host_bytes(tried) or sum(need.num_bytes for need in tried.memory)
+    return needed <= ROOMY * machine_memory().total
 
 
 def propose_faster(plan: Plan, size: ModelSize, share: float = TIGHT) -> Proposal | None:

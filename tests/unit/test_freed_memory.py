@@ -12,7 +12,7 @@ PROGRAM = """
 import numpy, psutil
 from grpo_rl import freed_memory
 
-freed_memory.KEPT_BYTES, freed_memory.MOST_FREED_BYTES = 8 << 20, 64 << 20
+freed_memory.KEPT_BYTES = 64 << 20
 blocks = [numpy.ones(1 << 17) for _ in range(256)]
 del blocks[:64:2]
 little = freed_memory.give_back()

@@ -8,6 +8,8 @@ import pytest
 
 from grpo_rl.config.compose import compose
 from grpo_rl.errors import ConfigError
+from grpo_rl.machine_memory import MachineMemory
+from grpo_rl.plan import proposal
 from grpo_rl.plan.cost import step_time
 from grpo_rl.plan.decisions import Plan, decide
 from grpo_rl.plan.machine import DEVICES, named, probe_machine
@@ -174,6 +176,18 @@ def test_free_memory_is_spent_where_the_configuration_leaves_it_to_the_plan() ->
     assert small.enable_gradient_checkpointing is None
     asked = planned(*SMALL, *SLOW).config.actor_rollout_ref.model
     assert asked.enable_gradient_checkpointing is True and asked.lm_head_chunk_tokens == 2048
+
+
+def test_activations_are_kept_on_cpus_that_have_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "recipe=arithmetic/grpo", "trainer.device=cpu", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"
+
+    def chosen(mib: int, *more: str) -> bool | None:
+        memory = MachineMemory(mib * 2.0**20, mib * 2.0**20)
+        monkeypatch.setattr(proposal, "machine_memory", lambda: memory)
+        return make_plan(compose([*words, *more])).config.actor_rollout_ref.model.enable_gradient_checkpointing
+
+    assert chosen(32_768) is False and chosen(1_024) is None
+    assert chosen(1_024, f"{LESS}=false") is False and chosen(32_768, f"{LESS}=true") is True
 
 
 def test_free_memory_is_proposed_for_a_faster_update_that_fits() -> None:

@@ -28,8 +28,8 @@ class ModelConfig:
     override_config: dict[str, Any] = field(dict)
     """Changes to the model's Hugging Face config, e.g. {attention_dropout: 0.1}; unknown names are refused."""
     enable_gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, about 30 % more work. null: true, but false on GPUs that have the
-    memory by the plan."""
+    """Recompute activations in the backward pass: less memory, about 30 % more work. null: true, but false on GPUs,
+    or a machine without GPUs, that have the memory by the plan."""
     enable_activation_offload: bool = field(False, needs=["enable_gradient_checkpointing=true or null", ON_GPUS], harmless=True)
     """GPU: keep the inputs of layers that are recomputed in host memory until then; needs enable_gradient_checkpointing."""
     flash_attention: Literal["auto", "torch", "FA3", "FA4"] = field("auto", needs=ON_GPUS, harmless=True)
