@@ -71,8 +71,8 @@ def chosen_by_memory(plan: Plan, size: ModelSize) -> dict[str, Any]:
     model = plan.config.actor_rollout_ref.model
     if plan.machine.device == "cpu":
         keeping = {f"{M}.enable_gradient_checkpointing": False}
-        undecided = plan.trains and model.enable_gradient_checkpointing is None
-        return keeping if undecided and _fits_on_cpus(plan, size, keeping) else {}
+        leaves_it = plan.trains and model.enable_gradient_checkpointing is None
+        return keeping if leaves_it and _fits_on_cpus(plan, size, keeping) else {}
     faster = propose_faster(plan, size, ROOMY)
     undecided = {name for name in ("enable_gradient_checkpointing", "lm_head_chunk_tokens") if getattr(model, name) is None}
     changes = {} if faster is None else faster.changes
