@@ -96,7 +96,7 @@ EXAMPLES = Path(grpo_rl.__file__).parents[1] / "examples"
 
 
 def run_example(folder: Path, *words: str) -> Run:
-    small = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "trainer.test_freq=-1"]
+    small = ["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
     return train(folder, "example", *WORDS, *small, *words)
 
 
@@ -129,7 +129,7 @@ def test_two_turns_are_one_rollout_whose_answers_alone_are_trained(tmp_path: Pat
         assert row["episode/turns"] == 2 and row["episode/context_token_fraction"] > 0.2
         # The trainer finds the engine's log-probs of the second turn: its context is that of the sampling, token for token.
         assert row["rollout/logprob_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0
-        assert len(run.rollouts(step)) == 16 * 8
+        assert len(run.rollouts(step)) == 16 * 4
 
 
 def test_words_that_cannot_be_run_are_refused_before_anything_starts() -> None:
