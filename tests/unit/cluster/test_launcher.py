@@ -208,6 +208,7 @@ def test_a_signal_to_the_group_reaches_the_controller_once_and_its_exit_code_is_
     run = launched()
     assert os.getpgid(run.status["pid"]) != run.process.pid, "it is not of the group that a terminal signals"
     os.killpg(run.process.pid, number)
+    os.killpg(run.process.pid, signal.SIGCONT)  # as Slurm's scancel does
     assert run.ends() == (75, f"stopped: by [{number}]\n")
     assert read_status(run.run)["state"] == "preempted"
 
